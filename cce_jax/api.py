@@ -1,0 +1,238 @@
+"""The contract of linear cross-entropy: the checks of what a user passes, and every loss as arithmetic on three numbers."""
+
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cce_jax import core
+from cce_kernels import contract
+from cce_kernels.config import local_gpu
+from cce_kernels.logits import Head
+
+Reduction = Literal["mean", "sum", "none"]
+INT32 = np.iinfo(np.int32)
+
+
+def linear_cross_entropy(
+    e,
+    c,
+    targets,
+    *,
+    bias=None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    reduction: Reduction = "mean",
+    shift: bool | int = 0,
+    return_lse: bool = False,
+    logit_scale: float | None = None,
+    class_weight=None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    token_weight=None,
+    num_items=None,
+    vocab_axis: Literal[0, 1] = 0,
+    impl: core.Impl = "auto",
+    precision: jax.lax.PrecisionLike = None,
+    check_targets: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Cross-entropy of the logits `e @ c.T + bias` against `targets`, without holding the logits.
+
+    Equivalent to the following, with exact gradients and O(N) memory in place of O(N·V):
+
+        z = logit_scale * (e @ c.T + bias)                      # float32, (..., V)
+        z = softcap * tanh(z / softcap)                         # if softcap
+        lse = logsumexp(z, axis=-1)
+        smooth = mean(class_weight * (lse - z), axis=-1)        # over the vocabulary
+        ce = (1 - label_smoothing) * class_weight[targets] * (lse - z[targets]) + label_smoothing * smooth
+        total = where(targets == ignore_index, 0, token_weight * (ce + z_loss * lse**2))
+        loss = sum(total) / num_items                           # for reduction="mean"
+
+    The gradient is that of Cut Cross-Entropy (Wijmans et al. 2024, arXiv:2411.09009) without its filter: exact.
+    Differentiable once in e, c, bias and token_weight with any impl, and by `return_lse` through lse.
+
+    Args:
+      e: embeddings, (..., D), bfloat16, float16 or float32 (float64 with impl "chunked" and "reference").
+      c: classifier, of e's type: (V, D), or (D, V) with vocab_axis=1.
+      targets: integers of shape (...). One outside [0, V) that is not ignore_index makes that token's loss NaN, and
+        so every gradient it reaches.
+      bias: (V,), of e's type.
+      ignore_index: tokens with this target have loss 0 and no gradient, whatever their embedding holds.
+      softcap: positive; logits become softcap·tanh(logit / softcap).
+      reduction: "mean", "sum", or "none" for a loss per token.
+      shift: k in [0, T), or True for 1: token i of the last axis of targets predicts target i + k. e is not copied.
+      return_lse: return (loss, lse), lse of the shape of targets after the shift, 0 where ignored.
+      logit_scale: a number that multiplies the logits before softcap. A learned one: multiply e instead.
+      class_weight: (V,), a weight for each class; a constant to differentiation.
+      label_smoothing: in [0, 1], the share of the target that is spread evenly over the vocabulary.
+      z_loss: weight of lse² in each token's loss (PaLM's auxiliary loss; Chowdhery et al. 2022).
+      token_weight: a weight for each token's loss, of the shape of targets (before the shift: it goes with the target).
+      num_items: what "mean" divides by, a number or scalar array; by default the sum over the tokens that are not
+        ignored of class_weight[target]·token_weight. Where it is 0 the loss and its gradients are 0.
+      vocab_axis: the axis of c that is the vocabulary. The gradient of c has c's layout.
+      impl: "cce": the Pallas kernels, for CUDA GPUs of compute capability 8.0 and up (elsewhere Pallas' interpreter
+        runs them, for tests). "chunked": plain XLA on any device. "reference": full logits, differentiable any
+        number of times in either mode. "auto": "cce" where it can run, "chunked" elsewhere.
+      precision: of the matmuls, as in `jax.lax.dot_general`; float32 inputs follow jax_default_matmul_precision
+        unless it is given.
+      check_targets: raise if a target is outside [0, V) and not ignore_index. Waits for targets; not under jit.
+
+    Returns:
+      The loss in nats, float32 (float64 for float64 inputs): a scalar, or of the shape of targets after the shift.
+
+    Raises:
+      ValueError: shapes that do not fit, an option out of its range, or, with check_targets, a target out of range.
+      TypeError: arrays of the wrong types.
+      NotImplementedError: impl="cce" on a GPU that cannot run it.
+    """
+    contract.choice("reduction", reduction, contract.REDUCTIONS)
+    contract.choice("impl", impl, contract.IMPLS)
+    contract.choice("vocab_axis", vocab_axis, (0, 1))
+    head = Head(
+        scale=1.0 if logit_scale is None else contract.number("logit_scale", logit_scale),
+        softcap=contract.softcap(softcap),
+        vocab_axis=vocab_axis,
+        precision=precision,
+    )
+    ignore_index = contract.integer("ignore_index", ignore_index)
+    shift = contract.integer("shift", shift)
+    _check_types(e, c, bias, targets, class_weight, token_weight)
+    contract.shapes(
+        e.shape, c.shape, targets.shape, vocab_axis=vocab_axis, shift=shift, bias=_shape(bias),
+        class_weight=_shape(class_weight), token_weight=_shape(token_weight),
+    )  # fmt: skip
+    if num_items is not None and np.shape(num_items) != ():
+        raise ValueError(f"num_items must be a number or a scalar array, got shape {np.shape(num_items)}")
+    if check_targets:
+        _check_targets(targets, c.shape[vocab_axis], ignore_index, shift)
+    loss, lse = _loss(
+        e, c, bias, _int32(targets), class_weight, token_weight, num_items,
+        head=head, impl=_resolve(impl, e.dtype), reduction=reduction, ignore_index=ignore_index, shift=shift,
+        label_smoothing=contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0),
+        z_loss=contract.number("z_loss", z_loss),
+    )  # fmt: skip
+    return (loss, lse) if return_lse else loss
+
+
+@partial(
+    jax.jit,
+    static_argnames=("head", "impl", "reduction", "ignore_index", "shift", "label_smoothing", "z_loss"),
+)
+def _loss(
+    e, c, bias, targets, class_weight, token_weight, num_items,
+    *, head: Head, impl: core.Impl, reduction: Reduction, ignore_index: int, shift: int, label_smoothing: float, z_loss: float,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """The loss and lse; the docstring of linear_cross_entropy, line by line, on the core's three numbers."""
+    vocabulary = c.shape[head.vocab_axis]
+    targets, token_weight = _shifted(targets, shift, ignore_index), _shifted(token_weight, shift, 0)
+    kept = targets != ignore_index
+    in_vocabulary = (targets >= 0) & (targets < vocabulary)
+    weights = None if class_weight is None else jax.lax.stop_gradient(class_weight.astype(jnp.float32))
+
+    columns = jnp.where(kept, jnp.where(in_vocabulary, targets, vocabulary), -1)  # the core's: V: none, -1: ignored
+    lse, target, weighted = _statistics(e, c, bias, columns, weights, head, label_smoothing > 0, impl)
+    lse, target = jnp.where(kept, lse, 0), jnp.where(kept, target, 0)
+
+    target_weight = 1.0 if weights is None else weights[jnp.clip(targets, 0, vocabulary - 1)]
+    ce = target_weight * (lse - target)
+    if weighted is not None:
+        whole = vocabulary if weights is None else jnp.sum(weights)
+        smooth = (whole * lse - jnp.where(kept, weighted, 0)) / vocabulary
+        ce = (1 - label_smoothing) * ce + label_smoothing * smooth
+    total = ce + z_loss * lse**2 if z_loss else ce
+    weight = jnp.ones_like(lse) if token_weight is None else jnp.where(kept, token_weight.astype(lse.dtype), 0)
+    poison = jnp.where(kept & ~in_vocabulary, jnp.nan, 1.0).astype(lse.dtype)  # and it multiplies the gradient too
+    total = jnp.where(kept, poison * weight * total, 0)
+
+    unshifted = (..., slice(None, total.shape[-1] - shift)) if shift else ...
+    if reduction == "none":
+        return total[unshifted], lse[unshifted]
+    loss = jnp.sum(total)
+    if reduction == "mean":
+        items = jnp.sum(jnp.where(kept, weight * target_weight, 0)) if num_items is None else jnp.asarray(num_items)
+        items = items.astype(loss.dtype)
+        loss = jnp.where(items == 0, 0, loss / jnp.where(items == 0, 1, items))
+    return loss, lse[unshifted]
+
+
+def _statistics(e, c, bias, targets, weights, head: Head, with_sum: bool, impl: core.Impl) -> core.Statistics:
+    """core.statistics over any number of leading axes, also over no tokens at all."""
+    shape = targets.shape
+    if targets.size == 0:
+        zeros = jnp.zeros(shape, jnp.promote_types(e.dtype, jnp.float32))
+        return core.Statistics(zeros, zeros, zeros if with_sum else None)
+    flat = core.statistics(e.reshape(-1, e.shape[-1]), c, bias, targets.reshape(-1), weights, head=head,
+                           with_sum=with_sum, impl=impl)  # fmt: skip
+    return jax.tree.map(lambda x: x.reshape(shape), flat)
+
+
+def _shifted(x: jax.Array | None, shift: int, fill: int) -> jax.Array | None:
+    """x[..., shift:] with `shift` fills after it: e keeps all its rows, and the last ones are ignored."""
+    if x is None or not shift:
+        return x
+    return jnp.concatenate([x[..., shift:], jnp.full_like(x[..., :shift], fill)], axis=-1)
+
+
+def _shape(x: Any) -> tuple[int, ...] | None:
+    return None if x is None else x.shape
+
+
+def _check_types(e, c, bias, targets, class_weight, token_weight) -> None:
+    arrays = dict(e=e, c=c, bias=bias, targets=targets, class_weight=class_weight, token_weight=token_weight)
+    for name, x in arrays.items():
+        if not (hasattr(x, "dtype") and hasattr(x, "shape")) and (x is not None or name in ("e", "c", "targets")):
+            raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise TypeError(f"targets must be of an integer type, got targets {targets.dtype}")
+    allowed = (*contract.KERNEL_TYPES, "float64")
+    for name in ("e", "c", "bias"):
+        if arrays[name] is not None and arrays[name].dtype.name not in allowed:
+            raise TypeError(f"{name} must be one of {', '.join(allowed)}, got {name} {arrays[name].dtype}")
+        if arrays[name] is not None and arrays[name].dtype != e.dtype:
+            raise TypeError(f"{name} must be of e's type, got {name} {arrays[name].dtype} and e {e.dtype}")
+    if e.dtype.name == "float64" and not jax.config.jax_enable_x64:
+        raise TypeError(
+            "e is float64, which JAX holds only with jax_enable_x64; enable it and use impl='chunked' or 'reference', "
+            f"or cast to one of {', '.join(contract.KERNEL_TYPES)}"
+        )
+    for name in ("class_weight", "token_weight"):
+        if arrays[name] is not None and jnp.issubdtype(arrays[name].dtype, jnp.complexfloating):
+            raise TypeError(f"{name} must be real, got {name} {arrays[name].dtype}")
+
+
+def _check_targets(targets, vocabulary: int, ignore_index: int, shift: int) -> None:
+    if isinstance(targets, jax.core.Tracer):
+        raise ValueError("check_targets=True reads the values of targets, which a JAX transformation hides: call outside it")
+    values = np.asarray(targets)
+    bad = (values != ignore_index) & ((values < 0) | (values >= vocabulary))
+    if shift:
+        bad[..., :shift] = False  # these predict nothing
+    if bad.any():
+        position = np.argwhere(bad)[0]
+        raise contract.bad_target(position.tolist(), int(values[tuple(position)]), vocabulary, ignore_index)
+
+
+def _int32(targets):
+    """targets as int32, in which a value that does not fit stays outside every vocabulary instead of wrapping into one."""
+    if jnp.iinfo(targets.dtype).max <= INT32.max:
+        return targets.astype(np.int32)
+    clip = np.clip if isinstance(targets, np.ndarray) else jnp.clip
+    return clip(targets, max(INT32.min, jnp.iinfo(targets.dtype).min), INT32.max).astype(np.int32)
+
+
+def _resolve(impl: core.Impl, dtype) -> core.Impl:
+    """impl, with "auto" decided where the type or this machine's GPU rules the kernels out."""
+    gpu = local_gpu() if impl in ("auto", "cce") else None
+    typed, runs = dtype.name in contract.KERNEL_TYPES, gpu is None or gpu.supported
+    if impl == "auto" and not (typed and runs):
+        return "chunked"
+    if impl == "cce" and not typed:
+        raise TypeError(f"impl='cce' takes {', '.join(contract.KERNEL_TYPES)}, got e {dtype}; 'chunked' and 'reference' take it")
+    if impl == "cce" and not runs:
+        raise NotImplementedError(
+            f"impl='cce' needs an NVIDIA GPU of compute capability 8.0 or more, this one is {gpu.compute_capability}; "
+            "impl='chunked' runs on it"
+        )
+    return impl

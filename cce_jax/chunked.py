@@ -1,0 +1,73 @@
+"""The core in plain XLA, on any device: the vocabulary in groups whose block of logits is bounded.
+
+Forward: one matmul a group and a running (max, sum of exponentials). Backward: the same block of logits once more,
+turned into dz, and two matmuls. Holds one (N, V_g) block of at most BLOCK_BYTES, where 1024 columns fit in that.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from cce_kernels.groups import Groups, Wanted, grouped_gradient, vocabulary_groups
+from cce_kernels.logits import Head, vocabulary_size
+
+BLOCK_BYTES = 64 * 2**20
+
+
+def _groups(e: jax.Array, c: jax.Array, head: Head) -> Groups:
+    logit_bytes = jnp.promote_types(e.dtype, jnp.float32).itemsize
+    return vocabulary_groups(vocabulary_size(c, head), logit_bytes * max(e.shape[0], 1), 0, BLOCK_BYTES)
+
+
+def _columns(x: jax.Array | None, window: jax.Array, groups: Groups) -> jax.Array | None:
+    return None if x is None else lax.dynamic_slice_in_dim(x, window[0], groups.columns)
+
+
+def _logits(e, c_g, bias, window, *, head: Head, groups: Groups) -> tuple[jax.Array, jax.Array]:
+    """The group's logits, (N, V_g), at least float32, and the column numbers, (V_g,)."""
+    accumulate = jnp.promote_types(e.dtype, jnp.float32)
+    raw = lax.dot_general(e, c_g, (((1,), (1 - head.vocab_axis,)), ((), ())), precision=head.precision,
+                          preferred_element_type=accumulate)  # fmt: skip
+    bias_g = None if bias is None else _columns(bias, window, groups).astype(accumulate)
+    return head.logits(raw, bias_g), window[0] + jnp.arange(groups.columns, dtype=jnp.int32)
+
+
+def statistics(e, c, bias, targets, weights, *, head: Head, with_sum: bool):
+    """As cce_jax.core.statistics."""
+    groups = _groups(e, c, head)
+    zeros = jnp.zeros(targets.shape, jnp.promote_types(e.dtype, jnp.float32))
+
+    def group(carry, window):
+        lse, target, total = carry
+        c_g = lax.dynamic_slice_in_dim(c, window[0], groups.columns, head.vocab_axis)
+        z, columns = _logits(e, c_g, bias, window, head=head, groups=groups)
+        own = columns >= window[1]
+        local = targets - window[0]
+        here = (targets >= window[1]) & (local < groups.columns)
+        picked = jnp.take_along_axis(z, jnp.clip(local, 0, groups.columns - 1)[:, None], axis=1)[:, 0]
+        target = jnp.where(here, picked, target)
+        if with_sum:
+            w = own.astype(z.dtype) if weights is None else jnp.where(own, _columns(weights, window, groups), 0)
+            total = total + jnp.sum(jnp.where(w == 0, 0, w * z), axis=1)
+        if groups.overlap:
+            z = jnp.where(own, z, -jnp.inf)
+        return (jnp.logaddexp(lse, jax.nn.logsumexp(z, axis=1)), target, total), None
+
+    initial = (zeros - jnp.inf, zeros, zeros if with_sum else None)
+    return lax.scan(group, initial, groups.windows())[0]
+
+
+def gradients(e, c, bias, targets, weights, lse, cotangents, *, head: Head, wanted: Wanted):
+    """As cce_kernels.backward.gradients."""
+    groups = _groups(e, c, head)
+
+    def form_dz(window, c_g, cotangents):
+        z, columns = _logits(e, c_g, bias, window, head=head, groups=groups)
+        weights_g = 1.0 if weights is None else _columns(weights, window, groups)
+        dz = head.cotangent(z, jnp.exp(z - lse[:, None]), columns == targets[:, None], *cotangents[:, :, None],
+                            weights=weights_g)  # fmt: skip
+        if groups.overlap:
+            dz = jnp.where(columns >= window[1], dz, 0)
+        return dz.astype(e.dtype), jnp.sum(dz, axis=0) if wanted.bias else None
+
+    return grouped_gradient(form_dz, e, c, bias, cotangents, weights, head=head, groups=groups, wanted=wanted)

@@ -1,0 +1,129 @@
+"""Three numbers per token and their derivative: the only derivative in this project that is written by hand.
+
+With N tokens, width D and vocabulary V, embeddings e (N, D), classifier c (V, D), bias b (V,), targets t (N,) and
+weights w (V,), let the logits be
+
+    z_iv = softcap(scale · (e_i·c_v + b_v)),        softcap(y) = κ·tanh(y / κ),  or y where no softcap κ is set.
+
+The core returns, in float32,
+
+    lse_i    = log Σ_v exp z_iv                                                                              (1)
+    target_i = z_i,t_i                                                                                       (2)
+    sum_i    = Σ_v w_v z_iv                                                                                  (3)
+
+Every loss is plain arithmetic on these (cce_jax/api.py), differentiated by JAX. What reaches the core are their
+cotangents a_i, t̂_i and s_i. The partial derivatives of (1)-(3) with respect to one logit are
+
+    ∂lse_i/∂z_iv = exp(z_iv) / Σ_u exp(z_iu) = exp(z_iv − lse_i) = p_iv                                      (4)
+    ∂target_i/∂z_iv = [v = t_i]           ∂sum_i/∂z_iv = w_v                                                 (5)
+
+so by the chain rule, with y_iv = scale · (e_i·c_v + b_v) and ∂z/∂y = 1 − tanh²(y/κ) = 1 − (z/κ)²,
+
+    dz_iv = (a_i·p_iv + t̂_i·[v = t_i] + s_i·w_v) · scale · (1 − (z_iv/κ)²)                                   (6)
+
+is the cotangent of the raw product e_i·c_v + b_v, and, that product being bilinear,
+
+    de_i = Σ_v dz_iv c_v           dc_v = Σ_i dz_iv e_i           db_v = Σ_i dz_iv.                          (7)
+
+(4) is why nothing of size (N, V) is kept: p is recovered from the logits, which are computed again, and the saved
+lse. So the residuals are the inputs and N numbers. The columns v are independent in (6) and (7), so they are taken a
+group at a time (cce_kernels/groups.py), and a group's logits live only in one reused buffer.
+
+A token whose target is negative is ignored: its three numbers are arbitrary, it takes no part in (7), and nothing in
+its row of e, not even a NaN, reaches a gradient. A target of V or more picks no logit: (2) is 0.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from cce_jax import chunked, reference
+from cce_kernels import backward, forward
+from cce_kernels.groups import Wanted
+from cce_kernels.logits import Head
+
+Impl = Literal["auto", "cce", "chunked", "reference"]
+
+
+class Statistics(NamedTuple):
+    """The core's three numbers, each (N,), float32 (float64 for float64 inputs)."""
+
+    lse: jax.Array
+    target: jax.Array
+    sum: jax.Array | None
+
+
+def statistics(e, c, bias, targets, weights, *, head: Head, with_sum: bool, impl: Impl) -> Statistics:
+    """Equations (1)-(3), differentiable in e, c and bias.
+
+    e: (N, D); c: (V, D), or (D, V) if head.vocab_axis is 1; bias: (V,) or None; targets: (N,) int32;
+    weights: (V,) or None for 1, used by the sum alone. The sum is None unless with_sum.
+    """
+    if impl == "reference":
+        return Statistics(*reference.statistics(e, c, bias, targets, weights, head=head, with_sum=with_sum))
+    return _statistics(head, with_sum, impl, e, c, bias, targets, weights)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _statistics(head: Head, with_sum: bool, impl: Impl, e, c, bias, targets, weights) -> Statistics:
+    run = _on_platform(impl, forward.statistics, chunked.statistics, head=head, with_sum=with_sum)
+    return Statistics(*run(e, c, bias, targets, weights))
+
+
+def _statistics_fwd(head: Head, with_sum: bool, impl: Impl, e, c, bias, targets, weights):
+    wanted = Wanted(e=e.perturbed, c=c.perturbed, bias=bias is not None and bias.perturbed)
+    e, c, bias, targets, weights = jax.tree.map(
+        lambda x: x.value, (e, c, bias, targets, weights), is_leaf=lambda x: hasattr(x, "perturbed")
+    )
+    run = _first_order_only(lambda *arrays: _statistics(head, with_sum, impl, *arrays))
+    out = run(e, c, bias, targets, weights)
+    return out, (wanted, e, c, bias, targets, weights, out.lse)
+
+
+def _statistics_bwd(head: Head, with_sum: bool, impl: Impl, residuals, cotangents):
+    wanted, e, c, bias, targets, weights, lse = residuals
+    live = targets >= 0
+    of_statistics = [x for x in cotangents if x is not None]
+    stacked = jnp.stack([jnp.zeros_like(lse) if _is_symbolic_zero(x) else x for x in of_statistics])
+    stacked = jnp.where(live, stacked, 0)  # a_i, t̂_i and, with_sum, s_i
+    e_live, lse_live = jnp.where(live[:, None], e, 0), jnp.where(live, lse, 0)
+    run = _on_platform(impl, backward.gradients, chunked.gradients, head=head, wanted=wanted)  # (6) and (7)
+    de, dc, db = _first_order_only(run)(e_live, c, bias, targets, weights, lse_live, stacked)
+    return de, dc, db, None, None
+
+
+_statistics.defvjp(_statistics_fwd, _statistics_bwd, symbolic_zeros=True)
+
+
+def _is_symbolic_zero(x) -> bool:
+    return isinstance(x, jax.custom_derivatives.SymbolicZero)
+
+
+def _on_platform(impl: Impl, kernels: Callable, plain: Callable, **options) -> Callable:
+    """The function that runs impl, its choice of kernel, interpreter or plain XLA made for the platform lowered to."""
+    compiled, interpreted = partial(kernels, interpret=False, **options), partial(kernels, interpret=True, **options)
+    plain = partial(plain, **options)
+    if impl == "chunked":
+        return plain
+    return partial(lax.platform_dependent, cuda=compiled, default=interpreted if impl == "cce" else plain)
+
+
+def _first_order_only(function: Callable) -> Callable:
+    """function, with a clear error where JAX would differentiate it: a second derivative of the loss."""
+
+    @jax.custom_jvp
+    def guarded(*arrays):
+        return function(*arrays)
+
+    @guarded.defjvp
+    def _(primals, tangents):
+        raise NotImplementedError(
+            "linear_cross_entropy has first derivatives only with impl='cce', 'chunked' and 'auto'; "
+            "impl='reference' has forward-mode and higher-order derivatives, and holds the full logits"
+        )
+
+    return guarded

@@ -1,0 +1,84 @@
+"""Tile configurations: how large a tile of logits one program computes, and with how many warps.
+
+The row for compute capability 9.0 was measured on an H200 (docs/performance.md); the others are chosen to fit
+their shared memory, which tests/test_lowering.py holds them to.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """One program's tile of logits: rows × columns, its K loop in steps of depth; all powers of two."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    row_group: int = 16  # neighbouring programs walk this many row blocks before the next columns: L2 reuse
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "columns", "depth", "warps"):
+            value = getattr(self, name)
+            if value <= 0 or value & (value - 1):
+                raise ValueError(f"TileConfig: {name}={value} must be a power of two")
+        if min(self.rows, self.columns, self.depth) < 16:
+            raise ValueError(f"TileConfig: {self.rows=}, {self.columns=}, {self.depth=} must be at least 16")
+        if self.stages < 1 or self.row_group < 1:
+            raise ValueError(f"TileConfig: {self.stages=} and {self.row_group=} must be positive")
+
+    def shared_memory(self, itemsize: int) -> int:
+        """Bytes of shared memory that the pipelined loads of e and c take."""
+        return (self.rows + self.columns) * self.depth * itemsize * self.stages
+
+
+INTERPRETER = TileConfig(rows=16, columns=32, depth=16, warps=4, stages=1, row_group=2)
+
+SIXTEEN_BIT = {
+    "8.0": TileConfig(rows=128, columns=128, depth=64, warps=8, stages=3),
+    "9.0": TileConfig(rows=128, columns=256, depth=64, warps=8, stages=3),
+    "10.0": TileConfig(rows=128, columns=256, depth=64, warps=8, stages=3),
+}
+FLOAT32 = {
+    "8.0": TileConfig(rows=128, columns=128, depth=32, warps=8, stages=3),
+    "9.0": TileConfig(rows=128, columns=128, depth=32, warps=8, stages=3),
+    "10.0": TileConfig(rows=128, columns=128, depth=32, warps=8, stages=3),
+}
+SAFE = {2: TileConfig(rows=128, columns=128, depth=32, warps=8, stages=3),
+        4: TileConfig(rows=64, columns=64, depth=32, warps=4, stages=3)}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a launcher wants to know of the GPU it compiles for."""
+
+    compute_capability: str
+    multiprocessors: int
+
+    @property
+    def supported(self) -> bool:
+        """Whether the kernels run on it: NVIDIA, compute capability 8.0 or more."""
+        major = self.compute_capability.partition(".")[0]
+        return major.isdigit() and int(major) >= 8
+
+
+H200 = Gpu("9.0", 132)
+
+
+def local_gpu() -> Gpu | None:
+    """The first GPU of this process, or None; starts JAX's backend if nothing has yet."""
+    if jax.default_backend() != "gpu":
+        return None
+    device = jax.local_devices(backend="gpu")[0]
+    return Gpu(str(getattr(device, "compute_capability", "0")), int(getattr(device, "core_count", 0) or 132))
+
+
+def tile_config(dtype: jax.typing.DTypeLike, gpu: Gpu) -> TileConfig:
+    """The tiles for this type on this GPU; one that fits every supported GPU where it is not in the table."""
+    itemsize = jnp.dtype(dtype).itemsize
+    table = FLOAT32 if itemsize == 4 else SIXTEEN_BIT
+    return table.get(gpu.compute_capability, SAFE[itemsize])

@@ -1,0 +1,104 @@
+"""What the forward and the backward kernel share: masked loads, one tile of logits, the order of programs.
+
+Every index is an array, never a slice: Pallas' interpreter then treats a masked element as a GPU does.
+"""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from cce_kernels.config import TileConfig
+from cce_kernels.logits import Head
+
+LOG2_E = 1.4426950408889634  # the hardware's exponential is base 2: exp(z) = exp2(z · log2 e)
+
+
+# JAX 0.11 warns at every Triton lowering. A user cannot act on that; the upper bound on jax in pyproject.toml does.
+warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def inside(index: jax.Array, size: int, block: int) -> jax.Array | None:
+    """Mask of the indices below size; None where blocks tile size exactly and no mask is needed."""
+    return None if size % block == 0 else index < size
+
+
+def load_vector(ref, index: jax.Array, mask: jax.Array | None, other: float = 0, row: int | None = None) -> jax.Array:
+    """ref[index], or ref[row, index] of a two-dimensional ref; other where the mask is false."""
+    where = index if row is None else (jnp.full_like(index, row), index)
+    return plgpu.load(ref.at[where], mask=mask, other=None if mask is None else other)
+
+
+def tile_mask(rows_ok: jax.Array | None, columns_ok: jax.Array | None, shape: tuple[int, int]) -> jax.Array | None:
+    """The mask of a tile from the masks of its rows and of its columns; None where neither needs one."""
+    if rows_ok is None and columns_ok is None:
+        return None
+    if columns_ok is None:
+        return jnp.broadcast_to(rows_ok[:, None], shape)
+    if rows_ok is None:
+        return jnp.broadcast_to(columns_ok[None, :], shape)
+    return rows_ok[:, None] & columns_ok[None, :]
+
+
+def tile_index(rows: jax.Array, columns: jax.Array) -> tuple[jax.Array, jax.Array]:
+    shape = (rows.size, columns.size)
+    return jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape)
+
+
+def load_tile(ref, rows: jax.Array, columns: jax.Array, rows_ok, columns_ok) -> jax.Array:
+    """ref[rows, columns] as a tile, zero where a mask is false."""
+    mask = tile_mask(rows_ok, columns_ok, (rows.size, columns.size))
+    return plgpu.load(ref.at[tile_index(rows, columns)], mask=mask, other=None if mask is None else 0.0)
+
+
+def logits_tile(e_ref, c_ref, bias_ref, rows, columns, rows_ok, columns_ok, *, head: Head, tiles: TileConfig):
+    """z[rows, columns], float32, (tiles.rows, tiles.columns).
+
+    Reads each element of its block of e and of c once; accumulates in registers; writes nothing.
+    """
+    width = e_ref.shape[1]
+
+    def step(k, accumulator):
+        depth = k * tiles.depth + jnp.arange(tiles.depth, dtype=jnp.int32)
+        depth_ok = inside(depth, width, tiles.depth)
+        e = load_tile(e_ref, rows, depth, rows_ok, depth_ok)
+        if head.vocab_axis == 0:
+            c, contract = load_tile(c_ref, columns, depth, columns_ok, depth_ok), 1
+        else:
+            c, contract = load_tile(c_ref, depth, columns, depth_ok, columns_ok), 0
+        product = lax.dot_general(e, c, (((1,), (contract,)), ((), ())), precision=head.precision,
+                                  preferred_element_type=jnp.float32)
+        return accumulator + product
+
+    zeros = jnp.zeros((tiles.rows, tiles.columns), jnp.float32)
+    raw = lax.fori_loop(0, cdiv(width, tiles.depth), step, zeros)
+    bias = None if bias_ref is None else load_vector(bias_ref, columns, columns_ok).astype(jnp.float32)[None, :]
+    return head.logits(raw, bias)
+
+
+def grouped_order(program, row_blocks: int, column_blocks: int, row_group: int):
+    """(row block, column block) of a program: row_group row blocks share each block of columns in L2."""
+    group, offset = program // (row_group * column_blocks), program % (row_group * column_blocks)
+    first = group * row_group
+    height = jnp.minimum(row_blocks - first, row_group)
+    return first + offset % height, offset // height
+
+
+def launch(kernel, *operands, out_shape, programs: int, tiles: TileConfig, interpret: bool, name: str):
+    """One Pallas call over a one-dimensional grid; operands that are None reach the kernel as None."""
+    call = pl.pallas_call(
+        kernel,
+        out_shape=out_shape,
+        grid=(programs,),
+        compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        interpret=interpret,
+        name=name,
+    )
+    return call(*operands)
