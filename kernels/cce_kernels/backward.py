@@ -18,14 +18,16 @@ from jax.experimental.pallas import triton as plgpu
 from cce_kernels.config import H200, INTERPRETER, TileConfig, local_gpu, tile_config
 from cce_kernels.groups import Groups, Wanted, grouped_gradient, vocabulary_groups
 from cce_kernels.logits import Head, vocabulary_size
-from cce_kernels.tiles import LOG2_E, cdiv, grouped_order, inside, launch, load_vector, logits_tile, tile_index, tile_mask
+from cce_kernels.tiles import (
+    LOG2_E, cdiv, exp2_shifted, grouped_order, inside, launch, load_vector, logits_tile, tile_index, tile_mask,
+)  # fmt: skip
 
 SCRATCH_BYTES = 380 * 2**20
 
 
 def _dz_kernel(
     e_ref, c_ref, bias_ref, targets_ref, lse_ref, cotangents_ref, weights_ref, window_ref, dz_ref, sums_ref,
-    *, head: Head, tiles: TileConfig, groups: Groups,
+    *, head: Head, tiles: TileConfig, groups: Groups, interpret: bool,
 ):  # fmt: skip
     tokens, group_columns = dz_ref.shape
     column_blocks = cdiv(group_columns, tiles.columns)
@@ -40,11 +42,10 @@ def _dz_kernel(
     z = logits_tile(e_ref, c_ref, bias_ref, rows, columns, rows_ok, local_ok, head=head, tiles=tiles)
 
     lse = load_vector(lse_ref, rows, rows_ok)[:, None] * LOG2_E
-    targets = load_vector(targets_ref, rows, rows_ok, other=-1)[:, None]
-
+    is_target = columns[None, :] == load_vector(targets_ref, rows, rows_ok, other=-1)[:, None]
     weights = 1.0 if weights_ref is None else load_vector(weights_ref, columns, local_ok)[None, :]
     cotangents = [load_vector(cotangents_ref, rows, rows_ok, row=k)[:, None] for k in range(cotangents_ref.shape[0])]
-    dz = head.cotangent(z, jnp.exp2(z * LOG2_E - lse), columns[None, :] == targets, *cotangents, weights=weights)
+    dz = head.cotangent(z, exp2_shifted(z, lse, interpret=interpret), is_target, *cotangents, weights=weights)
     if groups.overlap:
         dz = jnp.where((columns >= owned)[None, :], dz, 0.0)
     mask = tile_mask(rows_ok, local_ok, (tiles.rows, tiles.columns))
@@ -92,7 +93,7 @@ def gradients(
     def dz_of_group(window: jax.Array, c_g: jax.Array, cotangents: jax.Array):
         del c_g  # the kernel reads its columns of c in place
         dz, sums = launch(
-            partial(_dz_kernel, head=head, tiles=tiles, groups=groups),
+            partial(_dz_kernel, head=head, tiles=tiles, groups=groups, interpret=interpret),
             e, c, bias, targets, lse, cotangents, weights, window,
             out_shape=(
                 jax.ShapeDtypeStruct((tokens, groups.columns), e.dtype),

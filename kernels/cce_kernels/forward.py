@@ -1,11 +1,16 @@
-"""The statistics kernel: log-sum-exp, target logit and (for label smoothing) weighted logit sum of every token.
+"""The forward kernels: log-sum-exp, target logit and (for label smoothing) weighted logit sum of every token.
 
     lse_i = log Σ_v exp z_iv        target_i = z_i,t_i        sum_i = Σ_v w_v z_iv
 
-Fused: the matmul e·cᵀ, bias, scale, softcap, a running (max, sum of exponentials), the pick of the target's logit.
-Read: e once per 256 columns and c once per 128 rows, from L2 wherever programs that run together share them.
-Written: 4 bytes a token and split for lse (and for sum), 4 bytes a token for target. Never written: a logit.
+The target kernel gathers the row of c that each token's target names and dots it with the token's row of e.
+Read: e once, and one row of c a token. Written: 4 bytes a token.
 
+The statistics kernel then needs no maximum: it sums exp(z − target_i), which float32 holds unless some logit exceeds
+the target's by 88. A row where one does comes out as inf, and the rescue kernel, which the same code makes, repeats
+that block of rows with a running maximum; programs with nothing to rescue read 4 bytes a token and end.
+Fused: the matmul e·cᵀ, bias, scale, softcap, exponential, both sums.
+Read: e once per 256 columns and c once per 128 rows, from L2 wherever programs that run together share them.
+Written: 4 bytes a token and split for lse (and for sum). Never written: a logit.
 A program owns `tiles.rows` tokens and one of `splits` equal runs of the vocabulary, which it walks tile by tile.
 """
 
@@ -19,7 +24,10 @@ from jax.experimental.pallas import triton as plgpu
 
 from cce_kernels.config import H200, INTERPRETER, TileConfig, local_gpu, tile_config
 from cce_kernels.logits import Head, vocabulary_size
-from cce_kernels.tiles import LOG2_E, cdiv, grouped_order, inside, launch, load_vector, logits_tile
+from cce_kernels.tiles import LOG2_E, cdiv, exp2_shifted, grouped_order, inside, launch, load_tile, load_vector, logits_tile
+
+FLOAT32_MAX = 3e38  # stands for an infinite reference, from which differences are not NaN
+TARGET_TILES = TileConfig(rows=16, columns=16, depth=128, warps=4, stages=3)
 
 SCRATCH_BYTES = 2 * 2**20  # of partial statistics, at most; a token count that needs more gets one split
 
@@ -39,48 +47,78 @@ def vocabulary_splits(row_blocks: int, column_tiles: int, tokens: int, multiproc
     return min(range(1, most + 1), key=cost)
 
 
+def _target_kernel(e_ref, c_ref, bias_ref, targets_ref, target_ref, *, head: Head, tiles: TileConfig):
+    tokens, width = e_ref.shape
+    vocabulary = vocabulary_size(c_ref, head)
+    rows = pl.program_id(0) * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
+    rows_ok = inside(rows, tokens, tiles.rows)
+    targets = load_vector(targets_ref, rows, rows_ok, other=-1)
+    named = (targets >= 0) & (targets < vocabulary)
+    columns = jnp.where(named, targets, 0)
+
+    def step(k, accumulator):
+        depth = k * tiles.depth + jnp.arange(tiles.depth, dtype=jnp.int32)
+        depth_ok = inside(depth, width, tiles.depth)
+        e = load_tile(e_ref, rows, depth, rows_ok, depth_ok)
+        if head.vocab_axis == 0:
+            c, contract = load_tile(c_ref, columns, depth, None, depth_ok), 1
+        else:
+            c, contract = load_tile(c_ref, depth, columns, depth_ok, None), 0
+        return accumulator + head.product(e, c, contract)
+
+    products = lax.fori_loop(0, cdiv(width, tiles.depth), step, jnp.zeros((tiles.rows, tiles.rows), jnp.float32))
+    own = jnp.arange(tiles.rows)
+    raw = jnp.sum(jnp.where(own[:, None] == own[None, :], products, 0.0), axis=1)  # of each row with its own target
+    bias = None if bias_ref is None else load_vector(bias_ref, columns, None).astype(jnp.float32)
+    target = jnp.where(named, head.logits(raw, bias), jnp.where(targets < 0, FLOAT32_MAX, -FLOAT32_MAX))
+    plgpu.store(target_ref.at[rows], target, mask=rows_ok)
+
+
 def _statistics_kernel(
-    e_ref, c_ref, bias_ref, targets_ref, weights_ref, lse_ref, target_ref, sum_ref,
-    *, head: Head, tiles: TileConfig, splits: int,
+    e_ref, c_ref, bias_ref, target_ref, weights_ref, failed_ref, lse_ref, sum_ref,
+    *, head: Head, tiles: TileConfig, splits: int, interpret: bool,
 ):  # fmt: skip
+    """Statistics relative to the target's logit; or, given failed_ref, relative to a running maximum where that is inf."""
     tokens, vocabulary = e_ref.shape[0], vocabulary_size(c_ref, head)
     column_tiles = cdiv(vocabulary, tiles.columns)
     tiles_per_split = cdiv(column_tiles, splits)
     row_block, split = grouped_order(pl.program_id(0), cdiv(tokens, tiles.rows), splits, tiles.row_group)
     rows = row_block * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
     rows_ok = inside(rows, tokens, tiles.rows)
-    targets = load_vector(targets_ref, rows, rows_ok, other=-1)
+    slot = jnp.full((tiles.rows,), split, jnp.int32), rows
+    first = split * tiles_per_split
+    last = jnp.minimum(first + tiles_per_split, column_tiles)
+    rescue = failed_ref is not None
+    if rescue:
+        failed = plgpu.load(failed_ref.at[slot], mask=rows_ok, other=None if rows_ok is None else 0.0)
+        last = jnp.where(jnp.max(jnp.where(failed < jnp.inf, 0, 1)) > 0, last, first)
+        reference = jnp.full((tiles.rows,), -FLOAT32_MAX, jnp.float32)
+    else:
+        reference = jnp.clip(load_vector(target_ref, rows, rows_ok) * LOG2_E, -FLOAT32_MAX, FLOAT32_MAX)
 
     def tile(j, carry):
-        peak, total, target, weighted = carry
+        reference, total, weighted = carry  # total: Σ exp2(z·log2 e − reference)
         columns = j * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
         columns_ok = inside(columns, vocabulary, tiles.columns)
         z = logits_tile(e_ref, c_ref, bias_ref, rows, columns, rows_ok, columns_ok, head=head, tiles=tiles)
-        is_target = columns[None, :] == targets[:, None]
-        target += jnp.sum(jnp.where(is_target, z, 0.0), axis=1)
         if sum_ref is not None:
             valid = jnp.ones_like(columns, jnp.float32) if columns_ok is None else columns_ok.astype(jnp.float32)
             weights = valid if weights_ref is None else load_vector(weights_ref, columns, columns_ok)
             weighted += jnp.sum(jnp.where(weights[None, :] == 0, 0.0, weights[None, :] * z), axis=1)
         if columns_ok is not None:
             z = jnp.where(columns_ok[None, :], z, -jnp.inf)
-        # The running sum is relative to `peak`, which is in units of log 2 and always finite.
-        tile_peak = jnp.max(z, axis=1) * LOG2_E
-        new_peak = jnp.maximum(peak, jnp.where(jnp.abs(tile_peak) < jnp.inf, tile_peak, peak))
-        total = total * jnp.exp2(peak - new_peak) + jnp.sum(jnp.exp2(z * LOG2_E - new_peak[:, None]), axis=1)
-        return new_peak, total, target, weighted
+        if rescue:
+            peak = jnp.maximum(reference, jnp.minimum(jnp.max(z, axis=1) * LOG2_E, FLOAT32_MAX))
+            reference, total = peak, total * jnp.exp2(reference - peak)
+        total += jnp.sum(exp2_shifted(z, reference[:, None], interpret=interpret), axis=1)
+        return reference, total, weighted
 
     zeros = jnp.zeros((tiles.rows,), jnp.float32)
-    lowest = jnp.full((tiles.rows,), -1e38, jnp.float32)
-    first = split * tiles_per_split
-    last = jnp.minimum(first + tiles_per_split, column_tiles)
-    peak, total, target, weighted = lax.fori_loop(first, last, tile, (lowest, zeros, zeros, zeros))
+    reference, total, weighted = lax.fori_loop(first, last, tile, (reference, zeros, zeros))
 
-    # An empty run of the vocabulary, or one of -inf logits alone, has total 0 and lse -inf.
-    slot = jnp.full((tiles.rows,), split, jnp.int32), rows
-    plgpu.store(lse_ref.at[slot], (peak + jnp.log2(total)) / LOG2_E, mask=rows_ok)
-    in_run = (targets >= first * tiles.columns) & (targets < jnp.minimum(last * tiles.columns, vocabulary))
-    plgpu.store(target_ref.at[rows], target, mask=in_run if rows_ok is None else in_run & rows_ok)
+    # A run of the vocabulary that is empty, or all of whose exponentials underflow, has total 0 and lse -inf.
+    lse = (reference + jnp.log2(total)) / LOG2_E
+    plgpu.store(lse_ref.at[slot], jnp.where(failed < jnp.inf, failed, lse) if rescue else lse, mask=rows_ok)
     if sum_ref is not None:
         plgpu.store(sum_ref.at[slot], weighted, mask=rows_ok)
 
@@ -100,7 +138,8 @@ def statistics(
     """lse, target and, with_sum, the weighted sum of the logits of each token: float32, (N,).
 
     e: (N, D) and c: (V, D) or (D, V) of one type: bfloat16, float16 or float32. bias: (V,). targets: (N,) int32;
-    a token whose target is outside [0, V) gets the target logit 0. weights: (V,) float32, 1 where None.
+    a token whose target is outside [0, V) gets the target logit 0,
+    and where it is negative an arbitrary lse and sum. weights: (V,) float32, 1 where None.
     Scratch: splits · 4 · N bytes, and as much again for the sum.
     """
     tokens, vocabulary = e.shape[0], vocabulary_size(c, head)
@@ -108,16 +147,16 @@ def statistics(
     tiles = tiles or (INTERPRETER if interpret else tile_config(e.dtype, gpu))
     row_blocks, column_tiles = cdiv(tokens, tiles.rows), cdiv(vocabulary, tiles.columns)
     splits = 2 if interpret else vocabulary_splits(row_blocks, column_tiles, tokens, gpu.multiprocessors)
-    partial_shape = jax.ShapeDtypeStruct((splits, tokens), jnp.float32)
-    lse, target, total = launch(
-        partial(_statistics_kernel, head=head, tiles=tiles, splits=splits),
-        e, c, bias, targets, weights,
-        out_shape=(partial_shape, jax.ShapeDtypeStruct((tokens,), jnp.float32), partial_shape if with_sum else None),
-        programs=row_blocks * splits, tiles=tiles, interpret=interpret, name="cce_statistics",
+    target = launch(
+        partial(_target_kernel, head=head, tiles=TARGET_TILES), e, c, bias, targets,
+        out_shape=jax.ShapeDtypeStruct((tokens,), jnp.float32),
+        programs=cdiv(tokens, TARGET_TILES.rows), tiles=TARGET_TILES, interpret=interpret, name="cce_target",
     )  # fmt: skip
-    in_vocabulary = (targets >= 0) & (targets < vocabulary)
-    return (
-        jax.nn.logsumexp(lse, axis=0),
-        jnp.where(in_vocabulary, target, 0.0),
-        None if total is None else jnp.sum(total, axis=0),
-    )
+    partials = jax.ShapeDtypeStruct((splits, tokens), jnp.float32)
+    run = partial(launch, programs=row_blocks * splits, tiles=tiles, interpret=interpret)
+    kernel = partial(_statistics_kernel, head=head, tiles=tiles, splits=splits, interpret=interpret)
+    lse, total = run(kernel, e, c, bias, target, weights, None, out_shape=(partials, partials if with_sum else None),
+                     name="cce_statistics")  # fmt: skip
+    lse, _ = run(kernel, e, c, bias, None, None, lse, out_shape=(partials, None), name="cce_rescue")
+    target = jnp.where((targets >= 0) & (targets < vocabulary), target, 0.0)
+    return jax.nn.logsumexp(lse, axis=0), target, None if total is None else jnp.sum(total, axis=0)

@@ -26,6 +26,11 @@ class Head:
     vocab_axis: int = 0  # 0: c is (V, D); 1: c is (D, V)
     precision: Precision = None
 
+    def product(self, e: jax.Array, c: jax.Array, axis: int) -> jax.Array:
+        """The raw product of e (rows, D) and c, contracted over c's axis `axis`; at least float32."""
+        return lax.dot_general(e, c, (((1,), (axis,)), ((), ())), precision=self.precision,
+                               preferred_element_type=jnp.promote_types(e.dtype, jnp.float32))  # fmt: skip
+
     def logits(self, raw: jax.Array, bias: jax.Array | None) -> jax.Array:
         """z from the raw product e·c; bias broadcasts against it."""
         z = raw if bias is None else raw + bias
