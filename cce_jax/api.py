@@ -1,4 +1,4 @@
-"""The contract of linear cross-entropy: the checks of what a user passes, and every loss as arithmetic on three numbers."""
+"""The contract of linear cross-entropy: checks of what a user passes, and losses as arithmetic on three numbers."""
 
 from functools import partial
 from typing import Any, Literal
@@ -6,6 +6,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from cce_jax import core
 from cce_kernels import contract
@@ -122,11 +123,14 @@ def linear_cross_entropy(
 )
 def _loss(
     e, c, bias, targets, class_weight, token_weight, num_items,
-    *, head: Head, impl: core.Impl, reduction: Reduction, ignore_index: int, shift: int, label_smoothing: float, z_loss: float,
+    *, head: Head, impl: core.Impl, reduction: Reduction, ignore_index: int, shift: int, label_smoothing: float,
+    z_loss: float,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The loss and lse; the docstring of linear_cross_entropy, line by line, on the core's three numbers."""
     vocabulary = c.shape[head.vocab_axis]
-    targets, token_weight = _shifted(targets, shift, ignore_index), _shifted(token_weight, shift, 0)
+    if shift:
+        targets = _shifted(targets, shift, ignore_index)
+        token_weight = None if token_weight is None else _shifted(token_weight, shift, 0)
     kept = targets != ignore_index
     in_vocabulary = (targets >= 0) & (targets < vocabulary)
     weights = None if class_weight is None else jax.lax.stop_gradient(class_weight.astype(jnp.float32))
@@ -168,10 +172,8 @@ def _statistics(e, c, bias, targets, weights, head: Head, with_sum: bool, impl: 
     return jax.tree.map(lambda x: x.reshape(shape), flat)
 
 
-def _shifted(x: jax.Array | None, shift: int, fill: int) -> jax.Array | None:
+def _shifted(x: jax.Array, shift: int, fill: int) -> jax.Array:
     """x[..., shift:] with `shift` fills after it: e keeps all its rows, and the last ones are ignored."""
-    if x is None or not shift:
-        return x
     return jnp.concatenate([x[..., shift:], jnp.full_like(x[..., :shift], fill)], axis=-1)
 
 
@@ -192,7 +194,7 @@ def _check_types(e, c, bias, targets, class_weight, token_weight) -> None:
             raise TypeError(f"{name} must be one of {', '.join(allowed)}, got {name} {arrays[name].dtype}")
         if arrays[name] is not None and arrays[name].dtype != e.dtype:
             raise TypeError(f"{name} must be of e's type, got {name} {arrays[name].dtype} and e {e.dtype}")
-    if e.dtype.name == "float64" and not jax.config.jax_enable_x64:
+    if e.dtype.name == "float64" and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
         raise TypeError(
             "e is float64, which JAX holds only with jax_enable_x64; enable it and use impl='chunked' or 'reference', "
             f"or cast to one of {', '.join(contract.KERNEL_TYPES)}"
@@ -203,8 +205,10 @@ def _check_types(e, c, bias, targets, class_weight, token_weight) -> None:
 
 
 def _check_targets(targets, vocabulary: int, ignore_index: int, shift: int) -> None:
-    if isinstance(targets, jax.core.Tracer):
-        raise ValueError("check_targets=True reads the values of targets, which a JAX transformation hides: call outside it")
+    if isinstance(targets, Tracer):
+        raise ValueError(
+            "check_targets=True reads the values of targets, which a JAX transformation hides: call outside it"
+        )
     values = np.asarray(targets)
     bad = (values != ignore_index) & ((values < 0) | (values >= vocabulary))
     if shift:
@@ -215,7 +219,7 @@ def _check_targets(targets, vocabulary: int, ignore_index: int, shift: int) -> N
 
 
 def _int32(targets):
-    """targets as int32, in which a value that does not fit stays outside every vocabulary instead of wrapping into one."""
+    """targets as int32; a value that does not fit stays outside every vocabulary instead of wrapping into one."""
     if jnp.iinfo(targets.dtype).max <= INT32.max:
         return targets.astype(np.int32)
     clip = np.clip if isinstance(targets, np.ndarray) else jnp.clip
@@ -224,13 +228,17 @@ def _int32(targets):
 
 def _resolve(impl: core.Impl, dtype) -> core.Impl:
     """impl, with "auto" decided where the type or this machine's GPU rules the kernels out."""
-    gpu = local_gpu() if impl in ("auto", "cce") else None
+    if impl not in ("auto", "cce"):
+        return impl
+    gpu = local_gpu()
     typed, runs = dtype.name in contract.KERNEL_TYPES, gpu is None or gpu.supported
-    if impl == "auto" and not (typed and runs):
-        return "chunked"
-    if impl == "cce" and not typed:
-        raise TypeError(f"impl='cce' takes {', '.join(contract.KERNEL_TYPES)}, got e {dtype}; 'chunked' and 'reference' take it")
-    if impl == "cce" and not runs:
+    if impl == "auto":
+        return "auto" if typed and runs else "chunked"
+    if not typed:
+        raise TypeError(
+            f"impl='cce' takes {', '.join(contract.KERNEL_TYPES)}, got e {dtype}; 'chunked' and 'reference' take it"
+        )
+    if gpu is not None and not gpu.supported:
         raise NotImplementedError(
             f"impl='cce' needs an NVIDIA GPU of compute capability 8.0 or more, this one is {gpu.compute_capability}; "
             "impl='chunked' runs on it"

@@ -16,19 +16,17 @@ BLOCK_BYTES = 64 * 2**20
 
 def _groups(e: jax.Array, c: jax.Array, head: Head) -> Groups:
     logit_bytes = jnp.promote_types(e.dtype, jnp.float32).itemsize
-    return vocabulary_groups(vocabulary_size(c, head), logit_bytes * max(e.shape[0], 1), 0, BLOCK_BYTES)
+    return vocabulary_groups(vocabulary_size(c, head), BLOCK_BYTES, logit_bytes * e.shape[0])
 
 
-def _columns(x: jax.Array | None, window: jax.Array, groups: Groups) -> jax.Array | None:
-    return None if x is None else lax.dynamic_slice_in_dim(x, window[0], groups.columns)
+def _columns(x: jax.Array, window: jax.Array, groups: Groups) -> jax.Array:
+    return lax.dynamic_slice_in_dim(x, window[0], groups.columns)
 
 
 def _logits(e, c_g, bias, window, *, head: Head, groups: Groups) -> tuple[jax.Array, jax.Array]:
     """The group's logits, (N, V_g), at least float32, and the column numbers, (V_g,)."""
-    accumulate = jnp.promote_types(e.dtype, jnp.float32)
-    raw = lax.dot_general(e, c_g, (((1,), (1 - head.vocab_axis,)), ((), ())), precision=head.precision,
-                          preferred_element_type=accumulate)  # fmt: skip
-    bias_g = None if bias is None else _columns(bias, window, groups).astype(accumulate)
+    raw = head.product(e, c_g, 1 - head.vocab_axis)
+    bias_g = None if bias is None else _columns(bias, window, groups).astype(raw.dtype)
     return head.logits(raw, bias_g), window[0] + jnp.arange(groups.columns, dtype=jnp.int32)
 
 
@@ -54,7 +52,7 @@ def statistics(e, c, bias, targets, weights, *, head: Head, with_sum: bool):
         return (jnp.logaddexp(lse, jax.nn.logsumexp(z, axis=1)), target, total), None
 
     initial = (zeros - jnp.inf, zeros, zeros if with_sum else None)
-    return lax.scan(group, initial, groups.windows())[0]
+    return lax.scan(group, initial, jnp.asarray(groups.windows()))[0]
 
 
 def gradients(e, c, bias, targets, weights, lse, cotangents, *, head: Head, wanted: Wanted):
@@ -70,4 +68,4 @@ def gradients(e, c, bias, targets, weights, lse, cotangents, *, head: Head, want
             dz = jnp.where(columns >= window[1], dz, 0)
         return dz.astype(e.dtype), jnp.sum(dz, axis=0) if wanted.bias else None
 
-    return grouped_gradient(form_dz, e, c, bias, cotangents, weights, head=head, groups=groups, wanted=wanted)
+    return grouped_gradient(form_dz, e, c, cotangents, weights, head=head, groups=groups, wanted=wanted)

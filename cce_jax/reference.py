@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from cce_kernels.logits import Head, vocabulary_size
 
@@ -10,10 +9,8 @@ from cce_kernels.logits import Head, vocabulary_size
 def statistics(e, c, bias, targets, weights, *, head: Head, with_sum: bool):
     """As cce_jax.core.statistics; materialises the logits."""
     e = jnp.where(targets[:, None] < 0, 0, e)  # a NaN in an ignored token must not reach c's gradient
-    accumulate = jnp.promote_types(e.dtype, jnp.float32)
-    raw = lax.dot_general(e, c, (((1,), (1 - head.vocab_axis,)), ((), ())), precision=head.precision,
-                          preferred_element_type=accumulate)  # fmt: skip
-    z = head.logits(raw, None if bias is None else bias.astype(accumulate))
+    raw = head.product(e, c, 1 - head.vocab_axis)
+    z = head.logits(raw, None if bias is None else bias.astype(raw.dtype))
     is_target = targets[:, None] == jnp.arange(vocabulary_size(c, head))
     total = jnp.sum(z if weights is None else jnp.where(weights == 0, 0, weights * z), axis=1) if with_sum else None
     return jax.nn.logsumexp(z, axis=1), jnp.sum(jnp.where(is_target, z, 0), axis=1), total

@@ -19,10 +19,21 @@ from cce_kernels.config import H200, INTERPRETER, TileConfig, local_gpu, tile_co
 from cce_kernels.groups import Groups, Wanted, grouped_gradient, vocabulary_groups
 from cce_kernels.logits import Head, vocabulary_size
 from cce_kernels.tiles import (
-    LOG2_E, cdiv, exp2_shifted, grouped_order, inside, launch, load_vector, logits_tile, tile_index, tile_mask,
+    LOG2_E,
+    cdiv,
+    exp2_shifted,
+    grouped_order,
+    inside,
+    launch,
+    load_vector,
+    logits_tile,
+    row_group,
+    tile_index,
+    tile_mask,
 )  # fmt: skip
 
-SCRATCH_BYTES = 380 * 2**20
+SCRATCH_BYTES = 365 * 2**20  # XLA adds 32 MiB of workspace for its matmuls
+GROUP_COST = 1.2  # reading and writing de's accumulator, launches
 
 
 def _dz_kernel(
@@ -32,7 +43,8 @@ def _dz_kernel(
     tokens, group_columns = dz_ref.shape
     column_blocks = cdiv(group_columns, tiles.columns)
     row_blocks = cdiv(tokens, tiles.rows)
-    row_block, column_block = grouped_order(pl.program_id(0), row_blocks, column_blocks, tiles.row_group)
+    height = row_group(e_ref.shape[1], e_ref.dtype.itemsize, tiles)
+    row_block, column_block = grouped_order(pl.program_id(0), row_blocks, column_blocks, height)
     rows = row_block * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
     rows_ok = inside(rows, tokens, tiles.rows)
     local = column_block * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
@@ -74,21 +86,26 @@ def gradients(
     """de, dc and dbias from the cotangents of the core's three numbers; None where not wanted.
 
     Arrays as in forward.statistics; lse: (N,) float32; cotangents: (2 or 3, N) float32, of lse, target and sum.
-    Scratch: one group of dz and of c and dc, and an (N, D) float32 accumulator; 380 MiB where that is possible.
+    Scratch: one group of dz and of c, and an (N, D) float32 accumulator; 365 MiB where that is possible.
     """
     gpu = (None if interpret else local_gpu()) or H200
     tiles = tiles or (INTERPRETER if interpret else tile_config(e.dtype, gpu))
     tokens, width = e.shape
     itemsize = e.dtype.itemsize
+    row_blocks = cdiv(tokens, tiles.rows)
+
+    def cost(columns: int) -> float:  # in tiles: the dz kernel's waves of programs, and what each group costs besides
+        return cdiv(row_blocks * cdiv(columns, tiles.columns), gpu.multiprocessors) + GROUP_COST
+
     groups = vocabulary_groups(
         vocabulary_size(c, head),
-        column_bytes=itemsize * (tokens + 2 * width),
-        fixed_bytes=tokens * width * (4 + itemsize),
-        budget=SCRATCH_BYTES,
+        budget=SCRATCH_BYTES - tokens * width * (4 + itemsize),  # less de's accumulator and the caller's copy of e
+        column_bytes=itemsize * (tokens + width),
+        cost=cost,
     )
     if interpret:
         groups = Groups(groups.vocabulary, min(groups.vocabulary, 3 * tiles.columns))
-    row_blocks, column_blocks = cdiv(tokens, tiles.rows), cdiv(groups.columns, tiles.columns)
+    column_blocks = cdiv(groups.columns, tiles.columns)
 
     def dz_of_group(window: jax.Array, c_g: jax.Array, cotangents: jax.Array):
         del c_g  # the kernel reads its columns of c in place
@@ -103,6 +120,4 @@ def gradients(
         )  # fmt: skip
         return dz, None if sums is None else jnp.sum(sums, axis=0)
 
-    return grouped_gradient(
-        dz_of_group, e, c, bias, cotangents, weights, head=head, groups=groups, wanted=wanted
-    )
+    return grouped_gradient(dz_of_group, e, c, cotangents, weights, head=head, groups=groups, wanted=wanted)

@@ -19,7 +19,6 @@ class TileConfig:
     depth: int
     warps: int
     stages: int
-    row_group: int = 16  # neighbouring programs walk this many row blocks before the next columns: L2 reuse
 
     def __post_init__(self) -> None:
         for name in ("rows", "columns", "depth", "warps"):
@@ -28,15 +27,15 @@ class TileConfig:
                 raise ValueError(f"TileConfig: {name}={value} must be a power of two")
         if min(self.rows, self.columns, self.depth) < 16:
             raise ValueError(f"TileConfig: {self.rows=}, {self.columns=}, {self.depth=} must be at least 16")
-        if self.stages < 1 or self.row_group < 1:
-            raise ValueError(f"TileConfig: {self.stages=} and {self.row_group=} must be positive")
+        if self.stages < 1:
+            raise ValueError(f"TileConfig: {self.stages=} must be positive")
 
     def shared_memory(self, itemsize: int) -> int:
         """Bytes of shared memory that the pipelined loads of e and c take."""
         return (self.rows + self.columns) * self.depth * itemsize * self.stages
 
 
-INTERPRETER = TileConfig(rows=16, columns=32, depth=16, warps=4, stages=1, row_group=2)
+INTERPRETER = TileConfig(rows=16, columns=32, depth=16, warps=4, stages=1)
 
 SIXTEEN_BIT = {
     "8.0": TileConfig(rows=128, columns=128, depth=64, warps=8, stages=3),
@@ -48,8 +47,10 @@ FLOAT32 = {
     "9.0": TileConfig(rows=128, columns=128, depth=32, warps=8, stages=3),
     "10.0": TileConfig(rows=128, columns=128, depth=32, warps=8, stages=3),
 }
-SAFE = {2: TileConfig(rows=128, columns=128, depth=32, warps=8, stages=3),
-        4: TileConfig(rows=64, columns=64, depth=32, warps=4, stages=3)}
+SAFE = {
+    2: TileConfig(rows=128, columns=128, depth=32, warps=8, stages=3),
+    4: TileConfig(rows=64, columns=64, depth=32, warps=4, stages=3),
+}
 
 
 @dataclass(frozen=True)

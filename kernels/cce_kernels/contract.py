@@ -57,12 +57,16 @@ def shapes(
     if not e or e[-1] != width:
         raise ValueError(f"e must have shape (..., D) with D = {width} as c's {layout}, got e {e} and c {c}")
     if targets != e[:-1]:
-        raise ValueError(f"targets must have the shape of e without its last axis, {e[:-1]}, got targets {targets} and e {e}")
+        raise ValueError(
+            f"targets must have the shape of e without its last axis, {e[:-1]}, got targets {targets} and e {e}"
+        )
     for name, shape in (("bias", bias), ("class_weight", class_weight)):
         if shape is not None and shape != (vocabulary,):
             raise ValueError(f"{name} must have shape (V,) = ({vocabulary},), got {name} {shape} and c {c}")
     if token_weight is not None and token_weight != targets:
-        raise ValueError(f"token_weight must have the shape of targets, got token_weight {token_weight} and targets {targets}")
+        raise ValueError(
+            f"token_weight must have the shape of targets, got token_weight {token_weight} and targets {targets}"
+        )
     last = targets[-1] if targets else 0
     if shift and not 0 < shift < last:
         raise ValueError(f"shift={shift} must be in [0, T) with T = {last}, the last axis of targets {targets}")

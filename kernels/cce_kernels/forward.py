@@ -24,27 +24,33 @@ from jax.experimental.pallas import triton as plgpu
 
 from cce_kernels.config import H200, INTERPRETER, TileConfig, local_gpu, tile_config
 from cce_kernels.logits import Head, vocabulary_size
-from cce_kernels.tiles import LOG2_E, cdiv, exp2_shifted, grouped_order, inside, launch, load_tile, load_vector, logits_tile
+from cce_kernels.tiles import (
+    LOG2_E,
+    cdiv,
+    exp2_shifted,
+    grouped_order,
+    inside,
+    launch,
+    load_tile,
+    load_vector,
+    logits_tile,
+    row_group,
+)
 
 FLOAT32_MAX = 3e38  # stands for an infinite reference, from which differences are not NaN
 TARGET_TILES = TileConfig(rows=16, columns=16, depth=128, warps=4, stages=3)
 
-SCRATCH_BYTES = 2 * 2**20  # of partial statistics, at most; a token count that needs more gets one split
+SCRATCH_BYTES = 3 * 2**20  # of partial statistics, at most
 
 
 def vocabulary_splits(row_blocks: int, column_tiles: int, tokens: int, multiprocessors: int) -> int:
     """Into how many runs to cut the vocabulary so that programs fill the GPU's multiprocessors evenly.
 
-    One program runs on a multiprocessor at a time, so the time is proportional to
-    (programs / multiprocessors, rounded up) · (tiles a program walks); more splits also cost a little each.
+    One program runs on a multiprocessor at a time, so a launch takes (programs / multiprocessors, rounded up) times
+    the tiles that a program walks, and each program costs about a third of a tile more to start and end.
     """
     most = min(column_tiles, max(1, SCRATCH_BYTES // (4 * max(tokens, 1))), 1024)
-
-    def cost(splits: int) -> float:
-        waves = cdiv(row_blocks * splits, multiprocessors)
-        return waves * (cdiv(column_tiles, splits) + 0.25)
-
-    return min(range(1, most + 1), key=cost)
+    return min(range(1, most + 1), key=lambda s: cdiv(row_blocks * s, multiprocessors) * (column_tiles / s + 0.3))
 
 
 def _target_kernel(e_ref, c_ref, bias_ref, targets_ref, target_ref, *, head: Head, tiles: TileConfig):
@@ -78,26 +84,26 @@ def _statistics_kernel(
     e_ref, c_ref, bias_ref, target_ref, weights_ref, failed_ref, lse_ref, sum_ref,
     *, head: Head, tiles: TileConfig, splits: int, interpret: bool,
 ):  # fmt: skip
-    """Statistics relative to the target's logit; or, given failed_ref, relative to a running maximum where that is inf."""
+    """Statistics relative to the target's logit; or, where failed_ref is not finite, relative to a running maximum."""
     tokens, vocabulary = e_ref.shape[0], vocabulary_size(c_ref, head)
     column_tiles = cdiv(vocabulary, tiles.columns)
-    tiles_per_split = cdiv(column_tiles, splits)
-    row_block, split = grouped_order(pl.program_id(0), cdiv(tokens, tiles.rows), splits, tiles.row_group)
+    height = row_group(e_ref.shape[1], e_ref.dtype.itemsize, tiles)
+    row_block, split = grouped_order(pl.program_id(0), cdiv(tokens, tiles.rows), splits, height)
     rows = row_block * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
     rows_ok = inside(rows, tokens, tiles.rows)
     slot = jnp.full((tiles.rows,), split, jnp.int32), rows
-    first = split * tiles_per_split
-    last = jnp.minimum(first + tiles_per_split, column_tiles)
-    rescue = failed_ref is not None
-    if rescue:
-        failed = plgpu.load(failed_ref.at[slot], mask=rows_ok, other=None if rows_ok is None else 0.0)
-        last = jnp.where(jnp.max(jnp.where(failed < jnp.inf, 0, 1)) > 0, last, first)
+    first, last = split * column_tiles // splits, (split + 1) * column_tiles // splits
+    written = rows_ok
+    if rescue := failed_ref is not None:
+        failed = ~(plgpu.load(failed_ref.at[slot], mask=rows_ok, other=None if rows_ok is None else 0.0) < jnp.inf)
+        written = failed if rows_ok is None else rows_ok & failed
+        last = jnp.where(jnp.max(failed.astype(jnp.int32)) > 0, last, first)
         reference = jnp.full((tiles.rows,), -FLOAT32_MAX, jnp.float32)
     else:
         reference = jnp.clip(load_vector(target_ref, rows, rows_ok) * LOG2_E, -FLOAT32_MAX, FLOAT32_MAX)
 
     def tile(j, carry):
-        reference, total, weighted = carry  # total: Σ exp2(z·log2 e − reference)
+        reference, total, weighted = carry  # total: Σ exp2(z·log₂e − reference)
         columns = j * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
         columns_ok = inside(columns, vocabulary, tiles.columns)
         z = logits_tile(e_ref, c_ref, bias_ref, rows, columns, rows_ok, columns_ok, head=head, tiles=tiles)
@@ -116,9 +122,8 @@ def _statistics_kernel(
     zeros = jnp.zeros((tiles.rows,), jnp.float32)
     reference, total, weighted = lax.fori_loop(first, last, tile, (reference, zeros, zeros))
 
-    # A run of the vocabulary that is empty, or all of whose exponentials underflow, has total 0 and lse -inf.
-    lse = (reference + jnp.log2(total)) / LOG2_E
-    plgpu.store(lse_ref.at[slot], jnp.where(failed < jnp.inf, failed, lse) if rescue else lse, mask=rows_ok)
+    # A run of the vocabulary all of whose exponentials underflow has total 0 and lse -inf.
+    plgpu.store(lse_ref.at[slot], (reference + jnp.log2(total)) / LOG2_E, mask=written)
     if sum_ref is not None:
         plgpu.store(sum_ref.at[slot], weighted, mask=rows_ok)
 
@@ -157,6 +162,6 @@ def statistics(
     kernel = partial(_statistics_kernel, head=head, tiles=tiles, splits=splits, interpret=interpret)
     lse, total = run(kernel, e, c, bias, target, weights, None, out_shape=(partials, partials if with_sum else None),
                      name="cce_statistics")  # fmt: skip
-    lse, _ = run(kernel, e, c, bias, None, None, lse, out_shape=(partials, None), name="cce_rescue")
+    lse, _ = run(kernel, e, c, bias, None, None, lse, out_shape=(partials, None), name="cce_rescue", in_place=lse)
     target = jnp.where((targets >= 0) & (targets < vocabulary), target, 0.0)
     return jax.nn.logsumexp(lse, axis=0), target, None if total is None else jnp.sum(total, axis=0)

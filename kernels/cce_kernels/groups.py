@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cce_kernels.logits import Head, vocabulary_size
+from cce_kernels.logits import Head
 
 COLUMN_MULTIPLE = 128
 FEWEST_COLUMNS = 1024
@@ -59,20 +59,22 @@ class Groups:
         return np.roll(np.stack([starts, owned], axis=1), 1, axis=0)
 
 
-def vocabulary_groups(vocabulary: int, column_bytes: int, fixed_bytes: int, budget: int) -> Groups:
-    """As few groups as fit: fixed_bytes + column_bytes · V_g ≤ budget, but never fewer than 1024 columns each."""
-    most = max((budget - fixed_bytes) // max(column_bytes, 1), FEWEST_COLUMNS)
+def vocabulary_groups(vocabulary: int, budget: int, column_bytes: int, cost: Callable[[int], float] = float) -> Groups:
+    """The groups that cost least of those whose columns fit: column_bytes · V_g ≤ budget, but 1024 columns always do.
+
+    cost(V_g): the relative time of one group of V_g columns.
+    """
+    most = max(budget // max(column_bytes, 1), FEWEST_COLUMNS)
     if vocabulary <= most:
         return Groups(vocabulary, vocabulary)
-    count = -(-vocabulary // (most // COLUMN_MULTIPLE * COLUMN_MULTIPLE))
-    return Groups(vocabulary, -(-vocabulary // (count * COLUMN_MULTIPLE)) * COLUMN_MULTIPLE)
+    sizes = range(min(FEWEST_COLUMNS, most), most + 1, COLUMN_MULTIPLE)
+    return min((Groups(vocabulary, size) for size in sizes), key=lambda g: (g.count * cost(g.columns), g.count))
 
 
 def grouped_gradient(
     form_dz: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]],
     e: jax.Array,
     c: jax.Array,
-    bias: jax.Array | None,
     cotangents: jax.Array,
     weights: jax.Array | None,
     *,
@@ -80,49 +82,50 @@ def grouped_gradient(
     groups: Groups,
     wanted: Wanted,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """de, dc and dbias, each in the type of its input, None where it is not wanted.
+    """de, dc and dbias in the type of e, c and bias; None where not wanted.
 
     form_dz(window, c_g, cotangents) gives dz of the group, (N, V_g), and its column sums, (V_g,), if the bias gradient
     is wanted. cotangents: (2 or 3, N), of lse, target and sum. weights: those of the sum, (V,).
     """
+    accumulate = jnp.promote_types(e.dtype, jnp.float32)
+    axis = head.vocab_axis
     unit = None
     if e.dtype == jnp.float16:
         cotangents, unit = _fit_float16(cotangents, weights, head.scale)
-    accumulate = jnp.promote_types(e.dtype, jnp.float32)
-    axis = head.vocab_axis
 
     def unscaled(x: jax.Array) -> jax.Array:
-        return x if unit is None else x * unit
+        return (x if unit is None else x * unit).astype(e.dtype)
 
-    def group(carry, window):
-        de, dc, dbias = carry
+    def matmul(left, right, left_axis: int, right_axis: int, out) -> jax.Array:
+        contract = (((left_axis,), (right_axis,)), ((), ()))
+        return lax.dot_general(left, right, contract, precision=head.precision, preferred_element_type=out)
+
+    def group(gradients: dict[str, jax.Array], window: jax.Array):
+        gradients = dict(gradients)
         start = window[0]
         c_g = lax.dynamic_slice_in_dim(c, start, groups.columns, axis)
         dz, dz_sum = form_dz(window, c_g, cotangents)
         if wanted.e:
-            de = de + lax.dot_general(dz, c_g, (((1,), (axis,)), ((), ())), precision=head.precision,
-                                      preferred_element_type=accumulate)
+            gradients["e"] += matmul(dz, c_g, 1, axis, accumulate)
         if wanted.c:
             left, right = (dz, e) if axis == 0 else (e, dz)
-            out = c.dtype if unit is None else accumulate
-            dc_g = lax.dot_general(left, right, (((0,), (0,)), ((), ())), precision=head.precision,
-                                   preferred_element_type=out)
-            dc = lax.dynamic_update_slice_in_dim(dc, unscaled(dc_g).astype(c.dtype), start, axis)
-        if wanted.bias:
-            dbias = lax.dynamic_update_slice_in_dim(dbias, dz_sum, start, 0)
-        return (de, dc, dbias), None
+            dc_g = matmul(left, right, 0, 0, c.dtype if unit is None else accumulate)
+            gradients["c"] = lax.dynamic_update_slice_in_dim(gradients["c"], unscaled(dc_g), start, axis)
+        if dz_sum is not None:
+            gradients["bias"] = lax.dynamic_update_slice_in_dim(gradients["bias"], unscaled(dz_sum), start, 0)
+        return gradients, None
 
-    initial = (
-        jnp.zeros(e.shape, accumulate) if wanted.e else None,
-        jnp.zeros_like(c) if wanted.c else None,
-        jnp.zeros(vocabulary_size(c, head), accumulate) if wanted.bias else None,
-    )
-    (de, dc, dbias), _ = lax.scan(group, initial, groups.windows())
-    return (
-        unscaled(de).astype(e.dtype) if wanted.e else None,
-        dc,
-        unscaled(dbias).astype(bias.dtype) if wanted.bias else None,
-    )
+    initial = {}
+    if wanted.e:
+        initial["e"] = jnp.zeros(e.shape, accumulate)
+    if wanted.c:
+        initial["c"] = lax.empty(c.shape, c.dtype)  # the groups write every row of it
+    if wanted.bias:
+        initial["bias"] = lax.empty((groups.vocabulary,), e.dtype)
+    gradients, _ = lax.scan(group, initial, jnp.asarray(groups.windows()))
+    if wanted.e:
+        gradients["e"] = unscaled(gradients["e"])
+    return gradients.get("e"), gradients.get("c"), gradients.get("bias")
 
 
 def _fit_float16(cotangents: jax.Array, weights: jax.Array | None, scale: float) -> tuple[jax.Array, jax.Array]:

@@ -38,7 +38,7 @@ class Head:
             z = z * self.scale
         return z if self.softcap is None else self.softcap * jnp.tanh(z / self.softcap)
 
-    def cotangent(self, z, p, is_target, of_lse, of_target, of_sum=None, weights=1.0) -> jax.Array:
+    def cotangent(self, z, p, is_target, of_lse, of_target, of_sum=None, weights: jax.Array | float = 1.0) -> jax.Array:
         """dz, the cotangent of the raw product e·c; every argument broadcasts against z."""
         dz = of_lse * p + jnp.where(is_target, of_target, 0.0)
         if of_sum is not None:

@@ -21,6 +21,9 @@ LOG2_E = 1.4426950408889634  # the hardware's exponential is base 2: exp(z) = ex
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
 
 
+SHARED_BYTES = 10 * 2**20  # of e that programs running side by side read: a sixth of an H200's L2
+
+
 def exp2_shifted(z: jax.Array, shift: jax.Array, *, interpret: bool) -> jax.Array:
     """exp2(z · log2 e − shift), two instructions an element on a GPU; shift broadcasts against z.
 
@@ -56,13 +59,11 @@ def load_vector(ref, index: jax.Array, mask: jax.Array | None, other: float = 0,
 
 def tile_mask(rows_ok: jax.Array | None, columns_ok: jax.Array | None, shape: tuple[int, int]) -> jax.Array | None:
     """The mask of a tile from the masks of its rows and of its columns; None where neither needs one."""
-    if rows_ok is None and columns_ok is None:
-        return None
+    mask = None if rows_ok is None else jnp.broadcast_to(rows_ok[:, None], shape)
     if columns_ok is None:
-        return jnp.broadcast_to(rows_ok[:, None], shape)
-    if rows_ok is None:
-        return jnp.broadcast_to(columns_ok[None, :], shape)
-    return rows_ok[:, None] & columns_ok[None, :]
+        return mask
+    columns = jnp.broadcast_to(columns_ok[None, :], shape)
+    return columns if mask is None else mask & columns
 
 
 def tile_index(rows: jax.Array, columns: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -99,20 +100,30 @@ def logits_tile(e_ref, c_ref, bias_ref, rows, columns, rows_ok, columns_ok, *, h
     return head.logits(raw, bias)
 
 
+def row_group(width: int, itemsize: int, tiles: TileConfig) -> int:
+    """How many row blocks go through all columns before the next ones: those whose rows of e fit in SHARED_BYTES."""
+    return max(1, min(32, SHARED_BYTES // (tiles.rows * width * itemsize)))
+
+
 def grouped_order(program, row_blocks: int, column_blocks: int, row_group: int):
-    """(row block, column block) of a program: row_group row blocks share each block of columns in L2."""
+    """(row block, column block) of a program: neighbours share rows of e or columns of c in L2."""
     group, offset = program // (row_group * column_blocks), program % (row_group * column_blocks)
     first = group * row_group
     height = jnp.minimum(row_blocks - first, row_group)
     return first + offset % height, offset // height
 
 
-def launch(kernel, *operands, out_shape, programs: int, tiles: TileConfig, interpret: bool, name: str):
-    """One Pallas call over a one-dimensional grid; operands that are None reach the kernel as None."""
+def launch(kernel, *operands, out_shape, programs: int, tiles: TileConfig, interpret: bool, name: str, in_place=None):
+    """One Pallas call over a one-dimensional grid; operands that are None reach the kernel as None.
+
+    in_place: the operand whose buffer the first output takes over, and with it what the kernel does not write.
+    """
+    arrays = [x for x in operands if x is not None]
     call = pl.pallas_call(
         kernel,
         out_shape=out_shape,
         grid=(programs,),
+        input_output_aliases={} if in_place is None else {[x is in_place for x in arrays].index(True): 0},
         compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name=name,

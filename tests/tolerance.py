@@ -1,0 +1,38 @@
+"""How close is close: one bound for every comparison, derived from what rounding alone must cost.
+
+Let err(x) = ‖x − truth‖ / ‖truth‖ with truth in float64. A result passes if
+
+    err(result) ≤ K · err(reference in the same dtype) + FLOOR · eps(dtype)
+
+The reference keeps full float32 logits and rounds once, each gradient to its type. The kernels also round dz to the
+input type before its two matmuls: a second rounding of the same size, √2 in the error, and up to 2 where both fall on a
+small sum such as a single row; K = 2. Errors of a reference can vanish by luck, for a loss of one token, say, hence the
+floor: the unit roundoff of the result's type, four times, for the handful of operations after the last long sum.
+In float32 the sums themselves are rounded, in another order than the reference's: √n·eps of their n ≤ 256 terms.
+"""
+
+import ml_dtypes
+import numpy as np
+
+K = 2.0
+FLOOR = {"float32": 16.0, "bfloat16": 1.0, "float16": 1.0, "float64": 64.0}
+
+
+def error(actual, truth) -> float:
+    """‖actual − truth‖ / ‖truth‖, or ‖actual‖ where the truth is zero; NaN never passes a bound."""
+    actual, truth = np.asarray(actual, np.float64), np.asarray(truth, np.float64)
+    assert actual.shape == truth.shape, f"{actual.shape=} is not {truth.shape=}"
+    size = np.linalg.norm(truth.ravel())
+    return float(np.linalg.norm((actual - truth).ravel()) / (size if size > 0 else 1.0))
+
+
+def roundoff(dtype) -> float:
+    return float(ml_dtypes.finfo(dtype).eps)
+
+
+def assert_close(actual, truth, reference, what: str) -> None:
+    """Assert the bound above; reference is the full-logits result in the same dtype as actual."""
+    actual = np.asarray(actual)
+    assert actual.dtype == np.asarray(reference).dtype, f"{what}: {actual.dtype} is not {np.asarray(reference).dtype}"
+    bound = K * error(reference, truth) + FLOOR[actual.dtype.name] * roundoff(actual.dtype)
+    assert error(actual, truth) <= bound, f"{what}: error {error(actual, truth):.3g} exceeds {bound:.3g}"
