@@ -207,7 +207,7 @@ def _check_types(e, c, bias, targets, class_weight, token_weight) -> None:
 def _check_targets(targets, vocabulary: int, ignore_index: int, shift: int) -> None:
     if isinstance(targets, Tracer):
         raise ValueError(
-            "check_targets=True reads the values of targets, which a JAX transformation hides: call outside it"
+            "check_targets=True reads the values of targets: call it outside jit and other transformations"
         )
     values = np.asarray(targets)
     bad = (values != ignore_index) & ((values < 0) | (values >= vocabulary))
@@ -235,9 +235,8 @@ def _resolve(impl: core.Impl, dtype) -> core.Impl:
     if impl == "auto":
         return "auto" if typed and runs else "chunked"
     if not typed:
-        raise TypeError(
-            f"impl='cce' takes {', '.join(contract.KERNEL_TYPES)}, got e {dtype}; 'chunked' and 'reference' take it"
-        )
+        allowed = ", ".join(contract.KERNEL_TYPES)
+        raise TypeError(f"impl='cce' takes {allowed}; e is {dtype}, which 'chunked' and 'reference' take")
     if gpu is not None and not gpu.supported:
         raise NotImplementedError(
             f"impl='cce' needs an NVIDIA GPU of compute capability 8.0 or more, this one is {gpu.compute_capability}; "

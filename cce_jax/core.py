@@ -81,11 +81,12 @@ def _statistics_fwd(head: Head, with_sum: bool, impl: Impl, e, c, bias, targets,
     )
     run = _first_order_only(lambda *arrays: _statistics(head, with_sum, impl, *arrays))
     out = run(e, c, bias, targets, weights)
-    return out, (wanted, e, c, bias, targets, weights, out.lse)
+    return out, (_as_shape(wanted), e, c, bias, targets, weights, out.lse)
 
 
 def _statistics_bwd(head: Head, with_sum: bool, impl: Impl, residuals, cotangents):
-    wanted, e, c, bias, targets, weights, lse = residuals
+    shape_of_wanted, e, c, bias, targets, weights, lse = residuals
+    wanted = _from_shape(shape_of_wanted)
     live = targets >= 0
     of_statistics = [x for x in cotangents if x is not None]
     stacked = jnp.stack([jnp.zeros_like(lse) if _is_symbolic_zero(x) else x for x in of_statistics])
@@ -97,6 +98,19 @@ def _statistics_bwd(head: Head, with_sum: bool, impl: Impl, residuals, cotangent
 
 
 _statistics.defvjp(_statistics_fwd, _statistics_bwd, symbolic_zeros=True)
+
+
+def _as_shape(wanted: Wanted) -> jax.Array:
+    """wanted as the shape of an array, which is all of it that matters.
+
+    JAX keeps a traced forward rule for each pattern of differentiated inputs, but one residual tree for all of them:
+    the last. Static facts in that tree would so reach the wrong backward rule; those in a leaf's shape do not.
+    """
+    return jnp.zeros((1 + wanted.e, 1 + wanted.c, 1 + wanted.bias), bool)
+
+
+def _from_shape(x: jax.Array) -> Wanted:
+    return Wanted(*(n == 2 for n in x.shape))
 
 
 def _is_symbolic_zero(x) -> bool:

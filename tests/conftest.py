@@ -1,5 +1,9 @@
+import hypothesis
 import jax
 import pytest
+
+hypothesis.settings.register_profile("all", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("all")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -1,4 +1,4 @@
-"""The definition of the loss in shared notation, in PyTorch and float64, differentiated by PyTorch: the truth of every test."""
+"""The truth of every test: the definition of the loss in PyTorch and float64, differentiated by PyTorch."""
 
 from typing import Any
 

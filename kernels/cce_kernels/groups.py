@@ -22,7 +22,6 @@ FEWEST_COLUMNS = 1024
 FLOAT16_LARGEST = 2.0**14  # what the largest cotangent becomes in float16, which holds 28 binary orders below it
 
 
-@jax.tree_util.register_static
 @dataclass(frozen=True)
 class Wanted:
     """Which gradients a call needs; the others cost nothing."""

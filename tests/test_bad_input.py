@@ -1,0 +1,94 @@
+"""The bad-input table: each row raises, names its argument and prints what it got."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cce_jax import linear_cross_entropy
+
+N, D, V = 6, 4, 9
+E, C, T = np.ones((2, 3, D), np.float32), np.ones((V, D), np.float32), np.zeros((2, 3), np.int32)
+
+ROWS = [
+    ({"targets": np.zeros((2, 4), np.int32)}, ValueError, r"targets.*\(2, 3\).*\(2, 4\)"),
+    ({"targets": np.zeros((2, 2), np.int32)}, ValueError, r"targets.*\(2, 2\)"),
+    ({"targets": np.zeros(6, np.int32)}, ValueError, r"targets.*\(6,\)"),
+    ({"c": np.ones((V, D + 1), np.float32)}, ValueError, r"e .*\(2, 3, 4\).*c \(9, 5\)"),
+    ({"c": np.ones((D, V), np.float32)}, ValueError, r"e .*c \(4, 9\)"),
+    ({"vocab_axis": 1}, ValueError, r"e .*\(2, 3, 4\).*c \(9, 4\)"),
+    ({"c": np.ones((1, V, D), np.float32)}, ValueError, r"c must have shape \(V, D\).*\(1, 9, 4\)"),
+    ({"c": np.ones((0, D), np.float32)}, ValueError, r"V, D >= 1.*\(0, 4\)"),
+    ({"bias": np.ones(D, np.float32)}, ValueError, r"bias.*\(9,\).*\(4,\)"),
+    ({"class_weight": np.ones((V, 1), np.float32)}, ValueError, r"class_weight.*\(9,\).*\(9, 1\)"),
+    ({"token_weight": np.ones(6, np.float32)}, ValueError, r"token_weight.*\(6,\).*\(2, 3\)"),
+    ({"shift": 3}, ValueError, r"shift=3.*\[0, T\).*T = 3"),
+    ({"shift": -1}, ValueError, r"shift=-1.*\[0, T\)"),
+    ({"shift": 1.0}, TypeError, r"shift must be an integer.*float"),
+    ({"num_items": np.ones(2)}, ValueError, r"num_items.*\(2,\)"),
+    ({"targets": T.astype(np.float32)}, TypeError, r"targets.*integer.*float32"),
+    ({"targets": T.astype(bool)}, TypeError, r"targets.*integer.*bool"),
+    ({"targets": T.tolist()}, TypeError, r"targets must be an array.*list"),
+    ({"e": E.astype(np.int32)}, TypeError, r"e must be one of.*int32"),
+    ({"c": C.astype(np.int8)}, TypeError, r"c must be one of.*int8"),
+    ({"c": jnp.ones((V, D), jnp.bfloat16)}, TypeError, r"c must be of e's type.*bfloat16.*float32"),
+    ({"bias": jnp.ones(V, jnp.float16)}, TypeError, r"bias must be of e's type.*float16.*float32"),
+    ({"bias": np.ones(V, np.int32)}, TypeError, r"bias must be one of.*int32"),
+    ({"e": E.astype(np.float64), "c": C.astype(np.float64)}, TypeError, r"float64.*jax_enable_x64.*chunked"),
+    ({"e": None}, TypeError, r"e must be an array.*NoneType"),
+    ({"reduction": "avg"}, ValueError, r"reduction='avg'.*'mean', 'sum', 'none'"),
+    ({"impl": "triton"}, ValueError, r"impl='triton'.*'auto', 'cce', 'chunked', 'reference'"),
+    ({"vocab_axis": 2}, ValueError, r"vocab_axis=2.*0, 1"),
+    ({"vocab_axis": True}, ValueError, r"vocab_axis=True.*0, 1"),
+    ({"softcap": -30.0}, ValueError, r"softcap=-30\.0.*positive"),
+    ({"softcap": 0.0}, ValueError, r"softcap=0\.0.*positive"),
+    ({"softcap": float("nan")}, ValueError, r"softcap=nan.*positive"),
+    ({"softcap": "30"}, TypeError, r"softcap.*number.*str"),
+    ({"logit_scale": float("inf")}, ValueError, r"logit_scale=inf"),
+    ({"logit_scale": jnp.ones(())}, TypeError, r"logit_scale.*number"),
+    ({"z_loss": float("nan")}, ValueError, r"z_loss=nan"),
+    ({"label_smoothing": 1.1}, ValueError, r"label_smoothing=1\.1.*\[0, 1\]"),
+    ({"label_smoothing": -0.1}, ValueError, r"label_smoothing=-0\.1.*\[0, 1\]"),
+    ({"label_smoothing": float("nan")}, ValueError, r"label_smoothing=nan.*\[0, 1\]"),
+    ({"ignore_index": None}, TypeError, r"ignore_index must be an integer.*NoneType"),
+    ({"class_weight": np.ones(V, np.complex64)}, TypeError, r"class_weight must be real.*complex64"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changed", "error", "message"), ROWS, ids=lambda x: str(x)[:40])
+def test_raises(changed, error, message):
+    arguments = {"e": E, "c": C, "targets": T, **changed}
+    with pytest.raises(error, match=message):
+        linear_cross_entropy(arguments.pop("e"), arguments.pop("c"), arguments.pop("targets"), **arguments)
+
+
+def test_the_same_errors_under_jit():
+    with pytest.raises(ValueError, match=r"targets.*\(2, 4\)"):
+        jax.jit(linear_cross_entropy)(E, C, np.zeros((2, 4), np.int32))
+
+
+def test_check_targets_names_the_first_bad_position():
+    targets = T.copy()
+    targets[0, 1], targets[1, 0], targets[1, 2] = -100, 9, -7
+    with pytest.raises(ValueError, match=r"targets\[1, 0\] = 9 is outside \[0, 9\)"):
+        linear_cross_entropy(E, C, targets, check_targets=True)
+    with pytest.raises(ValueError, match=r"targets\[1, 2\] = -7 .*ignore_index=-100"):
+        linear_cross_entropy(E, C, np.where(targets == 9, 0, targets), check_targets=True)
+    targets = T.copy()
+    targets[:, 0] = 50  # the first target of a sequence is nobody's after a shift
+    assert np.isfinite(linear_cross_entropy(E, C, targets, check_targets=True, shift=1))
+    with pytest.raises(ValueError, match="outside jit"):
+        jax.jit(lambda t: linear_cross_entropy(E, C, t, check_targets=True))(T)
+
+
+def test_an_old_gpu_is_named_and_so_is_what_works(monkeypatch):
+    from cce_jax import api
+    from cce_kernels.config import Gpu
+
+    monkeypatch.setattr(api, "local_gpu", lambda: Gpu("7.5", 40))
+    with pytest.raises(NotImplementedError, match=r"8\.0 or more.*7\.5.*'chunked'"):
+        linear_cross_entropy(E, C, T, impl="cce")
+    assert np.isfinite(linear_cross_entropy(E, C, T))  # auto
+    monkeypatch.setattr(api, "local_gpu", lambda: Gpu("gfx942", 304))
+    with pytest.raises(NotImplementedError, match="gfx942"):
+        linear_cross_entropy(E, C, T, impl="cce")

@@ -1,0 +1,171 @@
+"""Ignored tokens that hold NaN, targets out of range, no tokens, extreme logits, determinism."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cce_jax import linear_cross_entropy
+from tests.cases import IMPLS, Case, inputs
+from tests.tolerance import error
+
+CASE = Case("edge", leading=(24,), width=16, vocabulary=70, arrays=("bias",))
+
+
+def grads(e, c, targets, impl, **options):
+    """loss and the gradients of e and c."""
+    return jax.value_and_grad(
+        lambda e, c: linear_cross_entropy(e, c, targets, impl=impl, precision="highest", **options), (0, 1)
+    )(jnp.asarray(e), jnp.asarray(c))
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_nothing_of_an_ignored_token_gets_out(impl, poison):
+    given = inputs(CASE)
+    ignored = given.targets == -100
+    assert ignored.any()
+    bad = given.e.copy()
+    bad[ignored] = poison
+    weight = np.where(ignored, np.nan, 1.0).astype(np.float32)
+    options = {"label_smoothing": 0.1, "z_loss": 0.1, "bias": given.optional["bias"]}
+    clean = grads(given.e, given.c, given.targets, impl, **options)
+    dirty = grads(bad, given.c, given.targets, impl, token_weight=weight, **options)
+    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
+    assert not np.asarray(dirty[1][0])[ignored].any()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_every_token_ignored_is_zero_not_nan(impl, weighted, reduction):
+    given = inputs(CASE)
+    options = {"class_weight": np.ones(70, np.float32)} if weighted else {}
+    targets = np.full_like(given.targets, -100)
+    loss, gradients = grads(given.e, given.c, targets, impl, reduction=reduction, **options)
+    assert loss == 0
+    assert all(not np.asarray(g).any() for g in gradients)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_num_items_zero_is_zero(impl):
+    given = inputs(CASE)
+    loss, gradients = grads(given.e, given.c, given.targets, impl, num_items=0)
+    assert loss == 0
+    assert all(not np.asarray(g).any() for g in gradients)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_no_tokens(impl, reduction):
+    e, c, targets = np.zeros((2, 0, 16), np.float32), np.ones((70, 16), np.float32), np.zeros((2, 0), np.int32)
+    loss, lse = linear_cross_entropy(e, c, targets, impl=impl, reduction=reduction, return_lse=True)
+    assert loss.shape == ((2, 0) if reduction == "none" else ())
+    assert lse.shape == (2, 0)
+    assert float(jnp.sum(loss)) == 0
+    de, dc = jax.grad(lambda e, c: linear_cross_entropy(e, c, targets, impl=impl), (0, 1))(e, c)
+    assert de.shape == e.shape
+    assert not np.asarray(dc).any()
+
+
+@pytest.mark.parametrize("bad", [70, 2**31 - 1, -1, -(2**31)])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_target_out_of_range_is_nan_and_so_is_every_gradient_it_reaches(impl, bad):
+    given = inputs(CASE)
+    targets = given.targets.copy()
+    targets[5] = bad
+    loss, lse = linear_cross_entropy(given.e, given.c, targets, impl=impl, reduction="none", return_lse=True)
+    others = np.arange(24) != 5
+    assert np.isnan(loss[5])
+    assert np.isfinite(lse[5])
+    clean = linear_cross_entropy(given.e, given.c, given.targets, impl=impl, reduction="none")
+    np.testing.assert_allclose(loss[others], clean[others], rtol=1e-6)
+    de, dc = grads(given.e, given.c, targets, impl, reduction="sum")[1]
+    assert np.isnan(de[5]).all()
+    assert np.isfinite(np.asarray(de)[others]).all()
+    assert np.isnan(dc).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_wide_integers_do_not_wrap_into_the_vocabulary(impl):
+    given = inputs(CASE)
+    targets = given.targets.astype(np.int64)
+    targets[5] = 2**32 + 3
+    loss = linear_cross_entropy(given.e, given.c, targets, impl=impl, reduction="none")
+    assert np.isnan(loss[5])
+    unsigned = np.where(given.targets < 0, 255, given.targets).astype(np.uint8)
+    loss = linear_cross_entropy(given.e, given.c, unsigned, impl=impl, ignore_index=255)
+    assert loss == linear_cross_entropy(given.e, given.c, given.targets, impl=impl)
+
+
+@pytest.mark.parametrize("scale", [1e2, 1e4])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_extreme_logits(impl, scale):
+    """|z| to 1e4 and targets far below the largest logit, which a sum of exponentials cannot hold in float32."""
+    given = inputs(CASE)
+    z = (given.e.astype(np.float64) @ given.c.T.astype(np.float64)) / np.abs(given.e @ given.c.T).max() * scale
+    e = (given.e / np.abs(given.e @ given.c.T).max() * scale).astype(np.float32)
+    loss, (de, dc) = grads(e, given.c, given.targets, impl)
+    kept = given.targets != -100
+    lse = np.logaddexp.reduce(z, axis=1)
+    expected = (lse - z[np.arange(24), np.where(kept, given.targets, 0)])[kept].mean()
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    p = np.exp(z - lse[:, None])
+    p[np.arange(24), np.where(kept, given.targets, 0)] -= 1
+    p *= kept[:, None] / kept.sum()
+    # A logit of 1e4 has an ulp of 1e-3, and the softmax that relative error.
+    assert error(de, p @ given.c) < 1e-6 * scale + 1e-5
+    assert error(dc, p.T @ e) < 1e-6 * scale + 1e-5
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_bias_of_minus_infinity_removes_a_class(impl):
+    given = inputs(CASE)
+    removed = np.arange(70) >= 40
+    targets = np.where(given.targets >= 40, given.targets - 40, given.targets)
+    bias = np.where(removed, -np.inf, 0.0).astype(np.float32)
+    loss, (de, dc) = grads(given.e, given.c, targets, impl, bias=bias)
+    fewer, (de_fewer, dc_fewer) = grads(given.e, given.c[:40], targets, impl)
+    np.testing.assert_allclose(loss, fewer, rtol=1e-6)
+    np.testing.assert_allclose(de, de_fewer, atol=1e-6)
+    np.testing.assert_allclose(dc[:40], dc_fewer, atol=1e-6)
+    assert not np.asarray(dc)[40:].any()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_same_call_same_bits(impl):
+    given = inputs(CASE, "bfloat16")
+    first, second = (grads(given.e, given.c, given.targets, impl) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+@pytest.mark.parametrize("cotangent", [1e-6, 1.0, 1e4])
+def test_float16_neither_underflows_nor_overflows(cotangent):
+    """p/N of a mean over many tokens is below float16's smallest number; a loss scale times it, above its largest."""
+    given = inputs(Case("half", leading=(64,), width=16, vocabulary=300, ignored=0.0), "float16")
+
+    def objective(e, c, impl):
+        return cotangent * linear_cross_entropy(e, c, given.targets, impl=impl, precision="highest")
+
+    exact = jax.grad(objective, (0, 1))(given.e.astype(np.float32), given.c.astype(np.float32), "reference")
+    for impl in ("cce", "chunked"):
+        for gradient, want in zip(jax.grad(objective, (0, 1))(given.e, given.c, impl), exact, strict=True):
+            rounded = np.asarray(want).astype(np.float16)
+            assert error(gradient, want) < 2 * error(rounded, want) + 1e-3
+
+
+def test_float64_where_it_can_be_held():
+    case = Case("double", leading=(20,), width=8, vocabulary=50)
+    given = inputs(case)
+    e, c = np.float64(given.e), np.float64(given.c)
+    with pytest.raises(TypeError, match=r"float64.*jax_enable_x64"):
+        linear_cross_entropy(e, c, given.targets)
+    with jax.enable_x64(True):
+        with pytest.raises(TypeError, match=r"'cce' takes.*float64"):
+            linear_cross_entropy(e, c, given.targets, impl="cce")
+        results = [grads(e, c, given.targets, impl) for impl in ("reference", "chunked", "auto")]
+    for loss, gradients in results[1:]:
+        assert loss.dtype == np.float64
+        np.testing.assert_allclose(loss, results[0][0], rtol=1e-13)
+        for actual, want in zip(gradients, results[0][1], strict=True):
+            np.testing.assert_allclose(actual, want, atol=1e-14)
