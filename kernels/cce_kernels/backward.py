@@ -5,7 +5,7 @@
 Fused: the matmul e·c_gᵀ, bias, scale, softcap, the softmax, all three cotangents, the chain rule, dz's column sums.
 Read: e once per 256 columns and c_g once per 128 rows, from L2 wherever programs that run together share them.
 Written: dz once, 2 bytes an element for 16-bit inputs, into the one buffer every group reuses. Never written: a logit,
-a probability, anything of the size of the whole (N, V).
+a probability, or dz of more of the vocabulary than fits in the scratch.
 """
 
 from functools import partial

@@ -49,7 +49,7 @@ FLOAT32 = {
 }
 SAFE = {
     2: TileConfig(rows=128, columns=128, depth=32, warps=8, stages=3),
-    4: TileConfig(rows=64, columns=64, depth=32, warps=4, stages=3),
+    4: TileConfig(rows=64, columns=64, depth=32, warps=8, stages=3),
 }
 
 
