@@ -38,7 +38,7 @@ def linear_cross_entropy(
     impl: core.Impl = "auto",
     precision: jax.lax.PrecisionLike = None,
     check_targets: bool = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> Any:
     """Cross-entropy of the logits `e @ c.T + bias` against `targets`, without holding the logits.
 
     Equivalent to the following, with exact gradients and O(N) memory in place of O(N·V):

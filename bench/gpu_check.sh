@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Run the GPU tests and the benchmark on this machine's GPU, and leave their results as files in $OUT (bench/results).
+# Needs the packages of the extras test and bench; nothing is installed. CCE_GIT_TREE names the code where git cannot.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+export PYTHONPATH=.:kernels XLA_PYTHON_CLIENT_PREALLOCATE=false
+out=${OUT:-bench/results}
+python=${PYTHON:-python3}
+status=0
+{
+  echo "git tree: ${CCE_GIT_TREE:-$(git rev-parse 'HEAD^{tree}')}"
+  nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
+  $python -m pytest -m gpu tests -n 4 -p no:cacheprovider --durations=5 2>&1 | tail -n 60
+} | tee "$out/gpu-tests.txt" || status=1
+$python -m bench --out "$out/bench" "$@" || status=1
+exit $status

@@ -1,0 +1,190 @@
+"""The compiled kernels on a GPU: run with `pytest -m gpu`."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench import truth as float64
+from bench.data import Shape, flat, trained
+from cce_jax import linear_cross_entropy
+from tests import test_edges as edges
+from tests import test_transforms as transforms
+from tests.cases import CASES, Case, inputs
+from tests.test_loss import check
+from tests.test_structure import arrays, traced
+from tests.tolerance import error
+
+pytestmark = pytest.mark.gpu
+MIB = 2**20
+
+
+def loss(e, c, targets, **options):
+    return linear_cross_entropy(e, c, targets, impl="cce", **options)
+
+
+def gradients(e, c, targets, **options):
+    return jax.jit(jax.value_and_grad(lambda e, c: loss(e, c, targets, **options), (0, 1)))(e, c)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bfloat16(case):
+    check(case, "bfloat16", "cce")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("name", ["plain", "bias", "smoothing and class weights", "everything"])
+def test_other_types(name, dtype):
+    check(next(c for c in CASES if c.name == name), dtype, "cce")
+
+
+@pytest.mark.parametrize("name", ["plain", "everything"])
+def test_classifier_with_the_vocabulary_last(name):
+    check(next(c for c in CASES if c.name == name), "bfloat16", "cce", vocab_axis=1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (129, 65, 257), (300, 200, 1111), (128, 128, 256), (127, 63, 4097)])
+def test_ragged_shapes(shape, dtype):
+    tokens, width, vocabulary = shape
+    check(Case("ragged", (tokens,), width, vocabulary, arrays=("bias",), ignored=0.1), dtype, "cce", seed=tokens)
+
+
+@pytest.mark.parametrize("make", [trained, flat])
+@pytest.mark.parametrize("shape", [Shape(20000, 64, 120_000), Shape(300, 8192, 300_000)], ids=str)
+def test_past_32_bits(shape, make):
+    """N·V = 2.4e9 logits; and a classifier of more than 2^32 bytes."""
+    assert shape.tokens * shape.vocabulary > 2**31 or 2 * shape.width * shape.vocabulary > 2**32
+    e, c, targets = make(shape)
+    exact = float64.mean_loss(e, c, targets)
+    value, (de, dc) = gradients(e, c, targets)
+    assert abs(float(value) - exact.loss) < 1e-4
+    assert float64.relative_error(de, exact.de) < 1.6 * float64.rounding_error(exact.de, e.dtype)
+    assert float64.relative_error(dc, exact.dc) < 1.8 * float64.rounding_error(exact.dc, c.dtype)
+
+
+@pytest.mark.parametrize("scale", [1e2, 1e4])
+def test_logits_to_1e4(scale):
+    edges.test_extreme_logits("cce", scale)
+
+
+def test_edges():
+    for poison in (np.nan, np.inf):
+        edges.test_nothing_of_an_ignored_token_gets_out("cce", poison)
+    edges.test_every_token_ignored_is_zero_not_nan("cce", True, "mean")
+    edges.test_a_bias_of_minus_infinity_removes_a_class("cce")
+    for cotangent in (1e-6, 1.0, 1e4):
+        edges.test_float16_neither_underflows_nor_overflows(cotangent)
+    for bad in (70, 2**31 - 1, -1, -(2**31)):
+        edges.test_target_out_of_range_is_nan_and_so_is_every_gradient_it_reaches("cce", bad)
+
+
+def test_vmap():
+    transforms.test_vmap_and_its_gradients("cce")
+
+
+def test_rows_whose_target_is_far_below_the_largest_logit_are_rescued():
+    """exp(z − z_target) overflows float32 for some rows of some blocks only."""
+    e, c, targets = flat(Shape(512, 128, 4096))
+    e = jnp.where(jnp.arange(512)[:, None] % 7 == 3, 60 * e, e)
+    exact = float64.mean_loss(e, c, targets)
+    nll = loss(e, c, targets, reduction="none")
+    assert float(nll.max()) > 100
+    value, (de, dc) = gradients(e, c, targets)
+    assert abs(float(value) - exact.loss) < 1e-5 * exact.loss
+    assert float64.relative_error(de, exact.de) < 1.6 * float64.rounding_error(exact.de, e.dtype)
+    assert float64.relative_error(dc, exact.dc) < 1.6 * float64.rounding_error(exact.dc, c.dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_same_call_same_bits(dtype):
+    e, c, targets = trained(Shape(1000, 256, 50_000), dtype)
+    first = gradients(e, c, targets)
+    for _ in range(3):
+        jax.tree.map(np.testing.assert_array_equal, gradients(e, c, targets), first)
+
+
+def test_float32_is_right_to_float32_rounding_at_highest():
+    e, c, targets = trained(Shape(1024, 512, 32_000), jnp.float32)
+    exact = float64.mean_loss(e, c, targets)
+    value, (de, dc) = gradients(e, c, targets, precision="highest")
+    reference = jax.grad(
+        lambda e, c: linear_cross_entropy(e, c, targets, impl="reference", precision="highest"), (0, 1)
+    )(e, c)
+    assert abs(float(value) - exact.loss) < 4e-6
+    for actual, want, theirs in zip((de, dc), (exact.de, exact.dc), reference, strict=True):
+        assert float64.relative_error(actual, want) < 2 * float64.relative_error(theirs, want) + 1e-7
+
+
+def test_scratch_and_structure_at_gemma2_2b():
+    """What the compiler reserves: at most 4 MiB to evaluate, 400 MiB for both gradients, and no logits anywhere."""
+    tokens, width, vocabulary = 8192, 2304, 256_000
+    e, c = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((tokens, width), (vocabulary, width)))
+    t = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    evaluate = jax.jit(loss).lower(e, c, t).compile()
+    assert evaluate.memory_analysis().temp_size_in_bytes <= 4 * MIB
+    assert len(re.findall(r"custom_call_target=\"__gpu\$xla.gpu.triton\"", evaluate.as_text())) == 3
+    train = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(e, c, t).compile()
+    assert train.memory_analysis().temp_size_in_bytes <= 400 * MIB
+    text = train.as_text()
+    assert len(re.findall(r"custom_call_target=\"__gpu\$xla.gpu.triton\"", text)) == 4
+    sizes = {
+        (kind, int(np.prod([int(n) for n in dims.split(",")])))
+        for kind, dims in re.findall(r"\b(bf16|f32)\[([\d,]+)\]", text)
+    }
+    assert ("bf16", vocabulary * width) in sizes
+    assert ("f32", vocabulary * width) not in sizes
+    assert max(n for _, n in sizes) < tokens * vocabulary
+
+
+def test_a_frozen_input_costs_nothing():
+    e, c, targets = flat(Shape(4096, 512, 32_000))
+
+    def matmuls(argnums):
+        text = jax.jit(jax.grad(loss, argnums)).lower(e, c, targets).compile().as_text()
+        return len(re.findall(r"custom_call_target=\"__cublas|__triton_gemm", text)), ("bf16[32000,512]" in text)
+
+    both, de_only, dc_only = matmuls((0, 1)), matmuls(0), matmuls(1)
+    assert both[0] == 2
+    assert de_only[0] == dc_only[0] == 1
+    assert ("bfloat16", 32_000 * 512) not in arrays(traced("cce", 0)), "no dc for a frozen c"
+
+
+MEMCHECK = """
+import jax, jax.numpy as jnp, numpy as np
+from cce_jax import linear_cross_entropy
+e, c = jnp.ones((200, 72), jnp.bfloat16), jnp.ones((1000, 72), jnp.bfloat16)
+for bad in (1000, 1001, 2**31 - 1, -1, -99, -(2**31)):
+    targets = jnp.arange(200).at[7].set(bad)
+    loss, grads = jax.value_and_grad(lambda e, c: linear_cross_entropy(e, c, targets, impl="cce"), (0, 1))(e, c)
+    assert np.isnan(loss), (bad, loss)
+    jax.block_until_ready(grads)
+print("every out-of-range target gave NaN")
+"""
+
+
+def test_out_of_range_targets_touch_no_memory_under_memcheck():
+    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not shutil.which(tool):
+        pytest.skip("compute-sanitizer is not installed")
+    checked = subprocess.run(
+        [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", MEMCHECK],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert checked.returncode == 0, checked.stdout[-3000:] + checked.stderr[-3000:]
+    assert "every out-of-range target gave NaN" in checked.stdout
+    assert "ERROR SUMMARY: 0 errors" in checked.stdout + checked.stderr
+
+
+def test_auto_is_the_kernels_here():
+    given = inputs(CASES[0], "bfloat16")
+    auto = linear_cross_entropy(given.e, given.c, given.targets)
+    assert auto == linear_cross_entropy(given.e, given.c, given.targets, impl="cce")
+    assert error(auto, linear_cross_entropy(given.e, given.c, given.targets, impl="chunked")) < 1e-5
