@@ -18,11 +18,10 @@ from rich.table import Table
 
 from bench import truth as float64
 from bench.data import DATA, SHAPES, Shape
-from bench.measure import medians
+from bench.measure import REGIMES, spaced, steady
 from bench.methods import FLOOR_OF, METHODS, floor, kinds
 
 QUICK = Shape(512, 64, 8192)
-REGIMES = {"sustained": 0.0, "spaced": 0.03}  # seconds of idling before each call
 
 
 def environment() -> dict[str, Any]:
@@ -36,7 +35,7 @@ def environment() -> dict[str, Any]:
         "jax": jax.__version__,
         "python": platform.python_version(),
         "git_tree": tree,
-        "regimes": {k: f"{v:g} s idle before each call" for k, v in REGIMES.items()},
+        "regimes": REGIMES,
     }
 
 
@@ -66,9 +65,9 @@ def measure(shape: Shape, data: str, dtype: str, names: list[str], rounds: int, 
             )  # fmt: skip
     matmuls = floor(e, c)
     everything = {**matmuls, **calls}
-    progress.update(task, total=len(REGIMES) * (rounds + 1) * len(everything))
-    for regime, pause in REGIMES.items():
-        times = medians(everything, rounds=rounds, pause=pause, tick=lambda: progress.advance(task))
+    progress.update(task, total=len(everything) + rounds)
+    for regime, time_all in (("steady", steady), ("spaced", spaced)):
+        times = time_all(everything, rounds, lambda: progress.advance(task))
         for row in rows:
             least = sum(times[m] for m in FLOOR_OF[row["kind"]])
             row[f"runtime_ms_{regime}"] = times[f"{row['method']}: {row['kind']}"]
@@ -80,7 +79,7 @@ def measure(shape: Shape, data: str, dtype: str, names: list[str], rounds: int, 
 def table(rows: list[dict]) -> Table:
     first = rows[0]
     printed = Table(
-        "method", "kind", "runtime_ms", "/ floor", "spaced ms", "/ floor ", "op_mem_mb", "scratch", "de err", "dc err",
+        "method", "kind", "steady ms", "/ floor", "spaced ms", "/ floor ", "op_mem_mb", "scratch", "de err", "dc err",
         title=f"{'x'.join(map(str, first['shape']))} {first['dtype']} {first['test_data']}",
         caption="err: of the gradient against float64, over that of merely rounding the true gradient to its type",
     )  # fmt: skip

@@ -40,14 +40,17 @@ def mean_loss(e: jax.Array, c: jax.Array, targets: jax.Array) -> Truth:
         return Truth(loss / tokens, np.concatenate(de), np.asarray(dc))
 
 
+@jax.jit
+def _squares(actual: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return jnp.sum(jnp.square(actual.astype(jnp.float64) - want)), jnp.sum(jnp.square(want))
+
+
 def relative_error(actual, truth: np.ndarray) -> float:
-    """‖actual − truth‖ / ‖truth‖, summed in float64 a slab of rows at a time."""
-    difference = size = 0.0
-    for i in range(0, truth.shape[0], 16384):
-        want = truth[i : i + 16384]
-        difference += float(np.sum(np.square(np.asarray(actual[i : i + 16384]).astype(np.float64) - want)))
-        size += float(np.sum(np.square(want)))
-    return float(np.sqrt(difference / size))
+    """‖actual − truth‖ / ‖truth‖, in float64, a slab of rows at a time."""
+    slabs = [slice(i, i + 16384) for i in range(0, truth.shape[0], 16384)]
+    with jax.enable_x64(True):
+        sums = np.sum([_squares(actual[s], truth[s]) for s in slabs], axis=0)
+    return float(np.sqrt(sums[0] / sums[1]))
 
 
 def rounding_error(truth: np.ndarray, dtype) -> float:

@@ -32,8 +32,8 @@ from cce_kernels.tiles import (
     tile_mask,
 )  # fmt: skip
 
-SCRATCH_BYTES = 365 * 2**20  # XLA adds 32 MiB of workspace for its matmuls
-GROUP_COST = 1.2  # reading and writing de's accumulator, launches
+SCRATCH_BYTES = 360 * 2**20  # XLA adds 32 MiB of workspace for its matmuls
+GROUP_COST = 4.0  # reading and writing de's accumulator, copies of c_g and dc_g, launches
 
 
 def _dz_kernel(
@@ -51,13 +51,16 @@ def _dz_kernel(
     local_ok = inside(local, group_columns, tiles.columns)
     start, owned = window_ref[0], window_ref[1]
     columns = start + local
-    z = logits_tile(e_ref, c_ref, bias_ref, rows, columns, rows_ok, local_ok, head=head, tiles=tiles)
 
+    # What the epilogue needs is asked for before the K loop, which hides the wait.
     lse = load_vector(lse_ref, rows, rows_ok)[:, None] * LOG2_E
-    is_target = columns[None, :] == load_vector(targets_ref, rows, rows_ok, other=-1)[:, None]
+    targets = load_vector(targets_ref, rows, rows_ok, other=-1)[:, None]
     weights = 1.0 if weights_ref is None else load_vector(weights_ref, columns, local_ok)[None, :]
     cotangents = [load_vector(cotangents_ref, rows, rows_ok, row=k)[:, None] for k in range(cotangents_ref.shape[0])]
-    dz = head.cotangent(z, exp2_shifted(z, lse, interpret=interpret), is_target, *cotangents, weights=weights)
+
+    z = logits_tile(e_ref, c_ref, bias_ref, rows, columns, rows_ok, local_ok, head=head, tiles=tiles)
+    p = exp2_shifted(z, lse, interpret=interpret)
+    dz = head.cotangent(z, p, columns[None, :] == targets, *cotangents, weights=weights)
     if groups.overlap:
         dz = jnp.where((columns >= owned)[None, :], dz, 0.0)
     mask = tile_mask(rows_ok, local_ok, (tiles.rows, tiles.columns))
@@ -86,7 +89,7 @@ def gradients(
     """de, dc and dbias from the cotangents of the core's three numbers; None where not wanted.
 
     Arrays as in forward.statistics; lse: (N,) float32; cotangents: (2 or 3, N) float32, of lse, target and sum.
-    Scratch: one group of dz and of c, and an (N, D) float32 accumulator; 365 MiB where that is possible.
+    Scratch: one group of dz, c and dc, and an (N, D) float32 accumulator: 360 MiB where that is possible.
     """
     gpu = (None if interpret else local_gpu()) or H200
     tiles = tiles or (INTERPRETER if interpret else tile_config(e.dtype, gpu))
@@ -99,8 +102,8 @@ def gradients(
 
     groups = vocabulary_groups(
         vocabulary_size(c, head),
-        budget=SCRATCH_BYTES - tokens * width * (4 + itemsize),  # less de's accumulator and the caller's copy of e
-        column_bytes=itemsize * (tokens + width),
+        budget=SCRATCH_BYTES - 4 * tokens * width,  # less de's accumulator
+        column_bytes=itemsize * (tokens + 2 * width),
         cost=cost,
     )
     if interpret:
