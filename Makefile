@@ -1,0 +1,47 @@
+# Everything sets itself up in $(VENV): `make demo` and `make test` work on a fresh machine.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# The GPU extra to install for the demo: empty on a machine without an NVIDIA driver.
+comma := ,
+GPU := $(if $(shell command -v nvidia-smi),$(comma)cuda13)
+
+
+.PHONY: demo test lint dist gpu-check clean
+
+demo: $(VENV)/examples  ## train a language model with cce_jax beside the full-logits loss; out/train_lm.png
+	$(BIN)/python examples/train_lm.py
+
+test: $(VENV)/dev  ## all tests that need no GPU, on all cores
+	$(BIN)/python -m pytest -n auto
+
+lint: $(VENV)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+dist: $(VENV)/dev  ## build sdist and wheel, and use the wheel in an empty environment
+	rm -rf dist $(VENV)-wheel
+	$(BIN)/python -m build --outdir dist .
+	$(PYTHON) -m venv $(VENV)-wheel
+	$(VENV)-wheel/bin/pip install -q -c constraints.txt dist/*.whl
+	cd / && $(abspath $(VENV))-wheel/bin/python $(abspath tests/wheel_smoke.py)
+
+gpu-check:  ## GPU tests and benchmark on this machine's GPU, into bench/results
+	bench/gpu_check.sh
+
+$(VENV)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+	touch $@
+
+$(VENV)/examples: $(VENV)/python pyproject.toml constraints.txt
+	$(BIN)/pip install -q -c constraints.txt -e ".[examples$(GPU)]"
+	touch $@
+
+$(VENV)/dev: $(VENV)/python pyproject.toml constraints.txt
+	$(BIN)/pip install -q -c constraints.txt -e ".[test,examples,bench,dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(VENV)-wheel dist build out
