@@ -35,6 +35,7 @@ def environment() -> dict[str, Any]:
         "jax": jax.__version__,
         "python": platform.python_version(),
         "git_tree": tree,
+        "precision": jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
         "regimes": REGIMES,
     }
 
@@ -101,10 +102,13 @@ def main() -> None:
     parser.add_argument("--data", choices=DATA, nargs="+", default=list(DATA))
     parser.add_argument("--method", choices=METHODS, nargs="+", default=list(METHODS))
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--precision", help="jax_default_matmul_precision of everything measured, for float32")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--quick", action="store_true", help="one small shape, on any machine, in a minute")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="written: OUT.json and OUT.csv")
     asked = parser.parse_args()
+    if asked.precision:
+        jax.config.update("jax_default_matmul_precision", asked.precision)
     shapes = [QUICK] if asked.quick else [SHAPES[name] for name in asked.shape]
     console = Console(width=None if sys.stdout.isatty() else 150)
     rows = []

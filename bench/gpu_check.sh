@@ -13,4 +13,6 @@ status=0
   $python -m pytest -m gpu tests -n 4 -p no:cacheprovider --durations=5 2>&1 | tail -n 60
 } | tee "$out/gpu-tests.txt" || status=1
 $python -m bench --out "$out/bench" "$@" || status=1
+$python -m bench --out "$out/bench-float32" --dtype float32 --precision highest --shape 4096x4096x128256 \
+  --data trained --method cce_jax "full logits (XLA)" --rounds 3 || status=1
 exit $status
