@@ -96,6 +96,11 @@ def table(rows: list[dict]) -> Table:
     return printed
 
 
+def write(out: Path, rows: list[dict]) -> None:
+    out.with_suffix(".json").write_text(json.dumps({**environment(), "rows": rows}, indent=1) + "\n")
+    pd.DataFrame(rows).to_csv(out.with_suffix(".csv"), index=False)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser("python -m bench", description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=["gemma2-2b", "llama3-8b"])
@@ -112,15 +117,14 @@ def main() -> None:
     shapes = [QUICK] if asked.quick else [SHAPES[name] for name in asked.shape]
     console = Console(width=None if sys.stdout.isatty() else 150)
     rows = []
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
     with Progress(console=console, disable=not sys.stdout.isatty()) as progress:
         for shape in shapes:
             for data in asked.data:
                 measured = measure(shape, data, asked.dtype, asked.method, asked.rounds, progress)
                 progress.console.print(table(measured))
                 rows += measured
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    asked.out.with_suffix(".json").write_text(json.dumps({**environment(), "rows": rows}, indent=1) + "\n")
-    pd.DataFrame(rows).to_csv(asked.out.with_suffix(".csv"), index=False)
+                write(asked.out, rows)  # each time: what is measured is kept, whatever becomes of the rest
     console.print(f"wrote {asked.out.with_suffix('.json')} and {asked.out.with_suffix('.csv')}")
 
 

@@ -10,7 +10,7 @@ status=0
 {
   echo "git tree: ${CCE_GIT_TREE:-$(git rev-parse 'HEAD^{tree}')}"
   nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
-  $python -m pytest -m gpu tests -n 4 -p no:cacheprovider --durations=5 2>&1 | tail -n 60
+  $python -m pytest -m gpu tests -n 4 -p no:cacheprovider --durations=5 2>&1
 } | tee "$out/gpu-tests.txt" || status=1
 $python -m bench --out "$out/bench" "$@" || status=1
 $python -m bench --out "$out/bench-float32" --dtype float32 --precision highest --shape 4096x4096x128256 \
