@@ -24,6 +24,13 @@ from bench.methods import FLOOR_OF, METHODS, floor, kinds
 QUICK = Shape(512, 64, 8192)
 
 
+def parse_shape(text: str) -> Shape:
+    if text in SHAPES:
+        return SHAPES[text]
+    tokens, width, vocabulary = (int(n) for n in text.split("x"))
+    return Shape(tokens, width, vocabulary)
+
+
 def environment() -> dict[str, Any]:
     """Where the figures come from. CCE_GIT_TREE names the code where there is no git checkout."""
     tree = os.environ.get("CCE_GIT_TREE")
@@ -103,7 +110,10 @@ def write(out: Path, rows: list[dict]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m bench", description=__doc__)
-    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=["gemma2-2b", "llama3-8b"])
+    parser.add_argument(
+        "--shape", type=parse_shape, nargs="+", default=[SHAPES["gemma2-2b"], SHAPES["llama3-8b"]],
+        help=f"NxDxV (tokens, width, vocabulary) or one of {', '.join(SHAPES)}",
+    )  # fmt: skip
     parser.add_argument("--data", choices=DATA, nargs="+", default=list(DATA))
     parser.add_argument("--method", choices=METHODS, nargs="+", default=list(METHODS))
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
@@ -114,7 +124,7 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.precision:
         jax.config.update("jax_default_matmul_precision", asked.precision)
-    shapes = [QUICK] if asked.quick else [SHAPES[name] for name in asked.shape]
+    shapes = [QUICK] if asked.quick else asked.shape
     console = Console(width=None if sys.stdout.isatty() else 150)
     rows = []
     asked.out.parent.mkdir(parents=True, exist_ok=True)
