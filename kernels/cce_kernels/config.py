@@ -40,7 +40,7 @@ INTERPRETER = TileConfig(rows=16, columns=32, depth=16, warps=4, stages=1)
 SIXTEEN_BIT = {
     "8.0": TileConfig(rows=128, columns=128, depth=64, warps=8, stages=3),
     "9.0": TileConfig(rows=128, columns=256, depth=64, warps=8, stages=3),
-    "10.0": TileConfig(rows=128, columns=256, depth=64, warps=8, stages=3),
+    "10.0": TileConfig(rows=128, columns=128, depth=64, warps=8, stages=3),  # with 256 columns dz spills registers
 }
 FLOAT32 = {
     "8.0": TileConfig(rows=128, columns=128, depth=32, warps=8, stages=3),
