@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from cce_kernels.config import H200, INTERPRETER, TileConfig, local_gpu, tile_config
+from cce_kernels.config import TileConfig, target_of
 from cce_kernels.groups import Groups, Wanted, grouped_gradient, vocabulary_groups
 from cce_kernels.logits import Head, vocabulary_size
 from cce_kernels.tiles import (
@@ -91,8 +91,8 @@ def gradients(
     Arrays as in forward.statistics; lse: (N,) float32; cotangents: (2 or 3, N) float32, of lse, target and sum.
     Scratch: one group of dz, c and dc, and an (N, D) float32 accumulator: 360 MiB where that is possible.
     """
-    gpu = (None if interpret else local_gpu()) or H200
-    tiles = tiles or (INTERPRETER if interpret else tile_config(e.dtype, gpu))
+    gpu, chosen = target_of(e.dtype, interpret)
+    tiles = tiles or chosen
     tokens, width = e.shape
     itemsize = e.dtype.itemsize
     row_blocks = cdiv(tokens, tiles.rows)

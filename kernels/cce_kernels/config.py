@@ -83,3 +83,11 @@ def tile_config(dtype: jax.typing.DTypeLike, gpu: Gpu) -> TileConfig:
     itemsize = jnp.dtype(dtype).itemsize
     table = FLOAT32 if itemsize == 4 else SIXTEEN_BIT
     return table.get(gpu.compute_capability, SAFE[itemsize])
+
+
+def target_of(dtype: jax.typing.DTypeLike, interpret: bool) -> tuple[Gpu, TileConfig]:
+    """The GPU to launch for, an H200 where there is none, and its tiles; the interpreter's are tiny."""
+    if interpret:
+        return H200, INTERPRETER
+    gpu = local_gpu() or H200
+    return gpu, tile_config(dtype, gpu)

@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from cce_kernels.config import H200, INTERPRETER, TileConfig, local_gpu, tile_config
+from cce_kernels.config import TileConfig, target_of
 from cce_kernels.logits import Head, vocabulary_size
 from cce_kernels.tiles import (
     LOG2_E,
@@ -31,9 +31,9 @@ from cce_kernels.tiles import (
     grouped_order,
     inside,
     launch,
-    load_tile,
     load_vector,
     logits_tile,
+    product_tile,
     row_group,
 )
 
@@ -54,25 +54,14 @@ def vocabulary_splits(row_blocks: int, column_tiles: int, tokens: int, multiproc
 
 
 def _target_kernel(e_ref, c_ref, bias_ref, targets_ref, target_ref, *, head: Head, tiles: TileConfig):
-    tokens, width = e_ref.shape
-    vocabulary = vocabulary_size(c_ref, head)
+    tokens, vocabulary = e_ref.shape[0], vocabulary_size(c_ref, head)
     rows = pl.program_id(0) * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
     rows_ok = inside(rows, tokens, tiles.rows)
     targets = load_vector(targets_ref, rows, rows_ok, other=-1)
     named = (targets >= 0) & (targets < vocabulary)
     columns = jnp.where(named, targets, 0)
 
-    def step(k, accumulator):
-        depth = k * tiles.depth + jnp.arange(tiles.depth, dtype=jnp.int32)
-        depth_ok = inside(depth, width, tiles.depth)
-        e = load_tile(e_ref, rows, depth, rows_ok, depth_ok)
-        if head.vocab_axis == 0:
-            c, contract = load_tile(c_ref, columns, depth, None, depth_ok), 1
-        else:
-            c, contract = load_tile(c_ref, depth, columns, depth_ok, None), 0
-        return accumulator + head.product(e, c, contract)
-
-    products = lax.fori_loop(0, cdiv(width, tiles.depth), step, jnp.zeros((tiles.rows, tiles.rows), jnp.float32))
+    products = product_tile(e_ref, c_ref, rows, columns, rows_ok, None, head=head, depth=tiles.depth)
     own = jnp.arange(tiles.rows)
     raw = jnp.sum(jnp.where(own[:, None] == own[None, :], products, 0.0), axis=1)  # of each row with its own target
     bias = None if bias_ref is None else load_vector(bias_ref, columns, None).astype(jnp.float32)
@@ -143,13 +132,13 @@ def statistics(
     """lse, target and, with_sum, the weighted sum of the logits of each token: float32, (N,).
 
     e: (N, D) and c: (V, D) or (D, V) of one type: bfloat16, float16 or float32. bias: (V,). targets: (N,) int32;
-    a token whose target is outside [0, V) gets the target logit 0,
-    and where it is negative an arbitrary lse and sum. weights: (V,) float32, 1 where None.
+    a token whose target is outside [0, V) gets the target logit 0, and an arbitrary lse and sum where it is negative.
+    weights: (V,) float32, 1 where None.
     Scratch: splits · 4 · N bytes, and as much again for the sum.
     """
     tokens, vocabulary = e.shape[0], vocabulary_size(c, head)
-    gpu = (None if interpret else local_gpu()) or H200
-    tiles = tiles or (INTERPRETER if interpret else tile_config(e.dtype, gpu))
+    gpu, chosen = target_of(e.dtype, interpret)
+    tiles = tiles or chosen
     row_blocks, column_tiles = cdiv(tokens, tiles.rows), cdiv(vocabulary, tiles.columns)
     splits = 2 if interpret else vocabulary_splits(row_blocks, column_tiles, tokens, gpu.multiprocessors)
     target = launch(

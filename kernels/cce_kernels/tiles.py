@@ -77,25 +77,29 @@ def load_tile(ref, rows: jax.Array, columns: jax.Array, rows_ok, columns_ok) -> 
     return plgpu.load(ref.at[tile_index(rows, columns)], mask=mask, other=None if mask is None else 0.0)
 
 
-def logits_tile(e_ref, c_ref, bias_ref, rows, columns, rows_ok, columns_ok, *, head: Head, tiles: TileConfig):
-    """z[rows, columns], float32, (tiles.rows, tiles.columns).
+def product_tile(e_ref, c_ref, rows, columns, rows_ok, columns_ok, *, head: Head, depth: int) -> jax.Array:
+    """(e·cᵀ)[rows, columns], float32, in steps of `depth` along D; columns index c's vocabulary.
 
     Reads each element of its block of e and of c once; accumulates in registers; writes nothing.
     """
     width = e_ref.shape[1]
 
     def step(k, accumulator):
-        depth = k * tiles.depth + jnp.arange(tiles.depth, dtype=jnp.int32)
-        depth_ok = inside(depth, width, tiles.depth)
-        e = load_tile(e_ref, rows, depth, rows_ok, depth_ok)
+        inner = k * depth + jnp.arange(depth, dtype=jnp.int32)
+        inner_ok = inside(inner, width, depth)
+        e = load_tile(e_ref, rows, inner, rows_ok, inner_ok)
         if head.vocab_axis == 0:
-            c, contract = load_tile(c_ref, columns, depth, columns_ok, depth_ok), 1
+            c, contract = load_tile(c_ref, columns, inner, columns_ok, inner_ok), 1
         else:
-            c, contract = load_tile(c_ref, depth, columns, depth_ok, columns_ok), 0
+            c, contract = load_tile(c_ref, inner, columns, inner_ok, columns_ok), 0
         return accumulator + head.product(e, c, contract)
 
-    zeros = jnp.zeros((tiles.rows, tiles.columns), jnp.float32)
-    raw = lax.fori_loop(0, cdiv(width, tiles.depth), step, zeros)
+    return lax.fori_loop(0, cdiv(width, depth), step, jnp.zeros((rows.size, columns.size), jnp.float32))
+
+
+def logits_tile(e_ref, c_ref, bias_ref, rows, columns, rows_ok, columns_ok, *, head: Head, tiles: TileConfig):
+    """z[rows, columns], float32, (tiles.rows, tiles.columns)."""
+    raw = product_tile(e_ref, c_ref, rows, columns, rows_ok, columns_ok, head=head, depth=tiles.depth)
     bias = None if bias_ref is None else load_vector(bias_ref, columns, columns_ok).astype(jnp.float32)[None, :]
     return head.logits(raw, bias)
 
