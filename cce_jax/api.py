@@ -1,4 +1,4 @@
-"""The contract of linear cross-entropy: checks of what a user passes, and losses as arithmetic on three numbers."""
+"""The contract of linear cross-entropy: checks of what a user passes, the shift, and the call."""
 
 from functools import partial
 from typing import Any, Literal
@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from cce_jax import core
+from cce_jax import core, losses
 from cce_kernels import contract
 from cce_kernels.config import local_gpu
 from cce_kernels.logits import Head
 
-Reduction = Literal["mean", "sum", "none"]
 INT32 = np.iinfo(np.int32)
 
 
@@ -25,7 +24,7 @@ def linear_cross_entropy(
     bias=None,
     ignore_index: int = -100,
     softcap: float | None = None,
-    reduction: Reduction = "mean",
+    reduction: losses.Reduction = "mean",
     shift: bool | int = 0,
     return_lse: bool = False,
     logit_scale: float | None = None,
@@ -97,6 +96,11 @@ def linear_cross_entropy(
         vocab_axis=vocab_axis,
         precision=precision,
     )
+    options = losses.Loss(
+        reduction,
+        label_smoothing=contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0),
+        z_loss=contract.number("z_loss", z_loss),
+    )
     ignore_index = contract.integer("ignore_index", ignore_index)
     shift = contract.integer("shift", shift)
     _check_types(e, c, bias, targets, class_weight, token_weight)
@@ -110,55 +114,27 @@ def linear_cross_entropy(
         _check_targets(targets, c.shape[vocab_axis], ignore_index, shift)
     loss, lse = _loss(
         e, c, bias, _int32(targets), class_weight, token_weight, num_items,
-        head=head, impl=_resolve(impl, e.dtype), reduction=reduction, ignore_index=ignore_index, shift=shift,
-        label_smoothing=contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0),
-        z_loss=contract.number("z_loss", z_loss),
+        head=head, impl=_resolve(impl, e.dtype), options=options, ignore_index=ignore_index, shift=shift,
     )  # fmt: skip
     return (loss, lse) if return_lse else loss
 
 
-@partial(
-    jax.jit,
-    static_argnames=("head", "impl", "reduction", "ignore_index", "shift", "label_smoothing", "z_loss"),
-)
+@partial(jax.jit, static_argnames=("head", "impl", "options", "ignore_index", "shift"))
 def _loss(
     e, c, bias, targets, class_weight, token_weight, num_items,
-    *, head: Head, impl: core.Impl, reduction: Reduction, ignore_index: int, shift: int, label_smoothing: float,
-    z_loss: float,
+    *, head: Head, impl: core.Impl, options: losses.Loss, ignore_index: int, shift: int,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """The loss and lse; the docstring of linear_cross_entropy, line by line, on the core's three numbers."""
+    """The loss and lse."""
     vocabulary = c.shape[head.vocab_axis]
     if shift:
         targets = _shifted(targets, shift, ignore_index)
         token_weight = None if token_weight is None else _shifted(token_weight, shift, 0)
-    kept = targets != ignore_index
-    in_vocabulary = (targets >= 0) & (targets < vocabulary)
     weights = None if class_weight is None else jax.lax.stop_gradient(class_weight.astype(jnp.float32))
-
-    columns = jnp.where(kept, jnp.where(in_vocabulary, targets, vocabulary), -1)  # the core's: V: none, -1: ignored
-    lse, target, weighted = _statistics(e, c, bias, columns, weights, head, label_smoothing > 0, impl)
-    lse, target = jnp.where(kept, lse, 0), jnp.where(kept, target, 0)
-
-    target_weight = 1.0 if weights is None else weights[jnp.clip(targets, 0, vocabulary - 1)]
-    ce = target_weight * (lse - target)
-    if weighted is not None:
-        whole = vocabulary if weights is None else jnp.sum(weights)
-        smooth = (whole * lse - jnp.where(kept, weighted, 0)) / vocabulary
-        ce = (1 - label_smoothing) * ce + label_smoothing * smooth
-    total = ce + z_loss * lse**2 if z_loss else ce
-    weight = jnp.ones_like(lse) if token_weight is None else jnp.where(kept, token_weight.astype(lse.dtype), 0)
-    poison = jnp.where(kept & ~in_vocabulary, jnp.nan, 1.0).astype(lse.dtype)  # and it multiplies the gradient too
-    total = jnp.where(kept, poison * weight * total, 0)
-
-    unshifted = (..., slice(None, total.shape[-1] - shift)) if shift else ...
-    if reduction == "none":
-        return total[unshifted], lse[unshifted]
-    loss = jnp.sum(total)
-    if reduction == "mean":
-        items = jnp.sum(jnp.where(kept, weight * target_weight, 0)) if num_items is None else jnp.asarray(num_items)
-        items = items.astype(loss.dtype)
-        loss = jnp.where(items == 0, 0, loss / jnp.where(items == 0, 1, items))
-    return loss, lse[unshifted]
+    columns = losses.columns(targets, ignore_index, vocabulary)
+    numbers = _statistics(e, c, bias, columns, weights, head, options.needs_sum, impl)
+    loss, lse = losses.loss(numbers, columns, weights, token_weight, num_items, vocabulary=vocabulary, options=options)
+    unshifted = (..., slice(None, columns.shape[-1] - shift)) if shift else ...
+    return loss[unshifted] if options.reduction == "none" else loss, lse[unshifted]
 
 
 def _statistics(e, c, bias, targets, weights, head: Head, with_sum: bool, impl: core.Impl) -> core.Statistics:

@@ -68,6 +68,17 @@ def statistics(e, c, bias, targets, weights, *, head: Head, with_sum: bool, impl
     return _statistics(head, with_sum, impl, e, c, bias, targets, weights)
 
 
+def gradients(e, c, bias, targets, weights, lse, cotangents, *, head: Head, impl: Impl, wanted: Wanted):
+    """Equations (6) and (7): de, dc and dbias in the types of e, c and bias; None where not wanted.
+
+    lse: (N,), from statistics; cotangents: (2 or 3, N), a_i, t̂_i and, with a sum, s_i; the rest as in statistics.
+    """
+    live = targets >= 0
+    e, lse, cotangents = jnp.where(live[:, None], e, 0), jnp.where(live, lse, 0), jnp.where(live, cotangents, 0)
+    run = _on_platform(impl, backward.gradients, chunked.gradients, head=head, wanted=wanted)
+    return run(e, c, bias, targets, weights, lse, cotangents)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _statistics(head: Head, with_sum: bool, impl: Impl, e, c, bias, targets, weights) -> Statistics:
     run = _on_platform(impl, forward.statistics, chunked.statistics, head=head, with_sum=with_sum)
@@ -86,14 +97,10 @@ def _statistics_fwd(head: Head, with_sum: bool, impl: Impl, e, c, bias, targets,
 
 def _statistics_bwd(head: Head, with_sum: bool, impl: Impl, residuals, cotangents):
     shape_of_wanted, e, c, bias, targets, weights, lse = residuals
-    wanted = _from_shape(shape_of_wanted)
-    live = targets >= 0
     of_statistics = [x for x in cotangents if x is not None]
     stacked = jnp.stack([jnp.zeros_like(lse) if _is_symbolic_zero(x) else x for x in of_statistics])
-    stacked = jnp.where(live, stacked, 0)  # a_i, t̂_i and, with_sum, s_i
-    e_live, lse_live = jnp.where(live[:, None], e, 0), jnp.where(live, lse, 0)
-    run = _on_platform(impl, backward.gradients, chunked.gradients, head=head, wanted=wanted)  # (6) and (7)
-    de, dc, db = _first_order_only(run)(e_live, c, bias, targets, weights, lse_live, stacked)
+    run = _first_order_only(partial(gradients, head=head, impl=impl, wanted=_from_shape(shape_of_wanted)))
+    de, dc, db = run(e, c, bias, targets, weights, lse, stacked)
     return de, dc, db, None, None
 
 

@@ -3,8 +3,8 @@
 Each message names the argument, prints the value or shape that it got and says what is allowed.
 """
 
-import math
 import operator
+import sys
 from collections.abc import Sequence
 from numbers import Real
 
@@ -20,13 +20,16 @@ def choice(name: str, value: object, allowed: Sequence[object]) -> None:
         raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")
 
 
-def number(name: str, value: object, *, low: float = -math.inf, high: float = math.inf, above: bool = False) -> float:
+LARGEST = sys.float_info.max
+
+
+def number(name: str, value: object, *, low: float = -LARGEST, high: float = LARGEST, above: bool = False) -> float:
     """value as a finite float in [low, high], or above low itself if `above`."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a Python number, got {type(value).__name__}")
     x = float(value)
-    if not math.isfinite(x) or not low <= x <= high or (above and x == low):
-        bounds = f"in [{low:g}, {high:g}]" if high < math.inf else "positive" if above else "a number"
+    if not low <= x <= high or (above and x == low):  # NaN is in no interval
+        bounds = f"in [{low:g}, {high:g}]" if high < LARGEST else "positive" if above else "a number"
         raise ValueError(f"{name}={value!r} must be finite and {bounds}")
     return x
 

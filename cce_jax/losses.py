@@ -1,0 +1,70 @@
+"""Every loss as plain arithmetic on the core's three numbers, differentiated by JAX.
+
+Tokens come as `columns`, int32: the column of the logits that the target names; V where it names none, being out of
+range; -1 where the token is ignored.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from cce_jax.core import Statistics
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The static part of a loss; `linear_cross_entropy` says what each means."""
+
+    reduction: Reduction = "mean"
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    @property
+    def needs_sum(self) -> bool:
+        """Whether it needs the core's weighted sum of the logits."""
+        return self.label_smoothing > 0
+
+
+def columns(targets: jax.Array, ignore_index: int, vocabulary: int) -> jax.Array:
+    in_vocabulary = (targets >= 0) & (targets < vocabulary)
+    return jnp.where(targets != ignore_index, jnp.where(in_vocabulary, targets, vocabulary), -1)
+
+
+def loss(
+    numbers: Statistics,
+    columns: jax.Array,
+    class_weight: jax.Array | None,
+    token_weight: jax.Array | None,
+    num_items: jax.Array | float | None,
+    *,
+    vocabulary: int,
+    options: Loss,
+) -> tuple[jax.Array, jax.Array]:
+    """The loss, of the shape of columns for "none", and lse, 0 where ignored.
+
+    numbers: each of the shape of columns; class_weight: (V,) float32; token_weight: of the shape of columns.
+    """
+    kept = columns >= 0
+    lse, target = jnp.where(kept, numbers.lse, 0), jnp.where(kept, numbers.target, 0)
+    target_weight = 1.0 if class_weight is None else class_weight[jnp.clip(columns, 0, vocabulary - 1)]
+    ce = target_weight * (lse - target)
+    if numbers.sum is not None:
+        whole = vocabulary if class_weight is None else jnp.sum(class_weight)
+        smooth = (whole * lse - jnp.where(kept, numbers.sum, 0)) / vocabulary
+        ce = (1 - options.label_smoothing) * ce + options.label_smoothing * smooth
+    total = ce + options.z_loss * lse**2 if options.z_loss else ce
+    weight = jnp.ones_like(lse) if token_weight is None else jnp.where(kept, token_weight.astype(lse.dtype), 0)
+    poison = jnp.where(columns == vocabulary, jnp.nan, 1.0).astype(lse.dtype)  # and it multiplies the gradient too
+    total = jnp.where(kept, poison * weight * total, 0)
+    if options.reduction == "none":
+        return total, lse
+    value = jnp.sum(total)
+    if options.reduction == "mean":
+        items = jnp.sum(jnp.where(kept, weight * target_weight, 0)) if num_items is None else jnp.asarray(num_items)
+        items = items.astype(value.dtype)
+        value = jnp.where(items == 0, 0, value / jnp.where(items == 0, 1, items))
+    return value, lse
