@@ -74,7 +74,8 @@ def gradients(e, c, bias, targets, weights, lse, cotangents, *, head: Head, impl
     lse: (N,), from statistics; cotangents: (2 or 3, N), a_i, t̂_i and, with a sum, s_i; the rest as in statistics.
     """
     live = targets >= 0
-    e, lse, cotangents = jnp.where(live[:, None], e, 0), jnp.where(live, lse, 0), jnp.where(live, cotangents, 0)
+    e, cotangents = jnp.where(live[:, None], e, 0), jnp.where(live, cotangents, 0)
+    lse = jnp.where(live, lse, jnp.inf)  # so p = 0: with lse = 0 a large bias would make it inf, and 0 · inf is NaN
     run = _on_platform(impl, backward.gradients, chunked.gradients, head=head, wanted=wanted)
     return run(e, c, bias, targets, weights, lse, cotangents)
 

@@ -1,13 +1,14 @@
-"""Train a small language model twice, with linear cross-entropy and with full logits, and compare.
+"""Train a small language model with linear cross-entropy, in JAX and in PyTorch, and with full logits, and compare.
 
-Both runs start from the same weights and see the same batches, byte-pair tokens of the Python standard library's
+All runs start from the same weights and see the same batches, byte-pair tokens of the Python standard library's
 sources. Only the loss differs: `cce_jax.linear_cross_entropy`, or Optax's cross-entropy of the float32 logits
-`hidden @ embedding.T`. The script prints a table, draws both curves and exits with an error if they part.
+`hidden @ embedding.T`, or, in the same model written in PyTorch (torch_lm.py), `cce_torch.linear_cross_entropy`.
+The script prints a table, draws the curves and exits with an error if they part.
 
     pip install ".[examples]"        # for a GPU: ".[cuda13,examples]" or ".[cuda12,examples]"
-    python examples/train_lm.py      # about two minutes on two CPU cores; with a GPU it trains a larger model
+    python examples/train_lm.py      # about three minutes on two CPU cores; with a GPU it trains a larger model
 
-What to take from it into a training script of your own:
+What to take from it into a training script of your own (torch_lm.py says the same of PyTorch):
   1. The model returns hidden states, not logits (`LanguageModel`).
   2. The loss takes them and the head's (V, D) matrix, here the token embedding (`linear_loss`).
   3. With shift=1 position i predicts token i + 1: the tokens are their own targets, and `hidden` is not sliced.
@@ -27,6 +28,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import torch
+import torch_lm
 from jax.typing import DTypeLike
 from matplotlib.figure import Figure  # without pyplot it draws with the Agg backend, which needs no display
 from tokenizers import ByteLevelBPETokenizer
@@ -49,10 +52,10 @@ class Size:
     steps: int
     learning_rate: float
     dtype: DTypeLike  # of the activations and the head; the parameters are float32
-    tolerance: float  # nats by which the two curves may differ at any step
+    tolerance: float  # nats by which a curve may differ from that of full logits at any step
 
 
-# Both losses are exact up to rounding, so the curves part only as far as training amplifies rounding. Measured at
+# All losses are exact up to rounding, so the curves part only as far as training amplifies rounding. Measured at
 # SMALL's width and depth: 2e-6, two units in the last place of the loss, with no growth over 1200 steps; at a learning
 # rate of 3e-3, which is less stable, 2e-4 over 120 steps and 9e-4 over 1200. In bfloat16: 4e-4 over 300 steps at
 # LARGE's learning rate, 3e-2 at 3e-3. Within a factor of 4, that is also how far two runs of the full logits part whose
@@ -139,20 +142,34 @@ def temporary_mib(size: Size, vocabulary: int, loss: Loss) -> float:
     return memory.temp_size_in_bytes / 2**20 if memory else np.nan
 
 
-def plot(linear: np.ndarray, full: np.ndarray, out: Path) -> None:
+def train_torch(size: Size, vocabulary: int, params: dict, batches: np.ndarray, name: str) -> tuple:
+    """The same in PyTorch: the loss at each step, tokens per second, and the loss's memory or NaN."""
+    device, dtype = "cuda" if jax.default_backend() == "gpu" else "cpu", getattr(torch, jnp.dtype(size.dtype).name)
+    model = torch_lm.LanguageModel(vocabulary, size.width, size.layers, size.context, dtype).to(device)
+    torch_lm.load_flax(model, jax.device_get(params))
+    tokens = torch.from_numpy(batches).to(device, torch.int64)
+    curve, speed = torch_lm.train(model, tokens, size.learning_rate, name)
+    # The kernels' own memory is XLA's, where PyTorch does not see it: that of the same programs called from JAX.
+    return curve, speed, torch_lm.temporary_mib(model, tokens[0]) + temporary_mib(size, vocabulary, linear_loss)
+
+
+def plot(curves: dict[str, np.ndarray], full: np.ndarray, out: Path) -> None:
     figure = Figure(figsize=(8, 6), layout="constrained")
     losses, differences = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    losses.plot(full, linewidth=6, alpha=0.4, label="full logits")
-    losses.plot(linear, color="black", linewidth=1, label="linear cross-entropy")
-    losses.set(ylabel="loss (nats per token)", title="The same training with two losses")
+    losses.plot(full, color="tab:blue", linewidth=6, alpha=0.4, label="full logits")
+    for (name, curve), color, style in zip(curves.items(), ("black", "tab:orange"), ("-", ":"), strict=True):
+        losses.plot(curve, color=color, linestyle=style, label=name)
+        differences.plot(curve - full, color=color, linewidth=1)
+    losses.set(ylabel="loss (nats per token)", title="The same training with linear cross-entropy and full logits")
     losses.legend()
-    differences.plot(linear - full, color="black", linewidth=1)
     differences.set(xlabel="step", ylabel="difference (nats)")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=150)
 
 
 def main() -> None:
+    # By default JAX takes three quarters of a GPU's memory at once; PyTorch trains on the same GPU.
+    jax.config.update("jax_pjrt_client_create_options", {"preallocate": False})
     size = LARGE if jax.default_backend() == "gpu" else SMALL
     parser = argparse.ArgumentParser(description="Train a language model with linear cross-entropy and full logits.")
     parser.add_argument("--steps", type=int, default=size.steps, help="optimizer steps of each run (%(default)s)")
@@ -164,17 +181,23 @@ def main() -> None:
     model = LanguageModel(size, vocabulary)
     params = jax.jit(model.init)(jax.random.key(args.seed), batches[0])["params"]
 
-    curves, table = [], f"{'':20} {'final loss':>12} {'tokens/s':>12} {'loss memory':>15}"
+    runs = {}
     for name, loss in {"linear cross-entropy": linear_loss, "full logits": full_logits_loss}.items():
-        curve, speed = train(model, params, batches, loss, name)
-        memory = temporary_mib(size, vocabulary, loss)
-        curves.append(curve)
-        table += f"\n{name:20} {curve[-10:].mean():12.6f} {speed:12,.0f} {memory:11,.1f} MiB"
-    linear, full = curves
-    plot(linear, full, args.out)
+        runs[name] = *train(model, params, batches, loss, name), temporary_mib(size, vocabulary, loss)
+    name = "linear cross-entropy, PyTorch"
+    runs[name] = train_torch(size, vocabulary, params, batches, name)
 
-    difference, fall = np.abs(linear - full).max(), linear[0] - linear[-10:].mean()
-    print(f"{table}\nlargest difference of the curves: {difference:.1e} nats (bound {size.tolerance}), see {args.out}")
+    print(f"{'':30} {'final loss':>12} {'tokens/s':>12} {'loss memory':>15}")
+    for name, (curve, speed, mib) in runs.items():
+        memory = f"{mib:,.1f} MiB" if np.isfinite(mib) else "–"
+        print(f"{name:30} {curve[-10:].mean():12.6f} {speed:12,.0f} {memory:>15}")
+    curves = {name: curve for name, (curve, _, _) in runs.items()}
+    full = curves.pop("full logits")
+    plot(curves, full, args.out)
+
+    difference = np.max([np.abs(curve - full) for curve in curves.values()])  # NaN if any is
+    fall = full[0] - full[-10:].mean()
+    print(f"largest difference of the curves: {difference:.1e} nats (bound {size.tolerance}), see {args.out}")
     if not difference <= size.tolerance:  # so that NaN fails too
         sys.exit(f"FAILED: the curves part by {difference:.1e} nats, more than {size.tolerance}")
     if args.steps < 50:

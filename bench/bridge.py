@@ -1,0 +1,152 @@
+"""What calling the kernels from PyTorch costs: `python -m bench.bridge`, on an NVIDIA GPU.
+
+Prints and writes as JSON: the time of forward and backward beside that of the same call from JAX, in one run; the peak
+memory of both frameworks' pools and what JAX's keeps afterwards; the host's time for a call with a tiny problem; and
+how long a call takes to return when the GPU is busy.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from bench.__main__ import environment
+from bench.data import SHAPES, Shape, trained
+from bench.methods import Compiled, full_logits, ours
+from cce_torch import bridge, linear_cross_entropy
+
+MIB = 2**20
+TINY = Shape(64, 64, 512)
+SLEEP_CYCLES = 2 * 10**9  # about a second
+
+
+def tensors(shape: Shape) -> tuple[tuple[jax.Array, ...], tuple[torch.Tensor, ...]]:
+    e, c, targets = arrays = trained(shape)
+    leaves = [torch.from_dlpack(x).clone().requires_grad_() for x in (e, c)]
+    return arrays, (*leaves, torch.from_dlpack(targets).long())
+
+
+def gradients(e: torch.Tensor, c: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(linear_cross_entropy(e, c, targets), (e, c))
+
+
+def timed(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
+    """Milliseconds from the call until its results are there."""
+    start = time.perf_counter()
+    wait(call())
+    return (time.perf_counter() - start) * 1e3
+
+
+def speed(shape: Shape, rounds: int) -> dict[str, float]:
+    """Medians of JAX's and torch's calls, taking turns after a burst of each."""
+    arrays, leaves = tensors(shape)
+    call = Compiled.of(jax.value_and_grad(ours("auto"), (0, 1)), *arrays)
+    full = Compiled.of(jax.value_and_grad(full_logits, (0, 1)), *arrays)
+    runs = {
+        "jax_ms": (lambda: call.run(*arrays), jax.block_until_ready),
+        "torch_ms": (lambda: gradients(*leaves), lambda _: torch.cuda.synchronize()),
+        "jax_full_logits_ms": (lambda: full.run(*arrays), jax.block_until_ready),
+    }
+    times = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            for burst in range(3):
+                spent = timed(*run)
+                if burst:
+                    times[name].append(spent)
+    medians = {name: float(np.median(x)) for name, x in times.items()}
+    return {**medians, "ratio": medians["torch_ms"] / medians["jax_ms"], "jax_scratch_mib": call.scratch / MIB,
+            "jax_peak_mib": (call.scratch + call.output) / MIB}  # fmt: skip
+
+
+def memory(shape: Shape) -> dict[str, float]:
+    """Peaks of both pools during a call, beyond the inputs; run before anything else has filled JAX's pool."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    e = torch.randn(shape.tokens, shape.width, device="cuda", generator=generator).to(torch.bfloat16).requires_grad_()
+    c = torch.randn(shape.vocabulary, shape.width, device="cuda", generator=generator).to(torch.bfloat16)
+    c.requires_grad_()
+    targets = torch.randint(shape.vocabulary, (shape.tokens,), device="cuda", generator=generator)
+    gradients(e, c, targets)  # compiles
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    gradients(e, c, targets)
+    torch.cuda.synchronize()
+    torch_peak = torch.cuda.max_memory_allocated() - before
+    stats = bridge.gpu(0).memory_stats()
+    return {
+        "torch_peak_mib": torch_peak / MIB,
+        "jax_largest_allocation_mib": stats["largest_alloc_size"] / MIB,
+        "jax_peak_with_compilation_mib": stats["peak_bytes_in_use"] / MIB,
+        "jax_pool_held_mib": stats.get("pool_bytes", 0) / MIB,
+        "jax_in_use_after_mib": stats["bytes_in_use"] / MIB,
+    }
+
+
+def host_microseconds(call: Callable[..., Any], before: Callable[[], tuple] = tuple, rounds: int = 300) -> float:
+    """Median host time of a call on an idle GPU, until it returns."""
+    spent = []
+    for _ in range(rounds):
+        arguments = before()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call(*arguments)
+        spent.append((time.perf_counter() - start) * 1e6)
+    return float(np.median(spent))
+
+
+def host() -> dict[str, float]:
+    _, (e, c, targets) = tensors(TINY)
+
+    def eager() -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(e @ c.T, targets)
+
+    def forward() -> torch.Tensor:
+        return linear_cross_entropy(e, c, targets)
+
+    def backward(loss: torch.Tensor) -> None:
+        torch.autograd.grad(loss, (e, c))
+
+    return {
+        "forward_us": host_microseconds(forward),
+        "backward_us": host_microseconds(backward, lambda: (forward(),)),
+        "eager_full_logits_forward_us": host_microseconds(eager),
+        "eager_full_logits_backward_us": host_microseconds(backward, lambda: (eager(),)),
+    }
+
+
+def busy(shape: Shape) -> dict[str, float]:
+    """How long a call takes to return with a second of other work queued before it."""
+    _, leaves = tensors(shape)
+    gradients(*leaves)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    torch.cuda._sleep(SLEEP_CYCLES)
+    gradients(*leaves)
+    returned = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return {"returned_after_ms": returned * 1e3, "finished_after_ms": (time.perf_counter() - start) * 1e3}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m bench.bridge", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=Path("out/bridge.json"))
+    asked = parser.parse_args()
+    shape = SHAPES["gemma2-2b"]
+    figures = {"shape": list(shape), "memory": memory(shape), "host": host(), "busy": busy(shape)}
+    figures["speed"] = speed(shape, asked.rounds)
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**environment(), "torch": torch.__version__, **figures}, indent=1)
+    asked.out.write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

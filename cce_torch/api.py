@@ -1,0 +1,278 @@
+"""The contract of linear cross-entropy on torch tensors: checks of what a user passes, the choice of impl, the call."""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from cce_kernels import contract
+from cce_torch import compiled, losses, ops, reference
+
+IMPLS = (*contract.IMPLS, "torch_compile")
+PRECISIONS = ("highest", "high", "medium")
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+Reduction = Literal["mean", "sum", "none"]
+Impl = Literal["auto", "cce", "chunked", "reference", "torch_compile"]
+
+
+def linear_cross_entropy(
+    e: Tensor,
+    c: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    reduction: Reduction = "mean",
+    shift: bool | int = False,
+    return_lse: bool = False,
+    *,
+    logit_scale: float | None = None,
+    class_weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    token_weight: Tensor | None = None,
+    num_items: float | Tensor | None = None,
+    vocab_axis: Literal[0, 1] = 0,
+    impl: Impl = "auto",
+    precision: Literal["highest", "high", "medium"] | None = None,
+    check_targets: bool = False,
+) -> Any:
+    """Cross-entropy of the logits `e @ c.T + bias` against `targets`, without holding the logits.
+
+    Equivalent to the following, with exact gradients and O(N) memory in place of O(N·V):
+
+        z = logit_scale * (e.float() @ c.float().T + bias)      # (..., V)
+        z = softcap * tanh(z / softcap)                         # if softcap
+        lse = logsumexp(z, -1)
+        smooth = mean(class_weight * (lse - z), -1)             # over the vocabulary
+        ce = (1 - label_smoothing) * class_weight[targets] * (lse - z[targets]) + label_smoothing * smooth
+        total = where(targets == ignore_index, 0, token_weight * (ce + z_loss * lse**2))
+        loss = sum(total) / num_items                           # for reduction="mean"
+
+    With ignore_index alone this is `torch.nn.functional.cross_entropy`, but 0 where every token is ignored. The first
+    nine arguments are those of cut_cross_entropy. The gradient is that of Cut Cross-Entropy (Wijmans et al. 2024,
+    arXiv:2411.09009) without its filter: exact. Differentiable once in e, c, bias and token_weight with any impl, and
+    by `return_lse` through lse. Under autocast e, c and bias are cast as `torch.nn.functional.linear` casts them.
+
+    Args:
+      e: embeddings, (..., D), bfloat16, float16 or float32 (float64 with impl "reference" and "torch_compile").
+      c: classifier, of e's type: (V, D), or (D, V) with vocab_axis=1. Taken as it lies in memory, transposed or not.
+      targets: integers of shape (...). One outside [0, V) that is not ignore_index makes that token's loss NaN, and
+        so every gradient it reaches.
+      bias: (V,), of e's type.
+      ignore_index: tokens with this target have loss 0 and no gradient, whatever their embedding holds.
+      softcap: positive; logits become softcap·tanh(logit / softcap).
+      reduction: "mean", "sum", or "none" for a loss per token.
+      shift: k in [0, T), or True for 1: token i of the last axis of targets predicts target i + k. e is not copied.
+      return_lse: return (loss, lse), lse of the shape of targets after the shift, 0 where ignored.
+      logit_scale: a number that multiplies the logits before softcap. A learned one: multiply e instead.
+      class_weight: (V,), a weight for each class; a constant to differentiation.
+      label_smoothing: in [0, 1], the share of the target that is spread evenly over the vocabulary.
+      z_loss: weight of lse² in each token's loss (PaLM's auxiliary loss; Chowdhery et al. 2022).
+      token_weight: a weight for each token's loss, of the shape of targets (before the shift: it goes with the target).
+      num_items: what "mean" divides by, a number or a tensor of one element; by default the sum over the tokens that
+        are not ignored of class_weight[target]·token_weight. Where it is 0 the loss and its gradients are 0.
+      vocab_axis: the axis of c that is the vocabulary. The gradient of c has c's layout.
+      impl: "cce": the Pallas kernels, for CUDA GPUs of compute capability 8.0 and up (on a CPU Pallas' interpreter
+        runs them, for tests). "chunked": XLA, CUDA and CPU. "torch_compile": PyTorch alone, on any device, without JAX.
+        "reference": full logits in PyTorch, differentiable any number of times. "auto": "cce" where it can run,
+        "chunked" on a CPU, "torch_compile" for float64, older GPUs and other devices.
+      precision: of float32 matmuls on a GPU, as in `torch.set_float32_matmul_precision`, whose setting is the default;
+        "high" and "medium" are TF32.
+      check_targets: raise if a target is outside [0, V) and not ignore_index. Waits for targets; not under
+        torch.compile.
+
+    Returns:
+      The loss in nats, float32 (float64 for float64 inputs): a scalar, or of the shape of targets after the shift.
+
+    Raises:
+      ValueError: shapes or devices that do not fit, an option out of its range, or, with check_targets, a target out of
+        range.
+      TypeError: tensors of the wrong types.
+      NotImplementedError: an impl on a device that it does not run on.
+      torch.OutOfMemoryError: no memory for the scratch, even after freeing PyTorch's cache.
+    """
+    contract.choice("reduction", reduction, contract.REDUCTIONS)
+    contract.choice("impl", impl, IMPLS)
+    contract.choice("vocab_axis", vocab_axis, (0, 1))
+    contract.choice("precision", precision, (None, *PRECISIONS))
+    head: dict[str, Any] = {
+        "scale": 1.0 if logit_scale is None else contract.number("logit_scale", logit_scale),
+        "softcap": contract.softcap(softcap),
+    }
+    label_smoothing = contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0)
+    z_loss = contract.number("z_loss", z_loss)
+    ignore_index = contract.integer("ignore_index", ignore_index)
+    shift = contract.integer("shift", shift)
+    tensors = dict(e=e, c=c, targets=targets, bias=bias, class_weight=class_weight, token_weight=token_weight)
+    _check_tensors(tensors, num_items)
+    e, c, bias = _autocast(e), _autocast(c), _autocast(bias)
+    _check_types(e, c, bias, targets)
+    contract.shapes(
+        _shape(e), _shape(c), _shape(targets), vocab_axis=vocab_axis, shift=shift, bias=_shape(bias),
+        class_weight=_shape(class_weight), token_weight=_shape(token_weight),
+    )  # fmt: skip
+    if vocab_axis == 1:
+        c = c.T
+    if check_targets:
+        _check_targets(targets, c.shape[0], ignore_index, shift)
+    if num_items is not None:
+        num_items = _scalar(num_items, e)
+    class_weight = None if class_weight is None else class_weight.detach()
+    impl = _resolve(impl, e)
+    arithmetic: dict[str, Any] = dict(reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss)
+    if impl in ("cce", "chunked"):
+        loss, numbers = ops.loss(
+            e.reshape(-1, e.shape[-1]), c, bias, targets.reshape(-1), class_weight,
+            None if token_weight is None else token_weight.reshape(-1), num_items,
+            row_length=targets.shape[-1] if shift else 1, ignore_index=ignore_index, shift=shift, precision=precision,
+            impl=impl, **arithmetic, **head,
+        )  # fmt: skip
+        lse = numbers[0] if return_lse else None
+    else:
+        run = compiled.statistics if impl == "torch_compile" else reference.statistics
+        if shift:
+            targets = _shifted(targets, shift, ignore_index)
+            token_weight = None if token_weight is None else _shifted(token_weight, shift, 0)
+        columns = losses.columns(targets.reshape(-1), ignore_index, c.shape[0])
+        weights = None if class_weight is None else class_weight.to(torch.promote_types(e.dtype, torch.float32))
+        numbers = run(e.reshape(-1, e.shape[-1]), c, bias, columns, weights, with_sum=label_smoothing > 0, **head)
+        flat = None if token_weight is None else token_weight.reshape(-1)
+        loss, lse = losses.loss(numbers, columns, weights, flat, num_items, vocabulary=c.shape[0], **arithmetic)
+
+    def unshifted(x: Any) -> Any:
+        x = x.reshape(targets.shape)
+        return x[..., :-shift] if shift else x
+
+    if reduction == "none":
+        loss = unshifted(loss)
+    return (loss, unshifted(lse)) if return_lse else loss
+
+
+class LinearCrossEntropy(torch.nn.Module):
+    """`linear_cross_entropy` as a module: the options once, the tensors at each call.
+
+    The options are the function's keyword arguments. class_weight becomes a buffer; token_weight and num_items belong
+    to a batch and go to the call.
+    """
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        softcap: float | None = None,
+        reduction: Reduction = "mean",
+        shift: bool | int = False,
+        return_lse: bool = False,
+        *,
+        class_weight: Tensor | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.class_weight: Tensor | None
+        unknown = options.keys() - OPTIONS
+        if unknown:
+            raise TypeError(f"unknown options {sorted(unknown)}; allowed: {', '.join(sorted(OPTIONS))}")
+        own = dict(ignore_index=ignore_index, softcap=softcap, reduction=reduction, shift=shift, return_lse=return_lse)
+        self.options: dict[str, Any] = own | options
+        self.register_buffer("class_weight", class_weight)
+
+    def forward(
+        self,
+        e: Tensor,
+        c: Tensor,
+        targets: Tensor,
+        bias: Tensor | None = None,
+        *,
+        token_weight: Tensor | None = None,
+        num_items: float | Tensor | None = None,
+    ) -> Any:
+        """As `linear_cross_entropy`."""
+        return linear_cross_entropy(e, c, targets, bias, class_weight=self.class_weight, token_weight=token_weight,
+                                    num_items=num_items, **self.options)  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{k}={v!r}" for k, v in self.options.items())
+
+
+OPTIONS = {"logit_scale", "label_smoothing", "z_loss", "vocab_axis", "impl", "precision", "check_targets"}
+
+
+def _scalar(x: float | Tensor, e: Tensor) -> Tensor:
+    """num_items as a scalar tensor beside e, a constant to differentiation."""
+    dtype = torch.promote_types(e.dtype, torch.float32)
+    if isinstance(x, Tensor):
+        return x.detach().to(e.device, dtype).reshape(())
+    return torch.full((), float(x), dtype=dtype, device=e.device)
+
+
+def _shifted(x: Tensor, shift: int, fill: float) -> Tensor:
+    """x[..., shift:] with `shift` fills after it: e keeps all its rows, and the last ones are ignored."""
+    return torch.nn.functional.pad(x[..., shift:], (0, shift), value=fill)
+
+
+def _shape(x: Any) -> Any:
+    return None if x is None else tuple(x.shape)
+
+
+def _autocast(x: Any) -> Any:
+    """x in the type that torch.nn.functional.linear would multiply it in."""
+    if x is None or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def _check_tensors(tensors: dict[str, Tensor | None], num_items: float | Tensor | None) -> None:
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor) and (x is not None or name in ("e", "c", "targets")):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    devices = {name: x.device for name, x in tensors.items() if x is not None}
+    if len(set(devices.values())) > 1:
+        found = ", ".join(f"{name} {device}" for name, device in devices.items())
+        raise ValueError(f"all tensors must be on one device, got {found}")
+    if isinstance(num_items, Tensor) and num_items.numel() != 1:
+        raise ValueError(f"num_items must be a number or a tensor of one element, got shape {tuple(num_items.shape)}")
+
+
+def _check_types(e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor) -> None:
+    if targets.dtype not in INTEGERS:
+        raise TypeError(f"targets must be of an integer type, got targets {_name(targets)}")
+    allowed = (*contract.KERNEL_TYPES, "float64")
+    for name, x in (("e", e), ("c", c), ("bias", bias)):
+        if x is not None and _name(x) not in allowed:
+            raise TypeError(f"{name} must be one of {', '.join(allowed)}, got {name} {_name(x)}")
+        if x is not None and x.dtype != e.dtype:
+            raise TypeError(f"{name} must be of e's type outside autocast, got {name} {_name(x)} and e {_name(e)}")
+
+
+def _name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _check_targets(targets: Tensor, vocabulary: int, ignore_index: int, shift: int) -> None:
+    bad = (targets != ignore_index) & ((targets < 0) | (targets >= vocabulary))
+    if shift:
+        bad[..., :shift] = False  # these predict nothing
+    if bad.any():
+        position = torch.nonzero(bad)[0].tolist()
+        raise contract.bad_target(position, int(targets[tuple(position)]), vocabulary, ignore_index)
+
+
+def _resolve(impl: Impl, e: Tensor) -> Impl:
+    """impl, with "auto" decided by the device and type of e; an error where the impl cannot run there."""
+    if impl in ("reference", "torch_compile"):
+        return impl
+    device, typed = e.device.type, e.dtype != torch.float64
+    runs = device == "cpu" or (device == "cuda" and torch.version.cuda is not None)
+    kernels_run = device == "cpu" or (runs and torch.cuda.get_device_capability(e.device)[0] >= 8)
+    if impl == "auto":
+        return "torch_compile" if not (typed and kernels_run) else "cce" if device == "cuda" else "chunked"
+    if not typed:
+        allowed = ", ".join(contract.KERNEL_TYPES)
+        raise TypeError(f"impl={impl!r} takes {allowed}; e is float64, which 'reference' and 'torch_compile' take")
+    if not (kernels_run if impl == "cce" else runs):
+        raise NotImplementedError(
+            f"impl={impl!r} does not run on {e.device}"
+            + (": it needs compute capability 8.0 or more" if runs else "")
+            + "; impl='torch_compile' does"
+        )
+    return impl

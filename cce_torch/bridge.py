@@ -1,0 +1,154 @@
+"""Where the two runtimes meet: a compiled JAX program runs on torch's memory, in the order of torch's current stream.
+
+`run` is the only way from one to the other. On a GPU it is safe because of four facts:
+
+1. Inputs are complete when JAX reads them. A program starts when all of its arguments are ready, and the first of
+   them, once imported, is ready only when what torch's current stream held at that moment is done.
+2. Inputs are alive until JAX has read them. The caller's tensors are held until `run` has made torch's current stream
+   wait for the end of the program. Whatever torch's allocator then does with their memory is queued behind it.
+3. Outputs are torch's own memory, never JAX's: they are allocated here, on the current stream, and donated to the
+   program, which writes its results into them. So torch's allocator, and with it `record_stream`, side streams and
+   DDP, know them like any other tensor, and JAX has nothing to hand to someone else too early.
+4. JAX's own memory is scratch alone, taken and given back in the order of JAX's stream.
+
+All results of a program become ready at its end, together, so waiting for one of them is waiting for the program.
+Nothing here blocks the host. On a CPU, `run` waits for the program and hands out JAX's results without a copy.
+"""
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import jax
+import numpy as np
+import torch
+from jax._src import xla_bridge
+from jax._src.lib import _jax, jaxlib_extension_version  # type: ignore[attr-defined]
+from torch import Tensor
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
+
+GPU_ALIGNMENT = 16  # bytes; XLA's kernels load as wide as that
+DLPACK_CUDA = 2
+HELD_SHARE = 0.5  # of the GPU, from which on JAX must have reserved its memory before it was asked for it
+
+Input = Tensor | jax.Array | None
+
+_starting = threading.Lock()
+
+
+def run(program: Callable, inputs: Sequence[Input], outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Run a jitted program(*outputs, *inputs) -> results like outputs, whose donated arguments are the outputs.
+
+    Inputs and outputs are row-major, on one device, of types that JAX holds as they are; inputs that are not tensors
+    reach the program as they are. Returns the results: on a GPU in the memory of outputs.
+    """
+    device = outputs[0].device
+    if device.type == "cpu":
+        start()
+        arrays = [jax.dlpack.from_dlpack(x.detach()) if isinstance(x, Tensor) else x for x in (*outputs, *inputs)]
+        results = jax.block_until_ready(program(*arrays))
+        return tuple(torch.from_dlpack(x) for x in results)
+    inputs = [_aligned(x) if isinstance(x, Tensor) else x for x in inputs]
+    with torch.cuda.device(device):
+        try:
+            _run_gpu(program, inputs, outputs)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            torch.cuda.empty_cache()  # what torch holds but does not use, JAX could not allocate
+            try:
+                _run_gpu(program, inputs, outputs)
+            except jax.errors.JaxRuntimeError as again:
+                raise torch.OutOfMemoryError(_out_of_memory(device, again)) from None
+    return tuple(outputs)
+
+
+def _run_gpu(program: Callable, inputs: Sequence[Input], outputs: Sequence[Tensor]) -> None:
+    jax_device = gpu(outputs[0].device.index)
+    stream = jax_device.get_stream_for_external_ready_events()
+    first, *others = outputs
+    arrays = [_import_gpu(first, jax_device, stream)]  # fact 1: ready when stream has waited for the current stream
+    arrays += [_import_gpu(x, jax_device) if isinstance(x, Tensor) else x for x in (*others, *inputs)]
+    results = program(*arrays)
+    torch.from_dlpack(results[0])  # fact 2: makes the current stream wait for the program's end
+    if any(r.unsafe_buffer_pointer() != x.data_ptr() for r, x in zip(results, outputs, strict=True)):
+        raise RuntimeError("JAX did not write its results into the memory that it was given for them")  # fact 3
+
+
+def _import_gpu(x: Tensor, device, stream: int | None = None):
+    """What jax.dlpack.from_dlpack does, without its 40 µs of Python and, but for one array, 15 µs of events.
+
+    Goes when jax.dlpack.from_dlpack costs a few microseconds.
+    """
+    x = x.detach()
+    capsule = to_dlpack(x) if stream is None else x.__dlpack__(stream=stream)
+    platform = (DLPACK_CUDA,) if jaxlib_extension_version >= 467 else ()
+    return _jax.dlpack_managed_tensor_to_buffer(capsule, device, stream, None, *platform)
+
+
+@lru_cache(maxsize=4096)
+def constant(value: int, device: torch.device):
+    """An int32 of JAX's on the device, for programs that take a number without being compiled for it."""
+    place = jax.local_devices(backend="cpu")[0] if device.type == "cpu" else gpu(device.index)
+    return jax.device_put(np.int32(value), place)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    return x.clone() if x.data_ptr() % GPU_ALIGNMENT else x
+
+
+@lru_cache
+def gpu(index: int):
+    """JAX's name for torch's cuda:index."""
+    start(index)
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError as error:
+        raise RuntimeError(
+            "the tensors are on a CUDA device, which JAX cannot use here: install cce-jax[cuda13] or cce-jax[cuda12], "
+            f"or use impl='torch_compile', which needs no JAX ({error})"
+        ) from None
+    found = [d for d in devices if d.local_hardware_id == index]
+    if not found:
+        raise RuntimeError(
+            f"the tensors are on cuda:{index}, but JAX was started with {devices}; under a launcher cce_torch gives "
+            "JAX the device of its first call alone: set JAX_CUDA_VISIBLE_DEVICES to use several"
+        )
+    _warn_if_reserved(found[0])
+    return found[0]
+
+
+@lru_cache
+def start(index: int | None = None) -> None:
+    """Before JAX's backends start, ask them to leave torch its memory, and its other ranks their devices."""
+    with _starting:
+        if xla_bridge.backends_are_initialized():
+            return
+        if not jax.config.jax_pjrt_client_create_options and "XLA_PYTHON_CLIENT_PREALLOCATE" not in os.environ:  # type: ignore[attr-defined]
+            jax.config.update("jax_pjrt_client_create_options", {"preallocate": False})
+        if index is not None and "LOCAL_RANK" in os.environ and "JAX_CUDA_VISIBLE_DEVICES" not in os.environ:
+            jax.config.update("jax_cuda_visible_devices", str(index))
+
+
+def _warn_if_reserved(device) -> None:
+    stats = device.memory_stats() or {}
+    held, limit = stats.get("pool_bytes", 0), stats.get("bytes_limit", 0)
+    if limit and held > HELD_SHARE * limit:
+        warnings.warn(
+            f"JAX had started before cce_torch was first called and holds {held / 2**30:.1f} GiB of {device}, which "
+            "PyTorch cannot use. Set XLA_PYTHON_CLIENT_PREALLOCATE=false, or call cce_torch before other JAX code.",
+            stacklevel=2,
+        )
+
+
+def _out_of_memory(device: torch.device, error: Exception) -> str:
+    free, total = torch.cuda.mem_get_info(device)
+    held = (gpu(device.index).memory_stats() or {}).get("pool_bytes", 0)
+    held, reserved = held / 2**20, torch.cuda.memory_reserved(device) / 2**20
+    return (
+        f"linear_cross_entropy found no memory for its scratch on {device}, even after freeing PyTorch's cache: "
+        f"{free / 2**20:.0f} of {total / 2**20:.0f} MiB are free, PyTorch holds {reserved:.0f} "
+        f"MiB, JAX {held:.0f} MiB. {str(error).splitlines()[0]}"
+    )

@@ -1,0 +1,54 @@
+"""Every loss as plain arithmetic on the core's three numbers, differentiated by PyTorch: cce_jax/losses.py once more.
+
+For the implementations that run without JAX; the others run cce_jax's.
+"""
+
+import torch
+from torch import Tensor
+
+
+def columns(targets: Tensor, ignore_index: int, vocabulary: int) -> Tensor:
+    """The column of the logits that each target names; V where it names none, -1 where the token is ignored; int32."""
+    if targets.dtype.itemsize < 4:
+        targets = targets.to(torch.int32)  # which holds V and -1
+    in_vocabulary = (targets >= 0) & (targets < vocabulary)
+    named = torch.where(in_vocabulary, targets, vocabulary)
+    return torch.where(targets != ignore_index, named, -1).to(torch.int32)
+
+
+def loss(
+    numbers: Tensor,
+    columns: Tensor,
+    class_weight: Tensor | None,
+    token_weight: Tensor | None,
+    num_items: Tensor | None,
+    *,
+    vocabulary: int,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+) -> tuple[Tensor, Tensor]:
+    """The loss, of the shape of columns for "none", and lse, 0 where ignored.
+
+    numbers: (2 or 3, N), with the sum if label_smoothing; columns: (N,); class_weight: (V,); token_weight: (N,).
+    """
+    kept = columns >= 0
+    lse, target, *weighted = torch.where(kept, numbers, 0).unbind()
+    target_weight = None if class_weight is None else class_weight[columns.clamp(0, vocabulary - 1)]
+    ce = lse - target if target_weight is None else target_weight * (lse - target)
+    if weighted:
+        whole = vocabulary if class_weight is None else class_weight.sum()
+        ce = (1 - label_smoothing) * ce + label_smoothing / vocabulary * (whole * lse - weighted[0])
+    weight = kept.to(lse.dtype) if token_weight is None else torch.where(kept, token_weight.to(lse.dtype), 0)
+    poison = torch.where(columns == vocabulary, torch.nan, 1.0)  # and it multiplies the gradient too
+    total = ce + z_loss * lse**2 if z_loss else ce
+    total = torch.where(kept, poison * weight * total, 0)
+    if reduction == "none":
+        return total, lse
+    value = total.sum()
+    if reduction == "mean":
+        if num_items is None:
+            num_items = (weight if target_weight is None else torch.where(kept, weight * target_weight, 0)).sum()
+        items = num_items.to(value.dtype)
+        value = torch.where(items == 0, 0, value / torch.where(items == 0, 1, items))
+    return value, lse

@@ -1,0 +1,181 @@
+"""Linear cross-entropy as two PyTorch operators, opaque to torch.compile, and the autograd rule that joins them.
+
+`cce_torch::loss` returns the loss and the core's numbers, (2 or 3, N), whose first row is lse; `cce_torch::gradients`
+takes the cotangents of both. Losses, their derivative and kernels are cce_jax's: one program each way (programs.py).
+A torch.library.Library and a Function cost a quarter of what a `custom_op` with its own autograd rule costs a call.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+OPTIONS = (
+    "SymInt row_length, int ignore_index, int shift, str reduction, float label_smoothing, float z_loss, float scale, "
+    "float? softcap, str? precision, str impl"
+)
+TENSORS = (
+    "Tensor e, Tensor c, Tensor? bias, Tensor targets, Tensor? class_weight, Tensor? token_weight, Tensor? num_items"
+)
+
+_library = torch.library.Library("cce_torch", "FRAGMENT")
+_tags = [torch.Tag.needs_fixed_stride_order]
+if hasattr(torch.Tag, "cudagraph_unsafe"):  # from PyTorch 2.8 on
+    _tags.append(torch.Tag.cudagraph_unsafe)
+_library.define(f"loss({TENSORS}, {OPTIONS}) -> (Tensor, Tensor)", tags=_tags)
+_library.define(
+    f"gradients(Tensor? of_loss, Tensor? of_numbers, {TENSORS}, Tensor numbers, bool of_e, bool of_c, bool of_bias, "
+    f"bool of_token_weight, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=_tags,
+)
+
+
+def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, row_length: int, ignore_index: int, shift: int,
+         reduction: str, label_smoothing: float, z_loss: float, scale: float, softcap: float | None,
+         precision: str | None, impl: str) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The loss, () or (N,), and the core's numbers, (2 or 3, N), float32; differentiable in e, c, bias, token_weight.
+
+    e: (N, D); c: (V, D), a transposed (D, V) taken as it lies; bias: (V,); targets: (N,), in rows of row_length along
+    which the shift goes; class_weight: (V,); token_weight: (N,); num_items: one element.
+    """
+    function = _LossOfFunctions if torch._C._are_functorch_transforms_active() else _Loss
+    return function.apply(
+        e, c, bias, targets, class_weight, token_weight, num_items, row_length, ignore_index, shift, reduction,
+        label_smoothing, z_loss, scale, softcap, precision, impl,
+    )  # fmt: skip
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        output = torch.ops.cce_torch.loss.default(*arguments)
+        _save(ctx, arguments, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, of_loss: Tensor | None, of_numbers: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        of_e, of_c, of_bias, _, _, of_token_weight, *_ = ctx.needs_input_grad
+        wanted = of_e, of_c, of_bias, of_token_weight
+        if of_loss is None and of_numbers is None:
+            return (None,) * 17
+        # With a graph of the backward pass asked for, in the Function that refuses to be differentiated; not under
+        # torch.compile, which takes no Function in another one's backward, and no second derivatives either.
+        guarded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        run = _Gradients.apply if guarded else torch.ops.cce_torch.gradients.default
+        found = run(of_loss, of_numbers, *ctx.saved_tensors, *wanted, *ctx.options)
+        de, dc, dbias, dweight = (x if w else None for x, w in zip(found, wanted, strict=True))  # type: ignore
+        return de, dc, dbias, None, None, dweight, *[None] * 11
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:7], output[1])
+    ctx.options = inputs[7:]
+    ctx.set_materialize_grads(False)
+
+
+class _LossOfFunctions(_Loss):
+    """_Loss in the form that torch.func takes. Another costs less a call, and torch.compile refuses one with a jvp."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(lambda *arguments: torch.ops.cce_torch.loss.default(*arguments))
+    setup_context = staticmethod(_save)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise _first_order_only()
+
+
+class _Gradients(torch.autograd.Function):
+    """cce_torch::gradients, whose own derivative is an error."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        return torch.ops.cce_torch.gradients.default(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        raise _first_order_only()
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise _first_order_only()
+
+
+def _first_order_only() -> NotImplementedError:
+    return NotImplementedError(
+        "linear_cross_entropy has first derivatives in reverse mode only with impl='cce', 'chunked', 'torch_compile' "
+        "and 'auto'; impl='reference' has forward-mode and higher-order derivatives, and holds the full logits"
+    )
+
+
+def _run_loss(
+    e, c, bias, targets, class_weight, token_weight, num_items, row_length, *options
+) -> tuple[Tensor, Tensor]:
+    if not e.shape[0]:
+        return tuple(x.zero_() for x in _fake_loss(e, c, bias, targets, class_weight, token_weight, num_items,
+                                                   row_length, *options))  # type: ignore[return-value]  # fmt: skip
+    from cce_torch import programs  # imports JAX
+
+    return programs.loss(e, c, bias, targets, class_weight, token_weight, num_items, row_length=row_length,
+                         call=_call(*options))  # fmt: skip
+
+
+def _run_gradients(of_loss, of_numbers, e, c, bias, targets, class_weight, token_weight, num_items, numbers,
+                   of_e, of_c, of_bias, of_token_weight, row_length, *options) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients like e, c, bias and token_weight; of no elements where not wanted."""
+    wanted = of_e, of_c, of_bias, of_token_weight
+    if not e.shape[0] or not any(wanted):
+        return tuple(x.zero_() for x in _like(e, c, bias, token_weight, *wanted))
+    from cce_kernels.groups import Wanted
+    from cce_torch import programs
+
+    found = iter(programs.gradients(
+        of_loss, of_numbers, e, c, bias, targets, class_weight, token_weight, num_items, numbers,
+        wanted=Wanted(of_e, of_c, of_bias), of_token_weight=of_token_weight, row_length=row_length,
+        call=_call(*options),
+    ))  # fmt: skip
+    return tuple(next(found) if w else e.new_empty(0) for w in wanted)
+
+
+@cache
+def _call(ignore_index, shift, reduction, label_smoothing, z_loss, scale, softcap, precision, impl):
+    from cce_jax.losses import Loss
+    from cce_torch.programs import Call
+
+    return Call(ignore_index, shift, Loss(reduction, label_smoothing, z_loss), scale, softcap, precision, impl)
+
+
+def _fake_loss(e, c, bias, targets, class_weight, token_weight, num_items, row_length, ignore_index, shift, reduction,
+               label_smoothing, *options) -> tuple[Tensor, Tensor]:  # fmt: skip
+    shape = (e.shape[0],) if reduction == "none" else ()
+    rows = 3 if label_smoothing > 0 else 2
+    return e.new_empty(shape, dtype=torch.float32), e.new_empty((rows, e.shape[0]), dtype=torch.float32)
+
+
+def _fake_gradients(of_loss, of_numbers, e, c, bias, targets, class_weight, token_weight, num_items, numbers,
+                    of_e, of_c, of_bias, of_token_weight, *options) -> tuple[Tensor, ...]:  # fmt: skip
+    return _like(e, c, bias, token_weight, of_e, of_c, of_bias, of_token_weight)
+
+
+def _like(e, c, bias, token_weight, of_e: bool, of_c: bool, of_bias: bool, of_token_weight: bool) -> tuple[Tensor, ...]:
+    """Uninitialised results of `gradients`: row-major, but dc transposed where c is."""
+
+    def row_major(x: Tensor, wanted: bool) -> Tensor:
+        return torch.empty_like(x, memory_format=torch.contiguous_format) if wanted else e.new_empty(0)
+
+    transposed = of_c and c.T.is_contiguous() and not c.is_contiguous()
+    dc = row_major(c.T, True).T if transposed else row_major(c, of_c)
+    return row_major(e, of_e), dc, row_major(bias, of_bias), row_major(token_weight, of_token_weight)
+
+
+for _name, _run, _fake in (("loss", _run_loss, _fake_loss), ("gradients", _run_gradients, _fake_gradients)):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _run, _key)
+    torch.library.register_fake(f"cce_torch::{_name}", _fake, lib=_library)

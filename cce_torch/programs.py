@@ -1,0 +1,254 @@
+"""The two JAX programs that torch runs, and the numbers of tokens that they are compiled for.
+
+JAX compiles a program for each shape, and the number of tokens N differs from batch to batch. The first EXACT numbers
+of tokens that come along get a program of their own; after that N is padded with ignored tokens to the next multiple of
+256, above 1024 to the next of four sizes an octave (…, 4096, 5120, 6144, 7168, 8192, 10240, …). So a process compiles
+few programs and pads little.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+from torch import Tensor
+
+from cce_jax import core, losses
+from cce_kernels.groups import Wanted
+from cce_kernels.logits import Head
+from cce_torch import bridge
+
+EXACT = 4
+SMALLEST = 256
+STEPS_PER_OCTAVE = 4
+INT32 = torch.iinfo(torch.int32)
+
+_choosing = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Call:
+    """The static part of a call: what a program is compiled for, but for the shapes and types."""
+
+    ignore_index: int
+    shift: int
+    loss: losses.Loss
+    scale: float
+    softcap: float | None
+    precision: str | None
+    impl: core.Impl
+
+    def head(self, c: Tensor, vocab_axis: int) -> Head:
+        exact = c.dtype == torch.float32 and (self.precision or torch.get_float32_matmul_precision()) == "highest"
+        precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
+        return Head(self.scale, self.softcap, vocab_axis, precision)
+
+
+class Sizes:
+    """The numbers of tokens that programs are compiled for; the same N always gets the same one."""
+
+    def __init__(self) -> None:
+        self.chosen: dict[int, int] = {}
+
+    def __call__(self, tokens: int) -> int:
+        if tokens not in self.chosen:
+            with _choosing:
+                exact = len(self.chosen) < EXACT
+                self.chosen.setdefault(tokens, tokens if exact else padded_size(tokens))
+        return self.chosen[tokens]
+
+
+def padded_size(tokens: int) -> int:
+    """The least size that holds so many tokens."""
+    octave = 2 ** (max(tokens - 1, 1).bit_length() - 1)
+    step = max(octave // STEPS_PER_OCTAVE, SMALLEST)
+    return -(-tokens // step) * step
+
+
+@cache
+def sizes(*kind: Any) -> Sizes:
+    """One for each kind of call: shapes but for N, types, device and options."""
+    return Sizes()
+
+
+def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, row_length: int, call: Call):
+    """The loss, () or (N,), and the core's numbers, (2 or 3, N), 0 where ignored; float32.
+
+    e: (N, D), N ≥ 1; c: (V, D), bias: (V,); targets: (N,), before the shift along rows of row_length; class_weight:
+    (V,); token_weight: (N,); num_items: one element.
+    """
+    arrays = _Arrays(e, c, call)
+    rows = 2 + call.loss.needs_sum
+    whole = call.loss.reduction == "none"
+    value = e.new_empty((arrays.size,) if whole else (), dtype=torch.float32)
+    numbers = e.new_empty((rows, arrays.size), dtype=torch.float32)
+    value, numbers = bridge.run(
+        _loss_program(call, arrays.head, targets.dtype == torch.int64),
+        arrays.inputs(e, bias, targets, class_weight, token_weight, num_items, row_length),
+        [value, numbers],
+    )
+    if arrays.size != arrays.tokens:
+        value, numbers = value[: arrays.tokens] if whole else value, numbers[:, : arrays.tokens].contiguous()
+    return value, numbers
+
+
+def gradients(
+    of_loss, of_numbers, e, c, bias, targets, class_weight, token_weight, num_items, numbers,
+    *, wanted: Wanted, of_token_weight: bool, row_length: int, call: Call,
+) -> list[Tensor]:  # fmt: skip
+    """de, dc, dbias and the gradient of token_weight, those that are wanted: like e, c, bias and token_weight.
+
+    of_loss, of_numbers: the cotangents of what `loss` returned, None for zero; numbers: what it returned.
+    """
+    arrays = _Arrays(e, c, call)
+    outputs = []
+    if wanted.e:
+        outputs.append(e.new_empty((arrays.size, e.shape[1])))
+    if wanted.c:
+        outputs.append(torch.empty_like(arrays.c))
+    if wanted.bias:
+        outputs.append(torch.empty_like(bias, memory_format=torch.contiguous_format))
+    if of_token_weight:
+        outputs.append(e.new_empty(arrays.size, dtype=torch.float32))
+    if of_loss is not None and of_loss.dim():
+        of_loss = arrays.padded(of_loss, 0)
+    results = list(bridge.run(
+        _gradients_program(call, arrays.head, targets.dtype == torch.int64, wanted, of_token_weight),
+        [_dense(of_loss), arrays.padded(of_numbers, 0, axis=1), arrays.padded(numbers, 0, axis=1),
+         *arrays.inputs(e, bias, targets, class_weight, token_weight, num_items, row_length)],
+        outputs,
+    ))  # fmt: skip
+    if wanted.e:
+        results[0] = results[0][: arrays.tokens]
+    if wanted.c and arrays.head.vocab_axis == 1:
+        results[int(wanted.e)] = results[int(wanted.e)].T
+    if of_token_weight:
+        results[-1] = results[-1][: arrays.tokens].to(token_weight.dtype)
+    return results
+
+
+class _Arrays:
+    """The tensors of a call in the form that its program takes: row-major, and padded to a number of tokens."""
+
+    def __init__(self, e: Tensor, c: Tensor, call: Call) -> None:
+        axis = 0 if c.is_contiguous() or not c.T.is_contiguous() else 1
+        self.head = call.head(c, axis)
+        self.c = _dense(c.T if axis else c)
+        self.tokens = e.shape[0]
+        self.size = sizes(c.shape, axis, e.dtype, e.device, call)(self.tokens)
+        self.ignore_index = call.ignore_index
+        self.shifts = call.shift > 0
+
+    def padded(self, x: Any, fill: float, axis: int = 0) -> Any:
+        """x with as many tokens as the program is compiled for, the new ones filled with fill."""
+        if x is None or self.size == self.tokens:
+            return _dense(x)
+        shape = list(x.shape)
+        shape[axis] = self.size - self.tokens
+        return torch.cat([x, x.new_full(shape, fill)], axis)
+
+    def inputs(self, e, bias, targets, class_weight, token_weight, num_items, row_length: int) -> list:
+        """The arguments of `_prepared`."""
+        if targets.dtype != torch.int64:
+            targets = targets.to(torch.int32 if INT32.min <= self.ignore_index <= INT32.max else torch.int64)
+        targets = self.padded(targets, self.ignore_index)
+        if targets.dtype == torch.int64:
+            targets = targets.view(torch.int32)  # JAX without x64 has no 64-bit integers: as pairs of words
+        length = bridge.constant(row_length, e.device) if self.shifts else None
+        weights = self.padded(_real(token_weight), 0)
+        return [self.padded(e, 0), self.c, _dense(bias), targets, _dense(_real(class_weight)), weights,
+                _dense(_real(num_items)), length]  # fmt: skip
+
+
+def _real(x: Tensor | None) -> Tensor | None:
+    """x in a type that JAX holds without x64."""
+    return x if x is None or x.dtype in (torch.float32, torch.bfloat16, torch.float16) else x.float()
+
+
+def _dense(x: Any) -> Any:
+    """x in row-major memory, a pending negation carried out, which DLPack would drop."""
+    return None if x is None else x.resolve_neg().contiguous()
+
+
+def _prepared(call: Call, head: Head, wide: bool, c, targets, class_weight, token_weight, num_items, row_length):
+    """columns and the arguments of losses.loss that follow them."""
+    vocabulary = c.shape[head.vocab_axis]
+    columns = _columns(targets, wide, call.ignore_index, vocabulary)
+    weights = None if class_weight is None else class_weight.astype(jnp.float32)
+    if token_weight is not None:
+        token_weight = token_weight.astype(jnp.float32)
+    if call.shift:
+        last = jnp.arange(columns.shape[0], dtype=jnp.int32) % row_length >= row_length - call.shift
+        columns = jnp.where(last, -1, _moved(columns, -call.shift, -1))
+        token_weight = None if token_weight is None else _moved(token_weight, -call.shift, 0)
+    items = None if num_items is None else num_items.reshape(())
+    arithmetic = partial(losses.loss, columns=columns, class_weight=weights, num_items=items, vocabulary=vocabulary,
+                         options=call.loss)  # fmt: skip
+    return columns, weights, token_weight, arithmetic
+
+
+def _columns(targets: jax.Array, wide: bool, ignore_index: int, vocabulary: int) -> jax.Array:
+    """losses.columns; wide: of 64-bit targets as their low and high words."""
+    if not wide:
+        return losses.columns(targets, ignore_index, vocabulary)
+    low, high = targets.reshape(-1, 2).T
+    in_vocabulary = (high == 0) & (low >= 0) & (low < vocabulary)
+    ignored = (low == _signed(ignore_index & 0xFFFFFFFF)) & (high == _signed(ignore_index >> 32 & 0xFFFFFFFF))
+    return jnp.where(ignored, -1, jnp.where(in_vocabulary, low, vocabulary))
+
+
+def _moved(x: jax.Array, by: int, fill: int) -> jax.Array:
+    """x moved by so many places, up or down, fill in those that fall free."""
+    filling = jnp.full((abs(by),), fill, x.dtype)
+    return jnp.concatenate([filling, x[:-by]] if by > 0 else [x[-by:], filling])
+
+
+def _signed(word: int) -> int:
+    return word - 2**32 if word >= 2**31 else word
+
+
+def _stacked(numbers: core.Statistics) -> jax.Array:
+    return jnp.stack([x for x in numbers if x is not None])
+
+
+@cache
+def _loss_program(call: Call, head: Head, wide: bool) -> Callable:
+    def torch_loss(of_value, of_numbers, e, c, bias, targets, *rest):
+        del of_value, of_numbers  # their memory becomes that of the results
+        columns, weights, token_weight, arithmetic = _prepared(call, head, wide, c, targets, *rest)
+        numbers = core.statistics(e, c, bias, columns, weights, head=head, with_sum=call.loss.needs_sum, impl=call.impl)
+        value, _ = arithmetic(numbers, token_weight=token_weight)
+        return value, jnp.where(columns >= 0, _stacked(numbers), 0)
+
+    return jax.jit(torch_loss, donate_argnums=(0, 1), keep_unused=True)
+
+
+@cache
+def _gradients_program(call: Call, head: Head, wide: bool, wanted: Wanted, of_token_weight: bool) -> Callable:
+    count = wanted.e + wanted.c + wanted.bias + of_token_weight
+
+    def torch_gradients(*arrays):
+        of_loss, of_numbers, numbers, e, c, bias, targets, *rest = arrays[count:]  # before them the results' memory
+        columns, weights, token_weight, arithmetic = _prepared(call, head, wide, c, targets, *rest)
+
+        def outputs(numbers, token_weight):
+            value, _ = arithmetic(core.Statistics(*numbers, *[None] * (3 - len(numbers))), token_weight=token_weight)
+            return value, numbers
+
+        (value, _), pullback = jax.vjp(outputs, numbers, token_weight)
+        cotangents, of_weight = pullback((
+            jnp.zeros_like(value) if of_loss is None else of_loss,
+            jnp.zeros_like(numbers) if of_numbers is None else of_numbers,
+        ))  # fmt: skip
+        found = core.gradients(e, c, bias, columns, weights, numbers[0], cotangents, head=head, impl=call.impl,
+                               wanted=wanted)  # fmt: skip
+        if of_token_weight and call.shift:
+            of_weight = _moved(of_weight, call.shift, 0)
+        return (*(x for x in found if x is not None), *([of_weight] if of_token_weight else []))
+
+    return jax.jit(torch_gradients, donate_argnums=range(count), keep_unused=True)

@@ -1,0 +1,31 @@
+"""The specification: the core's three numbers from the full (N, V) logits, differentiated by PyTorch, at any order."""
+
+import torch
+from torch import Tensor
+
+
+def statistics(
+    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None, *, scale: float,
+    softcap: float | None, with_sum: bool,
+) -> Tensor:  # fmt: skip
+    """lse, target and, with_sum, the weighted sum of each token's logits, (2 or 3, N), float32 or float64 as e allows.
+
+    e: (N, D); c: (V, D), of any strides; bias: (V,) or None; columns: (N,) integers, V or more for a target that names
+    no column (its logit is 0), negative for an ignored token (its numbers are 0, and so are its gradients);
+    weights: (V,) or None for 1, used by the sum alone. Holds several (N, V) arrays.
+    """
+    with torch.autocast(e.device.type, enabled=False):
+        accumulate = torch.promote_types(e.dtype, torch.float32)
+        live = columns >= 0
+        e = torch.where(live[:, None], e, 0)  # a NaN in an ignored token must not reach c's gradient
+        raw = e.to(accumulate) @ c.to(accumulate).T
+        z = scale * (raw if bias is None else raw + bias.to(accumulate))
+        if softcap is not None:
+            z = softcap * torch.tanh(z / softcap)
+        own = columns.clamp(0, c.shape[0] - 1).long()
+        target = torch.where(columns < c.shape[0], z.gather(1, own[:, None])[:, 0], 0)
+        rows = [torch.logsumexp(z, 1), target]
+        if with_sum:
+            w = z.new_ones(z.shape[1]) if weights is None else weights.to(accumulate)
+            rows.append(torch.where(w == 0, 0, w * z).sum(1))
+        return torch.where(live, torch.stack(rows), 0)

@@ -1,0 +1,313 @@
+"""cce_torch as a citizen of PyTorch: torch.compile, autocast, checkpointing, modules, strides, torch.func, start-up."""
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from cce_torch import LinearCrossEntropy, linear_cross_entropy, ops
+from tests.tolerance import error
+
+IMPLS = ("cce", "chunked")
+OPTIONS = (1, -100, 0, "mean", 0.0, 0.0, 1.0, None, None, "chunked")
+
+
+def example(tokens=24, width=16, vocabulary=70, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    e = torch.randn(tokens, width, generator=generator).to(dtype).requires_grad_()
+    c = torch.randn(vocabulary, width, generator=generator).to(dtype).requires_grad_()
+    t = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    t[::5] = -100
+    return e, c, t
+
+
+def gradients(loss, *leaves):
+    return torch.autograd.grad(loss, leaves)
+
+
+def assert_same(actual, expected):
+    for x, y in zip(actual, expected, strict=True):
+        assert x.dtype == y.dtype
+        assert error(x.detach().float(), y.detach().float()) <= 1e-6
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiles_into_one_graph_for_any_batch(backend, dynamic):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    def step(e, c, t, weight):
+        return linear_cross_entropy(e * 2, c, t, softcap=5.0, shift=1, token_weight=weight, impl="chunked")
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend, dynamic=dynamic)
+    for tokens in (24, 31, 17):
+        e, c, t = example(tokens)
+        weight = torch.rand(tokens, requires_grad=True)
+        actual, expected = compiled(e, c, t, weight), step(e, c, t, weight)
+        assert_same([actual], [expected])
+        assert_same(gradients(actual, e, c, weight), gradients(expected, e, c, weight))
+    counted = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert counted <= 2, "one graph for the first shape, one for all others"
+
+
+def test_compiled_code_keeps_the_layout_of_a_transposed_classifier():
+    torch._dynamo.reset()
+    e, c, t = example()
+    c = c.detach().T.contiguous().requires_grad_()
+    step = torch.compile(lambda: linear_cross_entropy(e, c, t, vocab_axis=1), fullgraph=True)
+    (actual,), (expected,) = (gradients(f(), c) for f in (step, lambda: linear_cross_entropy(e, c.T, t)))
+    assert actual.stride() == expected.stride() == c.stride()
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_opcheck(smoothing, transposed):
+    e, c, t = (x.detach() for x in example())
+    c = c.T.contiguous().T if transposed else c
+    options = (24, -100, 1, "none", smoothing, *OPTIONS[5:])
+    weight = torch.rand(24)
+    arguments = (e, c, None, t, None, weight, None)
+    torch.library.opcheck(torch.ops.cce_torch.loss.default, (*arguments, *options))
+    _, numbers = torch.ops.cce_torch.loss.default(*arguments, *options)
+    cotangents = torch.rand(24), torch.rand_like(numbers)
+    torch.library.opcheck(torch.ops.cce_torch.gradients.default,
+                          (*cotangents, *arguments, numbers, True, True, False, True, *options))  # fmt: skip
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_as_linear_does(dtype, impl):
+    e, c, t = example()
+    with torch.autocast("cpu", dtype=dtype):
+        actual = linear_cross_entropy(e, c, t, impl=impl)
+    expected = linear_cross_entropy(e.to(dtype), c.to(dtype), t, impl=impl)
+    assert actual.dtype == torch.float32
+    assert torch.equal(actual, expected)
+    got = gradients(actual, e, c)
+    assert [g.dtype for g in got] == [torch.float32] * 2
+    assert_same(got, gradients(expected, e, c))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant):
+    e, c, t = example()
+    actual = checkpoint(lambda e: linear_cross_entropy(e.sin(), c, t), e, use_reentrant=reentrant)
+    actual.backward()
+    assert_same([e.grad, c.grad], gradients(linear_cross_entropy(e.sin(), c, t), e, c))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_retained_graph_and_other_cotangents(impl):
+    e, c, t = example()
+    loss = linear_cross_entropy(e, c, t, impl=impl)
+    first = torch.autograd.grad(loss, (e, c), retain_graph=True)
+    second = torch.autograd.grad(loss, (e, c), -3 * torch.ones(()), retain_graph=True)
+    assert_same(second, [-3 * g for g in first])
+    assert_same(torch.autograd.grad(loss, (e, c)), first)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("kind", ["expanded", "sliced", "transposed", "negated"])
+def test_cotangents_of_any_strides(kind, impl):
+    e, c, t = example()
+    dense = torch.randn(6, 4)
+    given = {
+        "expanded": torch.randn(6, 1).expand(6, 4),
+        "sliced": torch.randn(6, 8)[:, ::2],
+        "transposed": torch.randn(4, 6).T,
+        "negated": torch._neg_view(dense),
+    }[kind]
+    run = dict(impl=impl, reduction="none", return_lse=True)
+    loss, lse = linear_cross_entropy(e.view(6, 4, -1), c, t.view(6, 4), **run)
+    actual = torch.autograd.grad((loss, lse), (e, c), (given, given), retain_graph=True)
+    cotangent = given.clone(memory_format=torch.contiguous_format).resolve_neg()
+    assert_same(actual, torch.autograd.grad((loss, lse), (e, c), (cotangent, cotangent)))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_inputs_of_any_strides(impl):
+    e, c, t = example()
+    expected = gradients(linear_cross_entropy(e, c, t, impl=impl), e, c)
+    wide, tall = torch.zeros(24, 32), torch.zeros(71, 16)
+    wide[:, ::2], tall[1:] = e.detach(), c.detach()
+    views = wide[:, ::2].requires_grad_(), tall[1:].requires_grad_(), torch.stack([t, t], 1)[:, 0]
+    assert_same(gradients(linear_cross_entropy(*views, impl=impl), *views[:2]), expected)
+    negated = torch._neg_view(-e.detach()).requires_grad_()
+    assert_same(gradients(linear_cross_entropy(negated, c, t, impl=impl), negated, c), expected)
+    unaligned = torch.zeros(24 * 16 + 1)[1:].view(24, 16).copy_(e.detach()).requires_grad_()
+    assert_same(gradients(linear_cross_entropy(unaligned, c, t, impl=impl), unaligned, c), expected)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_frozen_input_gets_no_gradient_and_costs_none(impl, monkeypatch):
+    from cce_torch import programs
+
+    asked = []
+    original = programs._gradients_program
+    monkeypatch.setattr(programs, "_gradients_program", lambda *key: asked.append(key[3]) or original(*key))
+    e, c, t = example()
+    expected = gradients(linear_cross_entropy(e, c, t, impl=impl), e, c)
+    assert_same(gradients(linear_cross_entropy(e, c.detach(), t, impl=impl), e), expected[:1])
+    assert_same(gradients(linear_cross_entropy(e.detach(), c, t, impl=impl), c), expected[1:])
+    assert [(w.e, w.c, w.bias) for w in asked] == [(True, True, False), (True, False, False), (False, True, False)]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_saves_nothing(mode):
+    e, c, t = example()
+    with mode():
+        loss, lse = linear_cross_entropy(e, c, t, return_lse=True)
+    assert loss.grad_fn is None
+    assert lse.grad_fn is None
+    assert torch.equal(loss, linear_cross_entropy(e, c, t))
+
+
+def test_bit_identical_when_called_again():
+    e, c, t = example()
+    for impl in IMPLS:
+        first, second = ([x, *gradients(x, e, c)] for x in (linear_cross_entropy(e, c, t, impl=impl) for _ in "ab"))
+        assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def test_func_grad_and_vmap_of_it():
+    e, c, t = example()
+    (expected,) = gradients(linear_cross_entropy(e, c, t), e)
+    assert torch.equal(torch.func.grad(lambda e: linear_cross_entropy(e, c, t))(e), expected)
+    each = torch.func.vmap(torch.func.grad(lambda e: linear_cross_entropy(e, c.detach(), t)))(torch.stack([e, e + 1]))
+    assert_same([each[0]], [expected])
+
+
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        lambda f, e: torch.func.jvp(f, (e,), (e,)),
+        lambda f, e: torch.func.hessian(f)(e),
+        lambda f, e: torch.autograd.grad(torch.autograd.grad(f(e), e, create_graph=True)[0].sum(), e),
+    ],
+)
+def test_other_derivatives_are_an_error_that_names_the_reference(derivative):
+    e, c, t = example()
+    with pytest.raises(NotImplementedError, match="impl='reference'"):
+        derivative(lambda e: linear_cross_entropy(e, c, t), e)
+    assert derivative(lambda e: linear_cross_entropy(e, c, t, impl="reference"), e) is not None
+
+
+def test_the_module_is_the_function_and_copies_and_pickles():
+    e, c, t = example()
+    weight = torch.rand(70)
+    expected = linear_cross_entropy(e, c, t, class_weight=weight, softcap=3.0, shift=2, label_smoothing=0.1)
+    module = LinearCrossEntropy(softcap=3.0, shift=2, class_weight=weight, label_smoothing=0.1)
+    for again in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(again(e, c, t), expected)
+    assert "softcap=3.0" in repr(module)
+    assert list(module.state_dict()) == ["class_weight"]
+    with pytest.raises(TypeError, match="sofcap"):
+        LinearCrossEntropy(sofcap=3.0)
+
+
+def test_positional_arguments_are_those_of_cut_cross_entropy():
+    e, c, t = example()
+    bias, t = torch.randn(70), t.clamp(min=7)
+    loss, lse = linear_cross_entropy(e, c, t, bias, 7, 2.0, "sum", 3, True)
+    assert lse.shape == (21,)
+    named = linear_cross_entropy(e, c, t, bias=bias, ignore_index=7, softcap=2.0, reduction="sum", shift=3)
+    assert torch.equal(loss, named)
+
+
+def test_a_thousand_numbers_of_tokens_compile_few_programs_and_pad_little():
+    from cce_torch import programs
+
+    random = np.random.default_rng(0).integers(1, 8193, 1000)
+    chosen = programs.Sizes()
+    sizes = np.array([chosen(int(n)) for n in random])
+    assert (sizes >= random).all()
+    assert len(set(sizes.tolist())) <= 20
+    assert 1 - random.sum() / sizes.sum() <= 0.15
+    assert [chosen(int(n)) for n in random] == sizes.tolist()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_padding_changes_nothing(reduction, monkeypatch):
+    from cce_torch import programs
+
+    e, c, t = example(300)
+    weight = torch.rand(20, 15, requires_grad=True)
+
+    def run(impl):
+        loss, lse = linear_cross_entropy(e.view(20, 15, -1), c, t.view(20, 15), shift=2, token_weight=weight, impl=impl,
+                                         reduction=reduction, return_lse=True, label_smoothing=0.1)  # fmt: skip
+        return [loss, lse, *gradients(loss.sum() + lse.sum(), e, c, weight)]
+
+    monkeypatch.setattr(programs, "EXACT", 0)
+    programs.sizes.cache_clear()
+    compiled = []
+    original = programs.bridge.run
+    monkeypatch.setattr(programs.bridge, "run", lambda *a: compiled.append(a[1]) or original(*a))
+    padded = run("chunked")
+    assert {x.shape[0] for x in compiled[0] if isinstance(x, torch.Tensor) and x.shape[1:] == (16,)} == {512, 70}
+    programs.sizes.cache_clear()
+    assert_same(padded, run("reference"))
+
+
+def test_tensors_on_different_devices_are_named():
+    e, c, t = example()
+    with pytest.raises(ValueError, match=r"one device.*c meta"):
+        linear_cross_entropy(e, c.to("meta"), t)
+
+
+def test_import_is_fast_and_starts_no_backend():
+    code = """
+import sys, time, torch
+start = time.perf_counter()
+import cce_torch
+print(time.perf_counter() - start)
+assert "jax" not in sys.modules, "JAX"
+assert "torch._dynamo" not in sys.modules, "the compiler"
+torch.manual_seed(0)
+e, c = torch.randn(5, 4, requires_grad=True), torch.randn(9, 4)
+cce_torch.linear_cross_entropy(e, c, torch.arange(5), impl="reference").backward()
+assert "jax" not in sys.modules, "JAX for impl='reference'"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 0.5
+
+
+def test_the_users_own_jax_is_as_it_was():
+    before = {name: getattr(jax.config, name) for name in ("jax_enable_x64", "jax_default_matmul_precision")}
+    e, c, t = example()
+    linear_cross_entropy(e, c, t).backward()
+    assert {name: getattr(jax.config, name) for name in before} == before
+    assert jax.numpy.arange(3).sum() == 3
+
+
+def test_ops_refuse_nothing_that_the_fakes_allow():
+    """Fake and real results agree in shape, type and strides for every combination of wanted gradients."""
+    e, c, t = (x.detach() for x in example())
+    numbers = ops._run_loss(e, c, None, t, None, None, None, *OPTIONS)[1]
+    for wanted in [(a, b, False, d) for a in (True, False) for b in (True, False) for d in (True, False)]:
+        weight = torch.rand(24)
+        arguments = (
+            torch.ones(()),
+            None,
+            e,
+            c.T.contiguous().T,
+            None,
+            t,
+            None,
+            weight,
+            None,
+            numbers,
+            *wanted,
+            *OPTIONS,
+        )
+        for x, y in zip(ops._run_gradients(*arguments), ops._fake_gradients(*arguments), strict=True):
+            assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())

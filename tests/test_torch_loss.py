@@ -1,0 +1,146 @@
+"""cce_torch: every option, implementation, layout and type against float64."""
+
+import numpy as np
+import pytest
+import torch
+
+from cce_torch import linear_cross_entropy
+from tests.call_torch import run, tensor
+from tests.cases import CASES, Case, inputs
+from tests.tolerance import assert_close
+from tests.truth import truth
+
+IMPLS = ("cce", "chunked", "reference", "torch_compile")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def case_of(name: str) -> Case:
+    return next(c for c in CASES if c.name == name)
+
+
+def check(case: Case, dtype: str, impl: str, seed: int = 0, device: str = "cpu", **more) -> None:
+    given = inputs(case, dtype, seed)
+    loss, lse, gradients = truth(given, case.options)
+    reference = run(given, case.options, "reference", device)
+    actual = run(given, case.options, impl, device, **more)
+    assert actual[0].dtype == np.float32
+    assert_close(actual[0], loss, reference[0], "loss")
+    assert_close(actual[1], lse, reference[1], "lse")
+    assert set(actual[2]) == set(gradients)
+    for name, gradient in actual[2].items():
+        assert gradient.dtype == given.differentiable()[name].dtype
+        assert_close(gradient, gradients[name], reference[2][name], f"gradient of {name}")
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch):
+    """torch_compile's elementwise functions as they are: compiling them is test_torch_compiled.py's business."""
+    from cce_torch import compiled
+
+    monkeypatch.setattr(compiled, "_fused", lambda function, *arguments: function(*arguments))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_float32(case, impl, device):
+    check(case, "float32", impl, device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("name", ["plain", "smoothing and class weights", "everything"])
+def test_classifier_with_the_vocabulary_last(name, impl, device):
+    check(case_of(name), "bfloat16", impl, device=device, vocab_axis=1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("impl", ["cce", "chunked", "torch_compile"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["plain", "bias", "none", "smoothing and class weights", "everything"])
+def test_sixteen_bit(name, dtype, impl, device):
+    check(case_of(name), dtype, impl, device=device)
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch_compile"])
+def test_float64(impl):
+    given = inputs(case_of("everything"))
+    loss, lse, gradients = truth(given, case_of("everything").options)
+    wide = type(given)(*(np.float64(x) if x.dtype == np.float32 else x for x in (given.e, given.c, given.targets)),
+                       {k: np.float64(v) for k, v in given.optional.items()}, np.float64(given.of_loss),
+                       np.float64(given.of_lse))  # fmt: skip
+    actual = run(wide, case_of("everything").options, impl)
+    for x, y in zip((actual[0], actual[1], *actual[2].values()), (loss, lse, *gradients.values()), strict=True):
+        assert x.dtype == np.float64
+        np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_targets_of_every_integer_type(impl, dtype):
+    given = inputs(Case("ints", (9,), 8, 70, ignored=0.0))
+    e, c, t = (tensor(x) for x in (given.e, given.c, given.targets))
+    t[3] = 5
+    want = linear_cross_entropy(e, c, t.long(), impl=impl, ignore_index=5)
+    assert torch.equal(linear_cross_entropy(e, c, t.to(dtype), impl=impl, ignore_index=5), want)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("bad", [70, -1, 2**31, 2**32 + 3, -(2**40), 2**62])
+def test_target_out_of_range_is_nan_and_so_is_every_gradient_it_reaches(impl, bad):
+    given = inputs(Case("edge", (24,), 16, 70, ignored=0.0))
+    e, c, t = (tensor(x) for x in (given.e, given.c, given.targets))
+    e.requires_grad_(), c.requires_grad_()
+    t = t.long()
+    t[4] = bad
+    losses = linear_cross_entropy(e, c, t, impl=impl, reduction="none")
+    assert losses.isnan().nonzero().tolist() == [[4]]
+    de, dc = torch.autograd.grad(linear_cross_entropy(e, c, t, impl=impl), (e, c))
+    assert de[4].isnan().all()
+    assert dc.isnan().all()
+    assert linear_cross_entropy(e, c, t, impl=impl, ignore_index=bad).isfinite(), "unless it is the one to ignore"
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_nothing_of_an_ignored_token_gets_out(impl):
+    given = inputs(Case("edge", (24,), 16, 70, arrays=("bias", "token_weight")))
+    ignored = given.targets == -100
+
+    def gradients(e, weight, bias):
+        tensors = [tensor(x).requires_grad_() for x in (e, given.c, bias)]
+        loss = linear_cross_entropy(tensors[0], tensors[1], tensor(given.targets), tensors[2], impl=impl,
+                                    token_weight=tensor(weight), label_smoothing=0.1, z_loss=0.1)  # fmt: skip
+        return [loss, *torch.autograd.grad(loss, tensors)]
+
+    bias = given.optional["bias"].copy()
+    bias[3] = 200.0  # whose exponential is infinite in float32
+    dirty, weight = given.e.copy(), given.optional["token_weight"].copy()
+    dirty[ignored], weight[ignored] = np.nan, np.nan
+    for x, y in zip(gradients(dirty, weight, bias), gradients(given.e, given.optional["token_weight"], bias),
+                    strict=True):  # fmt: skip
+        assert torch.equal(x, y)
+        assert x.isfinite().all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_no_tokens_or_all_ignored(tokens, reduction, impl):
+    e, c, b = torch.randn(tokens, 8, requires_grad=True), torch.randn(40, 8, requires_grad=True), torch.randn(40)
+    t = torch.full((tokens,), -100)
+    loss, lse = linear_cross_entropy(e, c, t, b, impl=impl, reduction=reduction, return_lse=True, label_smoothing=0.1)
+    assert loss.shape == (t.shape if reduction == "none" else ())
+    assert not loss.any()
+    assert not lse.any()
+    for gradient in torch.autograd.grad(loss.sum() + lse.sum(), (e, c)):
+        assert not gradient.any()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("make", [float, lambda x: torch.tensor(x), lambda x: torch.tensor([int(x)])])
+def test_num_items_is_a_number_or_a_tensor(make, impl):
+    given = inputs(Case("edge", (24,), 16, 70))
+    e, c, t = (tensor(x) for x in (given.e, given.c, given.targets))
+    total = linear_cross_entropy(e, c, t, impl=impl, reduction="sum")
+    torch.testing.assert_close(linear_cross_entropy(e, c, t, impl=impl, num_items=make(12.0)), total / 12)
+    assert linear_cross_entropy(e, c, t, impl=impl, num_items=make(0.0)) == 0
