@@ -107,7 +107,7 @@ def linear_cross_entropy(
     tensors = dict(e=e, c=c, targets=targets, bias=bias, class_weight=class_weight, token_weight=token_weight)
     _check_tensors(tensors, num_items)
     e, c, bias = _autocast(e), _autocast(c), _autocast(bias)
-    _check_types(e, c, bias, targets)
+    _check_types(e, c, bias, targets, class_weight, token_weight)
     contract.shapes(
         _shape(e), _shape(c), _shape(targets), vocab_axis=vocab_axis, shift=shift, bias=_shape(bias),
         class_weight=_shape(class_weight), token_weight=_shape(token_weight),
@@ -233,10 +233,13 @@ def _check_tensors(tensors: dict[str, Tensor | None], num_items: float | Tensor 
         raise ValueError(f"num_items must be a number or a tensor of one element, got shape {tuple(num_items.shape)}")
 
 
-def _check_types(e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor) -> None:
+def _check_types(e, c, bias, targets, class_weight, token_weight) -> None:
     if targets.dtype not in INTEGERS:
         raise TypeError(f"targets must be of an integer type, got targets {_name(targets)}")
     allowed = (*contract.KERNEL_TYPES, "float64")
+    for name, x in (("class_weight", class_weight), ("token_weight", token_weight)):
+        if x is not None and x.is_complex():
+            raise TypeError(f"{name} must be real, got {name} {_name(x)}")
     for name, x in (("e", e), ("c", c), ("bias", bias)):
         if x is not None and _name(x) not in allowed:
             raise TypeError(f"{name} must be one of {', '.join(allowed)}, got {name} {_name(x)}")

@@ -26,8 +26,8 @@ class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = (nn.LayerNorm(width, eps=1e-6) for _ in range(2))
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.attention_norm(x)
@@ -40,7 +40,7 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """A pre-norm decoder, from tokens (B, T) to hidden states (B, T, D): the head's matmul is left to the loss.
 
-    Parameters are float32; activations and hidden states are of type `dtype`.
+    Parameters and the residual stream are float32; matmuls and the hidden states are of type `dtype`.
     """
 
     def __init__(self, vocabulary: int, width: int, layers: int, context: int, dtype: torch.dtype) -> None:
@@ -51,7 +51,7 @@ class LanguageModel(nn.Module):
         self.norm = nn.LayerNorm(width, eps=1e-6)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = (self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]).to(self.dtype)
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         with torch.autocast(x.device.type, self.dtype, enabled=self.dtype != torch.float32):
             for block in self.blocks:
                 x = block(x)

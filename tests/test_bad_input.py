@@ -1,11 +1,14 @@
-"""The bad-input table: each row raises, names its argument and prints what it got."""
+"""The bad-input table, in both packages: each row raises, names its argument and prints what it got."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
+import cce_torch
 from cce_jax import linear_cross_entropy
+from tests.call_torch import tensor
 
 N, D, V = 6, 4, 9
 E, C, T = np.ones((2, 3, D), np.float32), np.ones((V, D), np.float32), np.zeros((2, 3), np.int32)
@@ -28,14 +31,13 @@ ROWS = [
     ({"num_items": np.ones(2)}, ValueError, r"num_items.*\(2,\)"),
     ({"targets": T.astype(np.float32)}, TypeError, r"targets.*integer.*float32"),
     ({"targets": T.astype(bool)}, TypeError, r"targets.*integer.*bool"),
-    ({"targets": T.tolist()}, TypeError, r"targets must be an array.*list"),
+    ({"targets": T.tolist()}, TypeError, r"targets must be a.*list"),
     ({"e": E.astype(np.int32)}, TypeError, r"e must be one of.*int32"),
     ({"c": C.astype(np.int8)}, TypeError, r"c must be one of.*int8"),
     ({"c": jnp.ones((V, D), jnp.bfloat16)}, TypeError, r"c must be of e's type.*bfloat16.*float32"),
     ({"bias": jnp.ones(V, jnp.float16)}, TypeError, r"bias must be of e's type.*float16.*float32"),
     ({"bias": np.ones(V, np.int32)}, TypeError, r"bias must be one of.*int32"),
-    ({"e": E.astype(np.float64), "c": C.astype(np.float64)}, TypeError, r"float64.*jax_enable_x64.*chunked"),
-    ({"e": None}, TypeError, r"e must be an array.*NoneType"),
+    ({"e": None}, TypeError, r"e must be a.*NoneType"),
     ({"reduction": "avg"}, ValueError, r"reduction='avg'.*'mean', 'sum', 'none'"),
     ({"impl": "triton"}, ValueError, r"impl='triton'.*'auto', 'cce', 'chunked', 'reference'"),
     ({"vocab_axis": 2}, ValueError, r"vocab_axis=2.*0, 1"),
@@ -55,11 +57,31 @@ ROWS = [
 ]  # fmt: skip
 
 
+def in_torch(e, c, targets, **options):
+    """cce_torch's answer to the same arrays as tensors."""
+    arguments = {"e": e, "c": c, "targets": targets, **options}
+    for name, x in arguments.items():
+        if isinstance(x, jax.Array | np.ndarray):
+            arguments[name] = tensor(np.asarray(x))
+    return cce_torch.linear_cross_entropy(**arguments)
+
+
+@pytest.mark.parametrize("call", [linear_cross_entropy, in_torch])
 @pytest.mark.parametrize(("changed", "error", "message"), ROWS, ids=lambda x: str(x)[:40])
-def test_raises(changed, error, message):
+def test_raises(changed, error, message, call):
     arguments = {"e": E, "c": C, "targets": T, **changed}
     with pytest.raises(error, match=message):
-        linear_cross_entropy(arguments.pop("e"), arguments.pop("c"), arguments.pop("targets"), **arguments)
+        call(arguments.pop("e"), arguments.pop("c"), arguments.pop("targets"), **arguments)
+
+
+def test_float64_names_what_can_hold_it():
+    e, c = E.astype(np.float64), C.astype(np.float64)
+    with pytest.raises(TypeError, match=r"float64.*jax_enable_x64.*chunked"):
+        linear_cross_entropy(e, c, T)
+    for impl in ("cce", "chunked"):
+        with pytest.raises(TypeError, match=rf"impl='{impl}'.*float64.*'reference' and 'torch_compile'"):
+            in_torch(e, c, T, impl=impl)
+    assert in_torch(e, c, T).dtype == torch.float64
 
 
 def test_the_same_errors_under_jit():
@@ -70,13 +92,14 @@ def test_the_same_errors_under_jit():
 def test_check_targets_names_the_first_bad_position():
     targets = T.copy()
     targets[0, 1], targets[1, 0], targets[1, 2] = -100, 9, -7
-    with pytest.raises(ValueError, match=r"targets\[1, 0\] = 9 is outside \[0, 9\)"):
-        linear_cross_entropy(E, C, targets, check_targets=True)
-    with pytest.raises(ValueError, match=r"targets\[1, 2\] = -7 .*ignore_index=-100"):
-        linear_cross_entropy(E, C, np.where(targets == 9, 0, targets), check_targets=True)
-    targets = T.copy()
-    targets[:, 0] = 50  # the first target of a sequence is nobody's after a shift
-    assert np.isfinite(linear_cross_entropy(E, C, targets, check_targets=True, shift=1))
+    first = T.copy()
+    first[:, 0] = 50  # the first target of a sequence is nobody's after a shift
+    for call in (linear_cross_entropy, in_torch):
+        with pytest.raises(ValueError, match=r"targets\[1, 0\] = 9 is outside \[0, 9\)"):
+            call(E, C, targets, check_targets=True)
+        with pytest.raises(ValueError, match=r"targets\[1, 2\] = -7 .*ignore_index=-100"):
+            call(E, C, np.where(targets == 9, 0, targets), check_targets=True)
+        assert np.isfinite(call(E, C, first, check_targets=True, shift=1))
     with pytest.raises(ValueError, match="outside jit"):
         jax.jit(lambda t: linear_cross_entropy(E, C, t, check_targets=True))(T)
 

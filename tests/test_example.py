@@ -1,4 +1,4 @@
-"""The tutorial runs, on a few steps."""
+"""The tutorial runs, on a few steps: its three trainings agree."""
 
 import subprocess
 import sys
@@ -14,4 +14,6 @@ def test_train_lm(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert figure.stat().st_size > 10_000
+    for run in ("linear cross-entropy  ", "full logits  ", "linear cross-entropy, PyTorch  "):
+        assert f"\n{run}" in done.stdout
     assert "largest difference of the curves" in done.stdout

@@ -30,9 +30,15 @@ def roundoff(dtype) -> float:
     return float(ml_dtypes.finfo(dtype).eps)
 
 
+def bound(reference, truth) -> float:
+    """The error that a result of the reference's type may have."""
+    reference = np.asarray(reference)
+    return K * error(reference, truth) + FLOOR[reference.dtype.name] * roundoff(reference.dtype)
+
+
 def assert_close(actual, truth, reference, what: str) -> None:
     """Assert the bound above; reference is the full-logits result in the same dtype as actual."""
     actual = np.asarray(actual)
     assert actual.dtype == np.asarray(reference).dtype, f"{what}: {actual.dtype} is not {np.asarray(reference).dtype}"
-    bound = K * error(reference, truth) + FLOOR[actual.dtype.name] * roundoff(actual.dtype)
-    assert error(actual, truth) <= bound, f"{what}: error {error(actual, truth):.3g} exceeds {bound:.3g}"
+    allowed = bound(reference, truth)
+    assert error(actual, truth) <= allowed, f"{what}: error {error(actual, truth):.3g} exceeds {allowed:.3g}"
