@@ -9,7 +9,7 @@ GPU := $(if $(shell command -v nvidia-smi),$(comma)cuda13)
 
 .PHONY: demo test lint dist gpu-check clean
 
-demo: $(VENV)/examples  ## train a language model with cce_jax beside the full-logits loss; out/train_lm.png
+demo: $(VENV)/examples  ## train a language model with cce_jax, cce_torch and full logits; out/train_lm.png
 	$(BIN)/python examples/train_lm.py
 
 test: $(VENV)/dev  ## all tests that need no GPU, on all cores

@@ -1,5 +1,6 @@
 """The contract of linear cross-entropy on torch tensors: checks of what a user passes, the choice of impl, the call."""
 
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -10,6 +11,7 @@ from cce_torch import compiled, losses, ops, reference
 
 IMPLS = (*contract.IMPLS, "torch_compile")
 PRECISIONS = ("highest", "high", "medium")
+FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 Reduction = Literal["mean", "sum", "none"]
 Impl = Literal["auto", "cce", "chunked", "reference", "torch_compile"]
@@ -225,9 +227,10 @@ def _check_tensors(tensors: dict[str, Tensor | None], num_items: float | Tensor 
     for name, x in tensors.items():
         if not isinstance(x, Tensor) and (x is not None or name in ("e", "c", "targets")):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    devices = {name: x.device for name, x in tensors.items() if x is not None}
-    if len(set(devices.values())) > 1:
-        found = ", ".join(f"{name} {device}" for name, device in devices.items())
+    present = {name: x for name, x in tensors.items() if x is not None}
+    device = present["e"].device
+    if any(x.device != device for x in present.values()):
+        found = ", ".join(f"{name} {x.device}" for name, x in present.items())
         raise ValueError(f"all tensors must be on one device, got {found}")
     if isinstance(num_items, Tensor) and num_items.numel() != 1:
         raise ValueError(f"num_items must be a number or a tensor of one element, got shape {tuple(num_items.shape)}")
@@ -236,13 +239,13 @@ def _check_tensors(tensors: dict[str, Tensor | None], num_items: float | Tensor 
 def _check_types(e, c, bias, targets, class_weight, token_weight) -> None:
     if targets.dtype not in INTEGERS:
         raise TypeError(f"targets must be of an integer type, got targets {_name(targets)}")
-    allowed = (*contract.KERNEL_TYPES, "float64")
     for name, x in (("class_weight", class_weight), ("token_weight", token_weight)):
         if x is not None and x.is_complex():
             raise TypeError(f"{name} must be real, got {name} {_name(x)}")
     for name, x in (("e", e), ("c", c), ("bias", bias)):
-        if x is not None and _name(x) not in allowed:
-            raise TypeError(f"{name} must be one of {', '.join(allowed)}, got {name} {_name(x)}")
+        if x is not None and x.dtype not in FLOATING:
+            allowed = ", ".join((*contract.KERNEL_TYPES, "float64"))
+            raise TypeError(f"{name} must be one of {allowed}, got {name} {_name(x)}")
         if x is not None and x.dtype != e.dtype:
             raise TypeError(f"{name} must be of e's type outside autocast, got {name} {_name(x)} and e {_name(e)}")
 
@@ -260,13 +263,18 @@ def _check_targets(targets: Tensor, vocabulary: int, ignore_index: int, shift: i
         raise contract.bad_target(position, int(targets[tuple(position)]), vocabulary, ignore_index)
 
 
+@cache
+def _major_capability(index: int) -> int:
+    return torch.cuda.get_device_capability(index)[0]
+
+
 def _resolve(impl: Impl, e: Tensor) -> Impl:
     """impl, with "auto" decided by the device and type of e; an error where the impl cannot run there."""
     if impl in ("reference", "torch_compile"):
         return impl
     device, typed = e.device.type, e.dtype != torch.float64
     runs = device == "cpu" or (device == "cuda" and torch.version.cuda is not None)
-    kernels_run = device == "cpu" or (runs and torch.cuda.get_device_capability(e.device)[0] >= 8)
+    kernels_run = device == "cpu" or (runs and _major_capability(e.device.index) >= 8)
     if impl == "auto":
         return "torch_compile" if not (typed and kernels_run) else "cce" if device == "cuda" else "chunked"
     if not typed:

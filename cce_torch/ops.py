@@ -40,16 +40,14 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, row_leng
     which the shift goes; class_weight: (V,); token_weight: (N,); num_items: one element.
     """
     function = _LossOfFunctions if torch._C._are_functorch_transforms_active() else _Loss
-    return function.apply(
-        e, c, bias, targets, class_weight, token_weight, num_items, row_length, ignore_index, shift, reduction,
-        label_smoothing, z_loss, scale, softcap, precision, impl,
-    )  # fmt: skip
+    options = ignore_index, shift, reduction, label_smoothing, z_loss, scale, softcap, precision, impl
+    return function.apply(e, c, bias, targets, class_weight, token_weight, num_items, row_length, options)
 
 
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        output = torch.ops.cce_torch.loss.default(*arguments)
+        output = _loss_operator(*arguments)
         _save(ctx, arguments, output)
         return output
 
@@ -58,19 +56,24 @@ class _Loss(torch.autograd.Function):
         of_e, of_c, of_bias, _, _, of_token_weight, *_ = ctx.needs_input_grad
         wanted = of_e, of_c, of_bias, of_token_weight
         if of_loss is None and of_numbers is None:
-            return (None,) * 17
+            return (None,) * 9
         # With a graph of the backward pass asked for, in the Function that refuses to be differentiated; not under
         # torch.compile, which takes no Function in another one's backward, and no second derivatives either.
         guarded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         run = _Gradients.apply if guarded else torch.ops.cce_torch.gradients.default
-        found = run(of_loss, of_numbers, *ctx.saved_tensors, *wanted, *ctx.options)
+        found = run(of_loss, of_numbers, *ctx.saved_tensors, *wanted, ctx.row_length, *ctx.options)
         de, dc, dbias, dweight = (x if w else None for x, w in zip(found, wanted, strict=True))  # type: ignore
-        return de, dc, dbias, None, None, dweight, *[None] * 11
+        return de, dc, dbias, None, None, dweight, None, None, None
+
+
+def _loss_operator(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *tensors_and_row_length, options = arguments
+    return torch.ops.cce_torch.loss.default(*tensors_and_row_length, *options)
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:7], output[1])
-    ctx.options = inputs[7:]
+    ctx.row_length, ctx.options = inputs[7:]
     ctx.set_materialize_grads(False)
 
 
@@ -78,7 +81,7 @@ class _LossOfFunctions(_Loss):
     """_Loss in the form that torch.func takes. Another costs less a call, and torch.compile refuses one with a jvp."""
 
     generate_vmap_rule = True
-    forward = staticmethod(lambda *arguments: torch.ops.cce_torch.loss.default(*arguments))
+    forward = staticmethod(lambda *arguments: _loss_operator(*arguments))
     setup_context = staticmethod(_save)
 
     @staticmethod

@@ -179,6 +179,7 @@ def test_classifier_with_the_vocabulary_last(dtype, device, plain):
 def test_inductor(device):
     """Compiled for real: exact, without a warning, and once for all groups, numbers of tokens, scales and softcaps."""
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     compiled._compiled.cache_clear()
     counted = torch._dynamo.utils.counters["stats"]
     with warnings.catch_warnings():

@@ -16,6 +16,8 @@ Shape = tuple[int, ...]
 
 
 def choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    if type(value) is str and value in allowed:
+        return
     if not any(value is a or (type(value) is type(a) and value == a) for a in allowed):
         raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")
 
@@ -25,7 +27,7 @@ LARGEST = sys.float_info.max
 
 def number(name: str, value: object, *, low: float = -LARGEST, high: float = LARGEST, above: bool = False) -> float:
     """value as a finite float in [low, high], or above low itself if `above`."""
-    if not isinstance(value, Real) or isinstance(value, bool):
+    if type(value) is not float and (not isinstance(value, Real) or isinstance(value, bool)):
         raise TypeError(f"{name} must be a Python number, got {type(value).__name__}")
     x = float(value)
     if not low <= x <= high or (above and x == low):  # NaN is in no interval
