@@ -116,7 +116,7 @@ def _aligned(x: Tensor) -> Tensor:
 @cache
 def gpu(index: int):
     """JAX's name for torch's cuda:index."""
-    start(index)
+    start()
     try:
         devices = jax.local_devices(backend="cuda")
     except RuntimeError as error:
@@ -127,23 +127,30 @@ def gpu(index: int):
     found = [d for d in devices if d.local_hardware_id == index]
     if not found:
         raise RuntimeError(
-            f"the tensors are on cuda:{index}, but JAX was started with {devices}; under a launcher cce_torch gives "
-            "JAX the device of its first call alone: set JAX_CUDA_VISIBLE_DEVICES to use several"
+            f"the tensors are on cuda:{index}, but JAX was told to use {devices} alone, by jax_cuda_visible_devices"
+        )
+    if len(devices) > 1 and "LOCAL_RANK" in os.environ:
+        warnings.warn(
+            f"this rank sees {len(devices)} GPUs, and JAX opens a context on each: show each rank its "
+            "own, with CUDA_VISIBLE_DEVICES=$LOCAL_RANK set before PyTorch is imported, and use cuda:0 in it",
+            stacklevel=2,
         )
     _warn_if_reserved(found[0])
     return found[0]
 
 
 @cache
-def start(index: int | None = None) -> None:
-    """Before JAX's backends start, ask them to leave torch its memory, and its other ranks their devices."""
+def start() -> None:
+    """Before JAX's backends start, ask them to leave torch its memory.
+
+    Not with jax_cuda_visible_devices, to spare other ranks a context on their GPU: with it set to a GPU that is not the
+    first, JAX 0.11.2 fails at its first operation.
+    """
     with _starting:
         if xla_bridge.backends_are_initialized():
             return
         if not jax.config.jax_pjrt_client_create_options and "XLA_PYTHON_CLIENT_PREALLOCATE" not in os.environ:  # type: ignore[attr-defined]
             jax.config.update("jax_pjrt_client_create_options", {"preallocate": False})
-        if index is not None and "LOCAL_RANK" in os.environ and "JAX_CUDA_VISIBLE_DEVICES" not in os.environ:
-            jax.config.update("jax_cuda_visible_devices", str(index))
 
 
 def _warn_if_reserved(device) -> None:

@@ -81,7 +81,7 @@ class _LossOfFunctions(_Loss):
     """_Loss in the form that torch.func takes. Another costs less a call, and torch.compile refuses one with a jvp."""
 
     generate_vmap_rule = True
-    forward = staticmethod(lambda *arguments: _loss_operator(*arguments))
+    forward = staticmethod(lambda *arguments: _loss_operator(*arguments))  # type: ignore[assignment]
     setup_context = staticmethod(_save)
 
     @staticmethod

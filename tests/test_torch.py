@@ -1,6 +1,7 @@
 """cce_torch as a citizen of PyTorch: torch.compile, autocast, checkpointing, modules, strides, torch.func, start-up."""
 
 import copy
+import os
 import pickle
 import subprocess
 import sys
@@ -279,6 +280,31 @@ assert "jax" not in sys.modules, "JAX for impl='reference'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 0.5
+
+
+START = """
+import jax
+{before}
+from cce_torch import bridge
+bridge.start()
+print(jax.config.jax_pjrt_client_create_options)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "environment", "asked"),
+    [
+        ("", {}, "{'preallocate': False}"),
+        ("", {"XLA_PYTHON_CLIENT_PREALLOCATE": "true"}, "None"),
+        ("jax.config.update('jax_pjrt_client_create_options', {'preallocate': True})", {}, "{'preallocate': True}"),
+        ("jax.devices()", {}, "None"),
+    ],
+)
+def test_jax_is_asked_to_leave_memory_unless_the_user_said_otherwise_or_it_runs(before, environment, asked):
+    ours = {k: v for k, v in os.environ.items() if not k.startswith("XLA_")} | environment
+    done = subprocess.run([sys.executable, "-c", START.format(before=before)], capture_output=True, text=True, env=ours)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == asked
 
 
 def test_the_users_own_jax_is_as_it_was():
