@@ -118,10 +118,12 @@ def by_optax(given, options, device):
     return np.asarray(loss), {k: np.asarray(v) for k, v in gradients.items()}
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
-    ("case", "dtype"),
-    [(c, "float32") for c in OVERLAP] + [(c, "bfloat16") for c in OVERLAP if c.name in SIXTEEN_BIT],
+    ("case", "dtype", "device"),
+    [(c, "float32", "cpu") for c in OVERLAP]
+    + [(c, "bfloat16", "cpu") for c in OVERLAP if c.name in SIXTEEN_BIT]
+    + [pytest.param(c, "bfloat16", "cuda", marks=pytest.mark.gpu) for c in OVERLAP if c.name in SIXTEEN_BIT]
+    + [pytest.param(c, "float32", "cuda", marks=pytest.mark.gpu) for c in OVERLAP if c.name == "plain"],
     ids=str,
 )
 def test_every_pair_of_frameworks_agrees(case, dtype, device):

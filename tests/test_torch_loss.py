@@ -11,7 +11,6 @@ from tests.tolerance import assert_close
 from tests.truth import truth
 
 IMPLS = ("cce", "chunked", "reference", "torch_compile")
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def case_of(name: str) -> Case:
@@ -40,26 +39,37 @@ def uncompiled(monkeypatch):
     monkeypatch.setattr(compiled, "_fused", lambda function, *arguments: function(*arguments))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_float32(case, impl, device):
-    check(case, "float32", impl, device=device)
+def test_float32(case, impl):
+    check(case, "float32", impl)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("name", ["plain", "smoothing and class weights", "everything"])
-def test_classifier_with_the_vocabulary_last(name, impl, device):
-    check(case_of(name), "bfloat16", impl, device=device, vocab_axis=1)
+def test_classifier_with_the_vocabulary_last(name, impl):
+    check(case_of(name), "bfloat16", impl, vocab_axis=1)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("impl", ["cce", "chunked", "torch_compile"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["plain", "bias", "none", "smoothing and class weights", "everything"])
-def test_sixteen_bit(name, dtype, impl, device):
-    check(case_of(name), dtype, impl, device=device)
+def test_sixteen_bit(name, dtype, impl):
+    check(case_of(name), dtype, impl)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "dtype", "impl"),
+    [
+        *((name, "bfloat16", "cce") for name in ("bias, scale and softcap", "none", "shift by 4 with weights")),
+        *(("everything", dtype, "cce") for dtype in ("bfloat16", "float16", "float32")),
+        *(("everything", "bfloat16", impl) for impl in ("chunked", "torch_compile")),
+    ],
+)
+def test_on_a_gpu(name, dtype, impl, axis):
+    check(case_of(name), dtype, impl, device="cuda", vocab_axis=axis)
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch_compile"])
