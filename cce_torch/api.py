@@ -116,6 +116,7 @@ def linear_cross_entropy(
     )  # fmt: skip
     if vocab_axis == 1:
         c = c.T
+    targets = targets.long()  # a narrower type would wrap an ignore_index that it does not hold into one that it does
     if check_targets:
         _check_targets(targets, c.shape[0], ignore_index, shift)
     if num_items is not None:
@@ -203,7 +204,8 @@ def _scalar(x: float | Tensor, e: Tensor) -> Tensor:
     """num_items as a scalar tensor beside e, a constant to differentiation."""
     dtype = torch.promote_types(e.dtype, torch.float32)
     if isinstance(x, Tensor):
-        return x.detach().to(e.device, dtype).reshape(())
+        on_gpu = e.is_cuda  # where a number from the CPU need not be waited for
+        return x.detach().to(e.device, dtype, non_blocking=on_gpu).reshape(())
     return torch.full((), float(x), dtype=dtype, device=e.device)
 
 
@@ -263,9 +265,7 @@ def _check_targets(targets: Tensor, vocabulary: int, ignore_index: int, shift: i
         raise contract.bad_target(position, int(targets[tuple(position)]), vocabulary, ignore_index)
 
 
-@cache
-def _major_capability(index: int) -> int:
-    return torch.cuda.get_device_capability(index)[0]
+_capability = cache(torch.cuda.get_device_capability)
 
 
 def _resolve(impl: Impl, e: Tensor) -> Impl:
@@ -274,7 +274,9 @@ def _resolve(impl: Impl, e: Tensor) -> Impl:
         return impl
     device, typed = e.device.type, e.dtype != torch.float64
     runs = device == "cpu" or (device == "cuda" and torch.version.cuda is not None)
-    kernels_run = device == "cpu" or (runs and _major_capability(e.device.index) >= 8)
+    # torch.compile warns of functions that are cached by functools.
+    capability = torch.cuda.get_device_capability if torch.compiler.is_compiling() else _capability
+    kernels_run = device == "cpu" or (runs and capability(e.device.index)[0] >= 8)
     if impl == "auto":
         return "torch_compile" if not (typed and kernels_run) else "cce" if device == "cuda" else "chunked"
     if not typed:

@@ -8,9 +8,10 @@ from torch import Tensor
 
 
 def columns(targets: Tensor, ignore_index: int, vocabulary: int) -> Tensor:
-    """The column of the logits that each target names; V where it names none, -1 where the token is ignored; int32."""
-    if targets.dtype.itemsize < 4:
-        targets = targets.to(torch.int32)  # which holds V and -1
+    """The column of the logits that each target names; V where it names none, -1 where the token is ignored; int32.
+
+    targets: int64, which holds every ignore_index, V and -1.
+    """
     in_vocabulary = (targets >= 0) & (targets < vocabulary)
     named = torch.where(in_vocabulary, targets, vocabulary)
     return torch.where(targets != ignore_index, named, -1).to(torch.int32)

@@ -2,7 +2,7 @@
 
 `cce_torch::loss` returns the loss and the core's numbers, (2 or 3, N), whose first row is lse; `cce_torch::gradients`
 takes the cotangents of both. Losses, their derivative and kernels are cce_jax's: one program each way (programs.py).
-A torch.library.Library and a Function cost a quarter of what a `custom_op` with its own autograd rule costs a call.
+A Function around an operator costs a quarter of what an autograd rule registered with the operator costs a call.
 """
 
 from functools import cache
@@ -21,7 +21,7 @@ TENSORS = (
 
 _library = torch.library.Library("cce_torch", "FRAGMENT")
 _tags = [torch.Tag.needs_fixed_stride_order]
-if hasattr(torch.Tag, "cudagraph_unsafe"):  # from PyTorch 2.8 on
+if hasattr(torch.Tag, "cudagraph_unsafe"):  # which PyTorch 2.6 has not
     _tags.append(torch.Tag.cudagraph_unsafe)
 _library.define(f"loss({TENSORS}, {OPTIONS}) -> (Tensor, Tensor)", tags=_tags)
 _library.define(
@@ -36,8 +36,8 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, row_leng
          precision: str | None, impl: str) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The loss, () or (N,), and the core's numbers, (2 or 3, N), float32; differentiable in e, c, bias, token_weight.
 
-    e: (N, D); c: (V, D), a transposed (D, V) taken as it lies; bias: (V,); targets: (N,), in rows of row_length along
-    which the shift goes; class_weight: (V,); token_weight: (N,); num_items: one element.
+    e: (N, D); c: (V, D), a transposed (D, V) taken as it lies; bias: (V,); targets: (N,) int64, in rows of row_length
+    along which the shift goes; class_weight: (V,); token_weight: (N,); num_items: one element.
     """
     function = _LossOfFunctions if torch._C._are_functorch_transforms_active() else _Loss
     options = ignore_index, shift, reduction, label_smoothing, z_loss, scale, softcap, precision, impl
@@ -77,22 +77,26 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
 
 
+def _refuse(ctx: Any, *tangents_or_cotangents: Any) -> Any:
+    raise NotImplementedError(
+        "linear_cross_entropy has first derivatives in reverse mode only with impl='cce', 'chunked', 'torch_compile' "
+        "and 'auto'; impl='reference' has forward-mode and higher-order derivatives, and holds the full logits"
+    )
+
+
 class _LossOfFunctions(_Loss):
     """_Loss in the form that torch.func takes. Another costs less a call, and torch.compile refuses one with a jvp."""
 
     generate_vmap_rule = True
-    forward = staticmethod(lambda *arguments: _loss_operator(*arguments))  # type: ignore[assignment]
-    setup_context = staticmethod(_save)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise _first_order_only()
+    forward = staticmethod(_loss_operator)  # type: ignore[assignment]
+    setup_context, jvp = staticmethod(_save), staticmethod(_refuse)
 
 
 class _Gradients(torch.autograd.Function):
     """cce_torch::gradients, whose own derivative is an error."""
 
     generate_vmap_rule = True
+    backward = jvp = staticmethod(_refuse)
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -101,21 +105,6 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         pass
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Any:
-        raise _first_order_only()
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise _first_order_only()
-
-
-def _first_order_only() -> NotImplementedError:
-    return NotImplementedError(
-        "linear_cross_entropy has first derivatives in reverse mode only with impl='cce', 'chunked', 'torch_compile' "
-        "and 'auto'; impl='reference' has forward-mode and higher-order derivatives, and holds the full logits"
-    )
 
 
 def _run_loss(

@@ -26,7 +26,6 @@ from cce_torch import bridge
 EXACT = 4
 SMALLEST = 256
 STEPS_PER_OCTAVE = 4
-INT32 = torch.iinfo(torch.int32)
 
 _choosing = threading.Lock()
 
@@ -79,8 +78,8 @@ def sizes(*kind: Any) -> Sizes:
 def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, row_length: int, call: Call):
     """The loss, () or (N,), and the core's numbers, (2 or 3, N), 0 where ignored; float32.
 
-    e: (N, D), N ≥ 1; c: (V, D), bias: (V,); targets: (N,), before the shift along rows of row_length; class_weight:
-    (V,); token_weight: (N,); num_items: one element.
+    e: (N, D), N ≥ 1; c: (V, D), bias: (V,); targets: (N,) int64, before the shift along rows of row_length;
+    class_weight: (V,); token_weight: (N,); num_items: one element.
     """
     arrays = _Arrays(e, c, call)
     rows = 2 + call.loss.needs_sum
@@ -88,7 +87,7 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, row_leng
     value = e.new_empty((arrays.size,) if whole else (), dtype=torch.float32)
     numbers = e.new_empty((rows, arrays.size), dtype=torch.float32)
     value, numbers = bridge.run(
-        _loss_program(call, arrays.head, targets.dtype == torch.int64),
+        _loss_program(call, arrays.head),
         arrays.inputs(e, bias, targets, class_weight, token_weight, num_items, row_length),
         [value, numbers],
     )
@@ -118,7 +117,7 @@ def gradients(
     if of_loss is not None and of_loss.dim():
         of_loss = arrays.padded(of_loss, 0)
     results = list(bridge.run(
-        _gradients_program(call, arrays.head, targets.dtype == torch.int64, wanted, of_token_weight),
+        _gradients_program(call, arrays.head, wanted, of_token_weight),
         [_dense(of_loss), arrays.padded(of_numbers, 0, axis=1), arrays.padded(numbers, 0, axis=1),
          *arrays.inputs(e, bias, targets, class_weight, token_weight, num_items, row_length)],
         outputs,
@@ -154,14 +153,10 @@ class _Arrays:
 
     def inputs(self, e, bias, targets, class_weight, token_weight, num_items, row_length: int) -> list:
         """The arguments of `_prepared`."""
-        if targets.dtype != torch.int64:
-            targets = targets.to(torch.int32 if INT32.min <= self.ignore_index <= INT32.max else torch.int64)
-        targets = self.padded(targets, self.ignore_index)
-        if targets.dtype == torch.int64:
-            targets = targets.view(torch.int32)  # JAX without x64 has no 64-bit integers: as pairs of words
+        words = self.padded(targets, self.ignore_index).view(torch.int32)  # JAX without x64 has no 64-bit integers
         length = bridge.constant(row_length, e.device) if self.shifts else None
         weights = self.padded(_real(token_weight), 0)
-        return [self.padded(e, 0), self.c, _dense(bias), targets, _dense(_real(class_weight)), weights,
+        return [self.padded(e, 0), self.c, _dense(bias), words, _dense(_real(class_weight)), weights,
                 _dense(_real(num_items)), length]  # fmt: skip
 
 
@@ -175,10 +170,10 @@ def _dense(x: Any) -> Any:
     return None if x is None else x.resolve_neg().contiguous()
 
 
-def _prepared(call: Call, head: Head, wide: bool, c, targets, class_weight, token_weight, num_items, row_length):
+def _prepared(call: Call, head: Head, c, words, class_weight, token_weight, num_items, row_length):
     """columns and the arguments of losses.loss that follow them."""
     vocabulary = c.shape[head.vocab_axis]
-    columns = _columns(targets, wide, call.ignore_index, vocabulary)
+    columns = _columns(words, call.ignore_index, vocabulary)
     weights = None if class_weight is None else class_weight.astype(jnp.float32)
     if token_weight is not None:
         token_weight = token_weight.astype(jnp.float32)
@@ -192,11 +187,9 @@ def _prepared(call: Call, head: Head, wide: bool, c, targets, class_weight, toke
     return columns, weights, token_weight, arithmetic
 
 
-def _columns(targets: jax.Array, wide: bool, ignore_index: int, vocabulary: int) -> jax.Array:
-    """losses.columns; wide: of 64-bit targets as their low and high words."""
-    if not wide:
-        return losses.columns(targets, ignore_index, vocabulary)
-    low, high = targets.reshape(-1, 2).T
+def _columns(words: jax.Array, ignore_index: int, vocabulary: int) -> jax.Array:
+    """losses.columns of 64-bit targets, given as their low and high words, (2·N,)."""
+    low, high = words.reshape(-1, 2).T
     in_vocabulary = (high == 0) & (low >= 0) & (low < vocabulary)
     ignored = (low == _signed(ignore_index & 0xFFFFFFFF)) & (high == _signed(ignore_index >> 32 & 0xFFFFFFFF))
     return jnp.where(ignored, -1, jnp.where(in_vocabulary, low, vocabulary))
@@ -217,10 +210,10 @@ def _stacked(numbers: core.Statistics) -> jax.Array:
 
 
 @cache
-def _loss_program(call: Call, head: Head, wide: bool) -> Callable:
-    def torch_loss(of_value, of_numbers, e, c, bias, targets, *rest):
+def _loss_program(call: Call, head: Head) -> Callable:
+    def torch_loss(of_value, of_numbers, e, c, bias, words, *rest):
         del of_value, of_numbers  # their memory becomes that of the results
-        columns, weights, token_weight, arithmetic = _prepared(call, head, wide, c, targets, *rest)
+        columns, weights, token_weight, arithmetic = _prepared(call, head, c, words, *rest)
         numbers = core.statistics(e, c, bias, columns, weights, head=head, with_sum=call.loss.needs_sum, impl=call.impl)
         value, _ = arithmetic(numbers, token_weight=token_weight)
         return value, jnp.where(columns >= 0, _stacked(numbers), 0)
@@ -229,12 +222,12 @@ def _loss_program(call: Call, head: Head, wide: bool) -> Callable:
 
 
 @cache
-def _gradients_program(call: Call, head: Head, wide: bool, wanted: Wanted, of_token_weight: bool) -> Callable:
+def _gradients_program(call: Call, head: Head, wanted: Wanted, of_token_weight: bool) -> Callable:
     count = wanted.e + wanted.c + wanted.bias + of_token_weight
 
     def torch_gradients(*arrays):
-        of_loss, of_numbers, numbers, e, c, bias, targets, *rest = arrays[count:]  # before them the results' memory
-        columns, weights, token_weight, arithmetic = _prepared(call, head, wide, c, targets, *rest)
+        of_loss, of_numbers, numbers, e, c, bias, words, *rest = arrays[count:]  # before them the results' memory
+        columns, weights, token_weight, arithmetic = _prepared(call, head, c, words, *rest)
 
         def outputs(numbers, token_weight):
             value, _ = arithmetic(core.Statistics(*numbers, *[None] * (3 - len(numbers))), token_weight=token_weight)

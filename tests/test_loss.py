@@ -1,5 +1,7 @@
 """Every option, implementation, layout and type against float64."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from tests.tolerance import assert_close
 from tests.truth import truth
 
 
-def check(case: Case, dtype: str, impl: str, seed: int = 0, **more) -> None:
+def check(case: Case, dtype: str, impl: str, seed: int = 0, run: Callable = run, **more) -> None:
     given = inputs(case, dtype, seed)
     loss, lse, gradients = truth(given, case.options)
     reference = run(given, case.options, "reference")

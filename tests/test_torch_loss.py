@@ -1,13 +1,15 @@
 """cce_torch: every option, implementation, layout and type against float64."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
 from cce_torch import linear_cross_entropy
+from tests import test_loss
 from tests.call_torch import run, tensor
 from tests.cases import CASES, Case, inputs
-from tests.tolerance import assert_close
 from tests.truth import truth
 
 IMPLS = ("cce", "chunked", "reference", "torch_compile")
@@ -17,18 +19,8 @@ def case_of(name: str) -> Case:
     return next(c for c in CASES if c.name == name)
 
 
-def check(case: Case, dtype: str, impl: str, seed: int = 0, device: str = "cpu", **more) -> None:
-    given = inputs(case, dtype, seed)
-    loss, lse, gradients = truth(given, case.options)
-    reference = run(given, case.options, "reference", device)
-    actual = run(given, case.options, impl, device, **more)
-    assert actual[0].dtype == np.float32
-    assert_close(actual[0], loss, reference[0], "loss")
-    assert_close(actual[1], lse, reference[1], "lse")
-    assert set(actual[2]) == set(gradients)
-    for name, gradient in actual[2].items():
-        assert gradient.dtype == given.differentiable()[name].dtype
-        assert_close(gradient, gradients[name], reference[2][name], f"gradient of {name}")
+def check(case: Case, dtype: str, impl: str, device: str = "cpu", **more) -> None:
+    test_loss.check(case, dtype, impl, run=partial(run, device=device), **more)
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +85,9 @@ def test_targets_of_every_integer_type(impl, dtype):
     t[3] = 5
     want = linear_cross_entropy(e, c, t.long(), impl=impl, ignore_index=5)
     assert torch.equal(linear_cross_entropy(e, c, t.to(dtype), impl=impl, ignore_index=5), want)
+    want = linear_cross_entropy(e, c, t.long(), impl=impl)
+    for beyond in (2**40, -(2**40), 300):  # which a narrower type does not hold
+        assert torch.equal(linear_cross_entropy(e, c, t.to(dtype), impl=impl, ignore_index=beyond), want)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
