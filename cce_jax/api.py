@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from cce_jax import core, losses
+from cce_jax import losses
+from cce_jax.core import Core, Impl, Statistics, statistics
 from cce_kernels import contract
 from cce_kernels.config import local_gpu
 from cce_kernels.logits import Head
@@ -34,7 +35,8 @@ def linear_cross_entropy(
     token_weight=None,
     num_items=None,
     vocab_axis: Literal[0, 1] = 0,
-    impl: core.Impl = "auto",
+    impl: Impl = "auto",
+    memory_budget: int = contract.MEMORY_BUDGET,
     precision: jax.lax.PrecisionLike = None,
     check_targets: bool = False,
 ) -> Any:
@@ -75,6 +77,13 @@ def linear_cross_entropy(
       impl: "cce": the Pallas kernels, for CUDA GPUs of compute capability 8.0 and up (elsewhere Pallas' interpreter
         runs them, for tests). "chunked": plain XLA on any device. "reference": full logits, differentiable any
         number of times in either mode. "auto": "cce" where it can run, "chunked" elsewhere.
+      memory_budget: bytes that the call may hold beyond its inputs, its results and O(N) numbers, between forward and
+        backward pass or within one; 300 MiB unless given. More is faster, the gradients stay the same. At the least a
+        backward pass holds a float32 sum of the shape of e, 1024 columns of dz, c and dc, and 32 MiB of XLA's. With the
+        next 256 MiB it takes larger groups of columns at a time. With more, for bfloat16 inputs, the forward pass saves
+        exponentials, N·2 bytes a column, and the backward pass computes as many columns of logits less again: none at
+        all with N·V·2 bytes and a little (6·N·D and 64 MiB), which is as fast as holding the logits. "chunked" takes
+        smaller blocks where the budget is below about 200 MiB and saves nothing; "reference" does not follow it.
       precision: of the matmuls, as in `jax.lax.dot_general`; float32 inputs follow jax_default_matmul_precision
         unless it is given.
       check_targets: raise if a target is outside [0, V) and not ignore_index. Waits for targets; not under jit.
@@ -102,6 +111,7 @@ def linear_cross_entropy(
         z_loss=contract.number("z_loss", z_loss),
     )
     ignore_index = contract.integer("ignore_index", ignore_index)
+    memory_budget = contract.memory_budget(memory_budget)
     shift = contract.integer("shift", shift)
     _check_types(e, c, bias, targets, class_weight, token_weight)
     contract.shapes(
@@ -112,39 +122,40 @@ def linear_cross_entropy(
         raise ValueError(f"num_items must be a number or a scalar array, got shape {np.shape(num_items)}")
     if check_targets:
         _check_targets(targets, c.shape[vocab_axis], ignore_index, shift)
+    targets, ignore_index = _int32(targets, ignore_index)
     loss, lse = _loss(
-        e, c, bias, _int32(targets), class_weight, token_weight, num_items,
-        head=head, impl=_resolve(impl, e.dtype), options=options, ignore_index=ignore_index, shift=shift,
+        e, c, bias, targets, class_weight, token_weight, num_items,
+        core=Core(head, options.needs_sum, _resolve(impl, e.dtype), memory_budget), options=options,
+        ignore_index=ignore_index, shift=shift,
     )  # fmt: skip
     return (loss, lse) if return_lse else loss
 
 
-@partial(jax.jit, static_argnames=("head", "impl", "options", "ignore_index", "shift"))
+@partial(jax.jit, static_argnames=("core", "options", "ignore_index", "shift"))
 def _loss(
     e, c, bias, targets, class_weight, token_weight, num_items,
-    *, head: Head, impl: core.Impl, options: losses.Loss, ignore_index: int, shift: int,
+    *, core: Core, options: losses.Loss, ignore_index: int, shift: int,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The loss and lse."""
-    vocabulary = c.shape[head.vocab_axis]
+    vocabulary = c.shape[core.head.vocab_axis]
     if shift:
         targets = _shifted(targets, shift, ignore_index)
         token_weight = None if token_weight is None else _shifted(token_weight, shift, 0)
     weights = None if class_weight is None else jax.lax.stop_gradient(class_weight.astype(jnp.float32))
     columns = losses.columns(targets, ignore_index, vocabulary)
-    numbers = _statistics(e, c, bias, columns, weights, head, options.needs_sum, impl)
+    numbers = _statistics(e, c, bias, columns, weights, core)
     loss, lse = losses.loss(numbers, columns, weights, token_weight, num_items, vocabulary=vocabulary, options=options)
     unshifted = (..., slice(None, columns.shape[-1] - shift)) if shift else ...
     return loss[unshifted] if options.reduction == "none" else loss, lse[unshifted]
 
 
-def _statistics(e, c, bias, targets, weights, head: Head, with_sum: bool, impl: core.Impl) -> core.Statistics:
-    """core.statistics over any number of leading axes, also over no tokens at all."""
+def _statistics(e, c, bias, targets, weights, core: Core) -> Statistics:
+    """The core's numbers over any number of leading axes, also over no tokens at all."""
     shape = targets.shape
     if targets.size == 0:
         zeros = jnp.zeros(shape, jnp.promote_types(e.dtype, jnp.float32))
-        return core.Statistics(zeros, zeros, zeros if with_sum else None)
-    flat = core.statistics(e.reshape(-1, e.shape[-1]), c, bias, targets.reshape(-1), weights, head=head,
-                           with_sum=with_sum, impl=impl)  # fmt: skip
+        return Statistics(zeros, zeros, zeros if core.with_sum else None)
+    flat = statistics(e.reshape(-1, e.shape[-1]), c, bias, targets.reshape(-1), weights, core)
     return jax.tree.map(lambda x: x.reshape(shape), flat)
 
 
@@ -194,15 +205,22 @@ def _check_targets(targets, vocabulary: int, ignore_index: int, shift: int) -> N
         raise contract.bad_target(position.tolist(), int(values[tuple(position)]), vocabulary, ignore_index)
 
 
-def _int32(targets):
-    """targets as int32; a value that does not fit stays outside every vocabulary instead of wrapping into one."""
-    if jnp.iinfo(targets.dtype).max <= INT32.max:
-        return targets.astype(np.int32)
-    clip = np.clip if isinstance(targets, np.ndarray) else jnp.clip
-    return clip(targets, max(INT32.min, jnp.iinfo(targets.dtype).min), INT32.max).astype(np.int32)
+def _int32(targets, ignore_index: int):
+    """targets as int32, and the ignore_index of those.
+
+    A target that int32 does not hold stays outside every vocabulary instead of wrapping into one, and is ignored if it
+    is the ignore_index; an ignore_index that the type of targets does not hold ignores none.
+    """
+    held = jnp.iinfo(targets.dtype)
+    if held.max <= INT32.max and INT32.min <= ignore_index <= INT32.max:
+        return targets.astype(np.int32), ignore_index
+    numpy = jnp if isinstance(targets, jax.Array) else np
+    ignored = held.min <= ignore_index <= held.max and targets == targets.dtype.type(ignore_index)
+    fitting = numpy.clip(targets, max(held.min, INT32.min + 1), min(held.max, INT32.max)).astype(np.int32)
+    return numpy.where(ignored, np.int32(INT32.min), fitting), INT32.min
 
 
-def _resolve(impl: core.Impl, dtype) -> core.Impl:
+def _resolve(impl: Impl, dtype) -> Impl:
     """impl, with "auto" decided where the type or this machine's GPU rules the kernels out."""
     if impl not in ("auto", "cce"):
         return impl

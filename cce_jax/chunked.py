@@ -1,23 +1,25 @@
 """The core in plain XLA, on any device: the vocabulary in groups whose block of logits is bounded.
 
 Forward: one matmul a group and a running (max, sum of exponentials). Backward: the same block of logits once more,
-turned into dz, and two matmuls. Holds one (N, V_g) block of logits of at most BLOCK_BYTES, or 1024 columns if those are
-more, and what XLA makes of it: its exponentials or dz.
+turned into dz, and two matmuls. Holds one (N, V_g) block of logits and what XLA makes of it: its exponentials or dz. A block
+takes at most BLOCK_BYTES or a third of the memory budget, but 1024 columns if those are more.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cce_kernels.groups import Groups, Wanted, grouped_gradient, vocabulary_groups
+from cce_kernels.groups import Gradients, Wanted, add_groups, fitted, unscaled, xla_products
 from cce_kernels.logits import Head, vocabulary_size
+from cce_kernels.windows import Groups, vocabulary_groups
 
 BLOCK_BYTES = 64 * 2**20
 
 
-def _groups(e: jax.Array, c: jax.Array, head: Head) -> Groups:
+def _groups(e: jax.Array, c: jax.Array, head: Head, memory_budget: int) -> Groups:
     logit_bytes = jnp.promote_types(e.dtype, jnp.float32).itemsize
-    return vocabulary_groups(vocabulary_size(c, head), BLOCK_BYTES, logit_bytes * e.shape[0])
+    block = min(BLOCK_BYTES, (memory_budget - logit_bytes * e.size) // 3)  # less the sum for de
+    return vocabulary_groups(vocabulary_size(c, head), block, logit_bytes * e.shape[0])
 
 
 def _columns(x: jax.Array, window: jax.Array, groups: Groups) -> jax.Array:
@@ -31,9 +33,9 @@ def _logits(e, c_g, bias, window, *, head: Head, groups: Groups) -> tuple[jax.Ar
     return head.logits(raw, bias_g), window[0] + jnp.arange(groups.columns, dtype=jnp.int32)
 
 
-def statistics(e, c, bias, targets, weights, *, head: Head, with_sum: bool):
+def statistics(e, c, bias, targets, weights, *, head: Head, with_sum: bool, memory_budget: int):
     """As cce_jax.core.statistics."""
-    groups = _groups(e, c, head)
+    groups = _groups(e, c, head, memory_budget)
     zeros = jnp.zeros(targets.shape, jnp.promote_types(e.dtype, jnp.float32))
 
     def group(carry, window):
@@ -56,11 +58,16 @@ def statistics(e, c, bias, targets, weights, *, head: Head, with_sum: bool):
     return lax.scan(group, initial, jnp.asarray(groups.windows()))[0]
 
 
-def gradients(e, c, bias, targets, weights, lse, cotangents, *, head: Head, wanted: Wanted):
+def gradients(e, c, bias, targets, weights, lse, cotangents, *, head: Head, wanted: Wanted, memory_budget: int):
     """As cce_kernels.backward.gradients."""
-    groups = _groups(e, c, head)
+    live = targets >= 0
+    e, cotangents = jnp.where(live[:, None], e, 0), jnp.where(live, cotangents, 0)
+    lse = jnp.where(live, lse, jnp.inf)  # so p = 0: with lse = 0 a large bias would make it inf, and 0 · inf is NaN
+    groups = _groups(e, c, head, memory_budget)
+    cotangents, unit = fitted(cotangents, weights, head, e.dtype)
 
-    def form_dz(window, c_g, cotangents):
+    def form_dz(window):
+        c_g = lax.dynamic_slice_in_dim(c, window[0], groups.columns, head.vocab_axis)
         z, columns = _logits(e, c_g, bias, window, head=head, groups=groups)
         weights_g = 1.0 if weights is None else _columns(weights, window, groups)
         dz = head.cotangent(z, jnp.exp(z - lse[:, None]), columns == targets[:, None], *cotangents[:, :, None],
@@ -69,4 +76,6 @@ def gradients(e, c, bias, targets, weights, lse, cotangents, *, head: Head, want
             dz = jnp.where(columns >= window[1], dz, 0)
         return dz.astype(e.dtype), jnp.sum(dz, axis=0) if wanted.bias else None
 
-    return grouped_gradient(form_dz, e, c, cotangents, weights, head=head, groups=groups, wanted=wanted)
+    products = xla_products(e, c, head=head, unit=unit)
+    de, dc, dbias = add_groups(Gradients.begun(e, c, head, wanted), form_dz, groups, products, unit)
+    return None if de is None else unscaled(de, unit, e.dtype), dc, dbias

@@ -26,14 +26,16 @@ is the cotangent of the raw product e_i·c_v + b_v, and, that product being bili
     de_i = Σ_v dz_iv c_v           dc_v = Σ_i dz_iv e_i           db_v = Σ_i dz_iv.                          (7)
 
 (4) is why nothing of size (N, V) is kept: p is recovered from the logits, which are computed again, and the saved
-lse. So the residuals are the inputs and N numbers. The columns v are independent in (6) and (7), so they are taken a
-group at a time (cce_kernels/groups.py), and a group's logits live only in one reused buffer.
+lse. So the residuals are the inputs and 2·N numbers. The columns v are independent in (6) and (7), so they are taken a
+group at a time (cce_kernels/groups.py), and a group's logits live only in one reused buffer. Where the memory budget
+allows it, exponentials of some or all columns are residuals too (cce_kernels/saved.py).
 
 A token whose target is negative is ignored: its three numbers are arbitrary, it takes no part in (7), and nothing in
 its row of e, not even a NaN, reaches a gradient. A target of V or more picks no logit: (2) is 0.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -42,9 +44,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from cce_jax import chunked, reference
-from cce_kernels import backward, forward
+from cce_kernels import backward, budget, forward
+from cce_kernels.config import local_gpu
 from cce_kernels.groups import Wanted
-from cce_kernels.logits import Head
+from cce_kernels.logits import Head, vocabulary_size
 
 Impl = Literal["auto", "cce", "chunked", "reference"]
 
@@ -57,51 +60,88 @@ class Statistics(NamedTuple):
     sum: jax.Array | None
 
 
-def statistics(e, c, bias, targets, weights, *, head: Head, with_sum: bool, impl: Impl) -> Statistics:
+@dataclass(frozen=True)
+class Core:
+    """The static part of a call of the core."""
+
+    head: Head
+    with_sum: bool
+    impl: Impl
+    memory_budget: int
+
+
+def statistics(e, c, bias, targets, weights, core: Core) -> Statistics:
     """Equations (1)-(3), differentiable in e, c and bias.
 
     e: (N, D); c: (V, D), or (D, V) if head.vocab_axis is 1; bias: (V,) or None; targets: (N,) int32;
     weights: (V,) or None for 1, used by the sum alone. The sum is None unless with_sum.
     """
-    if impl == "reference":
-        return Statistics(*reference.statistics(e, c, bias, targets, weights, head=head, with_sum=with_sum))
-    return _statistics(head, with_sum, impl, e, c, bias, targets, weights)
+    if core.impl == "reference":
+        numbers = reference.statistics(e, c, bias, targets, weights, head=core.head, with_sum=core.with_sum)
+        return Statistics(*numbers)
+    return _statistics(core, e, c, bias, targets, weights)
 
 
-def gradients(e, c, bias, targets, weights, lse, cotangents, *, head: Head, impl: Impl, wanted: Wanted):
-    """Equations (6) and (7): de, dc and dbias in the types of e, c and bias; None where not wanted.
+def saved_columns(shape: tuple[int, int], vocabulary: int, dtype, core: Core) -> int:
+    """Of how many columns `forward_pass` is to save the exponentials for `gradients`; shape and dtype: those of e."""
+    if core.impl == "chunked" or (core.impl == "auto" and local_gpu() is None):
+        return 0
+    return budget.saved_columns(*shape, vocabulary, dtype, core.head, core.with_sum, core.memory_budget)
 
-    lse: (N,), from statistics; cotangents: (2 or 3, N), a_i, t̂_i and, with a sum, s_i; the rest as in statistics.
+
+def forward_pass(
+    e, c, bias, targets, weights, core: Core, *, saved_columns: int = 0
+) -> tuple[Statistics, jax.Array | None]:
+    """Equations (1)-(3), and what is saved for `gradients`: (N, saved_columns) of e's type, or None."""
+
+    def plain(e, *arrays):
+        numbers = chunked.statistics(e, *arrays, head=core.head, with_sum=core.with_sum,
+                                     memory_budget=core.memory_budget)  # fmt: skip
+        return *numbers, lax.empty((e.shape[0], saved_columns), e.dtype) if saved_columns else None
+
+    kernels = partial(forward.statistics, head=core.head, with_sum=core.with_sum, saved_columns=saved_columns)
+    *numbers, saved = _on_platform(core.impl, kernels, plain)(e, c, bias, targets, weights)
+    return Statistics(*numbers), saved
+
+
+def gradients(e, c, bias, targets, weights, numbers: Statistics, saved, cotangents, core: Core, wanted: Wanted):
+    """Equations (6) and (7): de, dc and dbias in the types of e, c and bias, None where not wanted; and saved.
+
+    saved may have been overwritten, in a way that another call of this does not see. numbers and saved: what `forward_pass` returned; cotangents: (2 or 3, N), a_i, t̂_i and, with a sum, s_i.
     """
-    live = targets >= 0
-    e, cotangents = jnp.where(live[:, None], e, 0), jnp.where(live, cotangents, 0)
-    lse = jnp.where(live, lse, jnp.inf)  # so p = 0: with lse = 0 a large bias would make it inf, and 0 · inf is NaN
-    run = _on_platform(impl, backward.gradients, chunked.gradients, head=head, wanted=wanted)
-    return run(e, c, bias, targets, weights, lse, cotangents)
+
+    def plain(e, c, bias, targets, weights, lse, target, saved, cotangents):
+        found = chunked.gradients(e, c, bias, targets, weights, lse, cotangents, head=core.head, wanted=wanted,
+                                  memory_budget=core.memory_budget)  # fmt: skip
+        return *found, saved
+
+    kernels = partial(backward.gradients, head=core.head, wanted=wanted, memory_budget=core.memory_budget)
+    run = _on_platform(core.impl, kernels, plain)
+    return run(e, c, bias, targets, weights, numbers.lse, numbers.target, saved, cotangents)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _statistics(head: Head, with_sum: bool, impl: Impl, e, c, bias, targets, weights) -> Statistics:
-    run = _on_platform(impl, forward.statistics, chunked.statistics, head=head, with_sum=with_sum)
-    return Statistics(*run(e, c, bias, targets, weights))
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _statistics(core: Core, e, c, bias, targets, weights) -> Statistics:
+    return forward_pass(e, c, bias, targets, weights, core)[0]
 
 
-def _statistics_fwd(head: Head, with_sum: bool, impl: Impl, e, c, bias, targets, weights):
+def _statistics_fwd(core: Core, e, c, bias, targets, weights):
     wanted = Wanted(e=e.perturbed, c=c.perturbed, bias=bias is not None and bias.perturbed)
     e, c, bias, targets, weights = jax.tree.map(
         lambda x: x.value, (e, c, bias, targets, weights), is_leaf=lambda x: hasattr(x, "perturbed")
     )
-    run = _first_order_only(lambda *arrays: _statistics(head, with_sum, impl, *arrays))
-    out = run(e, c, bias, targets, weights)
-    return out, (_as_shape(wanted), e, c, bias, targets, weights, out.lse)
+    columns = saved_columns(e.shape, vocabulary_size(c, core.head), e.dtype, core)
+    run = _first_order_only(partial(forward_pass, core=core, saved_columns=columns))
+    out, saved = run(e, c, bias, targets, weights)
+    return out, (_as_shape(wanted), e, c, bias, targets, weights, out, saved)
 
 
-def _statistics_bwd(head: Head, with_sum: bool, impl: Impl, residuals, cotangents):
-    shape_of_wanted, e, c, bias, targets, weights, lse = residuals
+def _statistics_bwd(core: Core, residuals, cotangents):
+    shape_of_wanted, *arrays, numbers, saved = residuals
     of_statistics = [x for x in cotangents if x is not None]
-    stacked = jnp.stack([jnp.zeros_like(lse) if _is_symbolic_zero(x) else x for x in of_statistics])
-    run = _first_order_only(partial(gradients, head=head, impl=impl, wanted=_from_shape(shape_of_wanted)))
-    de, dc, db = run(e, c, bias, targets, weights, lse, stacked)
+    stacked = jnp.stack([jnp.zeros_like(numbers.lse) if _is_symbolic_zero(x) else x for x in of_statistics])
+    run = _first_order_only(partial(gradients, core=core, wanted=_from_shape(shape_of_wanted)))
+    de, dc, db, _ = run(*arrays, numbers, saved, stacked)
     return de, dc, db, None, None
 
 
@@ -125,12 +165,11 @@ def _is_symbolic_zero(x) -> bool:
     return isinstance(x, jax.custom_derivatives.SymbolicZero)
 
 
-def _on_platform(impl: Impl, kernels: Callable, plain: Callable, **options) -> Callable:
+def _on_platform(impl: Impl, kernels: Callable, plain: Callable) -> Callable:
     """The function that runs impl, its choice of kernel, interpreter or plain XLA made for the platform lowered to."""
-    compiled, interpreted = partial(kernels, interpret=False, **options), partial(kernels, interpret=True, **options)
-    plain = partial(plain, **options)
     if impl == "chunked":
         return plain
+    compiled, interpreted = partial(kernels, interpret=False), partial(kernels, interpret=True)
     return partial(lax.platform_dependent, cuda=compiled, default=interpreted if impl == "cce" else plain)
 
 

@@ -36,6 +36,7 @@ def linear_cross_entropy(
     num_items: float | Tensor | None = None,
     vocab_axis: Literal[0, 1] = 0,
     impl: Impl = "auto",
+    memory_budget: int = contract.MEMORY_BUDGET,
     precision: Literal["highest", "high", "medium"] | None = None,
     check_targets: bool = False,
 ) -> Any:
@@ -79,6 +80,14 @@ def linear_cross_entropy(
         runs them, for tests). "chunked": XLA, CUDA and CPU. "torch_compile": PyTorch alone, on any device, without JAX.
         "reference": full logits in PyTorch, differentiable any number of times. "auto": "cce" where it can run,
         "chunked" on a CPU, "torch_compile" for float64, older GPUs and other devices.
+      memory_budget: bytes that the call may hold beyond its inputs, its results and O(N) numbers, between forward and
+        backward pass or within one; 300 MiB unless given. More is faster, the gradients stay the same. At the least a
+        backward pass holds a float32 sum of the shape of e, 1024 columns of dz, c and dc, and 32 MiB of XLA's. With the
+        next 256 MiB it takes larger groups of columns at a time. With more, for bfloat16 inputs, the forward pass saves
+        exponentials, N·2 bytes a column, and the backward pass computes as many columns of logits less again: none at
+        all with N·V·2 bytes and a little (6·N·D and 64 MiB), which is as fast as holding the logits. "chunked" and
+        "torch_compile" take smaller blocks where the budget is below about 200 MiB and save nothing; "reference" does
+        not follow it.
       precision: of float32 matmuls on a GPU, as in `torch.set_float32_matmul_precision`, whose setting is the default;
         "high" and "medium" are TF32.
       check_targets: raise if a target is outside [0, V) and not ignore_index. Waits for targets; not under
@@ -105,6 +114,7 @@ def linear_cross_entropy(
     label_smoothing = contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0)
     z_loss = contract.number("z_loss", z_loss)
     ignore_index = contract.integer("ignore_index", ignore_index)
+    memory_budget = contract.memory_budget(memory_budget)
     shift = contract.integer("shift", shift)
     tensors = dict(e=e, c=c, targets=targets, bias=bias, class_weight=class_weight, token_weight=token_weight)
     _check_tensors(tensors, num_items)
@@ -129,7 +139,7 @@ def linear_cross_entropy(
             e.reshape(-1, e.shape[-1]), c, bias, targets.reshape(-1), class_weight,
             None if token_weight is None else token_weight.reshape(-1), num_items,
             row_length=targets.shape[-1] if shift else 1, ignore_index=ignore_index, shift=shift, precision=precision,
-            impl=impl, **arithmetic, **head,
+            impl=impl, memory_budget=memory_budget, **arithmetic, **head,
         )  # fmt: skip
         lse = numbers[0] if return_lse else None
     else:
@@ -197,7 +207,16 @@ class LinearCrossEntropy(torch.nn.Module):
         return ", ".join(f"{k}={v!r}" for k, v in self.options.items())
 
 
-OPTIONS = {"logit_scale", "label_smoothing", "z_loss", "vocab_axis", "impl", "precision", "check_targets"}
+OPTIONS = {
+    "logit_scale",
+    "label_smoothing",
+    "z_loss",
+    "vocab_axis",
+    "impl",
+    "memory_budget",
+    "precision",
+    "check_targets",
+}
 
 
 def _scalar(x: float | Tensor, e: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Linear cross-entropy as two PyTorch operators, opaque to torch.compile, and the autograd rule that joins them.
 
-`cce_torch::loss` returns the loss and the core's numbers, (2 or 3, N), whose first row is lse; `cce_torch::gradients`
-takes the cotangents of both. Losses, their derivative and kernels are cce_jax's: one program each way (programs.py).
+`cce_torch::loss` returns the loss, the core's numbers, (2 or 3, N), whose first row is lse, and what it saves for
+`cce_torch::gradients`, which takes the cotangents of the first two. Losses, their derivative and kernels are cce_jax's: one program each way (programs.py).
 A Function around an operator costs a quarter of what an autograd rule registered with the operator costs a call.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 OPTIONS = (
     "SymInt row_length, int ignore_index, int shift, str reduction, float label_smoothing, float z_loss, float scale, "
-    "float? softcap, str? precision, str impl"
+    "float? softcap, str? precision, str impl, int memory_budget"
 )
 TENSORS = (
     "Tensor e, Tensor c, Tensor? bias, Tensor targets, Tensor? class_weight, Tensor? token_weight, Tensor? num_items"
@@ -23,9 +23,9 @@ _library = torch.library.Library("cce_torch", "FRAGMENT")
 _tags = [torch.Tag.needs_fixed_stride_order]
 if hasattr(torch.Tag, "cudagraph_unsafe"):  # which PyTorch 2.6 has not
     _tags.append(torch.Tag.cudagraph_unsafe)
-_library.define(f"loss({TENSORS}, {OPTIONS}) -> (Tensor, Tensor)", tags=_tags)
+_library.define(f"loss({TENSORS}, bool saving, {OPTIONS}) -> (Tensor, Tensor, Tensor)", tags=_tags)
 _library.define(
-    f"gradients(Tensor? of_loss, Tensor? of_numbers, {TENSORS}, Tensor numbers, bool of_e, bool of_c, bool of_bias, "
+    f"gradients(Tensor? of_loss, Tensor? of_numbers, {TENSORS}, Tensor numbers, Tensor? saved, bool of_e, bool of_c, bool of_bias, "
     f"bool of_token_weight, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=_tags,
 )
@@ -33,47 +33,68 @@ _library.define(
 
 def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, row_length: int, ignore_index: int, shift: int,
          reduction: str, label_smoothing: float, z_loss: float, scale: float, softcap: float | None,
-         precision: str | None, impl: str) -> tuple[Tensor, Tensor]:  # fmt: skip
+         precision: str | None, impl: str, memory_budget: int) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The loss, () or (N,), and the core's numbers, (2 or 3, N), float32; differentiable in e, c, bias, token_weight.
 
     e: (N, D); c: (V, D), a transposed (D, V) taken as it lies; bias: (V,); targets: (N,) int64, in rows of row_length
     along which the shift goes; class_weight: (V,); token_weight: (N,); num_items: one element.
     """
-    function = _LossOfFunctions if torch._C._are_functorch_transforms_active() else _Loss
-    options = ignore_index, shift, reduction, label_smoothing, z_loss, scale, softcap, precision, impl
-    return function.apply(e, c, bias, targets, class_weight, token_weight, num_items, row_length, options)
+    functions = torch._C._are_functorch_transforms_active()
+    # Not under torch.compile, which with dynamic shapes would have to know the size of what is saved.
+    saving = torch.is_grad_enabled() and not functions and not torch.compiler.is_compiling()
+    saving = saving and any(x is not None and x.requires_grad for x in (e, c, bias))
+    options = ignore_index, shift, reduction, label_smoothing, z_loss, scale, softcap, precision, impl, memory_budget
+    function = _LossOfFunctions if functions else _Loss
+    return function.apply(e, c, bias, targets, class_weight, token_weight, num_items, saving, row_length, options)
 
 
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        output = _loss_operator(*arguments)
-        _save(ctx, arguments, output)
-        return output
+        value, numbers, saved = _loss_operator(*arguments)
+        _save(ctx, arguments, numbers, saved)
+        return value, numbers
 
     @staticmethod
     def backward(ctx: Any, of_loss: Tensor | None, of_numbers: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         of_e, of_c, of_bias, _, _, of_token_weight, *_ = ctx.needs_input_grad
         wanted = of_e, of_c, of_bias, of_token_weight
         if of_loss is None and of_numbers is None:
-            return (None,) * 9
+            return (None,) * 10
         # With a graph of the backward pass asked for, in the Function that refuses to be differentiated; not under
         # torch.compile, which takes no Function in another one's backward, and no second derivatives either.
         guarded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        run = _Gradients.apply if guarded else torch.ops.cce_torch.gradients.default
+        run = _Gradients.apply if guarded else _gradients_operator
         found = run(of_loss, of_numbers, *ctx.saved_tensors, *wanted, ctx.row_length, *ctx.options)
         de, dc, dbias, dweight = (x if w else None for x, w in zip(found, wanted, strict=True))  # type: ignore
-        return de, dc, dbias, None, None, dweight, None, None, None
+        return de, dc, dbias, None, None, dweight, None, None, None, None
 
 
-def _loss_operator(*arguments: Any) -> tuple[Tensor, Tensor]:
-    *tensors_and_row_length, options = arguments
-    return torch.ops.cce_torch.loss.default(*tensors_and_row_length, *options)
+def _loss_operator(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *others, options = arguments
+    run = _run_loss if _is_plain(arguments[0]) else torch.ops.cce_torch.loss.default
+    return run(*others, *options)
 
 
-def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:7], output[1])
-    ctx.row_length, ctx.options = inputs[7:]
+def _gradients_operator(*arguments: Any) -> tuple[Tensor, ...]:
+    run = _run_gradients if _is_plain(arguments[2]) else torch.ops.cce_torch.gradients.default
+    return run(*arguments)
+
+
+def _is_plain(e: Tensor) -> bool:
+    """Whether nothing watches operators, so that one may be called past the dispatcher, which takes 50 µs of it."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(e) in (Tensor, torch.nn.Parameter)
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch.autograd._profiler_enabled()
+    )
+
+
+def _save(ctx: Any, inputs: tuple, numbers: Tensor, saved: Tensor | None) -> None:
+    ctx.save_for_backward(*inputs[:7], numbers, saved)
+    ctx.row_length, ctx.options = inputs[8:]
     ctx.set_materialize_grads(False)
 
 
@@ -88,8 +109,15 @@ class _LossOfFunctions(_Loss):
     """_Loss in the form that torch.func takes. Another costs less a call, and torch.compile refuses one with a jvp."""
 
     generate_vmap_rule = True
-    forward = staticmethod(_loss_operator)  # type: ignore[assignment]
-    setup_context, jvp = staticmethod(_save), staticmethod(_refuse)
+    jvp = staticmethod(_refuse)
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return _loss_operator(*arguments)[:2]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+        _save(ctx, inputs, output[1], None)
 
 
 class _Gradients(torch.autograd.Function):
@@ -100,7 +128,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        return torch.ops.cce_torch.gradients.default(*arguments)
+        return _gradients_operator(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
@@ -108,18 +136,18 @@ class _Gradients(torch.autograd.Function):
 
 
 def _run_loss(
-    e, c, bias, targets, class_weight, token_weight, num_items, row_length, *options
-) -> tuple[Tensor, Tensor]:
+    e, c, bias, targets, class_weight, token_weight, num_items, saving, row_length, *options
+) -> tuple[Tensor, Tensor, Tensor]:
     if not e.shape[0]:
-        return tuple(x.zero_() for x in _fake_loss(e, c, bias, targets, class_weight, token_weight, num_items,
+        return tuple(x.zero_() for x in _fake_loss(e, c, bias, targets, class_weight, token_weight, num_items, False,
                                                    row_length, *options))  # type: ignore[return-value]  # fmt: skip
     from cce_torch import programs  # imports JAX
 
-    return programs.loss(e, c, bias, targets, class_weight, token_weight, num_items, row_length=row_length,
-                         call=_call(*options))  # fmt: skip
+    return programs.loss(e, c, bias, targets, class_weight, token_weight, num_items, saving=saving,
+                         row_length=row_length, call=_call(*options))  # fmt: skip
 
 
-def _run_gradients(of_loss, of_numbers, e, c, bias, targets, class_weight, token_weight, num_items, numbers,
+def _run_gradients(of_loss, of_numbers, e, c, bias, targets, class_weight, token_weight, num_items, numbers, saved,
                    of_e, of_c, of_bias, of_token_weight, row_length, *options) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients like e, c, bias and token_weight; of no elements where not wanted."""
     wanted = of_e, of_c, of_bias, of_token_weight
@@ -129,7 +157,7 @@ def _run_gradients(of_loss, of_numbers, e, c, bias, targets, class_weight, token
     from cce_torch import programs
 
     found = iter(programs.gradients(
-        of_loss, of_numbers, e, c, bias, targets, class_weight, token_weight, num_items, numbers,
+        of_loss, of_numbers, e, c, bias, targets, class_weight, token_weight, num_items, numbers, saved,
         wanted=Wanted(of_e, of_c, of_bias), of_token_weight=of_token_weight, row_length=row_length,
         call=_call(*options),
     ))  # fmt: skip
@@ -137,21 +165,30 @@ def _run_gradients(of_loss, of_numbers, e, c, bias, targets, class_weight, token
 
 
 @cache
-def _call(ignore_index, shift, reduction, label_smoothing, z_loss, scale, softcap, precision, impl):
+def _call(ignore_index, shift, reduction, label_smoothing, z_loss, scale, softcap, precision, impl, memory_budget):
     from cce_jax.losses import Loss
     from cce_torch.programs import Call
 
-    return Call(ignore_index, shift, Loss(reduction, label_smoothing, z_loss), scale, softcap, precision, impl)
+    return Call(ignore_index, shift, Loss(reduction, label_smoothing, z_loss), scale, softcap, precision, impl,
+                memory_budget)  # fmt: skip
 
 
-def _fake_loss(e, c, bias, targets, class_weight, token_weight, num_items, row_length, ignore_index, shift, reduction,
-               label_smoothing, *options) -> tuple[Tensor, Tensor]:  # fmt: skip
-    shape = (e.shape[0],) if reduction == "none" else ()
-    rows = 3 if label_smoothing > 0 else 2
-    return e.new_empty(shape, dtype=torch.float32), e.new_empty((rows, e.shape[0]), dtype=torch.float32)
+def _fake_loss(e, c, bias, targets, class_weight, token_weight, num_items, saving, row_length, *options
+               ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    shape = (e.shape[0],) if options[2] == "none" else ()
+    rows = 3 if options[3] > 0 else 2
+    saved = 0, 0
+    if saving and not all(type(n) is int for n in (*e.shape, *c.shape)):  # known when it runs
+        saved = torch.library.get_ctx().new_dynamic_size(), torch.library.get_ctx().new_dynamic_size()
+    elif saving:
+        from cce_torch import programs
+
+        saved = programs.saved_shape(e, c, _call(*options), saving)
+    return (e.new_empty(shape, dtype=torch.float32), e.new_empty((rows, e.shape[0]), dtype=torch.float32),
+            e.new_empty(saved))  # fmt: skip
 
 
-def _fake_gradients(of_loss, of_numbers, e, c, bias, targets, class_weight, token_weight, num_items, numbers,
+def _fake_gradients(of_loss, of_numbers, e, c, bias, targets, class_weight, token_weight, num_items, numbers, saved,
                     of_e, of_c, of_bias, of_token_weight, *options) -> tuple[Tensor, ...]:  # fmt: skip
     return _like(e, c, bias, token_weight, of_e, of_c, of_bias, of_token_weight)
 

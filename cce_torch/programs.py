@@ -41,11 +41,13 @@ class Call:
     softcap: float | None
     precision: str | None
     impl: core.Impl
+    memory_budget: int
 
-    def head(self, c: Tensor, vocab_axis: int) -> Head:
+    def core(self, c: Tensor, vocab_axis: int) -> core.Core:
         exact = c.dtype == torch.float32 and (self.precision or torch.get_float32_matmul_precision()) == "highest"
         precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
-        return Head(self.scale, self.softcap, vocab_axis, precision)
+        head = Head(self.scale, self.softcap, vocab_axis, precision)
+        return core.Core(head, self.loss.needs_sum, self.impl, self.memory_budget)
 
 
 class Sizes:
@@ -75,37 +77,49 @@ def sizes(*kind: Any) -> Sizes:
     return Sizes()
 
 
-def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, row_length: int, call: Call):
-    """The loss, () or (N,), and the core's numbers, (2 or 3, N), 0 where ignored; float32.
+def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, saving: bool, row_length: int, call: Call):
+    """The loss, () or (N,), the core's numbers, (2 or 3, N), 0 where ignored, float32; and what is saved.
 
     e: (N, D), N ≥ 1; c: (V, D), bias: (V,); targets: (N,) int64, before the shift along rows of row_length;
-    class_weight: (V,); token_weight: (N,); num_items: one element.
+    class_weight: (V,); token_weight: (N,); num_items: one element; saving: whether gradients will be asked for.
     """
     arrays = _Arrays(e, c, call)
     rows = 2 + call.loss.needs_sum
     whole = call.loss.reduction == "none"
-    value = e.new_empty((arrays.size,) if whole else (), dtype=torch.float32)
-    numbers = e.new_empty((rows, arrays.size), dtype=torch.float32)
-    value, numbers = bridge.run(
-        _loss_program(call, arrays.head),
+    outputs = [
+        e.new_empty((arrays.size,) if whole else (), dtype=torch.float32),
+        e.new_empty((rows, arrays.size), dtype=torch.float32),
+    ]
+    saved_shape = arrays.saved_shape(saving)
+    if saved_shape[1]:
+        outputs.append(e.new_empty(saved_shape))
+    value, numbers, *saved = bridge.run(
+        _loss_program(call, arrays.core, saved_shape[1]),
         arrays.inputs(e, bias, targets, class_weight, token_weight, num_items, row_length),
-        [value, numbers],
+        outputs,
     )
     if arrays.size != arrays.tokens:
         value, numbers = value[: arrays.tokens] if whole else value, numbers[:, : arrays.tokens].contiguous()
-    return value, numbers
+    return value, numbers, saved[0] if saved else e.new_empty(saved_shape)
+
+
+def saved_shape(e: Tensor, c: Tensor, call: Call, saving: bool) -> tuple[int, int]:
+    """The shape of what `loss` saves."""
+    return _Arrays(e, c, call).saved_shape(saving)
 
 
 def gradients(
-    of_loss, of_numbers, e, c, bias, targets, class_weight, token_weight, num_items, numbers,
+    of_loss, of_numbers, e, c, bias, targets, class_weight, token_weight, num_items, numbers, saved,
     *, wanted: Wanted, of_token_weight: bool, row_length: int, call: Call,
 ) -> list[Tensor]:  # fmt: skip
     """de, dc, dbias and the gradient of token_weight, those that are wanted: like e, c, bias and token_weight.
 
-    of_loss, of_numbers: the cotangents of what `loss` returned, None for zero; numbers: what it returned.
+    of_loss, of_numbers: the cotangents of what `loss` returned, None for zero; numbers, saved: what it returned. The
+    program writes into saved, but nothing that another call of this reads: cce_kernels/saved.py.
     """
     arrays = _Arrays(e, c, call)
-    outputs = []
+    outputs = [] if saved is None or not saved.numel() else [saved]
+    before = len(outputs)
     if wanted.e:
         outputs.append(e.new_empty((arrays.size, e.shape[1])))
     if wanted.c:
@@ -117,14 +131,14 @@ def gradients(
     if of_loss is not None and of_loss.dim():
         of_loss = arrays.padded(of_loss, 0)
     results = list(bridge.run(
-        _gradients_program(call, arrays.head, wanted, of_token_weight),
+        _gradients_program(call, arrays.core, wanted, of_token_weight, before == 1),
         [_dense(of_loss), arrays.padded(of_numbers, 0, axis=1), arrays.padded(numbers, 0, axis=1),
          *arrays.inputs(e, bias, targets, class_weight, token_weight, num_items, row_length)],
         outputs,
-    ))  # fmt: skip
+    ))[before:]  # fmt: skip
     if wanted.e:
         results[0] = results[0][: arrays.tokens]
-    if wanted.c and arrays.head.vocab_axis == 1:
+    if wanted.c and arrays.core.head.vocab_axis == 1:
         results[int(wanted.e)] = results[int(wanted.e)].T
     if of_token_weight:
         results[-1] = results[-1][: arrays.tokens].to(token_weight.dtype)
@@ -136,12 +150,17 @@ class _Arrays:
 
     def __init__(self, e: Tensor, c: Tensor, call: Call) -> None:
         axis = 0 if c.is_contiguous() or not c.T.is_contiguous() else 1
-        self.head = call.head(c, axis)
+        self.core = call.core(c, axis)
         self.c = _dense(c.T if axis else c)
         self.tokens = e.shape[0]
         self.size = sizes(c.shape, axis, e.dtype, e.device, call)(self.tokens)
         self.ignore_index = call.ignore_index
         self.shifts = call.shift > 0
+
+    def saved_shape(self, saving: bool) -> tuple[int, int]:
+        width, vocabulary = self.c.shape[1 - self.core.head.vocab_axis], self.c.shape[self.core.head.vocab_axis]
+        columns = core.saved_columns((self.size, width), vocabulary, str(self.c.dtype)[6:], self.core) if saving else 0
+        return (self.size if columns else 0), columns
 
     def padded(self, x: Any, fill: float, axis: int = 0) -> Any:
         """x with as many tokens as the program is compiled for, the new ones filled with fill."""
@@ -210,27 +229,35 @@ def _stacked(numbers: core.Statistics) -> jax.Array:
 
 
 @cache
-def _loss_program(call: Call, head: Head) -> Callable:
-    def torch_loss(of_value, of_numbers, e, c, bias, words, *rest):
-        del of_value, of_numbers  # their memory becomes that of the results
-        columns, weights, token_weight, arithmetic = _prepared(call, head, c, words, *rest)
-        numbers = core.statistics(e, c, bias, columns, weights, head=head, with_sum=call.loss.needs_sum, impl=call.impl)
-        value, _ = arithmetic(numbers, token_weight=token_weight)
-        return value, jnp.where(columns >= 0, _stacked(numbers), 0)
+def _loss_program(call: Call, core_: core.Core, saved_columns: int) -> Callable:
+    count = 3 if saved_columns else 2
 
-    return jax.jit(torch_loss, donate_argnums=(0, 1), keep_unused=True)
+    def torch_loss(*arrays):
+        e, c, bias, words, *rest = arrays[count:]  # before them the results' memory
+        columns, weights, token_weight, arithmetic = _prepared(call, core_.head, c, words, *rest)
+        numbers, saved = core.forward_pass(e, c, bias, columns, weights, core_, saved_columns=saved_columns)
+        value, _ = arithmetic(numbers, token_weight=token_weight)
+        return value, jnp.where(columns >= 0, _stacked(numbers), 0), *([saved] if saved_columns else [])
+
+    return jax.jit(torch_loss, donate_argnums=range(count), keep_unused=True)
 
 
 @cache
-def _gradients_program(call: Call, head: Head, wanted: Wanted, of_token_weight: bool) -> Callable:
-    count = wanted.e + wanted.c + wanted.bias + of_token_weight
+def _gradients_program(
+    call: Call, core_: core.Core, wanted: Wanted, of_token_weight: bool, with_saved: bool
+) -> Callable:
+    count = with_saved + wanted.e + wanted.c + wanted.bias + of_token_weight
 
     def torch_gradients(*arrays):
+        saved = arrays[0] if with_saved else None
         of_loss, of_numbers, numbers, e, c, bias, words, *rest = arrays[count:]  # before them the results' memory
-        columns, weights, token_weight, arithmetic = _prepared(call, head, c, words, *rest)
+        columns, weights, token_weight, arithmetic = _prepared(call, core_.head, c, words, *rest)
+
+        def statistics(numbers):
+            return core.Statistics(*numbers, *[None] * (3 - len(numbers)))
 
         def outputs(numbers, token_weight):
-            value, _ = arithmetic(core.Statistics(*numbers, *[None] * (3 - len(numbers))), token_weight=token_weight)
+            value, _ = arithmetic(statistics(numbers), token_weight=token_weight)
             return value, numbers
 
         (value, _), pullback = jax.vjp(outputs, numbers, token_weight)
@@ -238,10 +265,12 @@ def _gradients_program(call: Call, head: Head, wanted: Wanted, of_token_weight: 
             jnp.zeros_like(value) if of_loss is None else of_loss,
             jnp.zeros_like(numbers) if of_numbers is None else of_numbers,
         ))  # fmt: skip
-        found = core.gradients(e, c, bias, columns, weights, numbers[0], cotangents, head=head, impl=call.impl,
-                               wanted=wanted)  # fmt: skip
+        *found, saved = core.gradients(
+            e, c, bias, columns, weights, statistics(numbers), saved, cotangents, core_, wanted
+        )
         if of_token_weight and call.shift:
             of_weight = _moved(of_weight, call.shift, 0)
-        return (*(x for x in found if x is not None), *([of_weight] if of_token_weight else []))
+        results = *(x for x in found if x is not None), *([of_weight] if of_token_weight else [])
+        return (saved, *results) if with_saved else results
 
     return jax.jit(torch_gradients, donate_argnums=range(count), keep_unused=True)

@@ -1,33 +1,156 @@
 """The benchmark runs and keeps what it says; its float64 truth is the tests' own."""
 
+import csv
 import json
 import subprocess
 import sys
+from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
+from bench import errors, gist, methods, plot, report
 from bench import truth as float64
-from bench.data import Shape, flat, trained
+from bench.calls_torch import tensors
+from bench.data import SWEEPS, SWEPT, Shape, flat, hidden, trained
+from bench.run import measure
 from tests.cases import Case, inputs
 from tests.truth import truth
 
+COLUMNS = ["method", "kind", "runtime_ms", "op_mem_mb", "test_data", "ratio", "loss_error", "de_error", "dc_error"]
+PNG = b"\x89PNG"
+
 
 def test_one_shape(tmp_path):
+    """The command as it is given, with methods of both frameworks: what it prints and all that it writes."""
     out = tmp_path / "bench"
-    command = ["-m", "bench", "--shape", "64x16x512", "--rounds", "1", "--data", "trained", "--out", str(out)]
-    subprocess.run([sys.executable, *command, "--method", "cce_jax", "full logits (XLA)"], check=True, timeout=300)
+    command = ["-m", "bench", "--shape", "64x16x512", "--rounds", "1", "--data", "trained", "flat", "--out", str(out)]
+    ours, eager, xla = names = ["cce_jax", "PyTorch eager", "full logits (XLA)"]
+    done = subprocess.run([sys.executable, *command, "--method", *names], check=True, timeout=120, capture_output=True)
     kept = json.loads(out.with_suffix(".json").read_text())
-    assert {"device", "jax", "git_tree", "regimes"} <= set(kept)
-    assert [(r["method"], r["kind"]) for r in kept["rows"]][:3] == [
-        ("cce_jax", "loss-fw"), ("cce_jax", "loss-bw"), ("cce_jax", "loss-fw-bw"),
+    assert {"device", "jax", "git_tree", "regimes", "packages"} <= set(kept)
+    assert [(r["test_data"], r["method"], r["kind"]) for r in kept["rows"]] == [
+        (data, method, kind)
+        for data in ("trained", "flat") for method in names for kind in ("loss-fw", "loss-bw", "loss-fw-bw")
     ]  # fmt: skip
     for row in kept["rows"]:
-        assert row["runtime_ms_steady"] > 0
-        assert row["ratio_spaced"] > 0
+        assert min(row["runtime_ms"], row["runtime_ms_spaced"], row["floor_ms"], row["ratio"], row["ratio_spaced"]) > 0
         assert row["rounding_de"] <= row["de_error"] * 1.01
-    assert out.with_suffix(".csv").read_text().count("\n") == 1 + len(kept["rows"])
+        assert max(row["loss_error"], row["de_error"], row["dc_error"]) < errors.bound(jnp.bfloat16)
+        assert not row["marked"]
+        if row["method"] != eager:  # PyTorch does not say what memory it takes on a CPU
+            assert row["op_mem_mb"] > 0
+    assert kept["missing"] == kept["failed"] == []
+    written = list(csv.DictReader(out.with_suffix(".csv").open()))
+    assert list(written[0])[: len(COLUMNS)] == COLUMNS
+    assert len(written) == len(kept["rows"])
+    assert out.with_suffix(".png").read_bytes().startswith(PNG)
+    printed = done.stdout.decode()
+    assert all(word in printed for word in (*COLUMNS[:5], ours, eager, xla))
+
+
+def unusable(fault: str):
+    """Methods that a run must survive."""
+
+    def loss(e, c, targets):
+        if fault == "raises":
+            raise RuntimeError("a shape of mine\nand more of it")
+        correct = (e @ c.T).logsumexp(1).mean() - (e * c[targets]).sum(1).mean()
+        return correct * torch.nan if fault == "nan" else correct
+
+    def load():
+        return __import__("a_package_that_is_not_here") if fault == "missing" else loss
+
+    return methods.Method("torch", load)
+
+
+def test_missing_and_failing_methods(monkeypatch, tmp_path):
+    for fault in ("missing", "raises", "nan", "fine"):
+        monkeypatch.setitem(methods.METHODS, fault, unusable(fault))
+    given = trained(Shape(64, 16, 512), jnp.float32)
+    names = ["missing", "raises", "fine", "nan"]
+    ticks = []
+    found = measure(given, "trained", names, ["loss-fw"], 1, ticks.append)
+    assert [(row["method"], row["kind"]) for row in found.rows] == [("fine", "loss-fw")]
+    assert [x["method"] for x in found.missing] == ["missing"]
+    assert "a_package_that_is_not_here" in found.missing[0]["reason"]
+    assert [x["method"] for x in found.failed] == ["raises", "nan"]
+    assert found.failed[0]["reason"] == "RuntimeError: a shape of mine"
+    assert "not finite" in found.failed[1]["reason"]
+    assert ticks == ["float64", "floor", *names]
+    report.write(tmp_path / "bench", found)
+    kept = json.loads((tmp_path / "bench.json").read_text())
+    assert (kept["missing"], kept["failed"]) == (found.missing, found.failed)
+    assert kept["rows"][0]["op_mem_mb"] is None
+    assert "missing: missing" in report.absences(found)[0]
+
+
+def test_a_wrong_result_is_marked():
+    e, c, targets = trained(Shape(64, 16, 512), jnp.float32)
+    expected = errors.expected(e, c, targets)
+    right = expected.truth.loss, (expected.truth.de, expected.truth.dc)
+    assert not errors.of_result("jax", right, expected, e.dtype)["marked"]
+    doubled = expected.truth.loss, (expected.truth.de, 2 * expected.truth.dc)
+    wrong = errors.of_result("jax", doubled, expected, e.dtype)
+    assert wrong["marked"]
+    assert wrong["dc_error"] == pytest.approx(1)
+    with pytest.raises(ValueError, match=r"dc has shape \(16, 512\)"):
+        errors.of_result("jax", (0.0, (expected.truth.de, expected.truth.dc.T)), expected, e.dtype)
+
+
+@pytest.mark.parametrize("name", ["cce_torch", "PyTorch eager", "gist"])
+def test_torch_methods_have_the_gradients_of_the_truth(name, monkeypatch):
+    monkeypatch.setattr(gist, "CHUNK", 16)  # three chunks
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # which takes 20 s and changes no gradient
+    given = trained(Shape(48, 24, 90), jnp.float32)
+    expected = errors.expected(*given)
+    e, c, targets = tensors(*given)
+    e, c = e.clone().requires_grad_(), c.clone().requires_grad_()
+    loss = methods.METHODS[name].load()(e, c, targets.long())
+    (3 * loss).backward()
+    found = errors.of_result("torch", (loss.detach(), (e.grad / 3, c.grad / 3)), expected, jnp.float32)
+    assert max(found["loss_error"], found["de_error"], found["dc_error"]) < 1e-5
+
+
+def test_gist_compiles():
+    e, c, targets = tensors(*trained(Shape(64, 16, 512), jnp.float32))
+    e.requires_grad_()
+    loss = gist.compiled()(e, c, targets.long())
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(e @ c.T, targets.long()))
+
+
+def test_sweeps_change_one_number_and_are_drawn(tmp_path):
+    rows = []
+    for letter, shapes in SWEEPS.items():
+        i = "NDV".index(letter)
+        assert [shape[i] for shape in shapes] == sorted({shape[i] for shape in shapes})
+        assert all(shape._replace(**{SWEPT._fields[i]: SWEPT[i]}) == SWEPT for shape in shapes)
+        rows += [
+            {"sweep": letter, "shape": list(shape), "kind": "loss-fw-bw", "method": method, "ratio": 1.5}
+            for shape in shapes for method in methods.SWEPT
+        ]  # fmt: skip
+    assert set(methods.SWEPT) <= set(methods.METHODS)
+    plot.draw(rows, tmp_path / "sweeps.png")
+    assert (tmp_path / "sweeps.png").read_bytes().startswith(PNG)
+
+
+def test_hidden_states_of_the_example(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path("examples").resolve()))
+    import train_lm
+
+    size = train_lm.Size(64, 1, 8, 2, 100, 0, steps=1, learning_rate=0.0, dtype=jnp.bfloat16, tolerance=0.0)
+    tokens = np.random.default_rng(0).integers(0, 100, (2, 8), np.int32)
+    model = train_lm.LanguageModel(size, 100)
+    params = model.init(jax.random.key(0), tokens)["params"]
+    train_lm.save_hidden(tmp_path / "new" / "hidden.npz", model, params, tokens)
+    e, c, targets = hidden(tmp_path / "new" / "hidden.npz", jnp.bfloat16)
+    assert (e.shape, c.shape, targets.tolist()) == ((14, 64), (100, 64), tokens[:, 1:].ravel().tolist())
+    states = model.apply({"params": params}, tokens)
+    want = train_lm.linear_loss(states, params["tokens"]["embedding"].astype(jnp.bfloat16), tokens)
+    np.testing.assert_allclose(float64.mean_loss(e, c, targets).loss, want, rtol=1e-5)
 
 
 def test_truth(monkeypatch):

@@ -1,5 +1,7 @@
 """Ignored tokens that hold NaN, targets out of range, no tokens, extreme logits, determinism."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -99,6 +101,29 @@ def test_wide_integers_do_not_wrap_into_the_vocabulary(impl):
     unsigned = np.where(given.targets < 0, 255, given.targets).astype(np.uint8)
     loss = linear_cross_entropy(given.e, given.c, unsigned, impl=impl, ignore_index=255)
     assert loss == linear_cross_entropy(given.e, given.c, given.targets, impl=impl)
+
+
+@pytest.mark.parametrize("ignore_index", [-(2**31), 2**31 - 1, 2**32 + 3, -(2**40), 2**63, 10**30])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.uint32, np.int64, np.uint64])
+def test_any_integer_is_an_ignore_index(dtype, ignore_index):
+    """Where the targets' type holds it, it is what it ignores, and no value near it; elsewhere it ignores nothing."""
+    given = inputs(CASE)
+    targets = np.where(given.targets < 0, 3, given.targets).astype(dtype)
+    held = np.iinfo(dtype).min <= ignore_index <= np.iinfo(dtype).max
+    targets[5] = ignore_index if held else np.iinfo(dtype).max
+    targets[6] = np.iinfo(dtype).max if ignore_index != np.iinfo(dtype).max else ignore_index - 1
+    with jax.enable_x64(True):
+        array = jnp.asarray(targets)
+    for t, x64 in ((targets, False), (array, True)):
+        with jax.enable_x64(x64):
+            run = partial(linear_cross_entropy, given.e, given.c, t, ignore_index=ignore_index, reduction="none")
+            loss = run()
+            assert (loss[5] == 0) if held else np.isnan(loss[5])
+            assert np.isnan(loss[6]), "out of range and not ignored"
+            assert np.isfinite(np.delete(loss, [5, 6])).all()
+            np.testing.assert_array_equal(np.isnan(run(shift=2)), np.isnan(loss)[2:])
+            with pytest.raises(ValueError, match=rf"targets\[{6 if held else 5}\] = "):
+                run(check_targets=True)
 
 
 @pytest.mark.parametrize("scale", [1e2, 1e4])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cce_kernels.config import H200, SAFE, Gpu, TileConfig, tile_config
 from cce_kernels.forward import SCRATCH_BYTES, vocabulary_splits
-from cce_kernels.groups import FEWEST_COLUMNS, Groups, vocabulary_groups
+from cce_kernels.windows import FEWEST_COLUMNS, Groups, vocabulary_groups
 from cce_kernels.tiles import grouped_order
 
 

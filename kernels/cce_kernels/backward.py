@@ -6,45 +6,70 @@ Fused: the matmul e·c_gᵀ, bias, scale, softcap, the softmax, all three cotang
 Read: e once per 256 columns and c_g once per 128 rows, from L2 wherever programs that run together share them.
 Written: dz once, 2 bytes an element for 16-bit inputs, into the one buffer every group reuses. Never written: a logit,
 a probability, or dz of more of the vocabulary than fits in the scratch.
+
+Columns whose exponentials the forward pass saved need no logits (cce_kernels/saved.py). Ignored tokens come last
+(cce_kernels/tokens.py): where they are many, kernels run that stop at the last token that is kept.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from cce_kernels.budget import backward_groups, linear
 from cce_kernels.config import TileConfig, target_of
-from cce_kernels.groups import Groups, Wanted, grouped_gradient, vocabulary_groups
+from cce_kernels.groups import Gradients, Products, Wanted, add_groups, fitted, unscaled, xla_products
 from cce_kernels.logits import Head, vocabulary_size
+from cce_kernels.products import kernel_products
+from cce_kernels.saved import direct_gradients, dz_of_saved, prepared, references
 from cce_kernels.tiles import (
     LOG2_E,
     cdiv,
     exp2_shifted,
     grouped_order,
     inside,
+    kept_tokens,
     launch,
     load_vector,
     logits_tile,
     row_group,
     tile_index,
     tile_mask,
-)  # fmt: skip
+)
+from cce_kernels.windows import Groups
 
-SCRATCH_BYTES = 360 * 2**20  # XLA adds 32 MiB of workspace for its matmuls
-GROUP_COST = 4.0  # reading and writing de's accumulator, copies of c_g and dc_g, launches
+FEW = 0.8  # of the tokens: with fewer kept, kernels that stop there are faster than XLA's matmuls of all
 
 
 def _dz_kernel(
-    e_ref, c_ref, bias_ref, targets_ref, lse_ref, cotangents_ref, weights_ref, window_ref, dz_ref, sums_ref,
+    e_ref, c_ref, bias_ref, targets_ref, lse_ref, cotangents_ref, weights_ref, window_ref, count_ref, dz_ref, sums_ref,
+    *, head: Head, tiles: TileConfig, groups: Groups, interpret: bool,
+):  # fmt: skip
+    """One tile of dz. With count_ref, nothing is computed or written for blocks of tokens from there on."""
+    group_columns = dz_ref.shape[1]
+    column_blocks = cdiv(group_columns, tiles.columns)
+    height = row_group(e_ref.shape[1], e_ref.dtype.itemsize, tiles)
+    block = grouped_order(pl.program_id(0), cdiv(dz_ref.shape[0], tiles.rows), column_blocks, height)
+    tile = partial(
+        _dz_tile, block, e_ref, c_ref, bias_ref, targets_ref, lse_ref, cotangents_ref, weights_ref, window_ref, dz_ref,
+        sums_ref, head=head, tiles=tiles, groups=groups, interpret=interpret,
+    )  # fmt: skip
+    if count_ref is None:
+        tile()
+    else:
+        pl.when(block[0] * tiles.rows < count_ref[0])(tile)
+
+
+def _dz_tile(
+    block, e_ref, c_ref, bias_ref, targets_ref, lse_ref, cotangents_ref, weights_ref, window_ref, dz_ref, sums_ref,
     *, head: Head, tiles: TileConfig, groups: Groups, interpret: bool,
 ):  # fmt: skip
     tokens, group_columns = dz_ref.shape
-    column_blocks = cdiv(group_columns, tiles.columns)
-    row_blocks = cdiv(tokens, tiles.rows)
-    height = row_group(e_ref.shape[1], e_ref.dtype.itemsize, tiles)
-    row_block, column_block = grouped_order(pl.program_id(0), row_blocks, column_blocks, height)
+    row_block, column_block = block
     rows = row_block * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
     rows_ok = inside(rows, tokens, tiles.rows)
     local = column_block * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
@@ -72,6 +97,32 @@ def _dz_kernel(
         plgpu.store(sums_ref.at[block, local], jnp.sum(dz, axis=0), mask=local_ok)
 
 
+def dz_of_group(
+    e, c, bias, lse, targets, cotangents, weights, count, window,
+    *, head: Head, groups: Groups, wanted: Wanted, tiles: TileConfig, interpret: bool,
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+    """dz of the group at this window, (N, V_g), and its column sums if the bias gradient is wanted.
+
+    count: from which token on nothing need be written; None for all.
+    """
+    tokens = e.shape[0]
+    row_blocks, column_blocks = cdiv(tokens, tiles.rows), cdiv(groups.columns, tiles.columns)
+    dz, sums = launch(
+        partial(_dz_kernel, head=head, tiles=tiles, groups=groups, interpret=interpret),
+        e, c, bias, targets, lse, cotangents, weights, window, count,
+        out_shape=(
+            jax.ShapeDtypeStruct((tokens, groups.columns), e.dtype),
+            jax.ShapeDtypeStruct((row_blocks, groups.columns), jnp.float32) if wanted.bias else None,
+        ),
+        programs=row_blocks * column_blocks, tiles=tiles, interpret=interpret, name="cce_dz",
+    )  # fmt: skip
+    if sums is None:
+        return dz, None
+    if count is not None:
+        sums = jnp.where((jnp.arange(row_blocks) * tiles.rows < count)[:, None], sums, 0)
+    return dz, jnp.sum(sums, axis=0)
+
+
 def gradients(
     e: jax.Array,
     c: jax.Array,
@@ -79,48 +130,71 @@ def gradients(
     targets: jax.Array,
     weights: jax.Array | None,
     lse: jax.Array,
+    target: jax.Array,
+    saved: jax.Array | None,
     cotangents: jax.Array,
     *,
     head: Head,
     wanted: Wanted,
+    memory_budget: int,
     interpret: bool,
     tiles: TileConfig | None = None,
-) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """de, dc and dbias from the cotangents of the core's three numbers; None where not wanted.
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | None]:
+    """de, dc and dbias from the cotangents of the core's three numbers, None where not wanted; and saved, overwritten.
 
-    Arrays as in forward.statistics; lse: (N,) float32; cotangents: (2 or 3, N) float32, of lse, target and sum.
-    Scratch: one group of dz, c and dc, and an (N, D) float32 accumulator: 360 MiB where that is possible.
+    Arrays as in forward.statistics, which gave lse, target and what is saved; tokens with a negative target take no
+    part. cotangents: (2 or 3, N) float32, of lse, target and sum. Scratch: as cce_kernels/budget.py plans it.
     """
-    gpu, chosen = target_of(e.dtype, interpret)
-    tiles = tiles or chosen
-    tokens, width = e.shape
-    itemsize = e.dtype.itemsize
-    row_blocks = cdiv(tokens, tiles.rows)
+    tiles = tiles or target_of(e.dtype, interpret)[1]
+    tokens, vocabulary = e.shape[0], vocabulary_size(c, head)
+    kept = kept_tokens(targets, tiles)
+    if kept is None:
+        live = targets >= 0
+        e, cotangents, lse = (
+            jnp.where(live[:, None], e, 0),
+            jnp.where(live, cotangents, 0),
+            jnp.where(live, lse, jnp.inf),
+        )
+    else:
+        e, cotangents, lse = kept.gathered(e, 0), kept.gathered(cotangents.T, 0).T, kept.gathered(lse, jnp.inf)
+        target, targets = kept.gathered(target, 0), kept.gathered(targets, -1)
+    # With lse = inf ignored tokens have p = 0. With 0 a large bias would make it inf, and 0 · inf is NaN.
+    columns_saved = 0 if saved is None else saved.shape[1]
+    whole = columns_saved == vocabulary and linear(head, with_sum=cotangents.shape[0] == 3)
+    reference = references(lse, target, targets, vocabulary)
+    few = None if kept is None else kept.count[0] < FEW * tokens
+    row_scale = None
+    if whole:
+        clear = True if few is None or wanted.bias else ~few
+        saved, row_scale = prepared(saved, reference, lse, target, targets, cotangents, clear, head=head,
+                                    interpret=interpret)  # fmt: skip
+    cotangents, unit = fitted(cotangents, weights, head, e.dtype)
 
-    def cost(columns: int) -> float:  # in tiles: the dz kernel's waves of programs, and what each group costs besides
-        return cdiv(row_blocks * cdiv(columns, tiles.columns), gpu.multiprocessors) + GROUP_COST
+    def found(products: Callable[[jax.Array], Products], count: jax.Array | None) -> Gradients:
+        if whole:
+            return direct_gradients(saved, row_scale, e, c, products, head=head, wanted=wanted)
+        gradients = Gradients.begun(e, c, head, wanted)
+        plan = backward_groups(tokens, e.shape[1], vocabulary, e.dtype, columns_saved, memory_budget=memory_budget,
+                               copies=count is None, tiles=tiles, interpret=interpret)  # fmt: skip
+        for groups, are_saved in plan:
+            options = dict(head=head, groups=groups, wanted=wanted, interpret=interpret)
+            if are_saved:
+                form = partial(dz_of_saved, saved, reference, lse, targets, cotangents, weights, **options)
+            else:
+                form = partial(
+                    dz_of_group, e, c, bias, lse, targets, cotangents, weights, count, tiles=tiles, **options
+                )
+            gradients = add_groups(gradients, form, groups, products(e), unit)
+        return gradients
 
-    groups = vocabulary_groups(
-        vocabulary_size(c, head),
-        budget=SCRATCH_BYTES - 4 * tokens * width,  # less de's accumulator
-        column_bytes=itemsize * (tokens + 2 * width),
-        cost=cost,
-    )
-    if interpret:
-        groups = Groups(groups.vocabulary, min(groups.vocabulary, 3 * tiles.columns))
-    column_blocks = cdiv(groups.columns, tiles.columns)
-
-    def dz_of_group(window: jax.Array, c_g: jax.Array, cotangents: jax.Array):
-        del c_g  # the kernel reads its columns of c in place
-        dz, sums = launch(
-            partial(_dz_kernel, head=head, tiles=tiles, groups=groups, interpret=interpret),
-            e, c, bias, targets, lse, cotangents, weights, window,
-            out_shape=(
-                jax.ShapeDtypeStruct((tokens, groups.columns), e.dtype),
-                jax.ShapeDtypeStruct((row_blocks, groups.columns), jnp.float32) if wanted.bias else None,
-            ),
-            programs=row_blocks * column_blocks, tiles=tiles, interpret=interpret, name="cce_dz",
-        )  # fmt: skip
-        return dz, None if sums is None else jnp.sum(sums, axis=0)
-
-    return grouped_gradient(dz_of_group, e, c, cotangents, weights, head=head, groups=groups, wanted=wanted)
+    by_xla = partial(xla_products, c=c, head=head, unit=unit)
+    if kept is None:
+        de, dc, dbias = found(by_xla, None)
+    else:
+        by_kernels = partial(kernel_products, c=c, head=head, unit=unit, count=kept.count, tiles=tiles,
+                             interpret=interpret)  # fmt: skip
+        de, dc, dbias = lax.cond(few, lambda: found(by_kernels, kept.count), lambda: found(by_xla, None))
+    if de is not None:
+        de = unscaled(de, unit, e.dtype)
+        de = de if kept is None else kept.restored(de)
+    return de, dc, dbias, saved

@@ -11,6 +11,7 @@ from numbers import Real
 REDUCTIONS = ("mean", "sum", "none")
 IMPLS = ("auto", "cce", "chunked", "reference")
 KERNEL_TYPES = ("bfloat16", "float16", "float32")
+MEMORY_BUDGET = 300 * 2**20  # bytes; the default
 
 Shape = tuple[int, ...]
 
@@ -34,6 +35,14 @@ def number(name: str, value: object, *, low: float = -LARGEST, high: float = LAR
         bounds = f"in [{low:g}, {high:g}]" if high < LARGEST else "positive" if above else "a number"
         raise ValueError(f"{name}={value!r} must be finite and {bounds}")
     return x
+
+
+def memory_budget(value: object) -> int:
+    """memory_budget as an int; ValueError if negative."""
+    value = integer("memory_budget", value)
+    if value < 0:
+        raise ValueError(f"memory_budget must be a number of bytes, at least 0, got {value}")
+    return value
 
 
 def softcap(value: object) -> float | None:

@@ -9,17 +9,14 @@ One (N, V_g) buffer is reused by every group. No atomics, no float32 copy of dc:
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from cce_kernels.logits import Head
-
-COLUMN_MULTIPLE = 128
-FEWEST_COLUMNS = 1024
-FLOAT16_LARGEST = 2.0**14  # what the largest cotangent becomes in float16, which holds 28 binary orders below it
+from cce_kernels.windows import FLOAT16_LARGEST, Groups
 
 
 @dataclass(frozen=True)
@@ -31,105 +28,89 @@ class Wanted:
     bias: bool
 
 
-@dataclass(frozen=True)
-class Groups:
-    """`count` windows of `columns` columns that cover a vocabulary of `vocabulary`.
+class Gradients(NamedTuple):
+    """de, a sum so far, at least float32; dc and dbias, of which the groups write every row. None where not wanted."""
 
-    The last window ends with the vocabulary, so it overlaps its neighbour where columns do not divide it; it is
-    visited first, counts only the columns that are its own, and its neighbour then overwrites the rest.
-    """
+    e: jax.Array | None
+    c: jax.Array | None
+    bias: jax.Array | None
 
-    vocabulary: int
-    columns: int
-
-    @property
-    def count(self) -> int:
-        return -(-self.vocabulary // self.columns)
-
-    @property
-    def overlap(self) -> int:
-        return self.count * self.columns - self.vocabulary
-
-    def windows(self) -> np.ndarray:
-        """(count, 2) int32: where a window starts, and the first column that it counts."""
-        starts = np.arange(self.count, dtype=np.int32) * self.columns
-        owned = starts.copy()
-        starts[-1] -= self.overlap
-        return np.roll(np.stack([starts, owned], axis=1), 1, axis=0)
+    @classmethod
+    def begun(cls, e: jax.Array, c: jax.Array, head: Head, wanted: Wanted) -> "Gradients":
+        return cls(
+            jnp.zeros(e.shape, jnp.promote_types(e.dtype, jnp.float32)) if wanted.e else None,
+            lax.empty(c.shape, c.dtype) if wanted.c else None,
+            lax.empty((c.shape[head.vocab_axis],), e.dtype) if wanted.bias else None,
+        )
 
 
-def vocabulary_groups(vocabulary: int, budget: int, column_bytes: int, cost: Callable[[int], float] = float) -> Groups:
-    """The groups that cost least of those whose columns fit: column_bytes · V_g ≤ budget, but 1024 columns always do.
+class Products(NamedTuple):
+    """The two matmuls of a group: of dz (N, V_g) with the group's columns of c, from `start` on, and with e."""
 
-    cost(V_g): the relative time of one group of V_g columns.
-    """
-    most = max(budget // max(column_bytes, 1), FEWEST_COLUMNS)
-    if vocabulary <= most:
-        return Groups(vocabulary, vocabulary)
-    sizes = range(min(FEWEST_COLUMNS, most), most + 1, COLUMN_MULTIPLE)
-    return min((Groups(vocabulary, size) for size in sizes), key=lambda g: (g.count * cost(g.columns), g.count))
+    add_de: Callable[[jax.Array | None, jax.Array, jax.Array], jax.Array]  # (de or None for 0, dz, start) -> de
+    put_dc: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # (dc, dz, start) -> dc
 
 
-def grouped_gradient(
-    form_dz: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]],
-    e: jax.Array,
-    c: jax.Array,
-    cotangents: jax.Array,
-    weights: jax.Array | None,
-    *,
-    head: Head,
-    groups: Groups,
-    wanted: Wanted,
-) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """de, dc and dbias in the type of e, c and bias; None where not wanted.
-
-    form_dz(window, c_g, cotangents) gives dz of the group, (N, V_g), and its column sums, (V_g,), if the bias gradient
-    is wanted. cotangents: (2 or 3, N), of lse, target and sum. weights: those of the sum, (V,).
-    """
-    accumulate = jnp.promote_types(e.dtype, jnp.float32)
-    axis = head.vocab_axis
-    unit = None
-    if e.dtype == jnp.float16:
-        cotangents, unit = _fit_float16(cotangents, weights, head.scale)
-
-    def unscaled(x: jax.Array) -> jax.Array:
-        return (x if unit is None else x * unit).astype(e.dtype)
+def xla_products(e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None) -> Products:
+    """Both by XLA. unit: what dz is to be multiplied by, where it was scaled to fit its type."""
+    axis, wide = head.vocab_axis, jnp.promote_types(e.dtype, jnp.float32)
 
     def matmul(left, right, left_axis: int, right_axis: int, out) -> jax.Array:
         contract = (((left_axis,), (right_axis,)), ((), ()))
         return lax.dot_general(left, right, contract, precision=head.precision, preferred_element_type=out)
 
-    def group(gradients: dict[str, jax.Array], window: jax.Array):
-        gradients = dict(gradients)
+    def add_de(de, dz, start):
+        c_g = lax.dynamic_slice_in_dim(c, start, dz.shape[1], axis)
+        product = matmul(dz, c_g, 1, axis, wide)
+        return product if de is None else de + product
+
+    def put_dc(dc, dz, start):
+        left, right = (dz, e) if axis == 0 else (e, dz)
+        dc_g = matmul(left, right, 0, 0, c.dtype if unit is None else wide)
+        return lax.dynamic_update_slice_in_dim(dc, unscaled(dc_g, unit, c.dtype), start, axis)
+
+    return Products(add_de, put_dc)
+
+
+def add_groups(
+    gradients: Gradients,
+    form_dz: Callable[[jax.Array], tuple[jax.Array, jax.Array | None]],
+    groups: Groups,
+    products: Products,
+    unit: jax.Array | None,
+) -> Gradients:
+    """gradients with what these groups of the vocabulary give.
+
+    form_dz(window) gives dz of the group, (N, V_g), and its column sums, (V_g,), if the bias gradient is wanted.
+    """
+
+    def group(gradients: Gradients, window: jax.Array):
+        de, dc, dbias = gradients
         start = window[0]
-        c_g = lax.dynamic_slice_in_dim(c, start, groups.columns, axis)
-        dz, dz_sum = form_dz(window, c_g, cotangents)
-        if wanted.e:
-            gradients["e"] += matmul(dz, c_g, 1, axis, accumulate)
-        if wanted.c:
-            left, right = (dz, e) if axis == 0 else (e, dz)
-            dc_g = matmul(left, right, 0, 0, c.dtype if unit is None else accumulate)
-            gradients["c"] = lax.dynamic_update_slice_in_dim(gradients["c"], unscaled(dc_g), start, axis)
-        if dz_sum is not None:
-            gradients["bias"] = lax.dynamic_update_slice_in_dim(gradients["bias"], unscaled(dz_sum), start, 0)
-        return gradients, None
+        dz, dz_sum = form_dz(window)
+        if de is not None:
+            de = products.add_de(de, dz, start)
+        if dc is not None:
+            dc = products.put_dc(dc, dz, start)
+        if dbias is not None:
+            dbias = lax.dynamic_update_slice_in_dim(dbias, unscaled(dz_sum, unit, dbias.dtype), start, 0)
+        return Gradients(de, dc, dbias), None
 
-    initial = {}
-    if wanted.e:
-        initial["e"] = jnp.zeros(e.shape, accumulate)
-    if wanted.c:
-        initial["c"] = lax.empty(c.shape, c.dtype)  # the groups write every row of it
-    if wanted.bias:
-        initial["bias"] = lax.empty((groups.vocabulary,), e.dtype)
-    gradients, _ = lax.scan(group, initial, jnp.asarray(groups.windows()))
-    if wanted.e:
-        gradients["e"] = unscaled(gradients["e"])
-    return gradients.get("e"), gradients.get("c"), gradients.get("bias")
+    return lax.scan(group, gradients, jnp.asarray(groups.windows()))[0]
 
 
-def _fit_float16(cotangents: jax.Array, weights: jax.Array | None, scale: float) -> tuple[jax.Array, jax.Array]:
-    """Cotangents scaled so that float16 holds dz without overflow and with the least underflow, and their unit."""
-    size = jnp.abs(cotangents * scale)
+def unscaled(x, unit: jax.Array | None, dtype) -> jax.Array:
+    return (x if unit is None else x * unit).astype(dtype)
+
+
+def fitted(cotangents: jax.Array, weights: jax.Array | None, head: Head, dtype) -> tuple[jax.Array, jax.Array | None]:
+    """Cotangents scaled so that float16 holds dz without overflow and with the least underflow, and their unit.
+
+    cotangents: (2 or 3, N), of lse, target and sum; weights: those of the sum, (V,). Other types need no unit.
+    """
+    if dtype != jnp.float16:
+        return cotangents, None
+    size = jnp.abs(cotangents * head.scale)
     if size.shape[0] == 3 and weights is not None:
         size = size.at[2].multiply(jnp.max(jnp.abs(weights)))
     bound = jnp.sum(size, axis=0)

@@ -13,6 +13,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from cce_kernels.config import TileConfig
 from cce_kernels.logits import Head
+from cce_kernels.tokens import Kept
 
 LOG2_E = 1.4426950408889634  # the hardware's exponential is base 2: exp(z) = exp2(z · log2 e)
 
@@ -55,6 +56,11 @@ def load_vector(ref, index: jax.Array, mask: jax.Array | None, other: float = 0,
     """ref[index], or ref[row, index] of a two-dimensional ref; other where the mask is false."""
     where = index if row is None else (jnp.full_like(index, row), index)
     return plgpu.load(ref.at[where], mask=mask, other=None if mask is None else other)
+
+
+def token_rows(rows: jax.Array, rows_ok: jax.Array | None, order_ref) -> tuple[jax.Array, jax.Array | None]:
+    """The rows of e that hold these tokens, and the mask of those to load; order_ref: tokens.Kept.order or None."""
+    return (rows, rows_ok) if order_ref is None else (load_vector(order_ref, rows, rows_ok), None)
 
 
 def tile_mask(rows_ok: jax.Array | None, columns_ok: jax.Array | None, shape: tuple[int, int]) -> jax.Array | None:
@@ -115,6 +121,11 @@ def grouped_order(program, row_blocks: int, column_blocks: int, row_group: int):
     first = group * row_group
     height = jnp.minimum(row_blocks - first, row_group)
     return first + offset % height, offset // height
+
+
+def kept_tokens(targets: jax.Array, tiles: TileConfig) -> Kept | None:
+    """Those with a target that is not negative; None where there are so few tokens that sorting them saves nothing."""
+    return Kept.of(targets) if targets.size >= 2 * tiles.rows else None
 
 
 def launch(kernel, *operands, out_shape, programs: int, tiles: TileConfig, interpret: bool, name: str, in_place=None):

@@ -1,0 +1,145 @@
+"""A block of logits in PyTorch, the group of the vocabulary that it belongs to, and what is computed of it in one pass.
+
+The equations cited are in cce_jax/core.py.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cce_kernels.windows import FLOAT16_LARGEST, vocabulary_groups
+
+BLOCK_BYTES = 64 * 2**20
+_uncompilable: set[str] = set()  # device types on which torch.compile has failed
+
+
+def types(e: Tensor) -> tuple[torch.dtype, torch.dtype]:
+    """The type of logits and sums, and that of the operands of matmuls."""
+    accumulate = torch.promote_types(e.dtype, torch.float32)
+    return accumulate, e.dtype if _multiplies(e.dtype, accumulate, e.device) else accumulate
+
+
+@functools.cache
+def _multiplies(dtype: torch.dtype, accumulate: torch.dtype, device: torch.device) -> bool:
+    """Whether the device multiplies dtype with a result in accumulate: PyTorch 2.8 and up, on CUDA. Asked by trying."""
+    if dtype == accumulate:
+        return True
+    x = torch.zeros((16, 16), dtype=dtype, device=device)
+    try:
+        torch.mm(x, x, out_dtype=accumulate)
+    except (TypeError, RuntimeError):  # RuntimeError: NotImplementedError and cuBLAS's errors are some
+        return False
+    return True
+
+
+def product(left: Tensor, right: Tensor, accumulate: torch.dtype) -> Tensor:
+    return torch.mm(left, right) if left.dtype == accumulate else torch.mm(left, right, out_dtype=accumulate)
+
+
+def _groups(e: Tensor, c: Tensor) -> Iterator[slice]:
+    """The fewest groups of the vocabulary whose rows of e·cᵀ, c and dc each fit in BLOCK_BYTES, as even as may be."""
+    vocabulary, width = c.shape
+    column_bytes = torch.promote_types(e.dtype, torch.float32).itemsize * max(e.shape[0], width)
+    columns = vocabulary_groups(vocabulary, BLOCK_BYTES, column_bytes, cost=lambda _: 1.0).columns
+    return (slice(start, min(start + columns, vocabulary)) for start in range(0, vocabulary, columns))
+
+
+def each(
+    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None, scale: float,
+    softcap: float | None,
+) -> Iterator[tuple[slice, Tensor, tuple]]:  # fmt: skip
+    """Of each group its columns, its rows of c in e's type, and the first six arguments of reduced and cotangents.
+
+    None, and in some versions of PyTorch a Python number, is a reason to compile anew: so zeros, ones and tensors.
+    """
+    accumulate = torch.promote_types(e.dtype, torch.float32)
+    scalars = [None if x is None else e.new_full((), x, dtype=accumulate) for x in (scale, softcap)]
+    for group in _groups(e, c):
+        c_g, size = c[group].to(e.dtype), group.stop - group.start
+        yield (
+            group,
+            c_g,
+            (
+                product(e, c_g.t(), accumulate),  # no name here holds on to it
+                e.new_zeros(size, dtype=accumulate) if bias is None else bias[group].to(accumulate),
+                e.new_ones(size, dtype=accumulate) if weights is None else weights[group].to(accumulate),
+                columns - group.start,
+                *scalars,
+            ),
+        )
+
+
+def fit_float16(factors: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Factors scaled so that float16 holds dz without overflow and with the least underflow, and their unit."""
+    size = factors.abs()
+    if size.shape[0] == 3 and weights is not None:
+        size[2] *= weights.abs().amax()
+    bound = size.sum(0)
+    largest = torch.where(bound.isfinite(), bound, 0).amax()
+    unit = torch.where(largest > 0, largest, 1) / FLOAT16_LARGEST
+    return factors / unit, unit
+
+
+def times(x: Tensor, unit: Tensor | None) -> Tensor:
+    return x if unit is None else x.mul_(unit)
+
+
+def fused(function: Callable, *arguments: Any) -> Any:
+    """function(*arguments), compiled where torch.compile can."""
+    device = arguments[0].device.type
+    if device not in _uncompilable:
+        from torch._dynamo.exc import TorchDynamoException  # here, since it imports the compiler: seconds
+
+        try:
+            return _compiled(function)(*arguments)
+        except TorchDynamoException as error:
+            _uncompilable.add(device)
+            warnings.warn(
+                f"impl='torch_compile' runs uncompiled on {device}, slower and in more memory, since torch.compile "
+                f"failed: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    return function(*arguments)
+
+
+@functools.cache
+def _compiled(function: Callable) -> Callable:
+    return torch.compile(function, dynamic=True)
+
+
+def _logits(raw: Tensor, bias: Tensor, scale: Tensor, softcap: Tensor | None) -> Tensor:
+    z = scale * (raw + bias)
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+
+def reduced(raw, bias, weights, own, scale, softcap, lse, target, total):
+    """(1)-(3) of the groups so far; own: the target's column in this group, if it is there."""
+    z = _logits(raw, bias, scale, softcap)
+    here = (own >= 0) & (own < z.shape[1])
+    picked = z.gather(1, own.clamp(0, z.shape[1] - 1).long()[:, None])[:, 0]
+    if total is not None:
+        total = total + torch.where(weights == 0, 0, weights * z).sum(1)
+    return torch.logaddexp(lse, torch.logsumexp(z, 1)), torch.where(here, picked, target), total
+
+
+def cotangents(raw, bias, weights, own, scale, softcap, lse, of_lse, of_target, of_sum, dtype):
+    """dz of (6), scale being in the factors, in dtype."""
+    z = _logits(raw, bias, scale, softcap)
+    dz = of_lse[:, None] * torch.exp(z - lse[:, None])
+    is_target = torch.arange(z.shape[1], device=z.device) == own[:, None]
+    dz = dz + torch.where(is_target, of_target[:, None], 0)
+    if of_sum is not None:
+        dz = dz + of_sum[:, None] * weights
+    if softcap is not None:
+        dz = dz * (1 - (z / softcap) ** 2)
+    return dz.to(dtype)
+
+
+def sums(*terms):
+    """Σ_i dz_iv of (7), of what was not rounded."""
+    return cotangents(*terms, dtype=terms[0].dtype).sum(0)

@@ -1,0 +1,76 @@
+"""What a number of bytes buys: how much of the vocabulary is saved by the forward pass, and how large groups are.
+
+The budget bounds what a call holds beyond its inputs, its results and O(N) numbers, saved or temporary. A backward pass
+always holds an (N, D) float32 sum for de, XLA's workspace and a group of at least FEWEST_COLUMNS; a smaller budget gets
+that. The next GROUP_BYTES make groups larger, each of which costs about 0.15 ms besides its work. All beyond saves
+exponentials, 2·N bytes a column, each of which spares the backward pass one logit of each token. With
+`whole_bytes`, all are saved, and the gradient is two matmuls.
+"""
+
+import jax.numpy as jnp
+
+from cce_kernels.config import TileConfig, target_of
+from cce_kernels.logits import Head
+from cce_kernels.saved import ALIGNMENT
+from cce_kernels.tiles import cdiv
+from cce_kernels.windows import Groups, vocabulary_groups
+
+WORKSPACE = 32 * 2**20  # of XLA's matmuls
+GROUP_BYTES = 256 * 2**20
+GROUP_COST = 4.0  # reading and writing de's accumulator, copies of c_g and dc_g, launches
+SAVED_MULTIPLE = 256  # columns: whole tiles
+
+
+def linear(head: Head, with_sum: bool) -> bool:
+    """Whether dz is linear in p, so that it need not be formed."""
+    return head.softcap is None and not with_sum
+
+
+def whole_bytes(tokens: int, width: int, vocabulary: int) -> int:
+    """What saving everything takes: the exponentials, de before it is rounded, the scaled e, and two workspaces."""
+    return 2 * tokens * vocabulary + 6 * tokens * width + 2 * WORKSPACE
+
+
+def saved_columns(
+    tokens: int, width: int, vocabulary: int, dtype, head: Head, with_sum: bool, memory_budget: int
+) -> int:
+    """How many columns' exponentials the forward pass is to save for the backward pass."""
+    if jnp.dtype(dtype) != jnp.bfloat16:  # float16 lacks the range, and float32 is asked for where accuracy counts
+        return 0
+    if (
+        linear(head, with_sum)
+        and vocabulary % ALIGNMENT == 0
+        and memory_budget >= whole_bytes(tokens, width, vocabulary)
+    ):
+        return vocabulary
+    left = memory_budget - _always(tokens, width) - GROUP_BYTES
+    most = vocabulary // SAVED_MULTIPLE * SAVED_MULTIPLE
+    return max(0, min(left // (2 * tokens * SAVED_MULTIPLE) * SAVED_MULTIPLE, most))
+
+
+def backward_groups(
+    tokens: int, width: int, vocabulary: int, dtype, saved: int,
+    *, memory_budget: int, copies: bool, tiles: TileConfig, interpret: bool,
+) -> list[tuple[Groups, bool]]:  # fmt: skip
+    """The groups of the backward pass, and whether their exponentials, of the first `saved` columns, were saved.
+
+    copies: whether the matmuls copy a group of c and of dc.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    left = memory_budget - _always(tokens, width) - 2 * tokens * saved
+    row_blocks, multiprocessors = cdiv(tokens, tiles.rows), target_of(dtype, interpret)[0].multiprocessors
+
+    def waves(columns: int) -> float:  # in tiles: the dz kernel's waves of programs, and what each group costs besides
+        return cdiv(row_blocks * cdiv(columns, tiles.columns), multiprocessors) + GROUP_COST
+
+    def part(first: int, columns: int) -> Groups:
+        groups = vocabulary_groups(columns, left, itemsize * (tokens + 2 * width * copies), waves)
+        size = min(groups.columns, 3 * tiles.columns) if interpret else groups.columns
+        return Groups(columns, size, first)
+
+    parts = [(part(0, saved), True), (part(saved, vocabulary - saved), False)]
+    return [(groups, from_saved) for groups, from_saved in parts if groups.vocabulary]
+
+
+def _always(tokens: int, width: int) -> int:
+    return 4 * tokens * width + WORKSPACE

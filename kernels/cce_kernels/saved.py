@@ -1,0 +1,176 @@
+"""Exponentials that the forward pass saves for the backward pass, which then need not compute their logits again.
+
+For the first V_s columns the statistics kernel writes, in bfloat16 and for kept tokens alone (cce_kernels/tokens.py),
+
+    P_iv = exp(z_iv − ρ_i)            ρ_i = target_i,  or lse_i where that is larger by LARGEST or there is no target
+
+Saving the exponential, not the logit, keeps a relative error of 2⁻⁹ however large the logit is. ρ is known before lse,
+and bfloat16 has float32's range, so that P, at most exp(LARGEST), cannot overflow. Then
+
+    p_iv = P_iv · exp(ρ_i − lse_i)
+
+Where all of the vocabulary is saved and dz is linear in p (no softcap, no sum), no dz is formed at all. Let
+r_i = a_i·exp(ρ_i − lse_i), or SMALLEST·t̂_i where that is larger; then with
+
+    P_i,t_i ← (a_i·p_i,t_i + t̂_i) / r_i         de = r·(P·c)         dc = Pᵀ·(r·e)         dbias = Pᵀ·r
+
+(SMALLEST·exp(LARGEST) = 2⁻²⁶, so what r was raised for stays below every rounding.) Only the targets' elements of P
+are overwritten, and never read: a second backward pass over the same P gives the same bits.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from cce_kernels.config import TileConfig
+from cce_kernels.groups import Gradients, Products, Wanted
+from cce_kernels.logits import Head
+from cce_kernels.tiles import cdiv, inside, launch, load_tile, load_vector, tile_index, tile_mask
+from cce_kernels.windows import Groups
+
+LARGEST = 44.0  # nats, 2^64
+SMALLEST = 2.0**-90
+ALIGNMENT = 8  # columns: rows of P start where the GPU loads widest
+
+
+def by_target(lse: jax.Array, target: jax.Array, targets: jax.Array, vocabulary: int) -> jax.Array:
+    """Whether a kept token's exponentials are relative to its target's logit."""
+    return (targets < vocabulary) & (lse - target <= LARGEST)
+
+
+def references(lse: jax.Array, target: jax.Array, targets: jax.Array, vocabulary: int) -> jax.Array:
+    """ρ, (N,), finite where a token is ignored."""
+    return jnp.where((targets < 0) | by_target(lse, target, targets, vocabulary), target, lse)
+
+
+def store_exponentials(saved_ref, p: jax.Array, rows: jax.Array, columns: jax.Array, rows_ok, columns_ok) -> None:
+    mask = tile_mask(rows_ok, columns_ok, p.shape)
+    plgpu.store(saved_ref.at[tile_index(rows, columns)], p.astype(saved_ref.dtype), mask=mask)
+
+
+def _dz_kernel(
+    saved_ref, reference_ref, lse_ref, targets_ref, cotangents_ref, weights_ref, window_ref, dz_ref, sums_ref,
+    *, head: Head, tiles: TileConfig, groups: Groups,
+):  # fmt: skip
+    """dz of a group of columns from their exponentials. Read and written: 2 bytes an element."""
+    tokens, group_columns = dz_ref.shape
+    row_block, column_block = pl.program_id(0) // cdiv(group_columns, tiles.columns), pl.program_id(0)
+    column_block = column_block % cdiv(group_columns, tiles.columns)
+    rows = row_block * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
+    rows_ok = inside(rows, tokens, tiles.rows)
+    local = column_block * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
+    local_ok = inside(local, group_columns, tiles.columns)
+    columns = window_ref[0] + local
+    reference, lse = (load_vector(x, rows, rows_ok)[:, None] for x in (reference_ref, lse_ref))
+    targets = load_vector(targets_ref, rows, rows_ok, other=-1)[:, None]
+    weights = 1.0 if weights_ref is None else load_vector(weights_ref, columns, local_ok)[None, :]
+    cotangents = [load_vector(cotangents_ref, rows, rows_ok, row=k)[:, None] for k in range(cotangents_ref.shape[0])]
+
+    saved = load_tile(saved_ref, rows, columns, rows_ok, local_ok).astype(jnp.float32)
+    saved = jnp.where(targets >= 0, saved, 0.0)  # what lies in the rows of ignored tokens is arbitrary
+    z = None if head.softcap is None else jnp.maximum(reference + jnp.log(saved), -head.softcap)
+    p = saved * jnp.exp(reference - lse)
+    dz = head.cotangent(z, p, columns[None, :] == targets, *cotangents, weights=weights)
+    if groups.overlap:
+        dz = jnp.where((columns >= window_ref[1])[None, :], dz, 0.0)
+    mask = tile_mask(rows_ok, local_ok, dz.shape)
+    plgpu.store(dz_ref.at[tile_index(rows, local)], dz.astype(dz_ref.dtype), mask=mask)
+    if sums_ref is not None:
+        block = jnp.full((tiles.columns,), row_block, jnp.int32)
+        dz = dz if rows_ok is None else jnp.where(rows_ok[:, None], dz, 0.0)
+        plgpu.store(sums_ref.at[block, local], jnp.sum(dz, axis=0), mask=local_ok)
+
+
+def dz_of_saved(
+    saved, reference, lse, targets, cotangents, weights, window, *, head: Head, groups: Groups, wanted: Wanted,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+    """dz of the group at this window, (N, V_g), and its column sums if the bias gradient is wanted."""
+    tokens = saved.shape[0]
+    tiles = TileConfig(rows=16, columns=16 if interpret else 512, depth=16, warps=4, stages=1)
+    dz, sums = launch(
+        partial(_dz_kernel, head=head, tiles=tiles, groups=groups),
+        saved, reference, lse, targets, cotangents, weights, window,
+        out_shape=(
+            jax.ShapeDtypeStruct((tokens, groups.columns), saved.dtype),
+            jax.ShapeDtypeStruct((cdiv(tokens, tiles.rows), groups.columns), jnp.float32) if wanted.bias else None,
+        ),
+        programs=cdiv(tokens, tiles.rows) * cdiv(groups.columns, tiles.columns),
+        tiles=tiles, interpret=interpret, name="cce_saved_dz",
+    )  # fmt: skip
+    return dz, None if sums is None else jnp.sum(sums, axis=0)
+
+
+def _targets_kernel(_, targets_ref, values_ref, saved_ref, *, tiles: TileConfig):
+    """Each token's element at its target."""
+    rows = pl.program_id(0) * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
+    rows_ok = rows < saved_ref.shape[0]
+    targets = load_vector(targets_ref, rows, rows_ok, other=-1)
+    value = load_vector(values_ref, rows, rows_ok)
+    named = (targets >= 0) & (targets < saved_ref.shape[1])
+    plgpu.store(saved_ref.at[rows, jnp.where(named, targets, 0)], value.astype(saved_ref.dtype), mask=named)
+
+
+def _clear_kernel(_, targets_ref, clear_ref, saved_ref, *, tiles: TileConfig):
+    """Zeros in the rows of ignored tokens, where anything may lie, unless clear_ref is 0."""
+    tokens, vocabulary = saved_ref.shape
+    rows = pl.program_id(0) * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
+    ignored = load_vector(targets_ref, rows, rows < tokens) < 0
+    any_here = jnp.max(ignored.astype(jnp.int32)) * clear_ref[0]
+    last = jnp.where(any_here > 0, jnp.int32(cdiv(vocabulary, tiles.columns)), jnp.int32(0))
+    shape = tiles.rows, tiles.columns
+
+    def clear(j, carry):
+        columns = j * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
+        mask = tile_mask(ignored, inside(columns, vocabulary, tiles.columns), shape)
+        plgpu.store(saved_ref.at[tile_index(rows, columns)], jnp.zeros(shape, saved_ref.dtype), mask=mask)
+        return carry
+
+    lax.fori_loop(jnp.int32(0), last, clear, 0)
+
+
+def _in_place(kernel, saved, *operands, name: str, columns: int, interpret: bool):
+    tiles = TileConfig(rows=16, columns=16 if interpret else columns, depth=16, warps=4, stages=1)
+    return launch(
+        partial(kernel, tiles=tiles), saved, *operands, out_shape=jax.ShapeDtypeStruct(saved.shape, saved.dtype),
+        programs=cdiv(saved.shape[0], tiles.rows), tiles=tiles, interpret=interpret, name=name, in_place=saved,
+    )  # fmt: skip
+
+
+def prepared(saved, reference, lse, target, targets, cotangents, clear, *, head: Head, interpret: bool):
+    """P as the matmuls take it, in place, and r times the logits' scale, (N,).
+
+    clear: whether the rows of ignored tokens are to be zero; a traced bool.
+    """
+    of_lse, of_target = cotangents[0], cotangents[1]
+    raised = SMALLEST * of_target
+    r = of_lse * jnp.exp(reference - lse)
+    r = jnp.where(jnp.abs(r) < jnp.abs(raised), raised, r)
+    value = jnp.where(r == 0, 0.0, (of_lse * jnp.exp(target - lse) + of_target) / jnp.where(r == 0, 1.0, r))
+    saved = _in_place(_targets_kernel, saved, targets, value, name="cce_targets", columns=16, interpret=interpret)
+    clear = jnp.asarray(clear, jnp.int32).reshape(1)
+    saved = _in_place(_clear_kernel, saved, targets, clear, name="cce_clear", columns=1024, interpret=interpret)
+    return saved, r * head.scale
+
+
+def direct_gradients(
+    saved, r, e, c, products: Callable[[jax.Array], Products], *, head: Head, wanted: Wanted
+) -> Gradients:  # fmt: skip
+    """de in float32, dc and dbias from all of the vocabulary at once; products(e): the matmuls with this e."""
+    de, dc, dbias = Gradients.begun(e, c, head, wanted)
+    start = jnp.int32(0)
+    if wanted.e:
+        de = products(e).add_de(None, saved, start) * r[:, None]
+    if wanted.c:
+        dc = products((e * r[:, None]).astype(e.dtype)).put_dc(dc, saved, start)
+    if wanted.bias:
+        high = r.astype(e.dtype)
+        both = jnp.stack([high, (r - high).astype(e.dtype)])  # r to 16 bits
+        sums = lax.dot_general(both, saved, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        dbias = jnp.sum(sums, axis=0).astype(e.dtype)
+    return Gradients(de, dc, dbias)

@@ -1,0 +1,37 @@
+"""The tokens that there is anything to compute for, moved together: those not ignored.
+
+How many they are only the device knows. Kernels read the number and stop there, so ignored tokens cost nothing and
+shapes stay static.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Kept(NamedTuple):
+    """The kept tokens and where they are; beyond `count` everything is arbitrary but valid."""
+
+    order: jax.Array  # (N,) int32: the kept tokens first, in their order
+    place: jax.Array  # (N,) int32: where in `order` each kept token is
+    live: jax.Array  # (N,) bool: whether a token is kept
+    count: jax.Array  # (1,) int32
+
+    @classmethod
+    def of(cls, targets: jax.Array) -> "Kept":
+        """Those whose target is not negative."""
+        live = targets >= 0
+        tokens = jnp.arange(targets.size, dtype=jnp.int32)
+        place = jnp.cumsum(live.astype(jnp.int32)) - 1
+        order = jnp.zeros_like(tokens).at[jnp.where(live, place, targets.size)].set(tokens, mode="drop")
+        return cls(order, jnp.maximum(place, 0), live, place[-1:] + 1)
+
+    def gathered(self, x: jax.Array, fill: float) -> jax.Array:
+        """x, of tokens along its first axis, with the kept ones first and fill in the places beyond."""
+        valid = (jnp.arange(x.shape[0]) < self.count).reshape(-1, *[1] * (x.ndim - 1))
+        return jnp.where(valid, x[self.order], jnp.asarray(fill, x.dtype))
+
+    def restored(self, x: jax.Array) -> jax.Array:
+        """x, of gathered tokens along its first axis, back in place; 0 where a token is ignored."""
+        return jnp.where(self.live.reshape(-1, *[1] * (x.ndim - 1)), x[self.place], jnp.zeros((), x.dtype))

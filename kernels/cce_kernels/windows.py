@@ -1,0 +1,53 @@
+"""How every framework visits the vocabulary, a group of columns at a time: which groups, and the size of a float16 dz.
+
+Imports no framework.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+COLUMN_MULTIPLE = 128
+FEWEST_COLUMNS = 1024
+FLOAT16_LARGEST = 2.0**14  # what the largest cotangent becomes in float16, which holds 28 binary orders below it
+
+
+@dataclass(frozen=True)
+class Groups:
+    """`count` windows of `columns` columns that cover `vocabulary` columns from `first` on.
+
+    The last window ends where they end, so it overlaps its neighbour where columns do not divide it; it is
+    visited first, counts only the columns that are its own, and its neighbour then overwrites the rest.
+    """
+
+    vocabulary: int
+    columns: int
+    first: int = 0
+
+    @property
+    def count(self) -> int:
+        return -(-self.vocabulary // self.columns)
+
+    @property
+    def overlap(self) -> int:
+        return self.count * self.columns - self.vocabulary
+
+    def windows(self) -> np.ndarray:
+        """(count, 2) int32: where a window starts, and the first column that it counts."""
+        starts = self.first + np.arange(self.count, dtype=np.int32) * self.columns
+        owned = starts.copy()
+        starts[-1] -= self.overlap
+        return np.roll(np.stack([starts, owned], axis=1), 1, axis=0)
+
+
+def vocabulary_groups(vocabulary: int, budget: int, column_bytes: int, cost: Callable[[int], float] = float) -> Groups:
+    """The groups that cost least of those whose columns fit: column_bytes · V_g ≤ budget, but 1024 columns always do.
+
+    cost(V_g): the relative time of one group of V_g columns. Of groups that cost the same, the fewest and smallest.
+    """
+    most = max(budget // max(column_bytes, 1), FEWEST_COLUMNS)
+    if vocabulary <= most:
+        return Groups(vocabulary, vocabulary)
+    sizes = range(min(FEWEST_COLUMNS, most), most + 1, COLUMN_MULTIPLE)
+    return min((Groups(vocabulary, size) for size in sizes), key=lambda g: (g.count * cost(g.columns), g.count))
