@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cce_kernels.groups import Gradients, Wanted, add_groups, fitted, unscaled, xla_products
+from cce_kernels.groups import Gradients, Wanted, add_groups, fitted, over_groups, unscaled, xla_products
 from cce_kernels.logits import Head, vocabulary_size
 from cce_kernels.windows import Groups, vocabulary_groups
 
@@ -52,10 +52,10 @@ def statistics(e, c, bias, targets, weights, *, head: Head, with_sum: bool, memo
             total = total + jnp.sum(jnp.where(w == 0, 0, w * z), axis=1)
         if groups.overlap:
             z = jnp.where(own, z, -jnp.inf)
-        return (jnp.logaddexp(lse, jax.nn.logsumexp(z, axis=1)), target, total), None
+        return jnp.logaddexp(lse, jax.nn.logsumexp(z, axis=1)), target, total
 
     initial = (zeros - jnp.inf, zeros, zeros if with_sum else None)
-    return lax.scan(group, initial, jnp.asarray(groups.windows()))[0]
+    return over_groups(group, initial, groups)
 
 
 def gradients(e, c, bias, targets, weights, lse, cotangents, *, head: Head, wanted: Wanted, memory_budget: int):

@@ -23,6 +23,12 @@ from cce_kernels.groups import Wanted
 from cce_kernels.logits import Head
 from cce_torch import bridge
 
+# The backward pass chooses by the number of kept tokens between kernels. As part of a CUDA graph, of which these become
+# one, the device chooses; otherwise XLA would wait for the number before it launches either.
+ON_GPU = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
+    "xla_gpu_graph_min_graph_size": 1,
+}
 EXACT = 4
 SMALLEST = 256
 STEPS_PER_OCTAVE = 4
@@ -131,7 +137,7 @@ def gradients(
     if of_loss is not None and of_loss.dim():
         of_loss = arrays.padded(of_loss, 0)
     results = list(bridge.run(
-        _gradients_program(call, arrays.core, wanted, of_token_weight, before == 1),
+        _gradients_program(call, arrays.core, wanted, of_token_weight, before == 1, e.is_cuda),
         [_dense(of_loss), arrays.padded(of_numbers, 0, axis=1), arrays.padded(numbers, 0, axis=1),
          *arrays.inputs(e, bias, targets, class_weight, token_weight, num_items, row_length)],
         outputs,
@@ -244,7 +250,7 @@ def _loss_program(call: Call, core_: core.Core, saved_columns: int) -> Callable:
 
 @cache
 def _gradients_program(
-    call: Call, core_: core.Core, wanted: Wanted, of_token_weight: bool, with_saved: bool
+    call: Call, core_: core.Core, wanted: Wanted, of_token_weight: bool, with_saved: bool, on_gpu: bool
 ) -> Callable:
     count = with_saved + wanted.e + wanted.c + wanted.bias + of_token_weight
 
@@ -273,4 +279,5 @@ def _gradients_program(
         results = *(x for x in found if x is not None), *([of_weight] if of_token_weight else [])
         return (saved, *results) if with_saved else results
 
-    return jax.jit(torch_gradients, donate_argnums=range(count), keep_unused=True)
+    options = ON_GPU if on_gpu else None
+    return jax.jit(torch_gradients, donate_argnums=range(count), keep_unused=True, compiler_options=options)

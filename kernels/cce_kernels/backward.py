@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from cce_kernels.budget import backward_groups, linear
-from cce_kernels.config import TileConfig, target_of
+from cce_kernels.config import TileConfig, Tiles, target_of
 from cce_kernels.groups import Gradients, Products, Wanted, add_groups, fitted, unscaled, xla_products
 from cce_kernels.logits import Head, vocabulary_size
 from cce_kernels.products import kernel_products
@@ -138,16 +138,16 @@ def gradients(
     wanted: Wanted,
     memory_budget: int,
     interpret: bool,
-    tiles: TileConfig | None = None,
+    tiles: Tiles | None = None,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | None]:
     """de, dc and dbias from the cotangents of the core's three numbers, None where not wanted; and saved, overwritten.
 
     Arrays as in forward.statistics, which gave lse, target and what is saved; tokens with a negative target take no
     part. cotangents: (2 or 3, N) float32, of lse, target and sum. Scratch: as cce_kernels/budget.py plans it.
     """
-    tiles = tiles or target_of(e.dtype, interpret)[1]
+    tiles = tiles or target_of(e.dtype, e.shape[1], interpret)[1]
     tokens, vocabulary = e.shape[0], vocabulary_size(c, head)
-    kept = kept_tokens(targets, tiles)
+    kept = kept_tokens(targets, interpret)
     if kept is None:
         live = targets >= 0
         e, cotangents, lse = (
@@ -175,14 +175,14 @@ def gradients(
             return direct_gradients(saved, row_scale, e, c, products, head=head, wanted=wanted)
         gradients = Gradients.begun(e, c, head, wanted)
         plan = backward_groups(tokens, e.shape[1], vocabulary, e.dtype, columns_saved, memory_budget=memory_budget,
-                               copies=count is None, tiles=tiles, interpret=interpret)  # fmt: skip
+                               copies=count is None, tiles=tiles.dz, interpret=interpret)  # fmt: skip
         for groups, are_saved in plan:
             options = dict(head=head, groups=groups, wanted=wanted, interpret=interpret)
             if are_saved:
                 form = partial(dz_of_saved, saved, reference, lse, targets, cotangents, weights, **options)
             else:
                 form = partial(
-                    dz_of_group, e, c, bias, lse, targets, cotangents, weights, count, tiles=tiles, **options
+                    dz_of_group, e, c, bias, lse, targets, cotangents, weights, count, tiles=tiles.dz, **options
                 )
             gradients = add_groups(gradients, form, groups, products(e), unit)
         return gradients

@@ -58,7 +58,7 @@ def backward_groups(
     """
     itemsize = jnp.dtype(dtype).itemsize
     left = memory_budget - _always(tokens, width) - 2 * tokens * saved
-    row_blocks, multiprocessors = cdiv(tokens, tiles.rows), target_of(dtype, interpret)[0].multiprocessors
+    row_blocks, multiprocessors = cdiv(tokens, tiles.rows), target_of(dtype, width, interpret)[0].multiprocessors
 
     def waves(columns: int) -> float:  # in tiles: the dz kernel's waves of programs, and what each group costs besides
         return cdiv(row_blocks * cdiv(columns, tiles.columns), multiprocessors) + GROUP_COST

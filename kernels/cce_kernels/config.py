@@ -5,6 +5,7 @@ their shared memory, which tests/test_lowering.py holds them to.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,21 +36,29 @@ class TileConfig:
         return (self.rows + self.columns) * self.depth * itemsize * self.stages
 
 
+class Tiles(NamedTuple):
+    """The tiles of the kernels that multiply matrices, by role."""
+
+    statistics: TileConfig  # and of the kernels that repeat part of it
+    dz: TileConfig
+    de: TileConfig  # its rows and columns are those of de, its depth is of the vocabulary
+    dc: TileConfig  # those of dc, and of tokens
+
+    @classmethod
+    def same(cls, tiles: TileConfig) -> "Tiles":
+        return cls(tiles, tiles, tiles, tiles)
+
+
 INTERPRETER = TileConfig(rows=16, columns=32, depth=16, warps=4, stages=1)
 
-SIXTEEN_BIT = {
-    "8.0": TileConfig(rows=128, columns=128, depth=64, warps=8, stages=3),
-    "9.0": TileConfig(rows=128, columns=256, depth=64, warps=8, stages=3),
-    "10.0": TileConfig(rows=128, columns=128, depth=64, warps=8, stages=3),  # with 256 columns dz spills registers
-}
-FLOAT32 = {
-    "8.0": TileConfig(rows=128, columns=128, depth=32, warps=8, stages=3),
-    "9.0": TileConfig(rows=128, columns=128, depth=32, warps=8, stages=3),
-    "10.0": TileConfig(rows=128, columns=128, depth=32, warps=8, stages=3),
-}
+WIDE = TileConfig(rows=128, columns=256, depth=64, warps=8, stages=3)
+SQUARE = TileConfig(rows=128, columns=128, depth=64, warps=8, stages=3)
+TABLE = {("9.0", 2): Tiles(WIDE, WIDE, WIDE, WIDE), ("8.0", 2): Tiles(SQUARE,SQUARE,SQUARE,SQUARE)}
+NARROW = {}
+NARROW_WIDTH = 1024
 SAFE = {
-    2: TileConfig(rows=128, columns=128, depth=32, warps=8, stages=3),
-    4: TileConfig(rows=64, columns=64, depth=32, warps=8, stages=3),
+    2: Tiles.same(TileConfig(rows=128, columns=128, depth=32, warps=8, stages=3)),
+    4: Tiles.same(TileConfig(rows=64, columns=64, depth=32, warps=8, stages=3)),
 }
 
 
@@ -78,16 +87,16 @@ def local_gpu() -> Gpu | None:
     return Gpu(str(getattr(device, "compute_capability", "0")), int(getattr(device, "core_count", 0) or 132))
 
 
-def tile_config(dtype: jax.typing.DTypeLike, gpu: Gpu) -> TileConfig:
-    """The tiles for this type on this GPU; one that fits every supported GPU where it is not in the table."""
-    itemsize = jnp.dtype(dtype).itemsize
-    table = FLOAT32 if itemsize == 4 else SIXTEEN_BIT
-    return table.get(gpu.compute_capability, SAFE[itemsize])
+def tile_config(dtype: jax.typing.DTypeLike, width: int, gpu: Gpu) -> Tiles:
+    """The tiles for this type and D on this GPU; some that fit every supported GPU where it is not in the table."""
+    key = gpu.compute_capability, jnp.dtype(dtype).itemsize
+    narrow = NARROW.get(key) if width <= NARROW_WIDTH else None
+    return narrow or TABLE.get(key) or SAFE[key[1]]
 
 
-def target_of(dtype: jax.typing.DTypeLike, interpret: bool) -> tuple[Gpu, TileConfig]:
+def target_of(dtype: jax.typing.DTypeLike, width: int, interpret: bool) -> tuple[Gpu, Tiles]:
     """The GPU to launch for, an H200 where there is none, and its tiles; the interpreter's are tiny."""
     if interpret:
-        return H200, INTERPRETER
+        return H200, Tiles.same(INTERPRETER)
     gpu = local_gpu() or H200
-    return gpu, tile_config(dtype, gpu)
+    return gpu, tile_config(dtype, width, gpu)

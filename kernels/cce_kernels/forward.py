@@ -180,9 +180,9 @@ def statistics(
     Scratch: splits · 4 · N bytes, and as much again for the sum.
     """
     tokens, vocabulary = e.shape[0], vocabulary_size(c, head)
-    gpu, chosen = target_of(e.dtype, interpret)
-    tiles = tiles or chosen
-    kept = kept_tokens(targets, tiles)
+    gpu, chosen = target_of(e.dtype, e.shape[1], interpret)
+    tiles = tiles or chosen.statistics
+    kept = kept_tokens(targets, interpret)
     order, count = (None, None) if kept is None else (kept.order, kept.count)
     targets = targets if kept is None else kept.gathered(targets, -1)
     row_blocks, column_tiles = cdiv(tokens, tiles.rows), cdiv(vocabulary, tiles.columns)

@@ -9,7 +9,7 @@ One (N, V_g) buffer is reused by every group. No atomics, no float32 copy of dc:
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +72,17 @@ def xla_products(e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | No
     return Products(add_de, put_dc)
 
 
+def over_groups(body: Callable[[Any, jax.Array], Any], carry: Any, groups: Groups) -> Any:
+    """body(carry, window) -> carry for each group; window: (2,) int32, where it starts and the first column it counts.
+
+    A table of windows to scan over would be copied from at each step, and that copy keeps XLA from making the loop part
+    of a CUDA graph.
+    """
+    return lax.fori_loop(
+        0, groups.count, lambda i, carry: body(carry, jnp.stack(groups.window(i)).astype(jnp.int32)), carry
+    )
+
+
 def add_groups(
     gradients: Gradients,
     form_dz: Callable[[jax.Array], tuple[jax.Array, jax.Array | None]],
@@ -84,7 +95,7 @@ def add_groups(
     form_dz(window) gives dz of the group, (N, V_g), and its column sums, (V_g,), if the bias gradient is wanted.
     """
 
-    def group(gradients: Gradients, window: jax.Array):
+    def group(gradients: Gradients, window: jax.Array) -> Gradients:
         de, dc, dbias = gradients
         start = window[0]
         dz, dz_sum = form_dz(window)
@@ -94,9 +105,9 @@ def add_groups(
             dc = products.put_dc(dc, dz, start)
         if dbias is not None:
             dbias = lax.dynamic_update_slice_in_dim(dbias, unscaled(dz_sum, unit, dbias.dtype), start, 0)
-        return Gradients(de, dc, dbias), None
+        return Gradients(de, dc, dbias)
 
-    return lax.scan(group, gradients, jnp.asarray(groups.windows()))[0]
+    return over_groups(group, gradients, groups)
 
 
 def unscaled(x, unit: jax.Array | None, dtype) -> jax.Array:

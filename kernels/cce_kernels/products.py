@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from cce_kernels.config import TileConfig
+from cce_kernels.config import TileConfig, Tiles
 from cce_kernels.groups import Products
 from cce_kernels.logits import Head
 from cce_kernels.tiles import cdiv, grouped_order, inside, launch, load_tile, tile_index, tile_mask
@@ -39,9 +39,9 @@ def _product_kernel(
     rows_ok, columns_ok = inside(rows, row_count, tiles.rows), inside(columns, column_count, tiles.columns)
     start, count = start_ref[0], count_ref[0]
     steps = jnp.int32(cdiv(inner_count, tiles.depth))
-    if kind == "de":
-        steps = jnp.where(row_block * tiles.rows < count, steps, jnp.int32(0))
-        rows_ok = rows < count
+    some = row_block * tiles.rows < count
+    if kind == "de":  # in rows from count on anything may be added: nothing reads them
+        steps = jnp.where(some, steps, jnp.int32(0))
     else:
         steps = (count + tiles.depth - 1) // tiles.depth
 
@@ -66,6 +66,8 @@ def _product_kernel(
     mask = tile_mask(rows_ok, columns_ok, (tiles.rows, tiles.columns))
     if kind == "de":
         where = out_ref.at[tile_index(rows, columns)]
+        some = jnp.broadcast_to(some, (tiles.rows, tiles.columns))
+        mask = some if mask is None else mask & some
         total = plgpu.load(where, mask=mask, other=0.0)  # before the loop: after it, both would not fit the registers
     else:
         where = out_ref.at[tile_index(*((start + rows, columns) if head.vocab_axis == 0 else (rows, start + columns)))]
@@ -77,13 +79,13 @@ def _product_kernel(
 
 
 def kernel_products(
-    e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None, count: jax.Array, tiles: TileConfig,
+    e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None, count: jax.Array, tiles: Tiles,
     interpret: bool,
 ) -> Products:  # fmt: skip
     """Both for the first `count` tokens alone. unit: what dz is to be multiplied by in dc."""
     width = e.shape[1]
 
-    def run(kind: str, left, right, start, out, shape, unit):
+    def run(kind: str, tiles: TileConfig, left, right, start, out, shape, unit):
         return launch(
             partial(_product_kernel, head=head, tiles=tiles, shape=shape, kind=kind),
             left, right, start.reshape(1), count, unit, out, out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
@@ -93,11 +95,11 @@ def kernel_products(
 
     def add_de(de, dz, start):
         de = jnp.zeros(e.shape, jnp.float32) if de is None else de
-        return run("de", dz, c, start, de, (*de.shape, dz.shape[1]), None)
+        return run("de", tiles.de, dz, c, start, de, (*de.shape, dz.shape[1]), None)
 
     def put_dc(dc, dz, start):
         left, right = (dz, e) if head.vocab_axis == 0 else (e, dz)
         shape = (dz.shape[1], width) if head.vocab_axis == 0 else (width, dz.shape[1])
-        return run("dc", left, right, start, dc, (*shape, e.shape[0]), None if unit is None else unit.reshape(1))
+        return run("dc", tiles.dc, left, right, start, dc, (*shape, e.shape[0]), None if unit is None else unit.reshape(1))
 
     return Products(add_de, put_dc)

@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from cce_kernels.config import TileConfig
+from cce_kernels.config import INTERPRETER, TileConfig
 from cce_kernels.groups import Gradients, Products, Wanted
 from cce_kernels.logits import Head
 from cce_kernels.tiles import cdiv, inside, launch, load_tile, load_vector, tile_index, tile_mask
@@ -36,6 +36,7 @@ from cce_kernels.windows import Groups
 LARGEST = 44.0  # nats, 2^64
 SMALLEST = 2.0**-90
 ALIGNMENT = 8  # columns: rows of P start where the GPU loads widest
+DZ_TILES = TileConfig(rows=16, columns=512, depth=16, warps=4, stages=1)
 
 
 def by_target(lse: jax.Array, target: jax.Array, targets: jax.Array, vocabulary: int) -> jax.Array:
@@ -88,11 +89,11 @@ def _dz_kernel(
 
 def dz_of_saved(
     saved, reference, lse, targets, cotangents, weights, window, *, head: Head, groups: Groups, wanted: Wanted,
-    interpret: bool,
+    interpret: bool, tiles: TileConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """dz of the group at this window, (N, V_g), and its column sums if the bias gradient is wanted."""
     tokens = saved.shape[0]
-    tiles = TileConfig(rows=16, columns=16 if interpret else 512, depth=16, warps=4, stages=1)
+    tiles = tiles or (INTERPRETER if interpret else DZ_TILES)
     dz, sums = launch(
         partial(_dz_kernel, head=head, tiles=tiles, groups=groups),
         saved, reference, lse, targets, cotangents, weights, window,

@@ -123,9 +123,12 @@ def grouped_order(program, row_blocks: int, column_blocks: int, row_group: int):
     return first + offset % height, offset // height
 
 
-def kept_tokens(targets: jax.Array, tiles: TileConfig) -> Kept | None:
-    """Those with a target that is not negative; None where there are so few tokens that sorting them saves nothing."""
-    return Kept.of(targets) if targets.size >= 2 * tiles.rows else None
+def kept_tokens(targets: jax.Array, interpret: bool) -> Kept | None:
+    """Those with a target that is not negative; None where there are so few tokens that sorting them saves nothing.
+
+    Both passes must find the same, so that it does not depend on the tiles of either.
+    """
+    return Kept.of(targets) if targets.size >= (32 if interpret else 256) else None
 
 
 def launch(kernel, *operands, out_shape, programs: int, tiles: TileConfig, interpret: bool, name: str, in_place=None):

@@ -6,8 +6,6 @@ Imports no framework.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 COLUMN_MULTIPLE = 128
 FEWEST_COLUMNS = 1024
 FLOAT16_LARGEST = 2.0**14  # what the largest cotangent becomes in float16, which holds 28 binary orders below it
@@ -33,12 +31,11 @@ class Groups:
     def overlap(self) -> int:
         return self.count * self.columns - self.vocabulary
 
-    def windows(self) -> np.ndarray:
-        """(count, 2) int32: where a window starts, and the first column that it counts."""
-        starts = self.first + np.arange(self.count, dtype=np.int32) * self.columns
-        owned = starts.copy()
-        starts[-1] -= self.overlap
-        return np.roll(np.stack([starts, owned], axis=1), 1, axis=0)
+    def window(self, i):
+        """Where the i-th window starts, and the first column that it counts; i: an integer or a traced one."""
+        k = (i - 1) % self.count
+        owned = self.first + k * self.columns
+        return owned - (k == self.count - 1) * self.overlap, owned
 
 
 def vocabulary_groups(vocabulary: int, budget: int, column_bytes: int, cost: Callable[[int], float] = float) -> Groups:
