@@ -1,6 +1,6 @@
 """The contract of linear cross-entropy on torch tensors: checks of what a user passes, the choice of impl, the call."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -143,7 +143,9 @@ def linear_cross_entropy(
         )  # fmt: skip
         lse = numbers[0] if return_lse else None
     else:
-        run = compiled.statistics if impl == "torch_compile" else reference.statistics
+        run = reference.statistics
+        if impl == "torch_compile":
+            run = partial(compiled.statistics, memory_budget=memory_budget)
         if shift:
             targets = _shifted(targets, shift, ignore_index)
             token_weight = None if token_weight is None else _shifted(token_weight, shift, 0)

@@ -40,17 +40,22 @@ def product(left: Tensor, right: Tensor, accumulate: torch.dtype) -> Tensor:
     return torch.mm(left, right) if left.dtype == accumulate else torch.mm(left, right, out_dtype=accumulate)
 
 
-def _groups(e: Tensor, c: Tensor) -> Iterator[slice]:
-    """The fewest groups of the vocabulary whose rows of e·cᵀ, c and dc each fit in BLOCK_BYTES, as even as may be."""
+def _groups(e: Tensor, c: Tensor, memory_budget: int) -> Iterator[slice]:
+    """The fewest groups of the vocabulary whose rows of e·cᵀ, c and dc each fit in a block, as even as may be.
+
+    A block is a third of what the budget leaves beside the sums for de, but at most BLOCK_BYTES.
+    """
     vocabulary, width = c.shape
-    column_bytes = torch.promote_types(e.dtype, torch.float32).itemsize * max(e.shape[0], width)
-    columns = vocabulary_groups(vocabulary, BLOCK_BYTES, column_bytes, cost=lambda _: 1.0).columns
+    itemsize = torch.promote_types(e.dtype, torch.float32).itemsize
+    column_bytes, sums = itemsize * max(e.shape[0], width), 2 * itemsize * e.shape[0] * width
+    block = min(BLOCK_BYTES, (memory_budget - sums) // 3)
+    columns = vocabulary_groups(vocabulary, block, column_bytes, cost=lambda _: 1.0).columns
     return (slice(start, min(start + columns, vocabulary)) for start in range(0, vocabulary, columns))
 
 
 def each(
     e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None, scale: float,
-    softcap: float | None,
+    softcap: float | None, memory_budget: int,
 ) -> Iterator[tuple[slice, Tensor, tuple]]:  # fmt: skip
     """Of each group its columns, its rows of c in e's type, and the first six arguments of reduced and cotangents.
 
@@ -58,7 +63,7 @@ def each(
     """
     accumulate = torch.promote_types(e.dtype, torch.float32)
     scalars = [None if x is None else e.new_full((), x, dtype=accumulate) for x in (scale, softcap)]
-    for group in _groups(e, c):
+    for group in _groups(e, c, memory_budget):
         c_g, size = c[group].to(e.dtype), group.stop - group.start
         yield (
             group,

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cce_kernels.contract import MEMORY_BUDGET
 from cce_torch import blocks
 
 
 def statistics(
     e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None, *, scale: float,
-    softcap: float | None, with_sum: bool,
+    softcap: float | None, with_sum: bool, memory_budget: int = MEMORY_BUDGET,
 ) -> Tensor:  # fmt: skip
     """As cce_torch.reference.statistics, (2 or 3, N), without the logits; differentiable once in e, c and bias.
 
@@ -35,7 +36,7 @@ def statistics(
 
     Raises NotImplementedError where a second derivative is asked for.
     """
-    return _Statistics.apply(e, c, bias, columns, weights, scale, softcap, with_sum)  # type: ignore[no-any-return]
+    return _Statistics.apply(e, c, bias, columns, weights, scale, softcap, with_sum, memory_budget)  # type: ignore[no-any-return]
 
 
 class _Statistics(torch.autograd.Function):
@@ -45,15 +46,15 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        *tensors, ctx.scale, ctx.softcap, _ = inputs
+        *tensors, ctx.scale, ctx.softcap, _, ctx.memory_budget = inputs
         ctx.save_for_backward(*tensors, output)
 
     @staticmethod
     def backward(ctx: Any, cotangents: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         wanted = ctx.needs_input_grad[:3]
         run = _gradients if torch.compiler.is_compiling() else _Gradients.apply  # Dynamo traces no Function in another
-        gradients = run(cotangents, *ctx.saved_tensors, ctx.scale, ctx.softcap, *wanted)
-        return (*(g if w else None for g, w in zip(gradients, wanted, strict=True)), *[None] * 5)
+        gradients = run(cotangents, *ctx.saved_tensors, ctx.scale, ctx.softcap, ctx.memory_budget, *wanted)
+        return (*(g if w else None for g, w in zip(gradients, wanted, strict=True)), *[None] * 6)
 
 
 class _Gradients(torch.autograd.Function):
@@ -78,7 +79,7 @@ class _Gradients(torch.autograd.Function):
 @torch.library.custom_op("cce_torch::compiled_statistics", mutates_args=())
 def _statistics(
     e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None, scale: float,
-    softcap: float | None, with_sum: bool,
+    softcap: float | None, with_sum: bool, memory_budget: int,
 ) -> Tensor:  # fmt: skip
     """(1), (2) and, with_sum, (3)."""
     with _plainly(e):
@@ -87,7 +88,7 @@ def _statistics(
             return e.new_empty((2 + with_sum, 0), dtype=accumulate)
         lse = e.new_full(columns.shape, -torch.inf, dtype=accumulate)
         rows = (lse, torch.zeros_like(lse), torch.zeros_like(lse) if with_sum else None)
-        for _, _, block in blocks.each(e.to(operand), c, bias, columns, weights, scale, softcap):
+        for _, _, block in blocks.each(e.to(operand), c, bias, columns, weights, scale, softcap, memory_budget):
             rows = blocks.fused(blocks.reduced, *block, *rows)
             del block
         return torch.where(columns >= 0, torch.stack([x for x in rows if x is not None]), 0)
@@ -96,7 +97,8 @@ def _statistics(
 @torch.library.custom_op("cce_torch::compiled_gradients", mutates_args=())
 def _gradients(
     cotangents: Tensor, e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None,
-    output: Tensor, scale: float, softcap: float | None, want_e: bool, want_c: bool, want_bias: bool,
+    output: Tensor, scale: float, softcap: float | None, memory_budget: int, want_e: bool, want_c: bool,
+    want_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(6) and (7): de, dc and dbias, each of no elements where it is not wanted; dc's rows are written once."""
     with _plainly(e):
@@ -113,7 +115,7 @@ def _gradients(
         of = (lse, *factors, None)[:4]
         de = torch.zeros_like(de, dtype=accumulate)
         e_live = torch.where(live[:, None], e, 0).to(operand)  # 0 · NaN is NaN: that dz is 0 does not suffice
-        for group, c_g, block in blocks.each(e_live, c, bias, columns, weights, scale, softcap):
+        for group, c_g, block in blocks.each(e_live, c, bias, columns, weights, scale, softcap, memory_budget):
             if want_bias:
                 dbias[group] = blocks.times(blocks.fused(blocks.sums, *block, *of), unit)
             if not want_e and not want_c:
@@ -133,12 +135,12 @@ def _gradients(
 
 
 @_statistics.register_fake
-def _(e, c, bias, columns, weights, scale, softcap, with_sum):
+def _(e, c, bias, columns, weights, scale, softcap, with_sum, memory_budget):
     return e.new_empty((2 + with_sum, e.shape[0]), dtype=torch.promote_types(e.dtype, torch.float32))
 
 
 @_gradients.register_fake
-def _(cotangents, e, c, bias, columns, weights, output, scale, softcap, want_e, want_c, want_bias):
+def _(cotangents, e, c, bias, columns, weights, output, scale, softcap, memory_budget, want_e, want_c, want_bias):
     return _new_gradients(e, c, bias, want_e, want_c, want_bias)
 
 

@@ -1,7 +1,7 @@
 """What a number of bytes buys: how much of the vocabulary is saved by the forward pass, and how large groups are.
 
 The budget bounds what a call holds beyond its inputs, its results and O(N) numbers, saved or temporary. A backward pass
-always holds an (N, D) float32 sum for de, XLA's workspace and a group of at least FEWEST_COLUMNS; a smaller budget gets
+always holds an (N, D) float32 sum for de, some numbers a token, XLA's workspace and a group of at least FEWEST_COLUMNS; a smaller budget gets
 that. The next GROUP_BYTES make groups larger, each of which costs about 0.15 ms besides its work. All beyond saves
 exponentials, 2·N bytes a column, each of which spares the backward pass one logit of each token. With
 `whole_bytes`, all are saved, and the gradient is two matmuls.
@@ -73,4 +73,4 @@ def backward_groups(
 
 
 def _always(tokens: int, width: int) -> int:
-    return 4 * tokens * width + WORKSPACE
+    return 4 * tokens * width + 256 * tokens + WORKSPACE
