@@ -1,5 +1,6 @@
 """Inputs like a model's, for benchmarks and accuracy checks: never zeros, never logits that are all alike."""
 
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -25,6 +26,15 @@ SHAPES = {
     "gpt2": Shape(8192, 768, 50257),
 }
 
+QUICK = Shape(256, 64, 4096)
+SWEPT = Shape(8192, 2048, 131072)  # what a sweep changes one number of
+SWEEPS = {
+    "N": [SWEPT._replace(tokens=1024 * 2**k) for k in range(7)],
+    "V": [SWEPT._replace(vocabulary=32768 * 2**k) for k in range(4)],
+    "D": [SWEPT._replace(width=512 * 2**k) for k in range(5)],
+}
+Inputs = tuple[jax.Array, jax.Array, jax.Array]
+
 
 def classifier(shape: Shape, dtype, seed: int) -> jax.Array:
     """(V, D): random rows of about unit length."""
@@ -45,7 +55,7 @@ def _zipf_rows(shape: Shape, generator: np.random.Generator) -> np.ndarray:
     return rows
 
 
-def trained(shape: Shape, dtype=jnp.bfloat16, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
+def trained(shape: Shape, dtype=jnp.bfloat16, seed: int = 0) -> Inputs:
     """e, c, targets whose softmax is peaked like a trained model's: a few likely tokens, Zipf-distributed."""
     generator = np.random.default_rng(seed)
     candidates = _zipf_rows(shape, generator)
@@ -59,7 +69,7 @@ def trained(shape: Shape, dtype=jnp.bfloat16, seed: int = 0) -> tuple[jax.Array,
     return weighted.astype(dtype), c, jnp.asarray(candidates[np.arange(shape.tokens), ranks])
 
 
-def flat(shape: Shape, dtype=jnp.bfloat16, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
+def flat(shape: Shape, dtype=jnp.bfloat16, seed: int = 0) -> Inputs:
     """e, c, targets like a fresh model's: logits of unit variance, targets unrelated to them."""
     embeddings, targets = jax.random.split(jax.random.key(seed + 1))
     e = jax.random.normal(embeddings, (shape.tokens, shape.width), jnp.bfloat16).astype(dtype)
@@ -67,3 +77,9 @@ def flat(shape: Shape, dtype=jnp.bfloat16, seed: int = 0) -> tuple[jax.Array, ja
 
 
 DATA = {"trained": trained, "flat": flat}
+
+
+def hidden(path: Path, dtype=jnp.bfloat16) -> Inputs:
+    """e, c, targets of a trained model, as examples/train_lm.py --save-hidden writes them: (N, D), (V, D) and (N,)."""
+    with np.load(path) as saved:
+        return jnp.asarray(saved["e"], dtype), jnp.asarray(saved["c"], dtype), jnp.asarray(saved["targets"], jnp.int32)

@@ -1,44 +1,47 @@
 """Timing of single calls in two regimes, because a GPU at its power limit is another machine than a cool one."""
 
 import time
-from collections.abc import Callable, Mapping
 
-import jax
 import numpy as np
 
-from bench.methods import Compiled
+from bench.calls import Call
 
+WARM = 4  # calls of a burst that are not counted
+LEAST, PATIENCE = 3, 1.5  # a slow call gets this many samples, and no more once it has taken so many seconds
 REGIMES = {
-    "steady": "each method's calls back to back, the first four of a burst not counted, 0.3 s idle between bursts",
-    "spaced": "methods in turn, round after round, 30 ms idle before each call: the GPU at its highest clock",
+    "steady": f"a method's calls back to back, the first {WARM} of a burst not counted",
+    "spaced": "a method's calls with 30 ms idle before each: the GPU at its highest clock",
 }
-Tick = Callable[[], object]
 
 
-def milliseconds(call: Compiled) -> float:
-    """Wall time of one call, from launch until its results are there."""
+def milliseconds(call: Call) -> float:
+    """Wall time of one call, from launch until its results are there; what prepares it is not counted."""
+    arguments = call.prepare()
+    call.wait(arguments)
     start = time.perf_counter()
-    jax.block_until_ready(call.run(*call.arguments))
+    call.wait(call.run(*arguments))
     return (time.perf_counter() - start) * 1e3
 
 
-def steady(calls: Mapping[str, Compiled], rounds: int, tick: Tick) -> dict[str, float]:
-    """Median milliseconds of each call among others of its own kind, as in a loop that does nothing else."""
-    times = {}
-    for name, call in calls.items():
-        samples = [milliseconds(call) for _ in range(rounds + 4)]
-        times[name] = float(np.median(samples[4:]))
-        time.sleep(0.3)
-        tick()
-    return times
+def _samples(call: Call, count: int, pause: float) -> list[float]:
+    samples, start = [], time.perf_counter()
+    while len(samples) < count and (len(samples) < LEAST or time.perf_counter() - start < PATIENCE):
+        time.sleep(pause)
+        samples.append(milliseconds(call))
+    return samples
 
 
-def spaced(calls: Mapping[str, Compiled], rounds: int, tick: Tick) -> dict[str, float]:
-    """Median milliseconds of each call, all of them taking turns on a cool GPU."""
-    times = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            time.sleep(0.03)
-            times[name].append(milliseconds(call))
-        tick()
-    return {name: float(np.median(samples)) for name, samples in times.items()}
+def steady(call: Call, rounds: int) -> float:
+    """Median milliseconds of the call among others of its own kind, as in a loop that does nothing else."""
+    _samples(call, WARM, 0)
+    return float(np.median(_samples(call, rounds, 0)))
+
+
+def spaced(call: Call, rounds: int) -> float:
+    """Median milliseconds of the call on a cool GPU."""
+    return float(np.median(_samples(call, rounds, 0.03)))
+
+
+def times(call: Call, rounds: int) -> dict[str, float]:
+    """Medians by regime, in milliseconds."""
+    return {"steady": steady(call, rounds), "spaced": spaced(call, rounds)}

@@ -1,85 +1,61 @@
-"""What is measured: each method as a jitted forward pass, backward pass and both, on the same e, c and targets."""
+"""What is measured, by name. A method's `load` imports what it needs, so a package that is missing costs one row."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from importlib import import_module
+from typing import Any, Literal, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import optax
-from jax import lax
+from bench import peers
+from bench.calls_jax import Compiled
+from bench.losses_jax import full_float32_logits, full_logits, ours
 
-from cce_jax import linear_cross_entropy
-
-KINDS = ("loss-fw", "loss-bw", "loss-fw-bw")
-Loss = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+__all__ = ["METHODS", "OURS", "QUICK", "SWEPT", "Compiled", "Method", "full_logits", "ours"]
 
 
-class Compiled(NamedTuple):
-    """A compiled call with the arguments to run it on."""
-
-    run: Callable
-    arguments: tuple
-    scratch: int  # bytes of temporary device memory
-    output: int  # bytes of results
-
-    @classmethod
-    def of(cls, function: Callable, *arguments) -> "Compiled":
-        run = jax.jit(function).lower(*arguments).compile()
-        memory = run.memory_analysis()
-        assert memory is not None
-        return cls(run, arguments, memory.temp_size_in_bytes, memory.output_size_in_bytes)
+class Method(NamedTuple):
+    framework: Literal["jax", "torch"]
+    load: Callable[[], Callable[..., Any]]  # gives the mean loss of (e, c, targets)
 
 
-def ours(impl: str) -> Loss:
-    return lambda e, c, t: linear_cross_entropy(e, c, t, impl=impl)  # type: ignore[arg-type]
+def _jax(loss: Callable) -> Method:
+    return Method("jax", lambda: loss)
 
 
-def full_logits(e: jax.Array, c: jax.Array, targets: jax.Array) -> jax.Array:
-    """The loss as people write it: logits in the type of the model, cross-entropy in float32."""
-    logits = (e @ c.T).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+def _torch(module: str, function: str, *arguments: Any) -> Method:
+    """A function of one of this folder's modules that import PyTorch."""
+    return Method("torch", lambda: getattr(import_module(f"bench.{module}"), function)(*arguments))
 
 
-def full_float32_logits(e: jax.Array, c: jax.Array, targets: jax.Array) -> jax.Array:
-    logits = jnp.matmul(e, c.T, preferred_element_type=jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+def _peer(load: Callable, *arguments: Any) -> Method:
+    return Method("torch", partial(load, *arguments))
 
 
-METHODS: dict[str, Loss] = {
-    "cce_jax": ours("auto"),
-    "cce_jax chunked": ours("chunked"),
-    "full logits (XLA)": full_logits,
-    "full float32 logits (XLA)": full_float32_logits,
+BUDGETS = ("", "half", "2NV", "all")  # bench.losses_jax.budget
+OURS = {
+    **{f"cce_torch {name}".strip(): _torch("losses_torch", "ours", "auto", name) for name in BUDGETS},
+    **{f"cce_jax {name}".strip(): _jax(ours(memory=name)) for name in BUDGETS},
 }
-
-
-def kinds(loss: Loss, e, c, targets) -> dict[str, Compiled]:
-    """The method's three kinds. The backward pass alone is compiled from the residuals of the forward pass."""
-    _, pullback = jax.vjp(lambda e, c: loss(e, c, targets), e, c)
-    backward = Compiled.of(lambda pullback: pullback(jnp.float32(1)), pullback)
-    return {
-        "loss-fw": Compiled.of(loss, e, c, targets),
-        "loss-bw": backward,
-        "loss-fw-bw": Compiled.of(jax.value_and_grad(loss, (0, 1)), e, c, targets),
-    }
-
-
-def floor(e: jax.Array, c: jax.Array) -> dict[str, Compiled]:
-    """The three bare matmuls that an exact gradient cannot do without: z, and de and dc from a dz of e's type."""
-
-    def product(x, y, x_axis, y_axis):
-        return lax.dot_general(x, y, (((x_axis,), (y_axis,)), ((), ())))
-
-    z = jax.jit(lambda e, c: product(e, c, 1, 1))(e, c)
-    return {
-        "z = e·cᵀ": Compiled.of(lambda e, c: product(e, c, 1, 1), e, c),
-        "de = dz·c": Compiled.of(lambda z, c: product(z, c, 1, 0), z, c),
-        "dc = dzᵀ·e": Compiled.of(lambda z, e: product(z, e, 0, 0), z, e),
-    }
-
-
-FLOOR_OF = {
-    "loss-fw": ("z = e·cᵀ",),
-    "loss-bw": ("de = dz·c", "dc = dzᵀ·e"),
-    "loss-fw-bw": ("z = e·cᵀ", "de = dz·c", "dc = dzᵀ·e"),
+METHODS = {
+    **OURS,
+    "cce_torch torch_compile": _torch("losses_torch", "ours", "torch_compile"),
+    "cce_jax chunked": _jax(ours("chunked")),
+    "cut_cross_entropy": _peer(peers.cut_cross_entropy),
+    "cut_cross_entropy exact": _peer(peers.cut_cross_entropy, "exact"),
+    "cut_cross_entropy torch_compile": _peer(peers.cut_cross_entropy, "torch_compile"),
+    "Liger": _peer(peers.liger),
+    "quack": _peer(peers.quack),
+    "quack chunked": _peer(peers.quack, False),
+    "gist": _torch("gist", "compiled"),
+    "torch.compile": _torch("losses_torch", "compiled"),
+    "PyTorch eager": Method("torch", lambda: import_module("bench.losses_torch").full_logits),
+    "F.linear_cross_entropy": _peer(peers.torch_linear_cross_entropy, False),
+    "F.linear_cross_entropy chunked": _peer(peers.torch_linear_cross_entropy, True),
+    "tokamax": Method("jax", peers.tokamax),
+    "tokamax chunked": Method("jax", partial(peers.tokamax, "chunked_xla")),
+    # XLA's full logits come last: the memory that JAX's pool has grown to is not PyTorch's any more.
+    "full logits (XLA)": _jax(full_logits),
+    "full float32 logits (XLA)": _jax(full_float32_logits),
 }
+# One of each kind: the others are compiled for longer than a minute, or are variations.
+QUICK = [name for name in METHODS if not name.endswith(("torch_compile", "half", "2NV", "chunked"))]
+SWEPT = ("cce_torch", "cce_jax", "cce_jax all", "cut_cross_entropy", "Liger", "torch.compile")

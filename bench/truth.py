@@ -1,7 +1,7 @@
 """The mean loss and its gradients in float64, a block of tokens at a time, and how far a result is from them."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,16 @@ import numpy as np
 BLOCK = 1024  # tokens: a block of float64 logits is 2 GB at a vocabulary of 256000
 
 
+ON_DEVICE = 0.1  # of its memory, up to which the truth stays there: a copy from the host takes longer than a method
+Array = jax.Array | np.ndarray
+
+
 class Truth(NamedTuple):
-    """On the host, so that it takes no device memory from what is measured against it."""
+    """Gradients on the device where they are a small part of its memory, else on the host, out of the methods' way."""
 
     loss: float
-    de: np.ndarray
-    dc: np.ndarray
+    de: Array
+    dc: Array
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -31,13 +35,15 @@ def _add_block(dc: jax.Array, e: jax.Array, c: jax.Array, targets: jax.Array, to
 def mean_loss(e: jax.Array, c: jax.Array, targets: jax.Array) -> Truth:
     with jax.enable_x64(True):
         tokens, wide = e.shape[0], c.astype(jnp.float64)
+        stays = 8 * (e.size + c.size) < ON_DEVICE * (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
+        numbers: Any = jnp if stays else np
         dc, de, loss = jnp.zeros(c.shape, jnp.float64), [], 0.0
         for i in range(0, tokens, BLOCK):
             block = e[i : i + BLOCK].astype(jnp.float64)
             dc, de_block, part = _add_block(dc, block, wide, targets[i : i + BLOCK], tokens)
-            de.append(np.asarray(de_block))
+            de.append(numbers.asarray(de_block))
             loss += float(part)
-        return Truth(loss / tokens, np.concatenate(de), np.asarray(dc))
+        return Truth(loss / tokens, numbers.concatenate(de), numbers.asarray(dc))
 
 
 @jax.jit
@@ -45,7 +51,7 @@ def _squares(actual: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.sum(jnp.square(actual.astype(jnp.float64) - want)), jnp.sum(jnp.square(want))
 
 
-def relative_error(actual, truth: np.ndarray) -> float:
+def relative_error(actual, truth: Array) -> float:
     """‖actual − truth‖ / ‖truth‖, in float64, a slab of rows at a time."""
     slabs = [slice(i, i + 16384) for i in range(0, truth.shape[0], 16384)]
     with jax.enable_x64(True):
@@ -53,6 +59,7 @@ def relative_error(actual, truth: np.ndarray) -> float:
     return float(np.sqrt(sums[0] / sums[1]))
 
 
-def rounding_error(truth: np.ndarray, dtype) -> float:
+def rounding_error(truth: Array, dtype) -> float:
     """The least error that a gradient of this type can have: that of rounding the true one."""
-    return relative_error(truth.astype(dtype), truth)
+    with jax.enable_x64(True):
+        return relative_error(truth.astype(dtype), truth)

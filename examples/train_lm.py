@@ -114,8 +114,8 @@ def full_logits_loss(hidden: jax.Array, embedding: jax.Array, tokens: jax.Array)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-def train(model: LanguageModel, params: dict, batches: np.ndarray, loss: Loss, name: str) -> tuple[np.ndarray, float]:
-    """The loss at each step, and tokens per second without the time to compile."""
+def train(model: LanguageModel, params: dict, batches: np.ndarray, loss: Loss, name: str) -> tuple:
+    """The trained parameters, the loss at each step, and tokens per second without the time to compile."""
     schedule = optax.warmup_cosine_decay_schedule(0, model.size.learning_rate, len(batches) // 10 + 1, len(batches) + 1)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
 
@@ -136,7 +136,19 @@ def train(model: LanguageModel, params: dict, batches: np.ndarray, loss: Loss, n
         params, state, value = compiled(params, state, tokens)
         losses.append(float(value))
         progress.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
-    return np.array(losses), batches.size / (time.perf_counter() - start)
+    return params, np.array(losses), batches.size / (time.perf_counter() - start)
+
+
+def save_hidden(path: Path, model: LanguageModel, params: dict, tokens: np.ndarray) -> None:
+    """What the loss is given on a batch, for `python -m bench --data hidden`: e (N, D), c (V, D) and targets (N,).
+
+    As float32, which holds every bfloat16: numpy's files have no bfloat16.
+    """
+    hidden = np.asarray(model.apply({"params": params}, tokens), np.float32)
+    e = hidden[:, :-1].reshape(-1, model.size.width)
+    c = np.asarray(params["tokens"]["embedding"].astype(model.size.dtype), np.float32)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, e=e, c=c, targets=tokens[:, 1:].ravel())
 
 
 def temporary_mib(size: Size, vocabulary: int, loss: Loss) -> float:
@@ -181,6 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a language model with linear cross-entropy and full logits.")
     parser.add_argument("--steps", type=int, default=size.steps, help="optimizer steps of each run (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("out/train_lm.png"), help="the figure (%(default)s)")
+    parser.add_argument("--save-hidden", type=Path, metavar="NPZ", help="where to save the last batch's hidden states")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches (%(default)s)")
     args = parser.parse_args()
 
@@ -190,7 +203,10 @@ def main() -> None:
 
     runs = {}
     for name, loss in {"linear cross-entropy": linear_loss, "full logits": full_logits_loss}.items():
-        runs[name] = *train(model, params, batches, loss, name), temporary_mib(size, vocabulary, loss)
+        trained, *figures = train(model, params, batches, loss, name)
+        runs[name] = *figures, temporary_mib(size, vocabulary, loss)
+        if args.save_hidden and loss is linear_loss:
+            save_hidden(args.save_hidden, model, trained, batches[-1])
     name = "linear cross-entropy, PyTorch"
     runs[name] = train_torch(size, vocabulary, params, batches, name)
 

@@ -166,11 +166,12 @@ def test_unaligned_and_sliced_inputs():
         torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-5)
 
 
-def test_compiled_by_inductor():
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_by_inductor(mode):
     torch._dynamo.reset()
     e, c, t = make()
     want = step(e, c, t)
-    compiled = torch.compile(lambda e, c, t: cce_torch.linear_cross_entropy(e * 1, c, t), fullgraph=True)
+    compiled = torch.compile(lambda e, c, t: cce_torch.linear_cross_entropy(e * 1, c, t), fullgraph=True, mode=mode)
     for _ in range(3):
         loss = compiled(e, c, t)
         results = (loss.detach().clone(), *torch.autograd.grad(loss, (e, c)))

@@ -1,0 +1,39 @@
+"""The mean loss in JAX: ours, and written with full logits."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from bench.calls_jax import Loss
+from cce_jax import linear_cross_entropy
+
+
+def budget(name: str, tokens: int, width: int, vocabulary: int) -> dict[str, int]:
+    """The argument memory_budget of that name; none for the default.
+
+    "half" is N·V bytes, "2NV" 2·N·V. "all" adds what the backward pass takes besides the exponentials: de before it is
+    rounded, the scaled e, two workspaces.
+    """
+    exponentials = 2 * tokens * vocabulary
+    named = {"half": exponentials // 2, "2NV": exponentials, "all": exponentials + 6 * tokens * width + 2**26}
+    return {"memory_budget": named[name]} if name else {}
+
+
+def ours(impl: str = "auto", memory: str = "") -> Loss:
+    """memory: the name of a budget."""
+
+    def loss(e: jax.Array, c: jax.Array, targets: jax.Array) -> jax.Array:
+        return linear_cross_entropy(e, c, targets, impl=impl, **budget(memory, *e.shape, c.shape[0]))  # type: ignore
+
+    return loss
+
+
+def full_logits(e: jax.Array, c: jax.Array, targets: jax.Array) -> jax.Array:
+    """The loss as people write it: logits in the type of the model, cross-entropy in float32."""
+    logits = (e @ c.T).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+def full_float32_logits(e: jax.Array, c: jax.Array, targets: jax.Array) -> jax.Array:
+    logits = jnp.matmul(e, c.T, preferred_element_type=jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()

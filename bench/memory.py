@@ -1,0 +1,79 @@
+"""Peak device memory of a call beyond what was there before it, results included, in both frameworks' pools."""
+
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.calls import Call
+
+MIB = 2**20
+PIECE = 1024 * MIB  # bytes: the filler comes in pieces, for which the pool need not have one free region
+
+
+@contextmanager
+def _filled(device) -> Iterator[None]:
+    """JAX's pool filled up to the highest it has been, so that any allocation raises its peak.
+
+    The peak is that of the process, which cannot be reset: without this a call would hide below what the float64 truth
+    or XLA's choice of matmul algorithms once took.
+    """
+    stats = device.memory_stats()
+    spare = stats["peak_bytes_in_use"] - stats["bytes_in_use"]
+    sizes = [PIECE] * (spare // PIECE) + [spare % PIECE]
+    filler = [jax.block_until_ready(jnp.empty(size, jnp.uint8)) for size in sizes if size]
+    yield
+    del filler
+
+
+def of_jax(call: Call) -> float:
+    """MiB that JAX's pool rises by in a call; NaN where JAX does not tell, as on a CPU."""
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return np.nan
+    arguments = call.prepare()
+    call.wait(arguments)
+    count = _stats(device)["num_allocs"]
+    call.wait(call.run(*arguments))
+    if _stats(device)["num_allocs"] == count:
+        return 0.0  # a call of PyTorch's alone
+    del arguments
+    arguments = call.prepare()
+    call.wait(arguments)
+    with _filled(device):
+        before = _stats(device)["bytes_in_use"]
+        result = call.run(*arguments)
+        call.wait(result)
+        return (_stats(device)["peak_bytes_in_use"] - before) / MIB
+
+
+def of_torch(call: Call) -> float:
+    """MiB that PyTorch's pool rises by in a call; NaN on a CPU."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return np.nan
+    arguments = call.prepare()
+    call.wait(arguments)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = call.run(*arguments)
+    call.wait(result)
+    return (torch.cuda.max_memory_allocated() - before) / MIB
+
+
+def release() -> None:
+    """Give back what a method leaves behind, so that one framework's pool does not starve the other's."""
+    gc.collect()
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()  # what torch.compile has compiled
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _stats(device) -> dict[str, int]:
+    return device.memory_stats()

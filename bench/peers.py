@@ -1,0 +1,46 @@
+"""Other packages' mean losses. Each function imports its package when it is called, and returns loss(e, c, targets)."""
+
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+Loss = Callable[..., Any]
+# What the versions that were measured are called on PyPI.
+PACKAGES = ("torch", "triton", "cut-cross-entropy", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "tokamax")
+
+
+def cut_cross_entropy(mode: str = "") -> Loss:
+    """mode: "" for its default, which filters small gradients out; "exact"; or "torch_compile"."""
+    loss = import_module("cut_cross_entropy").linear_cross_entropy
+    has_presets = find_spec("cut_cross_entropy.cce_utils") is not None  # absent from the release 25.1.1
+    exact = {"impl": "cce_exact"} if has_presets else {"filter_eps": None}
+    return partial(loss, **{"": {}, "exact": exact, "torch_compile": {"impl": "torch_compile"}}[mode])
+
+
+def liger() -> Loss:
+    module = import_module("liger_kernel.transformers.fused_linear_cross_entropy")
+    loss = module.LigerFusedLinearCrossEntropyLoss()
+    return lambda e, c, targets: loss(c, e, targets)
+
+
+def quack(scaled_exp: bool | None = None) -> Loss:
+    """scaled_exp: its fused pipeline on or off; None leaves the choice to quack."""
+    loss = import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+    return partial(loss, use_scaled_exp=scaled_exp)
+
+
+def torch_linear_cross_entropy(chunked: bool) -> Loss:
+    """PyTorch's own, since 2.13: by default full logits, with options in chunks."""
+    import torch
+
+    if not hasattr(torch.nn.functional, "linear_cross_entropy"):
+        raise ImportError(f"torch {torch.__version__} has no torch.nn.functional.linear_cross_entropy")
+    options: Any = torch.nn.LinearCrossEntropyOptions() if chunked else None  # type: ignore[attr-defined]
+    return partial(torch.nn.functional.linear_cross_entropy, options=options)  # type: ignore[attr-defined]
+
+
+def tokamax(implementation: str | None = None) -> Loss:
+    loss = import_module("tokamax").linear_softmax_cross_entropy_loss
+    return lambda e, c, targets: loss(e, targets, c.T, reduction="mean", implementation=implementation)

@@ -1,0 +1,95 @@
+"""Where the figures come from, and how they are printed and written."""
+
+import json
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import pandas as pd
+from rich.table import Table
+
+from bench.measure import REGIMES
+from bench.peers import PACKAGES
+from bench.run import Results, Row
+
+# What the CSV begins with. runtime_ms, floor_ms and ratio are of the steady regime.
+COLUMNS = ("method", "kind", "runtime_ms", "op_mem_mb", "test_data", "ratio", "loss_error", "de_error", "dc_error")
+
+
+def environment() -> dict[str, Any]:
+    """Where the figures come from. CCE_GIT_TREE names the code where there is no git checkout."""
+    tree = os.environ.get("CCE_GIT_TREE")
+    if not tree:
+        git = subprocess.run(["git", "rev-parse", "HEAD^{tree}"], capture_output=True, text=True)
+        tree = git.stdout.strip() or "unknown"
+    return {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "git_tree": tree,
+        "precision": jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
+        "regimes": REGIMES,
+        "packages": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def title(row: Row) -> str:
+    return f"{'×'.join(map(str, row['shape']))} {row['dtype']} {row['test_data']}"
+
+
+def table(rows: Sequence[Row]) -> Table:
+    printed = Table(
+        "method", "kind", "runtime_ms", "/ floor", "spaced ms", "/ floor ", "op_mem_mb", "test_data", "loss err",
+        "de err", "dc err", title=title(rows[0]), header_style="bold",
+        caption="floor: the bare matmuls that the kind needs; err: relative, against float64; "
+                "!: more than rounding explains (bench/errors.py)",
+    )  # fmt: skip
+    for column in printed.columns:
+        if column.header not in ("method", "kind", "test_data"):
+            column.justify = "right"
+    previous = None
+    for row in rows:
+        same, previous = row["method"] == previous, row["method"]
+        printed.add_row(
+            "" if same else row["method"], row["kind"],
+            *(f"{row[f'{what}{regime}']:.3f}" for regime in ("", "_spaced") for what in ("runtime_ms", "ratio")),
+            "-" if math.isnan(row["op_mem_mb"]) else f"{row['op_mem_mb']:.1f}", row["test_data"],
+            *(f"{row[f'{x}_error']:.1e}" for x in ("loss", "de")),
+            f"{row['dc_error']:.1e}{' !' if row['marked'] else ''}",
+            style="bold" if row["method"].startswith("cce_") else None,
+        )  # fmt: skip
+    return printed
+
+
+def absences(results: Results) -> list[str]:
+    """A line for each method that has no row, and why."""
+    lines = [f"missing: {x['method']} ({x['reason']})" for x in results.missing]
+    return lines + [f"failed: {x['method']} at {title(x)} ({x['reason']})" for x in results.failed]
+
+
+def write(out: Path, results: Results) -> None:
+    """OUT.json and OUT.csv."""
+    rows = [{key: _plain(value) for key, value in row.items()} for row in results.rows]
+    kept = {**environment(), "rows": rows, "missing": results.missing, "failed": results.failed}
+    out.with_suffix(".json").write_text(json.dumps(kept, indent=1, allow_nan=False) + "\n")
+    frame = pd.DataFrame(results.rows, columns=None if results.rows else list(COLUMNS))
+    rest = [name for name in frame.columns if name not in COLUMNS]
+    frame[[*COLUMNS, *rest]].to_csv(out.with_suffix(".csv"), index=False)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN: what could not be measured is null."""
+    return None if isinstance(value, float) and math.isnan(value) else value
