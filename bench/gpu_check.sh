@@ -1,24 +1,39 @@
 #!/usr/bin/env bash
 # Run the GPU tests, the benchmarks and the example on this machine's GPU; results are files in $OUT (bench/results).
+# Arguments: which parts of tests, shapes, more_shapes, sweeps, torch, example, alone; all of them without any.
 # With two GPUs the tests of two run too. Needs the packages of the extras test, bench and examples; installs nothing.
 # CCE_GIT_TREE names the code where git cannot.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-export PYTHONPATH=.:kernels XLA_PYTHON_CLIENT_PREALLOCATE=false
+export PYTHONPATH=.:kernels${PYTHONPATH:+:$PYTHONPATH} XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1
 out=${OUT:-bench/results}
 python=${PYTHON:-python3}
-gpu_tests="$python -m pytest -m gpu tests -p no:cacheprovider -rfE"
-status=0
-{
+gpu_tests="$python -m pytest -m gpu tests -p no:cacheprovider -p no:benchmark -rfE"
+fast=(cce_torch "cce_torch all" cce_jax "cce_jax all" Liger quack torch.compile)
+
+tests() {
   echo "git tree: ${CCE_GIT_TREE:-$(git rev-parse 'HEAD^{tree}')}"
   nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
-  timeout 300 $gpu_tests -n 8 --durations=5 -k "not classifier_of_more and not alone" 2>&1
-} >"$out/gpu-tests.txt" || status=1
-$python -m bench --out "$out/bench" "$@" || status=1
-$python -m bench.bridge --out "$out/bridge.json" || status=1
-$python -m bench --out "$out/bench-float32" --dtype float32 --precision highest --shape 4096x4096x128256 \
-  --data trained --method cce_jax "full logits (XLA)" --rounds 3 || status=1
-$python examples/train_lm.py --out "$out/train_lm.png" >"$out/train_lm.txt" || status=1
+  timeout 400 $gpu_tests -n 8 --durations=5 -k "not classifier_of_more and not alone" 2>&1
+}
 # These take all of the memory, one of them 60 GB of float64: by themselves.
-timeout 180 $gpu_tests -k "classifier_of_more or alone" >>"$out/gpu-tests.txt" 2>&1 || status=1
+alone() { timeout 300 $gpu_tests -k "classifier_of_more or alone" 2>&1; }
+shapes() { $python -m bench --out "$out/bench"; }
+more_shapes() {
+  $python -m bench --out "$out/bench-more" --shape 4096x4096x128256 qwen2.5-0.5b gpt2 --method "${fast[@]}" --kind loss-fw-bw
+  $python -m bench --out "$out/bench-flat" --shape gemma2-2b llama3-8b --data flat --method cce_jax "cce_jax all" \
+    "full logits (XLA)" --rounds 4
+  $python -m bench --out "$out/bench-float32" --dtype float32 --precision highest --shape 4096x4096x128256 \
+    --method cce_jax "full logits (XLA)" --rounds 3
+}
+sweeps() { $python -m bench --sweep N V D --out "$out/sweeps" --method "${fast[@]}"; }
+torch() { $python -m bench.bridge --out "$out/bridge.json" && $python -m bench.ignored --out "$out/ignored.json"; }
+example() { $python examples/train_lm.py --out "$out/train_lm.png"; }
+
+declare -A file=([tests]=gpu-tests.txt [alone]=gpu-tests-alone.txt [shapes]=bench.txt [more_shapes]=bench-more.txt
+                 [sweeps]=sweeps.txt [torch]=torch.txt [example]=train_lm.txt)
+status=0
+for part in ${@:-tests shapes more_shapes sweeps torch example alone}; do
+  "$part" >"$out/${file[$part]}" || { status=1; echo "$part failed"; }
+done
 exit $status

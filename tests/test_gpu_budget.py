@@ -1,0 +1,90 @@
+"""Memory budgets and ignored tokens on a GPU: exact, within their bytes, and as fast as promised."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench import truth as float64
+from bench.data import SHAPES, Shape, trained
+from cce_jax import linear_cross_entropy
+from cce_kernels import budget
+
+pytestmark = pytest.mark.gpu
+MIB = 2**20
+SHAPE = Shape(2048, 512, 16384)
+
+
+def budgets(shape: Shape) -> dict[str, int]:
+    tokens, width, vocabulary = shape
+    least = 4 * tokens * width + 256 * tokens + budget.WORKSPACE
+    return {
+        "default": 300 * MIB,
+        "half": least + budget.GROUP_BYTES + tokens * vocabulary,
+        "logits": max(2 * tokens * vocabulary, least + budget.GROUP_BYTES),
+        "all": budget.whole_bytes(tokens, width, vocabulary),
+    }
+
+
+def compiled(shape: Shape, memory_budget: int):
+    tokens, width, vocabulary = shape
+    loss = functools.partial(linear_cross_entropy, memory_budget=memory_budget)
+    arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((tokens, width), (vocabulary, width))]
+    targets = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    return jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*arrays, targets).compile()
+
+
+def ignored(targets: jax.Array, kind: str) -> jax.Array:
+    tokens = np.arange(targets.size)
+    where = {
+        "none": tokens < 0,
+        "one": tokens == 7,
+        "a tenth": np.random.default_rng(0).random(targets.size) < 0.1,
+        "most, at random": np.random.default_rng(0).random(targets.size) < 0.75,
+        "most, in runs": tokens // 300 % 4 != 0,
+        "all but one": tokens != 7,
+    }
+    return jnp.where(where[kind], -100, targets)
+
+
+@pytest.mark.parametrize("kind", ["none", "one", "a tenth", "most, at random", "most, in runs", "all but one"])
+@pytest.mark.parametrize("name", ["default", "half", "all"])
+def test_exact_at_any_budget_whatever_is_ignored(name, kind):
+    """Error at most 1.8 times that of rounding the true gradient, NaN in ignored tokens' embeddings or not."""
+    e, c, targets = trained(SHAPE)
+    targets = ignored(targets, kind)
+    kept = np.asarray(targets) >= 0
+    dirty = jnp.where(jnp.asarray(kept)[:, None], e, jnp.nan).astype(e.dtype)
+    run = compiled(SHAPE, budgets(SHAPE)[name])
+    loss, (de, dc) = run(dirty, c, targets)
+    want = float64.mean_loss(e[kept], c, targets[kept])
+    np.testing.assert_allclose(loss, want.loss, rtol=1e-4)
+    assert not np.asarray(de)[~kept].any()
+    for actual, exact in ((de[kept], want.de), (dc, want.dc)):
+        assert float64.relative_error(actual, exact) <= 1.8 * float64.rounding_error(exact, e.dtype)
+    again = run(dirty, c, targets)
+    assert all((x.view(jnp.int16) == y.view(jnp.int16)).all() for x, y in zip((de, dc), again[1], strict=True))
+
+
+@pytest.mark.parametrize("name", ["default", "half", "logits", "all"])
+@pytest.mark.parametrize("shape", ["gemma2-2b", "llama3-8b", "gist"])
+def test_a_call_stays_within_its_budget(shape, name):
+    allowed = budgets(SHAPES[shape])[name]
+    analysis = compiled(SHAPES[shape], allowed).memory_analysis()
+    assert analysis.temp_size_in_bytes <= allowed
+
+
+def test_rows_far_below_the_largest_logit_with_everything_saved():
+    """Their exponentials, relative to the target's, would overflow: they are saved relative to lse instead."""
+    e, c, targets = trained(SHAPE)
+    far = jnp.argmin(e[:64].astype(jnp.float32) @ c.astype(jnp.float32).T, axis=1)
+    e = e.at[:64].multiply(8)
+    targets = targets.at[:64].set(far.astype(targets.dtype))
+    want = float64.mean_loss(e, c, targets)
+    loss, (de, dc) = compiled(SHAPE, budgets(SHAPE)["all"])(e, c, targets)
+    assert want.loss > 5
+    np.testing.assert_allclose(loss, want.loss, rtol=1e-4)
+    for actual, exact in ((de, want.de), (dc, want.dc)):
+        assert float64.relative_error(actual, exact) <= 1.8 * float64.rounding_error(exact, e.dtype)
