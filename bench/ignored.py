@@ -8,6 +8,7 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,19 +33,19 @@ def ignoring(targets: jax.Array, share: float, runs: bool) -> jax.Array:
     return jnp.where(np.repeat(ignored, RUN) if runs else ignored, -100, targets)
 
 
-def calls(memory: str) -> dict[str, Callable[..., Callable]]:
+def calls(memory: str) -> dict[str, Callable[..., Any]]:
     """By package: (e, c, targets) -> a call and what waits for its result."""
     import torch
 
     import cce_torch
 
     def in_jax(e, c, targets):
-        options = budget(memory, *e.shape, c.shape[0])
+        options = budget(memory, *e.shape, c.shape[0])  # type: ignore
         run = jax.jit(jax.value_and_grad(lambda e, c, t: linear_cross_entropy(e, c, t, **options), (0, 1)))  # type: ignore
         return (lambda: run(e, c, targets)), jax.block_until_ready
 
     def in_torch(e, c, targets):
-        options = budget(memory, *e.shape, c.shape[0])
+        options = budget(memory, *e.shape, c.shape[0])  # type: ignore
         e, c = (torch.from_dlpack(x).clone().requires_grad_() for x in (e, c))
         targets = torch.from_dlpack(targets).long()
         loss = lambda: cce_torch.linear_cross_entropy(e, c, targets, **options)  # type: ignore  # noqa: E731

@@ -6,16 +6,16 @@ import optax
 
 from bench.calls_jax import Loss
 from cce_jax import linear_cross_entropy
+from cce_kernels.budget import whole_bytes
 
 
 def budget(name: str, tokens: int, width: int, vocabulary: int) -> dict[str, int]:
     """The argument memory_budget of that name; none for the default.
 
-    "half" is N·V bytes, "2NV" 2·N·V. "all" adds what the backward pass takes besides the exponentials: de before it is
-    rounded, the scaled e, two workspaces.
+    "half" is N·V bytes, "2NV" 2·N·V, "all" what saving everything takes.
     """
     exponentials = 2 * tokens * vocabulary
-    named = {"half": exponentials // 2, "2NV": exponentials, "all": exponentials + 6 * tokens * width + 2**26}
+    named = {"half": exponentials // 2, "2NV": exponentials, "all": whole_bytes(tokens, width, vocabulary)}
     return {"memory_budget": named[name]} if name else {}
 
 

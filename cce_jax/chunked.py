@@ -1,8 +1,8 @@
 """The core in plain XLA, on any device: the vocabulary in groups whose block of logits is bounded.
 
 Forward: one matmul a group and a running (max, sum of exponentials). Backward: the same block of logits once more,
-turned into dz, and two matmuls. Holds one (N, V_g) block of logits and what XLA makes of it: its exponentials or dz. A block
-takes at most BLOCK_BYTES or a third of the memory budget, but 1024 columns if those are more.
+turned into dz, and two matmuls. Holds one (N, V_g) block of logits and what XLA makes of it: its exponentials or dz. A
+block takes at most BLOCK_BYTES or a third of the memory budget, but 1024 columns if those are more.
 """
 
 import jax

@@ -107,7 +107,8 @@ def forward_pass(
 def gradients(e, c, bias, targets, weights, numbers: Statistics, saved, cotangents, core: Core, wanted: Wanted):
     """Equations (6) and (7): de, dc and dbias in the types of e, c and bias, None where not wanted; and saved.
 
-    saved may have been overwritten, in a way that another call of this does not see. numbers and saved: what `forward_pass` returned; cotangents: (2 or 3, N), a_i, t̂_i and, with a sum, s_i.
+    numbers and saved: what `forward_pass` returned; cotangents: (2 or 3, N), a_i, t̂_i and, with a sum, s_i. saved may
+    have been overwritten, in a way that another call of this does not see.
     """
 
     def plain(e, c, bias, targets, weights, lse, target, saved, cotangents):

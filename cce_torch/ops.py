@@ -1,8 +1,9 @@
 """Linear cross-entropy as two PyTorch operators, opaque to torch.compile, and the autograd rule that joins them.
 
 `cce_torch::loss` returns the loss, the core's numbers, (2 or 3, N), whose first row is lse, and what it saves for
-`cce_torch::gradients`, which takes the cotangents of the first two. Losses, their derivative and kernels are cce_jax's: one program each way (programs.py).
-A Function around an operator costs a quarter of what an autograd rule registered with the operator costs a call.
+`cce_torch::gradients`, which takes the cotangents of the first two. Losses, their derivative and kernels are cce_jax's:
+one program each way (programs.py). A Function around an operator costs a quarter of what an autograd rule registered
+with the operator costs a call.
 """
 
 from functools import cache
@@ -25,8 +26,8 @@ if hasattr(torch.Tag, "cudagraph_unsafe"):  # which PyTorch 2.6 has not
     _tags.append(torch.Tag.cudagraph_unsafe)
 _library.define(f"loss({TENSORS}, bool saving, {OPTIONS}) -> (Tensor, Tensor, Tensor)", tags=_tags)
 _library.define(
-    f"gradients(Tensor? of_loss, Tensor? of_numbers, {TENSORS}, Tensor numbers, Tensor? saved, bool of_e, bool of_c, bool of_bias, "
-    f"bool of_token_weight, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"gradients(Tensor? of_loss, Tensor? of_numbers, {TENSORS}, Tensor numbers, Tensor? saved, bool of_e, bool of_c, "
+    f"bool of_bias, bool of_token_weight, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=_tags,
 )
 
@@ -88,7 +89,7 @@ def _is_plain(e: Tensor) -> bool:
         and type(e) in (Tensor, torch.nn.Parameter)
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
-        and not torch.autograd._profiler_enabled()
+        and not torch._C._autograd._profiler_enabled()  # type: ignore[attr-defined]
     )
 
 

@@ -1,5 +1,6 @@
 """Calls of cce_jax on the NumPy inputs of a case."""
 
+from functools import cache
 from typing import Any
 
 import jax
@@ -19,15 +20,22 @@ def run(given: Inputs, options: dict[str, Any], impl: str, **more) -> tuple[Any,
     if options.get("vocab_axis"):
         leaves["c"] = leaves["c"].T
 
-    @jax.jit
-    def objective(leaves):
-        optional = {k: leaves.get(k, v) for k, v in arrays.items()}
-        loss, lse = linear_cross_entropy(leaves["e"], leaves["c"], given.targets, impl=impl, return_lse=True,
-                                         **optional, **options)  # fmt: skip
-        scalar = jnp.sum(loss * given.of_loss)
-        return scalar + (jnp.sum(lse * given.of_lse) if returned else 0), (loss, lse)
-
-    gradients, (loss, lse) = jax.grad(objective, has_aux=True)(leaves)
+    program = _program(impl, returned, tuple(sorted(options.items())))
+    gradients, (loss, lse) = program(leaves, arrays, given.targets, given.of_loss, given.of_lse)
     if options.get("vocab_axis"):
         gradients["c"] = gradients["c"].T
     return loss, lse, {k: np.asarray(v) for k, v in gradients.items()}
+
+
+@cache
+def _program(impl: str, returned: bool, options: tuple):
+    """One for each kind of call, so that the same with other numbers compiles nothing."""
+
+    def objective(leaves, arrays, targets, of_loss, of_lse):
+        optional = {k: leaves.get(k, v) for k, v in arrays.items()}
+        loss, lse = linear_cross_entropy(leaves["e"], leaves["c"], targets, impl=impl, return_lse=True,
+                                         **optional, **dict(options))  # fmt: skip
+        scalar = jnp.sum(loss * of_loss)
+        return scalar + (jnp.sum(lse * of_lse) if returned else 0), (loss, lse)
+
+    return jax.jit(jax.grad(objective, has_aux=True))

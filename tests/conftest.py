@@ -2,6 +2,8 @@ import hypothesis
 import jax
 import pytest
 
+from cce_kernels import budget
+
 hypothesis.settings.register_profile("all", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("all")
 
@@ -13,3 +15,10 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture
+def budget_in_columns(monkeypatch):
+    """memory_budget is the number of columns to save, up to 1000: at small shapes any real one saves all."""
+    real = budget.saved_columns
+    monkeypatch.setattr(budget, "saved_columns", lambda *call: call[-1] if call[-1] <= 1000 else real(*call))

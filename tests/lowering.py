@@ -1,67 +1,113 @@
 """The kernels' way to a GPU, on a machine without one: JAX's lowering to Triton, then Triton's own compiler."""
 
 import contextlib
-import glob
 import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
 from jax._src.pallas.triton import lowering as pallas_triton
 
 LIMITS = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}  # KiB of shared memory a program
-GPUS = {"8.0": "NVIDIA A100", "9.0": "NVIDIA H100", "10.0": "NVIDIA B200"}
+REGISTERS = 255  # a thread, on every GPU
+
+
+class Kernel(NamedTuple):
+    """A kernel that a program launches, and with what."""
+
+    name: str  # without cce_
+    module: str  # Triton's, as text
+    warps: int
+    stages: int
 
 
 class Resources(NamedTuple):
     shared: int  # bytes
     registers: int
     stack: int  # bytes of spilled registers and local arrays
+    in_loops: int  # how many instructions of the loops around a matmul go to the stack
 
 
-def _gpu_at_hand(device_kind: str = GPUS["9.0"]) -> contextlib.AbstractContextManager:
-    """JAX 0.11 wants to be told which GPU it lowers for; 0.10 assumes compute capability 9.0."""
+def _gpu_at_hand() -> contextlib.AbstractContextManager:
+    """JAX 0.11 wants to be told which GPU it lowers for; 0.10 assumes compute capability 9.0.
+
+    It matters for float8 alone, so the module that is lowered here for 9.0 is every GPU's.
+    """
     if jax.__version_info__ < (0, 11):
         return contextlib.nullcontext()
     from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-    return use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(device_kind, None, platform="gpu")))
+    device = AbstractDevice("NVIDIA H100", None, platform="gpu")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
-def triton_modules(function, *arguments: Any) -> list[str]:
-    """The Triton module of each kernel that the function, lowered for CUDA, launches."""
+def _launches(jaxpr) -> Iterator[Any]:
+    """The parameters of every pallas_call in a traced program, at any depth."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            if not eqn.params["interpret"]:
+                yield eqn.params
+            continue
+        values = [x for v in eqn.params.values() for x in (v if isinstance(v, tuple | list) else [v])]
+        for inner in (getattr(x, "jaxpr", x) for x in values):
+            if hasattr(inner, "eqns"):
+                yield from _launches(inner)
+
+
+def kernels(function: Callable, *arguments: Any) -> list[Kernel]:
+    """The kernels that the function, lowered for CUDA, launches. ValueError if Triton's verifier refuses one."""
     modules = []
     lower = pallas_triton.lower_jaxpr_to_triton_module
 
     def recorded(*args, **kwargs):
         result = lower(*args, **kwargs)
-        modules.append(result.module.operation.get_asm(enable_debug_info=False))
+        operation = result.module.operation
+        try:
+            valid = operation.verify()
+        except Exception as error:  # JAX's bindings raise what the verifier says
+            raise ValueError(f"an invalid Triton module: {error}") from None
+        text = operation.get_asm(enable_debug_info=False)
+        if not valid or '"builtin.module"' in text:  # the form in which MLIR prints what is not valid
+            raise ValueError(f"an invalid Triton module:\n{text}")
+        modules.append(text)
         return result
 
     pallas_triton.lower_jaxpr_to_triton_module = recorded
     try:
         with _gpu_at_hand():
-            jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+            traced = jax.jit(function).trace(*arguments)
+            traced.lower(lowering_platforms=("cuda",))
     finally:
         pallas_triton.lower_jaxpr_to_triton_module = lower
-    return modules
+    launched = {_name(p): p["compiler_params"] for p in _launches(traced.jaxpr.jaxpr)}
+    named = [(re.search(r"tt\.func public @(\w+)", m).group(1), m) for m in modules]  # type: ignore[union-attr]
+    return [
+        Kernel(name.removeprefix("cce_"), m, launched[name].num_warps, launched[name].num_stages) for name, m in named
+    ]
 
 
-def compile_module(module: str, capability: str, warps: int, stages: int) -> Resources:
-    """Compile a Triton module for a compute capability and read what the kernel takes."""
+def _name(parameters) -> str:
+    return parameters["jaxpr"].debug_info.func_name
+
+
+@lru_cache(None)
+def resources(kernel: Kernel, capability: str) -> Resources:
+    """Compile a kernel for a compute capability and read what it takes."""
     import triton
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
 
     target = GPUTarget("cuda", int(capability.replace(".", "")), 32)
-    options = {"num_warps": warps, "num_stages": stages}
+    options = {"num_warps": kernel.warps, "num_stages": kernel.stages, "enable_fp_fusion": True}
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/kernel.ttir"
         with open(path, "w") as file:
-            file.write(module)
+            file.write(kernel.module)
         # triton.compile skips the first passes of a .ttir file; one of them turns a dot and an add into a dot.
         backend, context = CUDABackend(target), ir.context()
         ir.load_dialects(context)
@@ -71,12 +117,36 @@ def compile_module(module: str, capability: str, warps: int, stages: int) -> Res
         first = backend.make_ttir(parsed, {}, backend.parse_options(options), target.arch)
         with open(path, "w") as file:
             file.write(str(first))
-        kernel = triton.compile(path, target=target, options=options)
-        with open(f"{folder}/kernel.cubin", "wb") as file:
-            file.write(kernel.asm["cubin"])
-        (tool,) = glob.glob(os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump"))
-        usage = subprocess.run(
-            [tool, "-res-usage", f"{folder}/kernel.cubin"], capture_output=True, text=True, check=True
-        )
-    (registers, stack) = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout).groups()  # type: ignore[union-attr]
-    return Resources(kernel.metadata.shared, int(registers), int(stack))
+        compiled = triton.compile(path, target=target, options=options)
+        cubin = f"{folder}/kernel.cubin"
+        with open(cubin, "wb") as file:
+            file.write(compiled.asm["cubin"])
+        usage = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump("-res-usage", cubin))
+        assert usage is not None
+        registers, stack = map(int, usage.groups())
+        in_loops = stack_accesses_in_loops(_cuobjdump("-sass", cubin)) if stack and "tt.dot " in kernel.module else 0
+    return Resources(compiled.metadata.shared, registers, stack, in_loops)
+
+
+def _cuobjdump(*arguments: str) -> str:
+    import triton
+
+    tools = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin")
+    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}  # it calls nvdisasm
+    command = [f"{tools}/cuobjdump", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+
+
+def stack_accesses_in_loops(sass: str) -> int:
+    """In the innermost loops with a matmul, which are those over D or over what a product sums."""
+    lines = [(int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
+
+    def places(pattern: str) -> list[int]:
+        return [at for at, what in lines if re.search(pattern, what)]
+
+    multiplies = places(r"MMA\b") or places(r"FFMA\b")  # float32 may be multiplied without tensor cores
+    jumps = [(int(to, 16), at) for at, what in lines for to in re.findall(r"\bBRA\b.*0x([0-9a-f]+)", what)]
+    loops = [(to, at) for to, at in jumps if to < at and any(to <= x <= at for x in multiplies)]
+    inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    assert inner, "no loop with a matmul"
+    return sum(any(first <= at <= last for first, last in inner) for at in places(r"\b(LDL|STL)\b"))

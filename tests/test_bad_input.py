@@ -53,6 +53,10 @@ ROWS = [
     ({"label_smoothing": -0.1}, ValueError, r"label_smoothing=-0\.1.*\[0, 1\]"),
     ({"label_smoothing": float("nan")}, ValueError, r"label_smoothing=nan.*\[0, 1\]"),
     ({"ignore_index": None}, TypeError, r"ignore_index must be an integer.*NoneType"),
+    ({"memory_budget": -1}, ValueError, r"memory_budget .*bytes.*at least 0.*-1"),
+    ({"memory_budget": 2.0**30}, TypeError, r"memory_budget must be an integer.*float"),
+    ({"memory_budget": "300 MiB"}, TypeError, r"memory_budget must be an integer.*str"),
+    ({"memory_budget": None}, TypeError, r"memory_budget must be an integer.*NoneType"),
     ({"class_weight": np.ones(V, np.complex64)}, TypeError, r"class_weight must be real.*complex64"),
 ]  # fmt: skip
 

@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -132,7 +133,7 @@ def test_float32_is_right_to_float32_rounding_at_highest():
 
 
 def test_scratch_and_structure_at_gemma2_2b():
-    """What the compiler reserves: at most 4 MiB to evaluate, 400 MiB for both gradients, and no logits anywhere."""
+    """What the compiler reserves: at most 4 MiB to evaluate, 300 MiB for both gradients, and no logits anywhere."""
     tokens, width, vocabulary = 8192, 2304, 256_000
     e, c = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((tokens, width), (vocabulary, width)))
     t = jax.ShapeDtypeStruct((tokens,), jnp.int32)
@@ -140,9 +141,10 @@ def test_scratch_and_structure_at_gemma2_2b():
     assert evaluate.memory_analysis().temp_size_in_bytes <= 4 * MIB
     assert len(re.findall(r"custom_call_target=\"__gpu\$xla.gpu.triton\"", evaluate.as_text())) == 3
     train = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(e, c, t).compile()
-    assert train.memory_analysis().temp_size_in_bytes <= 400 * MIB
+    assert train.memory_analysis().temp_size_in_bytes <= 300 * MIB
     text = train.as_text()
-    assert len(re.findall(r"custom_call_target=\"__gpu\$xla.gpu.triton\"", text)) == 4
+    # The three of the forward pass; dz before XLA's matmuls; and for few kept tokens dz and both products.
+    assert len(re.findall(r"custom_call_target=\"__gpu\$xla.gpu.triton\"", text)) == 3 + 1 + 3
     sizes = {
         (kind, int(np.prod([int(n) for n in dims.split(",")])))
         for kind, dims in re.findall(r"\b(bf16|f32)\[([\d,]+)\]", text)
@@ -153,15 +155,16 @@ def test_scratch_and_structure_at_gemma2_2b():
 
 
 def test_a_frozen_input_costs_nothing():
+    """XLA's matmuls in the compiled program, which cuBLAS or a kernel of XLA's runs, by what they read."""
     e, c, targets = flat(Shape(4096, 512, 32_000))
 
     def matmuls(argnums):
-        text = jax.jit(jax.grad(loss, argnums)).lower(e, c, targets).compile().as_text()
-        return len(re.findall(r"custom_call_target=\"__cublas|__triton_gemm", text)), ("bf16[32000,512]" in text)
+        unsaved = partial(loss, memory_budget=0)
+        text = jax.jit(jax.grad(unsaved, argnums)).lower(e, c, targets).compile().as_text()
+        return len(re.findall(r"custom_call_target=\"__cublas| dot\(", text))
 
-    both, de_only, dc_only = matmuls((0, 1)), matmuls(0), matmuls(1)
-    assert both[0] == 2
-    assert de_only[0] == dc_only[0] == 1
+    assert matmuls((0, 1)) == 2
+    assert matmuls(0) == matmuls(1) == 1
     assert ("bfloat16", 32_000 * 512) not in arrays(traced("cce", 0)), "no dc for a frozen c"
 
 

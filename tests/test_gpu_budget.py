@@ -62,8 +62,9 @@ def test_exact_at_any_budget_whatever_is_ignored(name, kind):
     want = float64.mean_loss(e[kept], c, targets[kept])
     np.testing.assert_allclose(loss, want.loss, rtol=1e-4)
     assert not np.asarray(de)[~kept].any()
+    most = 1.8 if kept.sum() > 1 else 2.5  # of one token each row of dc has one coefficient, whose rounding all share
     for actual, exact in ((de[kept], want.de), (dc, want.dc)):
-        assert float64.relative_error(actual, exact) <= 1.8 * float64.rounding_error(exact, e.dtype)
+        assert float64.relative_error(actual, exact) <= most * float64.rounding_error(exact, e.dtype)
     again = run(dirty, c, targets)
     assert all((x.view(jnp.int16) == y.view(jnp.int16)).all() for x, y in zip((de, dc), again[1], strict=True))
 

@@ -1,66 +1,90 @@
 """Every kernel lowers for CUDA without a GPU, and every shipped tile configuration fits the GPUs it is for."""
 
+import itertools
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
 from cce_jax import linear_cross_entropy
-from cce_kernels import backward, forward
-from cce_kernels.config import FLOAT32, SAFE, SIXTEEN_BIT, Gpu, tile_config
+from cce_kernels import backward, config, forward
+from cce_kernels.budget import whole_bytes
+from cce_kernels.config import NARROW, NARROW_TABLE, SAFE, TABLE, Gpu, Tiles, tile_config
 from cce_kernels.groups import Wanted
 from cce_kernels.logits import Head
-from tests.lowering import LIMITS, compile_module, triton_modules
+from tests.lowering import LIMITS, REGISTERS, Resources, kernels, resources, stack_accesses_in_loops
 
 S = jax.ShapeDtypeStruct
+MIB = 2**20
 
 
-def gradient(dtype, n=256, d=128, v=1024, vocab_axis=0, **options):
-    """The Triton modules of loss and both gradients."""
-    c = S((v, d) if vocab_axis == 0 else (d, v), dtype)
+def gradient(dtype, n=256, d=128, v=1024, vocab_axis=0, arrays=False, **options):
+    """The kernels of loss and both gradients."""
 
     def loss(e, c, t, bias, class_weight):
-        more = {"bias": bias, "class_weight": class_weight} if options.pop("arrays", False) else {}
+        more = {"bias": bias, "class_weight": class_weight} if arrays else {}
         return linear_cross_entropy(e, c, t, impl="cce", vocab_axis=vocab_axis, **more, **options)
 
-    return triton_modules(
-        jax.grad(loss, (0, 1)), S((n, d), dtype), c, S((n,), jnp.int32), S((v,), dtype), S((v,), jnp.float32)
-    )
+    c = S((v, d) if vocab_axis == 0 else (d, v), dtype)
+    given = S((n, d), dtype), c, S((n,), jnp.int32), S((v,), dtype), S((v,), jnp.float32)
+    return kernels(jax.value_and_grad(loss, (0, 1)), *given)
+
+
+def names(launched) -> list[str]:
+    return [kernel.name for kernel in launched]
+
+
+FORWARD = ["target", "statistics", "rescue"]
+# Twice where the device chooses: until the last kept token, or all of them with the matmuls left to XLA.
+DZ = ["dz", "de", "dc", "dz"]
+SAVED_DZ = ["saved_dz", "de", "dc", "saved_dz"]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("vocab_axis", [0, 1])
-def test_the_gradient_is_four_kernels(dtype, vocab_axis):
-    """target, statistics, rescue, dz: the loop over groups launches one kernel, the matmuls are XLA's."""
-    modules = gradient(dtype, vocab_axis=vocab_axis)
-    names = ["_target_kernel", "_statistics_kernel", "_statistics_kernel", "_dz_kernel"]
-    assert len(modules) == len(names)
-    assert [m.count("tt.dot ") for m in modules] == [1, 1, 1, 1]
+def test_the_kernels_of_the_gradient(dtype, vocab_axis):
+    """The loop over groups launches one kernel, or three; no kernel has more than one matmul."""
+    found = gradient(dtype, vocab_axis=vocab_axis, memory_budget=0)
+    assert sorted(names(found)) == sorted([*FORWARD, *DZ])
+    assert {kernel.module.count("tt.dot ") for kernel in found} == {1}
+    few = gradient(dtype, n=255, vocab_axis=vocab_axis, memory_budget=0)
+    assert names(few) == [*FORWARD, "dz"]
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (250, 100, 1000), (129, 65, 257)])
+def test_the_kernels_of_a_gradient_with_saved_exponentials():
+    shape = 2048, 128, 65536
+    whole = gradient(jnp.bfloat16, *shape, memory_budget=whole_bytes(*shape))
+    assert sorted(names(whole)) == sorted([*FORWARD, "replace", "targets", "clear", "de", "dc"])
+    part = gradient(jnp.bfloat16, *shape, memory_budget=300 * MIB + whole_bytes(*shape) // 2, softcap=30.0)
+    kinds = {*FORWARD, "replace", *DZ, *SAVED_DZ}
+    assert set(names(part)) == kinds
+    assert names(part).count("saved_dz") == names(part).count("dz") == 2
+    assert names(gradient(jnp.float16, *shape, memory_budget=10**10)).count("replace") == 0
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (250, 100, 1000), (300, 65, 257)])
 @pytest.mark.parametrize("vocab_axis", [0, 1])
-def test_ragged_shapes_and_every_option_lower(shape, vocab_axis):
-    n, d, v = shape
-    modules = gradient(
-        jnp.bfloat16, n, d, v, vocab_axis, arrays=True, softcap=30.0, label_smoothing=0.1, logit_scale=2.0
-    )
-    assert len(modules) == 4
+@pytest.mark.parametrize("memory_budget", [0, 10**10])
+def test_ragged_shapes_and_every_option_lower(shape, vocab_axis, memory_budget):
+    options: dict[str, Any] = {"softcap": 30.0, "label_smoothing": 0.1, "logit_scale": 2.0, "arrays": True}
+    found = gradient(jnp.bfloat16, *shape, vocab_axis, memory_budget=memory_budget, **options)
+    assert set(FORWARD) < set(names(found))
 
 
 @pytest.mark.parametrize("precision", ["highest", "default", "tensorfloat32"])
 def test_float32_precision_reaches_the_kernels(precision):
-    for module in gradient(jnp.float32, precision=precision):
-        assert ("inputPrecision = tf32" in module) == (precision != "highest")
+    for kernel in gradient(jnp.float32, precision=precision):
+        assert ("inputPrecision = tf32" in kernel.module) == (precision != "highest")
 
 
 def test_evaluation_is_three_kernels():
-    modules = triton_modules(
-        lambda e, c, t: linear_cross_entropy(e, c, t, impl="auto"),
-        S((256, 64), jnp.bfloat16), S((512, 64), jnp.bfloat16), S((256,), jnp.int32),
-    )  # fmt: skip
-    assert len(modules) == 3
+    given = S((256, 64), jnp.bfloat16), S((512, 64), jnp.bfloat16), S((256,), jnp.int32)
+    assert names(kernels(partial(linear_cross_entropy, impl="auto"), *given)) == FORWARD
 
 
 def test_vmap_lowers():
@@ -68,36 +92,144 @@ def test_vmap_lowers():
         return jnp.sum(jax.vmap(lambda e, t: linear_cross_entropy(e, c, t, impl="cce"))(e, t))
 
     e, c, t = S((3, 64, 32), jnp.bfloat16), S((200, 32), jnp.bfloat16), S((3, 64), jnp.int32)
-    assert len(triton_modules(jax.grad(loss, (0, 1)), e, c, t)) == 4
+    assert names(kernels(jax.grad(loss, (0, 1)), e, c, t))[:3] == FORWARD
 
 
-def kernels(dtype, tiles):
-    """The statistics and dz modules at a real size, for the given tiles."""
-    n, d, v = 4096, 2304, 128256
-    e, c, t = S((n, d), dtype), S((v, d), dtype), S((n,), jnp.int32)
-    head = Head(precision="highest")
-    stats = partial(forward.statistics, head=head, with_sum=False, interpret=False, tiles=tiles)
-    dz = partial(backward.gradients, head=head, wanted=Wanted(True, True, False), interpret=False, tiles=tiles)
-    _, statistics, rescue = triton_modules(lambda e, c, t: stats(e, c, None, t, None), e, c, t)
-    (form_dz,) = triton_modules(
-        lambda e, c, t, lse, ct: dz(e, c, None, t, None, lse, ct), e, c, t, S((n,), jnp.float32), S((2, n), jnp.float32)
-    )
-    return {"statistics": statistics, "rescue": rescue, "dz": form_dz}
+def test_an_invalid_module_is_refused():
+    """A loop whose bounds have different types: JAX lowers it, and only a GPU's compiler would complain."""
+
+    def kernel(n_ref, out_ref):
+        last = jnp.where(n_ref[0] > 0, 5, 0)  # 64 bits wide, where the first is 32
+        plgpu.store(out_ref.at[jnp.arange(16)], lax.fori_loop(0, last, lambda _, x: x + 1, jnp.zeros(16)))
+
+    call = pl.pallas_call(kernel, out_shape=S((16,), jnp.float32), compiler_params=plgpu.CompilerParams(num_warps=1))
+    with pytest.raises(ValueError, match="lowerBound, upperBound, step"):
+        kernels(call, S((1,), jnp.int32))
 
 
+SASS = """
+ /*0100*/ LDG.E R0, [R2.64] ;
+ /*0110*/ HMMA.16816.F32.BF16 R4, R0, R2, R4 ;
+ /*0120*/ {} ;
+ /*0130*/ @P0 BRA 0x110 ;
+ /*0140*/ STL [R1+0x8], R4 ;
+ /*0150*/ @P1 BRA 0x100 ;
+"""
+
+
+@pytest.mark.parametrize(("instruction", "count"), [("LDL R4, [R1+0x8]", 1), ("STL.64 [R1], R4", 1), ("NOP", 0)])
+def test_spills_in_the_innermost_loop_are_seen(instruction, count):
+    assert stack_accesses_in_loops(SASS.format(instruction)) == count
+
+
+class Variant(NamedTuple):
+    """A call at a real size, and which of its kernels are to be compiled."""
+
+    dtype: Any
+    kinds: tuple[str, ...]
+    shape: tuple[int, int, int] = (8192, 2304, 256000)
+    vocab_axis: int = 0
+    precision: str | None = None
+    every: bool = False  # option: bias, softcap, scale, weighted sum
+    saved: int = 0  # columns
+    spilled: int = 0  # bytes, at most, and never in a loop over D
+    twins: bool = False  # compile dz of all tokens too, beside the one that stops at the last kept one
+
+
+def launched(variant: Variant, tiles: Tiles) -> list:
+    """The kernels of the forward and the backward pass as the packages above launch them, with these tiles."""
+    (n, d, v), dtype, f32 = variant.shape, variant.dtype, jnp.float32
+    head = Head(vocab_axis=variant.vocab_axis, precision=variant.precision)  # type: ignore[arg-type]
+    if variant.every:
+        head = Head(scale=2.0, softcap=30.0, vocab_axis=variant.vocab_axis)
+
+    def both(e, c, bias, targets, weights, lse, target, saved, cotangents):
+        if not variant.every:
+            bias, weights = None, None
+        options: dict[str, Any] = {"head": head, "interpret": False}
+        stats = forward.statistics(e, c, bias, targets, weights, with_sum=variant.every, saved_columns=variant.saved,
+                                   tiles=tiles.statistics, **options)  # fmt: skip
+        wanted = Wanted(True, True, variant.every)
+        return stats, backward.gradients(
+            e, c, bias, targets, weights, lse, target, saved if variant.saved else None, cotangents,
+            wanted=wanted, memory_budget=300 * MIB + 2 * n * variant.saved, tiles=tiles, **options,
+        )  # fmt: skip
+
+    c = S((v, d) if variant.vocab_axis == 0 else (d, v), dtype)
+    return kernels(
+        both, S((n, d), dtype), c, S((v,), dtype), S((n,), jnp.int32), S((v,), f32), S((n,), f32), S((n,), f32),
+        S((n, max(variant.saved, 1)), dtype), S((3 if variant.every else 2, n), f32),
+    )  # fmt: skip
+
+
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+LOGITS, PRODUCTS = ("statistics", "rescue", "dz"), ("de", "dc")
+# With every option at a ragged shape, masks and tanh take more registers after the loop over D, once a tile.
+RAGGED: dict[str, Any] = {"shape": (8000, 2300, 50257), "every": True, "spilled": 1024}
+VARIANTS = {
+    "bfloat16": Variant(BF16, ("target", *LOGITS, *PRODUCTS), twins=True),
+    "(D, V)": Variant(BF16, ("statistics", "dz", *PRODUCTS), vocab_axis=1),
+    # For 10.0 Triton 3.7's registers are just those with which two programs share a multiprocessor.
+    "some saved": Variant(BF16, ("statistics", "replace", "saved_dz"), saved=128000, spilled=8),
+    "all saved": Variant(BF16, ("targets", "clear"), saved=256000),
+    "every option, some saved": Variant(BF16, ("saved_dz",), saved=25600, **RAGGED),
+    "float16, every option": Variant(F16, ("statistics", "dz", *PRODUCTS), **RAGGED),
+    "float32": Variant(F32, (*LOGITS, *PRODUCTS)),
+    # Matmuls on the CUDA cores: the tiles that suit TF32 leave few registers to what comes after the loop.
+    "float32, highest": Variant(F32, ("statistics", "dz", *PRODUCTS), precision="highest", spilled=64),
+}
+MAIN = ("bfloat16", "float32")
+UNKNOWN = ("11.0", "12.1")  # not in the table
 SHIPPED = [
-    *((c, jnp.bfloat16) for c in SIXTEEN_BIT),
-    *((c, jnp.float32) for c in FLOAT32),
-    *((c, d) for c in LIMITS if c not in SIXTEEN_BIT for d in (jnp.bfloat16, jnp.float32)),
+    *((gpu, name) for gpu in LIMITS if gpu != "8.6" for name in VARIANTS),
+    ("8.6", "bfloat16"),  # the rows of 8.9, and almost its instructions
+    *(itertools.product(UNKNOWN, MAIN)),
 ]
 
 
-@pytest.mark.parametrize(("capability", "dtype"), SHIPPED, ids=lambda x: getattr(x, "__name__", x))
-def test_shipped_tiles_fit_their_gpu(capability, dtype):
-    tiles = tile_config(dtype, Gpu(capability, 100))
-    if capability not in SIXTEEN_BIT:
-        assert tiles is SAFE[jnp.dtype(dtype).itemsize]
-    for name, module in kernels(dtype, tiles).items():
-        taken = compile_module(module, capability, tiles.warps, tiles.stages)
-        assert taken.shared <= LIMITS[capability] * 1024, f"{name}: {taken}"
-        assert taken.stack == 0, f"{name} spills: {taken}"
+def hold(variant: Variant, tiles: Tiles, capability: str) -> None:
+    """Every kernel of the variant within the limits of the GPU."""
+    found = [kernel for kernel in launched(variant, tiles) if kernel.name in variant.kinds]
+    assert set(names(found)) == set(variant.kinds)
+    if not variant.twins:
+        found = {kernel.name: kernel for kernel in found}.values()
+    for kernel in found:
+        taken = resources(kernel, capability)
+        shared = LIMITS.get(capability, min(LIMITS.values())) * 1024
+        limits = Resources(shared, REGISTERS, variant.spilled, 0)
+        assert all(have <= most for have, most in zip(taken, limits, strict=True)), f"{kernel.name}: {taken}"
+
+
+@pytest.mark.parametrize(("capability", "name"), SHIPPED)
+def test_shipped_tiles_fit_their_gpu(capability, name):
+    variant = VARIANTS[name]
+    tiles = tile_config(variant.dtype, variant.shape[1], Gpu(capability, 100))
+    itemsize = jnp.dtype(variant.dtype).itemsize
+    assert tiles is (SAFE[itemsize] if capability in UNKNOWN else TABLE[capability, itemsize])
+    hold(variant, tiles, capability)
+
+
+@pytest.mark.parametrize("capability", [capability for capability, _ in NARROW_TABLE])
+def test_tiles_for_a_narrow_d_fit_their_gpu(capability):
+    gpu = Gpu(capability, 100)
+    tiles = tile_config(BF16, NARROW, gpu)
+    assert tiles is NARROW_TABLE[capability, 2]
+    assert tile_config(BF16, NARROW + 1, gpu) is TABLE[capability, 2]
+    hold(Variant(BF16, ("dz",), (32768, 768, 128256), twins=True), tiles, capability)
+
+
+def test_the_table_reaches_the_kernels(monkeypatch):
+    """What the GPU at hand is decides the launches of a call."""
+    for gpu, width in (("9.0", 2304), ("9.0", 768), ("8.9", 768), ("13.0", 768)):
+        monkeypatch.setattr(config, "local_gpu", lambda gpu=gpu: Gpu(gpu, 100))
+        jax.clear_caches()
+        tiles = tile_config(BF16, width, Gpu(gpu, 100))
+        found = gradient(BF16, d=width, memory_budget=0)
+        role = {"statistics": tiles.statistics, "rescue": tiles.statistics, "dz": tiles.dz, "de": tiles.de,
+                "dc": tiles.dc}  # fmt: skip
+        for kernel in found:
+            if kernel.name in role:
+                tile = role[kernel.name]
+                assert (kernel.warps, kernel.stages) == (tile.warps, tile.stages)
+                assert f"tensor<{tile.rows}x{tile.columns}xf32>" in kernel.module
+    jax.clear_caches()

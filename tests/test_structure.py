@@ -1,13 +1,17 @@
 """What the compiled programs hold and compute: no logits, no work for a frozen input, one trace a shape."""
 
 import re
+from collections.abc import Iterator
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cce_jax import api, linear_cross_entropy
+from cce_jax import api, core, linear_cross_entropy
+from cce_kernels import budget
+from cce_kernels.logits import Head
 
 N, D, V = 4096, 24, 100_000
 BOUND = 64 * 2**20  # of chunked's block of logits
@@ -16,17 +20,17 @@ C = jax.ShapeDtypeStruct((V, D), jnp.bfloat16)
 T = jax.ShapeDtypeStruct((N,), jnp.int32)
 
 
-def program(impl, argnums=None):
+def program(impl, argnums=None, **options):
     """The loss as a function of e, c and targets, or its gradient."""
 
     def loss(e, c, t):
-        return linear_cross_entropy(e, c, t, impl=impl)
+        return linear_cross_entropy(e, c, t, impl=impl, **options)
 
     return loss if argnums is None else jax.grad(loss, argnums)
 
 
-def traced(impl, argnums=None):
-    return jax.make_jaxpr(program(impl, argnums))(E, C, T).jaxpr
+def traced(impl, argnums=None, **options):
+    return jax.make_jaxpr(program(impl, argnums, **options))(E, C, T).jaxpr
 
 
 def compiled(impl, argnums=None):
@@ -35,19 +39,33 @@ def compiled(impl, argnums=None):
 
 def arrays(jaxpr) -> set[tuple[str, int]]:
     """(type, number of elements) of everything that a traced program computes, at any depth outside the kernels."""
-    found = set()
+    return {
+        (v.aval.dtype.name, v.aval.size) for eqn in equations(jaxpr) for v in eqn.outvars if hasattr(v.aval, "dtype")
+    }
+
+
+def equations(jaxpr) -> Iterator:
+    """All of them, at any depth outside the kernels."""
     for eqn in jaxpr.eqns:
-        found |= {(v.aval.dtype.name, v.aval.size) for v in eqn.outvars if hasattr(v.aval, "dtype")}
+        yield eqn
         if eqn.primitive.name != "pallas_call":
             for inner in nested(eqn):
-                found |= arrays(inner)
-    return found
+                yield from equations(inner)
 
 
 def nested(eqn) -> list:
     """The programs inside an equation: loop bodies, branches, calls."""
     values = [x for v in eqn.params.values() for x in (v if isinstance(v, tuple | list) else [v])]
     return [p for p in (getattr(x, "jaxpr", x) for x in values) if hasattr(p, "eqns")]
+
+
+def kernels(jaxpr) -> dict[str, list]:
+    """The equations that launch a kernel, by its name: one each for the GPU and for the interpreter."""
+    found: dict[str, list] = {}
+    for eqn in equations(jaxpr):
+        if eqn.primitive.name == "pallas_call":
+            found.setdefault(eqn.params["name"], []).append(eqn)
+    return found
 
 
 @pytest.mark.parametrize("argnums", [None, 0, 1, (0, 1)])
@@ -94,15 +112,76 @@ def test_stop_gradient_freezes_too():
     assert len(re.findall(r" dot\(", text)) == 3
 
 
-@pytest.mark.parametrize("impl", ["chunked", "cce"])
-def test_the_residuals_are_the_inputs_and_one_number_a_token(impl):
-    def loss(e, c):
-        return linear_cross_entropy(e, c, jnp.zeros(N, jnp.int32), impl=impl)
+WHOLE = budget.whole_bytes(N, D, V)
+PART = WHOLE // 2 + budget.GROUP_BYTES
+LAUNCHES = {  # by the name of a kernel, how many of the two passes launch it: one for each branch on the kept tokens
+    0: {"cce_target": 1, "cce_statistics": 1, "cce_rescue": 1, "cce_dz": 2, "cce_de": 1, "cce_dc": 1},
+    PART: {"cce_target": 1, "cce_statistics": 1, "cce_rescue": 1, "cce_replace": 1, "cce_saved_dz": 2, "cce_dz": 2,
+           "cce_de": 2, "cce_dc": 2},
+    WHOLE: {"cce_target": 1, "cce_statistics": 1, "cce_rescue": 1, "cce_replace": 1, "cce_targets": 1, "cce_clear": 1,
+            "cce_de": 1, "cce_dc": 1},
+}  # fmt: skip
 
-    _, pullback = jax.vjp(loss, jnp.ones((N, D), jnp.bfloat16), jnp.ones((128, D), jnp.bfloat16))
-    saved = sum(x.nbytes for x in jax.tree.leaves(pullback))
-    inputs = 2 * (N * D + 128 * D)
-    assert saved <= inputs + 64 * N
+
+def residuals(impl, memory_budget, **options) -> list[tuple[str, int]]:
+    """(type, number of elements) of what the forward pass leaves for the backward pass."""
+    loss = partial(linear_cross_entropy, targets=np.zeros(N, np.int32), impl=impl, memory_budget=memory_budget)
+    pullback = jax.eval_shape(lambda e, c: jax.vjp(partial(loss, **options), e, c)[1], E, C)
+    return [(x.dtype.name, x.size) for x in jax.tree.leaves(pullback)]
+
+
+def size(arrays: list[tuple[str, int]]) -> int:
+    return sum(jnp.dtype(kind).itemsize * count for kind, count in arrays)
+
+
+@pytest.mark.parametrize(("impl", "memory_budget"), [("cce", 0), ("chunked", 0), ("chunked", 2**40)])
+def test_the_residuals_are_the_inputs_and_a_few_numbers_a_token(impl, memory_budget):
+    assert size(residuals(impl, memory_budget)) <= 2 * (N * D + V * D) + 64 * N
+
+
+@pytest.mark.parametrize("memory_budget", [300 * 2**20, PART, WHOLE - 1, WHOLE, 2**40])
+def test_the_residuals_are_within_the_budget(memory_budget):
+    """Beside the inputs and O(N) numbers: one bfloat16 array, of all columns from whole_bytes on."""
+    found = residuals("cce", memory_budget)
+    large = [x for x in found if x[1] > N * D and x != ("bfloat16", V * D)]
+    ((kind, count),) = large
+    assert kind == "bfloat16"
+    assert 0 < count == N * (count // N)
+    assert size(large) <= memory_budget
+    assert (count == N * V) == (memory_budget >= WHOLE)
+    assert size(found) <= 2 * (N * D + V * D) + size(large) + 64 * N
+
+
+def test_float16_and_float32_save_nothing():
+    for kind in (jnp.float16, jnp.float32):
+        core_ = core.Core(Head(), False, "cce", 2**40)
+        assert core.saved_columns((N, D), V, kind, core_) == 0
+        assert core.saved_columns((N, D), V, jnp.bfloat16, core_) == V
+
+
+@pytest.mark.parametrize(("memory_budget", "launches"), LAUNCHES.items())
+def test_the_kernels_that_a_budget_launches(memory_budget, launches):
+    """With all saved, no logit is computed a second time."""
+    found = kernels(traced("cce", (0, 1), memory_budget=memory_budget))
+    assert {name: len(eqns) for name, eqns in found.items()} == {name: 2 * n for name, n in launches.items()}
+
+
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
+def test_all_saved_is_one_array_that_every_kernel_works_on_in_place(argnums):
+    jaxpr = traced("cce", argnums, memory_budget=WHOLE)
+    assert [x for x in arrays(jaxpr) if x[1] >= N * V] == [("bfloat16", N * V)], "no float32 logits, nothing larger"
+    made = [e for e in equations(jaxpr) if any(v.aval.size == N * V for v in e.outvars)]
+    passed_on = {"jit", "pjit", "cond", "custom_jvp_call", "custom_vjp_call", "pallas_call"}
+    assert {e.primitive.name for e in made} <= passed_on
+    fresh = {
+        e.params["name"] for e in made if e.primitive.name == "pallas_call" and not e.params["input_output_aliases"]
+    }
+    assert fresh == {"cce_statistics"}
+
+
+def test_evaluation_saves_nothing():
+    assert not [x for x in arrays(traced("cce", memory_budget=2**40)) if x[1] > V * D]
+    assert set(kernels(traced("cce", memory_budget=2**40))) == {"cce_target", "cce_statistics", "cce_rescue"}
 
 
 def test_traced_once_a_shape():

@@ -330,6 +330,7 @@ def test_ops_refuse_nothing_that_the_fakes_allow():
             weight,
             None,
             numbers,
+            None,
             *wanted,
             *OPTIONS,
         )

@@ -1,15 +1,19 @@
 """The arithmetic around the kernels: windows, orders, splits, configurations."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cce_kernels import budget
 from cce_kernels.config import H200, SAFE, Gpu, TileConfig, tile_config
 from cce_kernels.forward import SCRATCH_BYTES, vocabulary_splits
-from cce_kernels.windows import FEWEST_COLUMNS, Groups, vocabulary_groups
+from cce_kernels.logits import Head
 from cce_kernels.tiles import grouped_order
+from cce_kernels.tokens import Kept
+from cce_kernels.windows import FEWEST_COLUMNS, Groups, vocabulary_groups
 
 
 @given(st.integers(1, 500), st.integers(1, 500))
@@ -38,11 +42,12 @@ def test_groups_fit_their_budget(vocabulary, budget, column_bytes):
 @settings(max_examples=20)
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(1, 17))
 def test_grouped_order_visits_every_tile_once(row_blocks, column_blocks, row_group):
-    programs = jnp.arange(row_blocks * column_blocks)
-    rows, columns = grouped_order(programs, row_blocks, column_blocks, row_group)
-    assert len(set(zip(rows.tolist(), columns.tolist(), strict=True))) == programs.size
-    assert int(rows.max()) < row_blocks
-    assert int(columns.max()) < column_blocks
+    programs = row_blocks * column_blocks
+    order = grouped_order(jnp.arange(400), row_blocks, column_blocks, row_group)  # of one size, to be compiled once
+    rows, columns = (np.asarray(x)[:programs] for x in order)
+    assert len(set(zip(rows.tolist(), columns.tolist(), strict=True))) == programs
+    assert rows.max() < row_blocks
+    assert columns.max() < column_blocks
 
 
 @given(st.integers(1, 600), st.integers(1, 1100))
@@ -65,5 +70,97 @@ def test_a_tile_config_is_validated(change):
 def test_an_unknown_gpu_gets_tiles_that_fit_every_gpu():
     for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
         itemsize = jnp.dtype(dtype).itemsize
-        assert tile_config(dtype, Gpu("99.0", 1)) is SAFE[itemsize]
-        assert SAFE[itemsize].shared_memory(itemsize) <= 99 * 1024
+        tiles = tile_config(dtype, 4096, Gpu("99.0", 1))
+        assert tiles is SAFE[itemsize]
+        assert all(tile.shared_memory(itemsize) <= 99 * 1024 for tile in tiles)
+
+
+HEADS = st.builds(Head, softcap=st.sampled_from([None, 30.0]))
+SIZES = st.builds(lambda power, part: int(2**power * part), st.integers(0, 17), st.floats(1, 2))
+VOCABULARIES = SIZES | SIZES.map(lambda n: -(-n // 256) * 256) | SIZES.map(lambda n: -(-n // 8) * 8)
+SHAPES = st.tuples(SIZES, st.integers(1, 16_384), VOCABULARIES)
+SHARES = st.floats(0, 1.5)  # of what saving everything and larger groups take
+
+
+def share_of(shape, share: float) -> int:
+    return int(share * (budget.whole_bytes(*shape) + budget.GROUP_BYTES))
+
+
+def saved(shape, head, with_sum, memory_budget, dtype=jnp.bfloat16) -> int:
+    return budget.saved_columns(*shape, dtype, head, with_sum, memory_budget)
+
+
+def least(tokens: int, width: int) -> int:
+    """What any backward pass holds: the sum for de, numbers of each token, XLA's workspace, a group of 1024 columns."""
+    return 4 * tokens * width + 256 * tokens + 32 * 2**20 + 2 * FEWEST_COLUMNS * (tokens + 2 * width)
+
+
+@settings(max_examples=300)
+@given(SHAPES, HEADS, st.booleans(), SHARES)
+def test_what_is_held_is_within_the_budget(shape, head, with_sum, share):
+    """Groups of columns, and what is saved, beside what any backward pass holds; and they cover the vocabulary once."""
+    (tokens, width, vocabulary), memory_budget = shape, share_of(shape, share)
+    columns = saved(shape, head, with_sum, memory_budget)
+    assert 0 <= columns <= vocabulary
+    if columns == vocabulary and budget.linear(head, with_sum):
+        held = 2 * tokens * vocabulary + 6 * tokens * width + 256 * tokens + 64 * 2**20
+    else:
+        tiles = tile_config(jnp.bfloat16, width, H200).dz
+        plan = budget.backward_groups(*shape, jnp.bfloat16, columns, memory_budget=memory_budget, copies=True,
+                                      tiles=tiles, interpret=False)  # fmt: skip
+        cover = np.zeros(vocabulary, int)
+        for groups, from_saved in plan:
+            for start, owned in map(groups.window, range(groups.count)):
+                assert groups.first <= start <= owned < start + groups.columns <= groups.first + groups.vocabulary
+                cover[owned : start + groups.columns] += 1
+            assert from_saved == (groups.first + groups.vocabulary <= columns)
+            assert from_saved == (groups.first < columns)
+        assert (cover == 1).all()
+        group = max(groups.columns for groups, _ in plan)
+        held = least(tokens, width) + 2 * tokens * columns + 2 * (group - FEWEST_COLUMNS) * (tokens + 2 * width)
+    assert held <= max(memory_budget, least(tokens, width))
+
+
+@settings(max_examples=300)
+@given(SHAPES, HEADS, st.booleans(), SHARES, SHARES)
+def test_a_larger_budget_saves_no_less(shape, head, with_sum, one, other):
+    less, more = (share_of(shape, share) for share in sorted((one, other)))
+    assert saved(shape, head, with_sum, less) <= saved(shape, head, with_sum, more)
+
+
+@settings(max_examples=300)
+@given(SHAPES, HEADS, st.booleans())
+def test_all_is_saved_from_whole_bytes_on(shape, head, with_sum):
+    vocabulary, enough = shape[2], budget.whole_bytes(*shape)
+    if budget.linear(head, with_sum) and vocabulary % 8 == 0:
+        assert saved(shape, head, with_sum, enough) == vocabulary
+        assert saved(shape, head, with_sum, enough - 1) < vocabulary
+    else:
+        assert vocabulary - 256 < saved(shape, head, with_sum, 2 * enough + 2**30) <= vocabulary
+
+
+@given(SHAPES, HEADS, st.booleans(), st.sampled_from([jnp.float16, jnp.float32]))
+def test_other_types_save_nothing(shape, head, with_sum, dtype):
+    assert saved(shape, head, with_sum, 2**60, dtype) == 0
+
+
+@given(st.lists(st.integers(-3, 5), min_size=24, max_size=24))
+def test_kept_tokens_come_first_and_go_back(targets):
+    targets = np.array(targets, np.int32)
+    live = targets >= 0
+    for x in (np.arange(1, 25, dtype=np.float32), np.arange(1, 49, dtype=np.int32).reshape(-1, 2)):
+        (count,), gathered, restored = moved(targets, x)
+        assert count == live.sum()
+        assert gathered.dtype == restored.dtype == x.dtype
+        np.testing.assert_array_equal(gathered[:count], x[live])
+        assert (np.asarray(gathered[count:]) == -7).all()
+        np.testing.assert_array_equal(restored, np.where(live.reshape(-1, *[1] * (x.ndim - 1)), x, 0))
+
+
+@jax.jit
+def moved(targets, x):
+    """The number of kept tokens; x gathered; and put back, something else where no kept token is."""
+    kept = Kept.of(targets)
+    gathered = kept.gathered(x, -7)
+    beyond = jnp.arange(24) >= kept.count
+    return kept.count, gathered, kept.restored(jnp.where(beyond.reshape(-1, *[1] * (x.ndim - 1)), 99, gathered))

@@ -9,6 +9,17 @@ input type before its two matmuls: a second rounding of the same size, √2 in t
 small sum such as a single row; K = 2. Errors of a reference can vanish by luck, for a loss of one token, say, hence the
 floor: the unit roundoff of the result's type, four times, for the handful of operations after the last long sum.
 In float32 the sums themselves are rounded, in another order than the reference's: √n·eps of their n ≤ 256 terms.
+
+That floor is wider than the error of a whole gradient. Where a result has hundreds of elements, so that no error
+vanishes by luck, a test counts its roundings instead, and the floor is float32's for every type:
+
+    err(result) ≤ roundings · err(reference in the same dtype) + FLOOR · eps(float32)
+
+The reference's is one; r of the same size that are independent make √r of it, and r if all fall together. The kernels
+round dz and the result: 2. From saved exponentials (cce_kernels/saved.py) there is one rounding more, of P, relative,
+as dz's is: 3. Where all are saved dz is not formed and not rounded, but r·e is, before dc: 3 at the most, again.
+A softcap κ takes z from log P, which is off by P's relative error, u; so 1 − (z/κ)² is off by up to 2u/κ, which for
+κ ≥ 2 is a part of P's own.
 """
 
 import ml_dtypes
@@ -41,4 +52,12 @@ def assert_close(actual, truth, reference, what: str) -> None:
     actual = np.asarray(actual)
     assert actual.dtype == np.asarray(reference).dtype, f"{what}: {actual.dtype} is not {np.asarray(reference).dtype}"
     allowed = bound(reference, truth)
+    assert error(actual, truth) <= allowed, f"{what}: error {error(actual, truth):.3g} exceeds {allowed:.3g}"
+
+
+def assert_rounded(actual, truth, reference, what: str, *, roundings: int) -> None:
+    """Assert the bound that counts roundings."""
+    actual, reference = np.asarray(actual), np.asarray(reference)
+    assert actual.dtype == reference.dtype, f"{what}: {actual.dtype} is not {reference.dtype}"
+    allowed = roundings * error(reference, truth) + FLOOR["float32"] * roundoff(np.float32)
     assert error(actual, truth) <= allowed, f"{what}: error {error(actual, truth):.3g} exceeds {allowed:.3g}"

@@ -1,9 +1,9 @@
 """What a number of bytes buys: how much of the vocabulary is saved by the forward pass, and how large groups are.
 
 The budget bounds what a call holds beyond its inputs, its results and O(N) numbers, saved or temporary. A backward pass
-always holds an (N, D) float32 sum for de, some numbers a token, XLA's workspace and a group of at least FEWEST_COLUMNS; a smaller budget gets
-that. The next GROUP_BYTES make groups larger, each of which costs about 0.15 ms besides its work. All beyond saves
-exponentials, 2·N bytes a column, each of which spares the backward pass one logit of each token. With
+always holds an (N, D) float32 sum for de, some numbers a token, XLA's workspace and a group of at least FEWEST_COLUMNS;
+a smaller budget gets that. The next GROUP_BYTES make groups larger, each of which costs about 0.15 ms besides its work.
+All beyond saves exponentials, 2·N bytes a column, each of which spares the backward pass one logit of each token. With
 `whole_bytes`, all are saved, and the gradient is two matmuls.
 """
 
@@ -13,7 +13,7 @@ from cce_kernels.config import TileConfig, target_of
 from cce_kernels.logits import Head
 from cce_kernels.saved import ALIGNMENT
 from cce_kernels.tiles import cdiv
-from cce_kernels.windows import Groups, vocabulary_groups
+from cce_kernels.windows import FEWEST_COLUMNS, Groups, vocabulary_groups
 
 WORKSPACE = 32 * 2**20  # of XLA's matmuls
 GROUP_BYTES = 256 * 2**20
@@ -28,7 +28,7 @@ def linear(head: Head, with_sum: bool) -> bool:
 
 def whole_bytes(tokens: int, width: int, vocabulary: int) -> int:
     """What saving everything takes: the exponentials, de before it is rounded, the scaled e, and two workspaces."""
-    return 2 * tokens * vocabulary + 6 * tokens * width + 2 * WORKSPACE
+    return 2 * tokens * vocabulary + 2 * tokens * width + _always(tokens, width) + WORKSPACE
 
 
 def saved_columns(
@@ -37,14 +37,12 @@ def saved_columns(
     """How many columns' exponentials the forward pass is to save for the backward pass."""
     if jnp.dtype(dtype) != jnp.bfloat16:  # float16 lacks the range, and float32 is asked for where accuracy counts
         return 0
-    if (
-        linear(head, with_sum)
-        and vocabulary % ALIGNMENT == 0
-        and memory_budget >= whole_bytes(tokens, width, vocabulary)
-    ):
+    direct = linear(head, with_sum) and vocabulary % ALIGNMENT == 0
+    if direct and memory_budget >= whole_bytes(tokens, width, vocabulary):
         return vocabulary
-    left = memory_budget - _always(tokens, width) - GROUP_BYTES
-    most = vocabulary // SAVED_MULTIPLE * SAVED_MULTIPLE
+    fewest = 2 * FEWEST_COLUMNS * (tokens + 2 * width)
+    left = memory_budget - _always(tokens, width) - max(GROUP_BYTES, fewest)
+    most = (vocabulary - direct) // SAVED_MULTIPLE * SAVED_MULTIPLE  # less than all where that takes whole_bytes
     return max(0, min(left // (2 * tokens * SAVED_MULTIPLE) * SAVED_MULTIPLE, most))
 
 

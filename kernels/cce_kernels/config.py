@@ -1,10 +1,11 @@
 """Tile configurations: how large a tile of logits one program computes, and with how many warps.
 
-The row for compute capability 9.0 was measured on an H200 (docs/performance.md); the others are chosen to fit
-their shared memory, which tests/test_lowering.py holds them to.
+The 16-bit rows for compute capability 9.0 were measured on an H200: `python -m bench.tune` does it again. The others
+are the largest tiles whose kernels fit shared memory and spill no registers, which tests/test_lowering.py holds every
+row to. Nothing is tuned at run time.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -51,11 +52,22 @@ class Tiles(NamedTuple):
 
 INTERPRETER = TileConfig(rows=16, columns=32, depth=16, warps=4, stages=1)
 
-WIDE = TileConfig(rows=128, columns=256, depth=64, warps=8, stages=3)
 SQUARE = TileConfig(rows=128, columns=128, depth=64, warps=8, stages=3)
-TABLE = {("9.0", 2): Tiles(WIDE, WIDE, WIDE, WIDE), ("8.0", 2): Tiles(SQUARE,SQUARE,SQUARE,SQUARE)}
-NARROW = {}
-NARROW_WIDTH = 1024
+WIDE = replace(SQUARE, columns=256)
+FLOAT32 = replace(SQUARE, depth=32)
+
+# By compute capability and the bytes of an element.
+TABLE = {
+    ("8.0", 2): Tiles.same(SQUARE),
+    ("8.6", 2): Tiles.same(SQUARE),
+    ("8.9", 2): Tiles.same(SQUARE),
+    ("9.0", 2): Tiles(statistics=WIDE, dz=WIDE, de=WIDE, dc=replace(WIDE, stages=4)),
+    ("10.0", 2): Tiles.same(SQUARE),  # with 256 columns dz and de spill
+    ("12.0", 2): Tiles.same(SQUARE),
+    **{(gpu, 4): Tiles.same(FLOAT32) for gpu in ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")},
+}
+NARROW = 1024  # D: of the two tiles for dz on 9.0 the smaller was faster at 768 and slower at 2304
+NARROW_TABLE = {("9.0", 2): TABLE["9.0", 2]._replace(dz=SQUARE)}
 SAFE = {
     2: Tiles.same(TileConfig(rows=128, columns=128, depth=32, warps=8, stages=3)),
     4: Tiles.same(TileConfig(rows=64, columns=64, depth=32, warps=8, stages=3)),
@@ -90,7 +102,7 @@ def local_gpu() -> Gpu | None:
 def tile_config(dtype: jax.typing.DTypeLike, width: int, gpu: Gpu) -> Tiles:
     """The tiles for this type and D on this GPU; some that fit every supported GPU where it is not in the table."""
     key = gpu.compute_capability, jnp.dtype(dtype).itemsize
-    narrow = NARROW.get(key) if width <= NARROW_WIDTH else None
+    narrow = NARROW_TABLE.get(key) if width <= NARROW else None
     return narrow or TABLE.get(key) or SAFE[key[1]]
 
 

@@ -10,8 +10,8 @@ the target's by 88. A row where one does comes out as inf, and the rescue kernel
 that block of rows with a running maximum; programs with nothing to rescue read 4 bytes a token and end.
 Fused: the matmul e·cᵀ, bias, scale, softcap, exponential, both sums.
 Read: e once per 256 columns and c once per 128 rows, from L2 wherever programs that run together share them.
-Written: 4 bytes a token and split for lse (and for sum); where asked for, the exponentials of the first columns, 2 bytes
-each (cce_kernels/saved.py). Never written: a logit.
+Written: 4 bytes a token and split for lse (and for sum); where asked for, the exponentials of the first columns, 2
+bytes each (cce_kernels/saved.py). Never written: a logit.
 A program owns `tiles.rows` tokens and one of `splits` equal runs of the vocabulary, which it walks tile by tile.
 Tokens that are ignored come last, and programs that have none but those end at once (cce_kernels/tokens.py).
 """

@@ -38,12 +38,10 @@ def _product_kernel(
     columns = column_block * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
     rows_ok, columns_ok = inside(rows, row_count, tiles.rows), inside(columns, column_count, tiles.columns)
     start, count = start_ref[0], count_ref[0]
-    steps = jnp.int32(cdiv(inner_count, tiles.depth))
     some = row_block * tiles.rows < count
+    steps = (count + tiles.depth - 1) // tiles.depth
     if kind == "de":  # in rows from count on anything may be added: nothing reads them
-        steps = jnp.where(some, steps, jnp.int32(0))
-    else:
-        steps = (count + tiles.depth - 1) // tiles.depth
+        steps = jnp.where(some, jnp.int32(cdiv(inner_count, tiles.depth)), jnp.int32(0))
 
     def step(k, total):
         inner = k * tiles.depth + jnp.arange(tiles.depth, dtype=jnp.int32)
@@ -100,6 +98,7 @@ def kernel_products(
     def put_dc(dc, dz, start):
         left, right = (dz, e) if head.vocab_axis == 0 else (e, dz)
         shape = (dz.shape[1], width) if head.vocab_axis == 0 else (width, dz.shape[1])
-        return run("dc", tiles.dc, left, right, start, dc, (*shape, e.shape[0]), None if unit is None else unit.reshape(1))
+        scale = None if unit is None else unit.reshape(1)
+        return run("dc", tiles.dc, left, right, start, dc, (*shape, e.shape[0]), scale)
 
     return Products(add_de, put_dc)

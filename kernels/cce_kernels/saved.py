@@ -50,7 +50,7 @@ def references(lse: jax.Array, target: jax.Array, targets: jax.Array, vocabulary
 
 
 def store_exponentials(saved_ref, p: jax.Array, rows: jax.Array, columns: jax.Array, rows_ok, columns_ok) -> None:
-    mask = tile_mask(rows_ok, columns_ok, p.shape)
+    mask = tile_mask(rows_ok, columns_ok, (rows.size, columns.size))
     plgpu.store(saved_ref.at[tile_index(rows, columns)], p.astype(saved_ref.dtype), mask=mask)
 
 
@@ -79,7 +79,7 @@ def _dz_kernel(
     dz = head.cotangent(z, p, columns[None, :] == targets, *cotangents, weights=weights)
     if groups.overlap:
         dz = jnp.where((columns >= window_ref[1])[None, :], dz, 0.0)
-    mask = tile_mask(rows_ok, local_ok, dz.shape)
+    mask = tile_mask(rows_ok, local_ok, (tiles.rows, tiles.columns))
     plgpu.store(dz_ref.at[tile_index(rows, local)], dz.astype(dz_ref.dtype), mask=mask)
     if sums_ref is not None:
         block = jnp.full((tiles.columns,), row_block, jnp.int32)
@@ -167,7 +167,7 @@ def direct_gradients(
     start = jnp.int32(0)
     if wanted.e:
         de = products(e).add_de(None, saved, start) * r[:, None]
-    if wanted.c:
+    if dc is not None:
         dc = products((e * r[:, None]).astype(e.dtype)).put_dc(dc, saved, start)
     if wanted.bias:
         high = r.astype(e.dtype)

@@ -16,7 +16,7 @@ class Kept(NamedTuple):
     order: jax.Array  # (N,) int32: the kept tokens first, in their order
     place: jax.Array  # (N,) int32: where in `order` each kept token is
     live: jax.Array  # (N,) bool: whether a token is kept
-    count: jax.Array  # (1,) int32
+    count: jax.Array  # type: ignore[assignment]  # (1,) int32
 
     @classmethod
     def of(cls, targets: jax.Array) -> "Kept":

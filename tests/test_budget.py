@@ -1,0 +1,264 @@
+"""Saved exponentials and skipped tokens: every way that the kernels have to the same gradient, against float64."""
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cce_jax import linear_cross_entropy
+from cce_kernels import backward, forward
+from cce_kernels.groups import Wanted
+from cce_kernels.logits import Head
+from tests.call import run
+from tests.cases import ARRAYS, Case, Inputs, inputs
+from tests.tolerance import assert_rounded, error
+from tests.truth import truth
+
+V, D = 232, 20  # no multiple of any tile; V is one of 8, as saving everything wants
+PART = 112  # columns that are saved, and 120 that are not: two groups each, that overlap
+FEW_TOKENS, TOKENS = 24, 40  # below and above the number from which on kept tokens are moved together
+
+
+pytestmark = pytest.mark.usefixtures("budget_in_columns")
+
+
+@dataclass(frozen=True)
+class Way:
+    """A program: its static options, and how much it saves."""
+
+    columns: int
+    tokens: int
+    dtype: str = "bfloat16"
+    arrays: tuple[str, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        saved = {0: "none", PART: "part", V: "all"}.get(self.columns, "as much as may be")
+        return ", ".join([saved, f"{self.tokens} tokens", self.dtype, *self.arrays, *map(str, self.options)])
+
+    def inputs(self, seed: int = 0) -> Inputs:
+        return inputs(Case("", (self.tokens,), D, V, self.arrays, 0.0, self.options), self.dtype, seed)
+
+
+EACH = {"reduction": "none", "return_lse": True}
+CAPPED = {"softcap": 4.0, "label_smoothing": 0.2, "logit_scale": 1.3}
+WEIGHTED = ("bias", "class_weight")
+LAST = {"vocab_axis": 1}
+WAYS = [
+    Way(V, TOKENS),
+    Way(V, TOKENS, arrays=("bias",), options=EACH | LAST),
+    Way(V, FEW_TOKENS, arrays=("bias", "token_weight"), options=EACH | {"logit_scale": -1.7, "z_loss": 0.02}),
+    Way(V, TOKENS, arrays=ARRAYS, options=CAPPED),
+    Way(V, FEW_TOKENS, options=EACH | {"label_smoothing": 0.2} | LAST),
+    Way(PART, TOKENS, arrays=("bias",), options=EACH),
+    Way(PART, TOKENS, arrays=ARRAYS, options=CAPPED | LAST | {"z_loss": 0.02, "return_lse": True}),
+    Way(PART, FEW_TOKENS, arrays=ARRAYS, options=CAPPED | EACH),
+    Way(0, TOKENS, arrays=ARRAYS, options=CAPPED | EACH | LAST),
+    Way(2**40, TOKENS, "float16", ("bias",), EACH | LAST),
+    Way(2**40, TOKENS, "float16", WEIGHTED, CAPPED),
+    Way(2**40, TOKENS, "float32", ARRAYS, CAPPED | EACH),
+]
+
+
+def ignored(tokens: int) -> dict[str, np.ndarray]:
+    """Which tokens are ignored: none, few and most of them, those also in runs, all; and up to the edge of a tile."""
+    draw, place = np.random.default_rng(1).uniform(size=tokens), np.arange(tokens)
+    return {
+        "none": place < 0,
+        "few": draw < 0.1,
+        "most": draw < 0.75,
+        "in runs": place % 16 < 12,
+        "but 16": place < tokens - 16,
+        "but 5": place < tokens - 5,
+        "all": place >= 0,
+    }
+
+
+def with_odd_cotangents(given: Inputs) -> Inputs:
+    """Tokens whose loss, or lse, or both, have no cotangent; and with the lse that enters the loss none in all."""
+    of_loss, of_lse = given.of_loss.copy(), given.of_lse.copy()
+    if of_loss.ndim:
+        of_loss[[1, 2]], of_lse[[2, 4]] = 0, 0
+        of_lse[[3, 7, 17]] = -of_loss[[3, 7, 17]]
+    return replace(given, of_loss=of_loss, of_lse=of_lse)
+
+
+def check(given: Inputs, way: Way, hidden: np.ndarray) -> tuple[tuple, tuple]:
+    """Compare with float64, and return both. hidden: tokens that are ignored, and hold NaN."""
+    given = replace(given, targets=np.where(hidden, -100, given.targets))
+    dirty = replace(given, e=np.where(hidden[:, None], np.nan, given.e).astype(given.e.dtype))
+    loss, lse, gradients = exact = truth(given, {k: v for k, v in way.options.items() if k != "vocab_axis"})
+    reference = run(given, way.options, "reference")
+    actual = run(dirty, way.options, "cce", memory_budget=way.columns)
+    roundings = 3 if way.dtype == "bfloat16" and way.columns else 2
+    assert_rounded(actual[0], loss, reference[0], "loss", roundings=2)
+    assert_rounded(actual[1], lse, reference[1], "lse", roundings=2)
+    for name, gradient in actual[2].items():
+        assert_rounded(gradient, gradients[name], reference[2][name], f"gradient of {name}", roundings=roundings)
+    assert not np.float32(actual[2]["e"][hidden]).any()
+    again = run(dirty, way.options, "cce", memory_budget=way.columns)
+    jax.tree.map(np.testing.assert_array_equal, again, actual)
+    return actual, exact
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_every_way_is_right_whichever_tokens_are_ignored(way):
+    for seed, (what, hidden) in enumerate(ignored(way.tokens).items()):
+        given = with_odd_cotangents(way.inputs(seed))
+        try:
+            check(given, way, hidden)
+        except AssertionError as failed:
+            raise AssertionError(f"{what} ignored: {failed}") from None
+
+
+FAR = [way for way in WAYS if way.columns in (V, PART) and "softcap" not in way.options and way.arrays == ("bias",)]
+
+
+@pytest.mark.parametrize("hide", ["none", "most"])
+@pytest.mark.parametrize("way", FAR, ids=str)
+def test_rows_whose_largest_logit_is_far_above_their_targets(way, hide):
+    """By more than 44 nats, from where on exponentials are relative to lse; and by 90, where they overflow."""
+    given = with_odd_cotangents(way.inputs())
+    kind = np.arange(way.tokens) % 4
+    e = np.float64(given.e) * np.array([1, 4, 10, 4])[kind][:, None]
+    z = e @ np.float64(given.c).T + np.float64(given.optional["bias"])
+    targets = np.where(kind == 3, z.argmax(1), np.where(kind > 0, z.argmin(1), given.targets))
+    gap = z.max(1) - z[np.arange(way.tokens), targets]
+    assert ((gap > 46) & (gap < 86)).sum() >= 5
+    assert (gap > 90).sum() >= 8
+    assert (gap < 20).sum() >= 8
+    given = replace(given, e=e.astype(given.e.dtype), targets=targets.astype(np.int32))
+    hidden = ignored(way.tokens)[hide]
+    found, exact = check(given, way, hidden)
+    for k in range(4):  # each kind on its own, lest another's larger gradients hide it
+        rows = (kind == k) & ~hidden
+        assert error(found[2]["e"][rows], exact[2]["e"][rows]) < 3 * 2.0**-8
+
+
+@pytest.mark.parametrize("way", FAR, ids=str)
+def test_a_bias_of_minus_infinity_removes_a_class(way):
+    given = with_odd_cotangents(way.inputs())
+    results = []
+    for low in (-np.inf, -1e4):  # of which both exponentials are 0
+        bias = np.where(np.arange(V) % 5 == 2, low, given.optional["bias"]).astype(given.e.dtype)
+        targets = np.where(given.targets % 5 == 2, given.targets - 1, given.targets)
+        results.append(run(replace(given, optional={"bias": bias}, targets=targets), way.options, "cce",
+                           memory_budget=way.columns))  # fmt: skip
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    assert np.isfinite(np.float32(results[0][2]["c"])).all()
+
+
+@pytest.mark.parametrize("bad", [V, 2**31 - 1, -1])
+@pytest.mark.parametrize("way", FAR, ids=str)
+def test_a_target_out_of_range_is_nan_and_so_is_every_gradient_it_reaches(way, bad):
+    given = way.inputs()
+    targets = np.where(np.arange(way.tokens) == 5, bad, given.targets).astype(np.int32)
+    loss, lse, gradients = run(replace(given, targets=targets), way.options, "cce", memory_budget=way.columns)
+    others = np.arange(way.tokens) != 5
+    assert np.isnan(loss).tolist() == (~others).tolist()
+    assert np.isfinite(lse).all()
+    assert np.isnan(np.float32(gradients["e"][5])).all()
+    assert np.isfinite(np.float32(gradients["e"])[others]).all()
+    assert np.isnan(np.float32(gradients["c"])).all()
+    assert np.isnan(np.float32(gradients["bias"])).all()
+
+
+@pytest.mark.parametrize("columns", [PART, V])
+def test_the_gradient_of_lse_is_finite_and_right_for_a_target_out_of_range(columns):
+    given = Way(columns, TOKENS).inputs()
+    targets = np.where(np.arange(TOKENS) % 7 == 5, V, given.targets)
+
+    def objective(e, c):
+        options = dict(reduction="none", return_lse=True, impl="cce", memory_budget=columns)
+        return jnp.sum(linear_cross_entropy(e, c, targets, **options)[1] * given.of_lse)
+
+    de, dc = jax.jit(jax.grad(objective, (0, 1)))(given.e, given.c)
+    z = np.float64(given.e) @ np.float64(given.c).T
+    p = np.exp(z - np.logaddexp.reduce(z, axis=1)[:, None]) * given.of_lse[:, None]
+    for actual, exact in ((de, p @ np.float64(given.c)), (dc, p.T @ np.float64(given.e))):
+        assert_rounded(actual, exact, exact.astype(given.e.dtype), "gradient of lse", roundings=3)
+
+
+@pytest.mark.parametrize("columns", [PART, V])
+def test_another_backward_pass_has_the_bits_of_the_first(columns):
+    """With what the one before left of what was saved, after other cotangents, and among tokens that are ignored."""
+    given = Way(columns, TOKENS).inputs()
+    options = dict(head=Head(), interpret=True)
+    start = jax.jit(partial(forward.statistics, with_sum=False, saved_columns=columns, **options))
+    follow = jax.jit(partial(backward.gradients, wanted=Wanted(True, True, True), memory_budget=0, **options))
+    rng = np.random.default_rng(0)
+    x, y = (jnp.float32(rng.standard_normal((2, TOKENS))) for _ in "xy")
+    y = y.at[0, ::3].set(0)  # whose target's element is then of another size
+    for hidden in (ignored(TOKENS)[what] for what in ("few", "most")):
+        targets = np.where(hidden, -1, given.targets)
+        lse, target, _, saved = start(given.e, given.c, None, targets, None)
+
+        def gradients(saved, cotangents, known=(targets, None, lse, target)):
+            *found, left = follow(given.e, given.c, None, *known, saved, cotangents)
+            return found, left
+
+        first, left = gradients(saved, x)
+        other, left = gradients(left, y)
+        jax.tree.map(np.testing.assert_array_equal, gradients(left, x)[0], first)
+        jax.tree.map(np.testing.assert_array_equal, gradients(saved, y)[0], other)
+        assert error(other[0], first[0]) > 0.1
+
+
+@pytest.mark.parametrize("columns", [PART, V])
+def test_a_retained_vjp(columns):
+    given = Way(columns, TOKENS).inputs()
+    loss = partial(linear_cross_entropy, targets=given.targets, impl="cce", memory_budget=columns)
+    value, pullback = jax.vjp(loss, jnp.asarray(given.e), jnp.asarray(given.c))
+    first, other, again = pullback(value), pullback(-2 * value), pullback(value)
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    for x, y in zip(other, first, strict=True):
+        assert error(x, -2 * np.float32(y)) == 0, "a power of two is exact"
+
+
+def over_rows(transform, given: Inputs, impl: str, columns: int):
+    """Gradients of Σ_k w_k · loss(e_k, c, t_k), the sum taken in a way of JAX's."""
+    e, t, w = given.e.reshape(2, -1, D), given.targets.reshape(2, -1), jnp.array([1.0, -3.0])
+
+    def loss(e, c, t):
+        return linear_cross_entropy(e, c, t, impl=impl, memory_budget=columns, precision="highest")
+
+    def objective(e, c):
+        return transform(loss)(e, c, t, w)
+
+    return jax.jit(jax.value_and_grad(objective, (0, 1)))(jnp.asarray(e), jnp.asarray(given.c))
+
+
+def mapped(loss):
+    return lambda e, c, t, w: jnp.sum(w * jax.vmap(loss, (0, None, 0))(e, c, t))
+
+
+def scanned(loss):
+    def total(e, c, t, w):
+        return jax.lax.scan(lambda s, x: (s + x[2] * loss(x[0], c, x[1]), None), 0.0, (e, t, w))[0]
+
+    return total
+
+
+def checkpointed(loss):
+    return scanned(jax.checkpoint(loss))
+
+
+@pytest.mark.parametrize(
+    ("transform", "columns"), [(mapped, V), (mapped, PART), (scanned, V), (checkpointed, PART)]
+)  # fmt: skip
+def test_transformed(transform, columns):
+    """Under vmap the choice by the number of kept tokens, few in the second row, becomes a selection of both ways."""
+    given = inputs(Case("", (2 * TOKENS,), D, V, ignored=0.0), "bfloat16")
+    hidden = np.concatenate([ignored(TOKENS)["none"], ignored(TOKENS)["most"]])
+    given = replace(given, targets=np.where(hidden, -100, given.targets))
+    exact = over_rows(mapped, replace(given, e=np.float32(given.e), c=np.float32(given.c)), "reference", 0)
+    reference = over_rows(mapped, given, "reference", 0)
+    actual = over_rows(transform, given, "cce", columns)
+    np.testing.assert_allclose(actual[0], exact[0], rtol=1e-6)
+    for x, y, z, name in zip(actual[1], exact[1], reference[1], ("e", "c"), strict=True):
+        # c's gradient is a sum of two rounded ones, of which scan rounds the sum too.
+        assert_rounded(x, y, z, f"gradient of {name}", roundings=4)

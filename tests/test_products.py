@@ -1,0 +1,62 @@
+"""The gradient's two matmuls for a number of tokens that only the device knows, against NumPy's of those tokens."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cce_kernels.config import target_of
+from cce_kernels.logits import Head
+from cce_kernels.products import kernel_products
+from tests.cases import DTYPES
+from tests.tolerance import error
+
+TOKENS, WIDTH, COLUMNS, VOCABULARY = 53, 40, 72, 120  # the interpreter's tiles are of 16 and 32
+START = 31
+COUNTS = (0, 1, 15, 16, 17, 32, 48, TOKENS - 1, TOKENS)
+
+
+@cache
+def program(axis: int, dtype: str, with_unit: bool):
+    """de and dc as the products leave them, of arrays, the count and the unit."""
+    tiles = target_of(DTYPES[dtype], WIDTH, interpret=True)[1]
+
+    @jax.jit
+    def products(e, c, dz, de, dc, count, unit):
+        made = partial(kernel_products, e, c, head=Head(vocab_axis=axis, precision="highest"), tiles=tiles)
+        run = made(unit=unit if with_unit else None, count=count.reshape(1), interpret=True)
+        start = jnp.int32(START)
+        return run.add_de(None, dz, start), run.add_de(de, dz, start), run.put_dc(dc, dz, start)
+
+    return products
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize(
+    ("axis", "dtype", "unit"),
+    [(0, "float32", None), (1, "float32", None), (1, "bfloat16", None), (0, "float16", 2.0**-9)],
+)
+def test_products_of_the_first_tokens(axis, dtype, unit, count):
+    rng = np.random.default_rng(count)
+    kind = DTYPES[dtype]
+    e, c, dz = (rng.standard_normal(s).astype(kind) for s in ((TOKENS, WIDTH), (VOCABULARY, WIDTH), (TOKENS, COLUMNS)))
+    dz[count:], e[count:] = np.nan, 0  # what lies there is arbitrary in dz, and e was gathered with zeros
+    before = rng.standard_normal((TOKENS, WIDTH)).astype(np.float32)
+    dc = rng.standard_normal((VOCABULARY, WIDTH)).astype(kind)
+    first, more, put = program(axis, dtype, unit is not None)(
+        e, c.T if axis else c, dz, before, dc.T if axis else dc, np.int32(count), np.float32(unit or 1)
+    )
+    put = np.float64(put.T if axis else put)
+    group = slice(START, START + COLUMNS)
+    left, right = np.float64(dz[:count]), np.float64(e[:count])
+    de, dc_g = left @ np.float64(c[group]), (unit or 1) * left.T @ right
+    eps = float(np.finfo(np.float32).eps)
+    assert first.dtype == more.dtype == np.float32
+    assert error(first[:count], de) < 16 * eps
+    assert error(more[:count], before[:count] + de) < 16 * eps
+    rounded = dc_g.astype(kind)
+    assert error(put[group], dc_g) <= error(rounded, dc_g) + 16 * eps, "rounded once, after it was multiplied"
+    others = np.delete(np.arange(VOCABULARY), np.r_[group])
+    np.testing.assert_array_equal(put[others], np.float64(dc)[others])

@@ -1,0 +1,175 @@
+"""cce_torch with saved exponentials: cce_jax's bits, nothing saved in vain, and every way to run a backward pass."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from cce_torch import LinearCrossEntropy, linear_cross_entropy, ops, programs
+from tests import call, call_torch
+from tests.call_torch import tensor
+from tests.cases import Inputs
+from tests.test_budget import PART, TOKENS, V, Way
+from tests.tolerance import assert_rounded
+from tests.truth import truth
+
+pytestmark = pytest.mark.usefixtures("budget_in_columns")
+EACH = {"reduction": "none", "return_lse": True}
+
+
+def some(arrays=(), options=None, seed=0) -> Inputs:
+    given = Way(V, TOKENS, arrays=arrays, options=options or {}).inputs(seed)
+    given.targets[::5] = -100
+    return given
+
+
+def example():
+    given = some()
+    return tensor(given.e).requires_grad_(), tensor(given.c).requires_grad_(), tensor(given.targets)
+
+
+def loss(e, c, t, columns=V):
+    return linear_cross_entropy(e, c, t, impl="cce", memory_budget=columns)
+
+
+def gradients(value, *leaves, **more):
+    return torch.autograd.grad(value, leaves, **more)
+
+
+def assert_equal(actual, expected) -> None:
+    for x, y in zip(actual, expected, strict=True):
+        assert x.dtype == y.dtype
+        assert torch.equal(x, y)
+
+
+@pytest.fixture
+def saved(monkeypatch) -> list[tuple[int, int]]:
+    """The shape of what each forward pass saves."""
+    shapes, real = [], programs.loss
+
+    def recorded(*arguments, **options):
+        result = real(*arguments, **options)
+        shapes.append(tuple(result[2].shape))
+        return result
+
+    monkeypatch.setattr(programs, "loss", recorded)
+    return shapes
+
+
+@pytest.mark.parametrize("columns", [0, PART, V])
+def test_the_bits_are_those_of_cce_jax(columns, saved):
+    given = some(("bias",), EACH)
+    theirs, ours = (run(given, EACH, "cce", memory_budget=columns) for run in (call.run, call_torch.run))
+    assert saved == [(TOKENS if columns else 0, columns)]
+    np.testing.assert_array_equal(theirs[0], ours[0])
+    np.testing.assert_array_equal(theirs[1], ours[1])
+    for name, gradient in ours[2].items():
+        np.testing.assert_array_equal(gradient, theirs[2][name], err_msg=name)
+
+
+@pytest.mark.parametrize(("columns", "options"), [(PART, EACH), (V, {})])
+def test_padded_to_another_size(columns, options, saved, monkeypatch):
+    monkeypatch.setattr(programs, "EXACT", 0)
+    monkeypatch.setattr(programs, "SMALLEST", 16)
+    programs.sizes.cache_clear()
+    given = some(("bias",), options)
+    expected, reference = truth(given, options), call_torch.run(given, options, "reference")
+    actual = call_torch.run(given, options, "cce", memory_budget=columns)
+    programs.sizes.cache_clear()
+    assert saved == [(48, columns)]
+    for k, what in enumerate(("loss", "lse")):
+        assert_rounded(actual[k], expected[k], reference[k], what, roundings=2)
+    for name, gradient in actual[2].items():
+        assert_rounded(gradient, expected[2][name], reference[2][name], f"gradient of {name}", roundings=3)
+
+
+def test_only_what_a_backward_pass_will_read_is_saved(saved):
+    e, c, t = example()
+    expected = loss(e, c, t).detach()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(loss(e, c, t), expected)
+    loss(e.detach(), c.detach(), t)
+    weight = torch.rand(TOKENS, requires_grad=True)
+    linear_cross_entropy(e.detach(), c.detach(), t, token_weight=weight, impl="cce", memory_budget=V).backward()
+    loss(e.detach(), c, t)
+    loss(e, c.detach(), t)
+    assert saved == [(TOKENS, V)] + 4 * [(0, 0)] + 2 * [(TOKENS, V)]
+    assert loss(e, c, t).grad_fn.saved_tensors[-1].shape == (TOKENS, V)
+
+
+def test_a_frozen_input_changes_no_bit_of_the_others_gradient():
+    e, c, t = example()
+    de, dc = gradients(loss(e, c, t), e, c)
+    assert_equal(gradients(loss(e, c.detach(), t), e), [de])
+    assert_equal(gradients(loss(e.detach(), c, t), c), [dc])
+
+
+@pytest.mark.parametrize("columns", [PART, V])
+def test_a_retained_graph_has_the_same_bits_again(columns):
+    e, c, t = example()
+    value = loss(e, c, t, columns)
+    first = gradients(value, e, c, retain_graph=True)
+    other = gradients(value, e, c, grad_outputs=torch.tensor(-4.0), retain_graph=True)
+    assert_equal(gradients(value, e, c), first)
+    assert_equal(other, [-4 * g for g in first])
+    assert_equal(gradients(loss(e, c, t, columns), e, c), first)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant, saved):
+    e, c, t = example()
+    expected = gradients(loss(e.sin(), c, t), e, c)
+    checkpoint(lambda e: loss(e.sin(), c, t), e, use_reentrant=reentrant).backward()
+    assert_equal([e.grad, c.grad], expected)
+    assert saved == [(TOKENS, V), (0, 0) if reentrant else (TOKENS, V), (TOKENS, V)]
+
+
+def test_compiled_code_saves_nothing_and_is_right(saved):
+    e, c, t = example()
+    expected = gradients(loss(e * 2, c, t, 0), e, c)
+    step = torch.compile(lambda e, c, t: loss(e * 2, c, t), fullgraph=True, backend="aot_eager")
+    assert_equal(gradients(step(e, c, t), e, c), expected)
+    assert saved == [(0, 0)] * 2
+
+
+def test_func_grad_saves_nothing_and_is_right(saved):
+    e, c, t = example()
+    (expected,) = gradients(loss(e, c, t, 0), e)
+    assert torch.equal(torch.func.grad(lambda e: loss(e, c.detach(), t))(e), expected)
+    assert saved == [(0, 0)] * 2
+
+
+@pytest.mark.parametrize("columns", [PART, V])
+def test_opcheck(columns):
+    given = Way(columns, TOKENS).inputs()  # none of whose tokens is ignored: what is saved of those is arbitrary
+    e, c, t = tensor(given.e), tensor(given.c), tensor(given.targets).long()
+    options = (1, -100, 0, "mean", 0.0, 0.0, 1.0, None, None, "cce", columns)
+    inputs = (e, c, None, t, None, None, None)
+    torch.library.opcheck(torch.ops.cce_torch.loss.default, (*inputs, True, *options))
+    _, numbers, saved = torch.ops.cce_torch.loss.default(*inputs, True, *options)
+    assert saved.shape == (TOKENS, columns)
+    wanted = True, True, False, False
+    arguments = torch.ones(()), None, *inputs, numbers, saved, *wanted, *options
+    for x, y in zip(ops._run_gradients(*arguments), ops._fake_gradients(*arguments), strict=True):
+        assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
+
+
+def test_a_graph_of_the_backward_pass_is_an_error_that_names_the_reference():
+    e, c, t = example()
+    expected = gradients(loss(e, c, t), e)
+    found = gradients(loss(e, c, t), e, create_graph=True)
+    assert_equal(found, expected)
+    with pytest.raises(NotImplementedError, match="impl='reference'"):
+        found[0].sum().backward()
+
+
+def test_the_module_has_the_option(saved):
+    e, c, t = example()
+    module = LinearCrossEntropy(impl="cce", memory_budget=PART)
+    assert_equal(gradients(module(e, c, t), e, c), gradients(loss(e, c, t, PART), e, c))
+    assert saved == [(TOKENS, PART)] * 2
+    assert f"memory_budget={PART}" in repr(module)
+    for wrong, error in ((-1, ValueError), (1e9, TypeError)):
+        with pytest.raises(error, match="memory_budget"):
+            LinearCrossEntropy(memory_budget=wrong)(e, c, t)

@@ -1,0 +1,73 @@
+"""The sweep over tile configurations: what it tries, prints and keeps. Measuring itself needs a GPU."""
+
+import json
+import sys
+
+import pytest
+
+from bench import tune
+from cce_kernels.config import H200, INTERPRETER, TABLE
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path):
+    def run(*arguments: str) -> list[dict]:
+        monkeypatch.setattr(sys, "argv", ["tune", *arguments, "--out", str(tmp_path / "new" / "tune")])
+        tune.main()
+        kept = json.loads((tmp_path / "new" / "tune.json").read_text())
+        assert {"device", "jax", "git_tree", "packages"} <= set(kept)
+        return kept["rows"]
+
+    return run
+
+
+def test_every_kernel_is_timed(command, capsys):
+    rows = command("--quick")
+    assert [row["role"] for row in rows] == [role for role in tune.ROLES for _ in tune.TINY]
+    assert [row["tiles"] for row in rows if row["shipped"]] == [tune.label(INTERPRETER)] * len(tune.ROLES)
+    assert all(row["ms"] > 0 and row["ratio"] == row["ms"] / row["matmul_ms"] for row in rows)
+    printed = capsys.readouterr().out
+    assert all(role in printed for role in tune.ROLES)
+    assert printed.count("shipped") == len(tune.ROLES)
+
+
+def test_candidates_that_spill_or_fail_are_listed(command, capsys, monkeypatch):
+    spilling, failing = tune.TileConfig(64, 32, 16, 4, 1), tune.TileConfig(32, 64, 16, 4, 1)
+    monkeypatch.setattr(tune, "TINY", [spilling, failing, INTERPRETER])
+    real = tune.program
+
+    def program(role, given, read, tiles, interpret):
+        def fails(*_):
+            raise ValueError(f"no {tiles.rows} rows\nand more")
+
+        function, arguments = real(role, given, read, tiles, interpret)
+        function = fails if tiles == failing else function
+        function.spills = 24 if tiles == spilling else 0
+        return function, arguments
+
+    monkeypatch.setattr(tune, "program", program)
+    monkeypatch.setattr(tune, "spilled", lambda function, arguments: function.spills)
+    rows = command("--quick", "--role", "dc")
+    assert [(row["ms"] is None, row["spilled"], row.get("failed")) for row in rows] == [
+        (True, 24, None), (True, 0, "ValueError: no 32 rows"), (False, 0, None),
+    ]  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "spills 24 bytes" in printed
+    assert "no 32 rows" in printed
+
+
+def test_without_a_gpu_only_quick_runs(command, capsys):
+    with pytest.raises(SystemExit):
+        command()
+    assert "needs a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_what_is_shipped_is_a_candidate(dtype):
+    itemsize = 4 if dtype == "float32" else 2
+    for role, tiles in TABLE[H200.compute_capability, itemsize]._asdict().items():
+        assert tiles in tune.candidates(role, dtype, interpret=False)
+    assert (tune.DZ_TILES in tune.candidates("saved dz", dtype, interpret=False)) == (dtype == "bfloat16")
+    for role in tune.ROLES:
+        tried = tune.candidates(role, dtype, interpret=False)
+        assert len(set(tried)) == len(tried)
