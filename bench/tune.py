@@ -71,7 +71,7 @@ class Given(NamedTuple):
     targets: jax.Array
     lse: jax.Array
     cotangents: jax.Array
-    count: jax.Array  # of kept tokens: all
+    kept: jax.Array  # (1,), how many tokens are kept: all
 
     @classmethod
     def of(cls, shape: Shape, dtype, interpret: bool) -> "Given":
@@ -100,7 +100,8 @@ def shipped(role: str, given: Given, interpret: bool) -> TileConfig:
 
 def groups_of(given: Given, tiles: TileConfig, interpret: bool) -> Groups:
     """The groups of a backward pass with the default budget, which saves nothing."""
-    ((groups, _),) = backward_groups(*given.e.shape, given.c.shape[0], given.e.dtype, 0, memory_budget=MEMORY_BUDGET,
+    (tokens, width), vocabulary = given.e.shape, given.c.shape[0]
+    ((groups, _),) = backward_groups(tokens, width, vocabulary, given.e.dtype, 0, memory_budget=MEMORY_BUDGET,
                                      copies=True, tiles=tiles, interpret=interpret)  # fmt: skip
     return groups
 
@@ -112,7 +113,7 @@ def buffer(role: str, given: Given, interpret: bool) -> jax.Array | None:
         return jnp.ones((tokens, vocabulary), given.e.dtype)
     if role in ("de", "dc"):
         groups = groups_of(given, shipped("dz", given, interpret), interpret)
-        return jax.random.normal(jax.random.key(0), (tokens, groups.columns), given.e.dtype)
+        return jax.random.normal(jax.random.key(0), (tokens, groups.columns), given.e.dtype) / tokens
     return None
 
 
@@ -120,7 +121,7 @@ def program(
     role: str, given: Given, read: jax.Array | None, tiles: TileConfig, interpret: bool
 ) -> tuple[Program, tuple]:  # fmt: skip
     """A function that launches the role's kernels for all of the vocabulary, and its arguments; read: its buffer."""
-    head, e, c, targets, lse, cotangents, count = Head(), *given
+    head, (e, c, targets, lse, cotangents, kept) = Head(), given
     if role == "statistics":
 
         def statistics(e, c, targets):
@@ -133,30 +134,30 @@ def program(
     options: dict[str, Any] = {"head": head, "groups": groups, "wanted": Wanted(True, True, False), "tiles": tiles,
                                "interpret": interpret}  # fmt: skip
 
-    def over(form: Callable[[jax.Array], tuple[jax.Array, None]]) -> jax.Array:
+    def over(form: Callable[[jax.Array], tuple[jax.Array, jax.Array | None]]) -> jax.Array:
         """One number of each group's dz, so that every group is computed."""
         step = lambda total, window: total + form(window)[0][0, 0].astype(jnp.float32)  # noqa: E731
         return over_groups(step, jnp.float32(0), groups)
 
-    def dz(e, c, *of_tokens):
-        return over(lambda window: backward.dz_of_group(e, c, None, *of_tokens, None, None, window, **options))
+    def dz(e, c, lse, targets, cotangents):
+        form = backward.dz_of_group
+        return over(lambda window: form(e, c, None, lse, targets, cotangents, None, None, window, **options))
 
-    def saved_dz(saved, lse, *of_tokens):
-        return over(lambda window: dz_of_saved(saved, lse, lse, *of_tokens, None, window, **options))
+    def saved_dz(saved, lse, targets, cotangents):
+        return over(lambda window: dz_of_saved(saved, lse, lse, targets, cotangents, None, window, **options))
 
-    def product(e, c, dz, count):
-        products = kernel_products(e, c, head=head, unit=None, count=count, tiles=Tiles.same(tiles),
+    def product(e, c, dz, kept):
+        products = kernel_products(e, c, head=head, unit=None, count=kept, tiles=Tiles.same(tiles),
                                    interpret=interpret)  # fmt: skip
-        if role == "de":
-            start = jnp.zeros(e.shape, jnp.float32)
-            return over_groups(lambda de, window: products.add_de(de, dz, window[0]), start, groups)
-        return over_groups(lambda dc, window: products.put_dc(dc, dz, window[0]), jax.lax.empty(c.shape, c.dtype), groups)
+        one = products.add_de if role == "de" else products.put_dc
+        start = jnp.zeros(e.shape, jnp.float32) if role == "de" else jax.lax.empty(c.shape, c.dtype)
+        return over_groups(lambda out, window: one(out, dz, window[0]), start, groups)
 
     return {
         "dz": (dz, (e, c, lse, targets, cotangents)),
+        "de": (product, (e, c, read, kept)),
+        "dc": (product, (e, c, read, kept)),
         "saved dz": (saved_dz, (read, lse, targets, cotangents)),
-        "de": (product, (e, c, read, count)),
-        "dc": (product, (e, c, read, count)),
     }[role]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -54,6 +55,23 @@ def test_candidates_that_spill_or_fail_are_listed(command, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "spills 24 bytes" in printed
     assert "no 32 rows" in printed
+
+
+@pytest.mark.parametrize("role", tune.ROLES)
+def test_spills_are_known_before_a_candidate_runs(role, monkeypatch):
+    given = tune.Given.of(tune.Shape(128, 256, 1024), "bfloat16", interpret=True)
+    monkeypatch.setattr(tune, "local_gpu", lambda: H200)
+    chosen = tune.shipped(role, given, interpret=False)
+    read = tune.buffer(role, given, interpret=False)
+
+    def spilled(tiles):
+        return tune.spilled(*tune.program(role, given, read, tiles, interpret=False))
+
+    assert spilled(chosen) == 0
+    if role in ("dz", "de"):
+        assert spilled(replace(tune.SIXTEEN_BIT[0], warps=4)) > 0
+    monkeypatch.setattr(tune, "local_gpu", lambda: None)
+    assert spilled(chosen) == 0
 
 
 def test_without_a_gpu_only_quick_runs(command, capsys):

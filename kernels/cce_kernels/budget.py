@@ -19,6 +19,7 @@ WORKSPACE = 32 * 2**20  # of XLA's matmuls
 GROUP_BYTES = 256 * 2**20
 GROUP_COST = 4.0  # reading and writing de's accumulator, copies of c_g and dc_g, launches
 SAVED_MULTIPLE = 256  # columns: whole tiles
+LEAST_SOFTCAP = 2.0  # below it 1 − (z/κ)² from a rounded exponential is off by more than that rounding
 
 
 def linear(head: Head, with_sum: bool) -> bool:
@@ -36,6 +37,8 @@ def saved_columns(
 ) -> int:
     """How many columns' exponentials the forward pass is to save for the backward pass."""
     if jnp.dtype(dtype) != jnp.bfloat16:  # float16 lacks the range, and float32 is asked for where accuracy counts
+        return 0
+    if head.softcap is not None and head.softcap < LEAST_SOFTCAP:
         return 0
     direct = linear(head, with_sum) and vocabulary % ALIGNMENT == 0
     if direct and memory_budget >= whole_bytes(tokens, width, vocabulary):
