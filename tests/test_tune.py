@@ -57,9 +57,9 @@ def test_candidates_that_spill_or_fail_are_listed(command, capsys, monkeypatch):
     assert "no 32 rows" in printed
 
 
-@pytest.mark.parametrize("role", tune.ROLES)
+@pytest.mark.parametrize("role", ["dz", "de", "saved dz"])
 def test_spills_are_known_before_a_candidate_runs(role, monkeypatch):
-    given = tune.Given.of(tune.Shape(128, 256, 1024), "bfloat16", interpret=True)
+    given = tune.Given.of(tune.Shape(64, 1024, 1024), "bfloat16", interpret=True)
     monkeypatch.setattr(tune, "local_gpu", lambda: H200)
     chosen = tune.shipped(role, given, interpret=False)
     read = tune.buffer(role, given, interpret=False)
@@ -68,7 +68,7 @@ def test_spills_are_known_before_a_candidate_runs(role, monkeypatch):
         return tune.spilled(*tune.program(role, given, read, tiles, interpret=False))
 
     assert spilled(chosen) == 0
-    if role in ("dz", "de"):
+    if role != "saved dz":
         assert spilled(replace(tune.SIXTEEN_BIT[0], warps=4)) > 0
     monkeypatch.setattr(tune, "local_gpu", lambda: None)
     assert spilled(chosen) == 0
