@@ -11,6 +11,7 @@ from jax import lax
 
 from cce_kernels.groups import Gradients, Wanted, add_groups, fitted, over_groups, unscaled, xla_products
 from cce_kernels.logits import Head, vocabulary_size
+from cce_kernels.tokens import without_ignored
 from cce_kernels.windows import Groups, vocabulary_groups
 
 BLOCK_BYTES = 64 * 2**20
@@ -60,9 +61,7 @@ def statistics(e, c, bias, targets, weights, *, head: Head, with_sum: bool, memo
 
 def gradients(e, c, bias, targets, weights, lse, cotangents, *, head: Head, wanted: Wanted, memory_budget: int):
     """As cce_kernels.backward.gradients."""
-    live = targets >= 0
-    e, cotangents = jnp.where(live[:, None], e, 0), jnp.where(live, cotangents, 0)
-    lse = jnp.where(live, lse, jnp.inf)  # so p = 0: with lse = 0 a large bias would make it inf, and 0 · inf is NaN
+    e, cotangents, lse = without_ignored(e, cotangents, lse, targets)
     groups = _groups(e, c, head, memory_budget)
     cotangents, unit = fitted(cotangents, weights, head, e.dtype)
 

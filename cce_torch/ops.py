@@ -184,7 +184,7 @@ def _fake_loss(e, c, bias, targets, class_weight, token_weight, num_items, savin
     elif saving:
         from cce_torch import programs
 
-        saved = programs.saved_shape(e, c, _call(*options), saving)
+        saved = programs.saved_shape(e, c, _call(*options))
     return (e.new_empty(shape, dtype=torch.float32), e.new_empty((rows, e.shape[0]), dtype=torch.float32),
             e.new_empty(saved))  # fmt: skip
 

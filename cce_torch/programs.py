@@ -49,7 +49,8 @@ class Call:
     impl: core.Impl
     memory_budget: int
 
-    def core(self, c: Tensor, vocab_axis: int) -> core.Core:
+    def static(self, c: Tensor, vocab_axis: int) -> core.Core:
+        """The static part of the core's call."""
         exact = c.dtype == torch.float32 and (self.precision or torch.get_float32_matmul_precision()) == "highest"
         precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
         head = Head(self.scale, self.softcap, vocab_axis, precision)
@@ -96,22 +97,22 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, saving: 
         e.new_empty((arrays.size,) if whole else (), dtype=torch.float32),
         e.new_empty((rows, arrays.size), dtype=torch.float32),
     ]
-    saved_shape = arrays.saved_shape(saving)
-    if saved_shape[1]:
-        outputs.append(e.new_empty(saved_shape))
+    to_save = arrays.saved_shape() if saving else (0, 0)
+    if to_save[1]:
+        outputs.append(e.new_empty(to_save))
     value, numbers, *saved = bridge.run(
-        _loss_program(call, arrays.core, saved_shape[1]),
+        _loss_program(call, arrays.static, to_save[1]),
         arrays.inputs(e, bias, targets, class_weight, token_weight, num_items, row_length),
         outputs,
     )
     if arrays.size != arrays.tokens:
         value, numbers = value[: arrays.tokens] if whole else value, numbers[:, : arrays.tokens].contiguous()
-    return value, numbers, saved[0] if saved else e.new_empty(saved_shape)
+    return value, numbers, saved[0] if saved else e.new_empty(to_save)
 
 
-def saved_shape(e: Tensor, c: Tensor, call: Call, saving: bool) -> tuple[int, int]:
+def saved_shape(e: Tensor, c: Tensor, call: Call) -> tuple[int, int]:
     """The shape of what `loss` saves."""
-    return _Arrays(e, c, call).saved_shape(saving)
+    return _Arrays(e, c, call).saved_shape()
 
 
 def gradients(
@@ -124,8 +125,8 @@ def gradients(
     program writes into saved, but nothing that another call of this reads: cce_kernels/saved.py.
     """
     arrays = _Arrays(e, c, call)
-    outputs = [] if saved is None or not saved.numel() else [saved]
-    before = len(outputs)
+    overwritten = [] if saved is None or not saved.numel() else [saved]
+    outputs = []
     if wanted.e:
         outputs.append(e.new_empty((arrays.size, e.shape[1])))
     if wanted.c:
@@ -137,14 +138,14 @@ def gradients(
     if of_loss is not None and of_loss.dim():
         of_loss = arrays.padded(of_loss, 0)
     results = list(bridge.run(
-        _gradients_program(call, arrays.core, wanted, of_token_weight, before == 1, e.is_cuda),
+        _gradients_program(call, arrays.static, wanted, of_token_weight, bool(overwritten), e.is_cuda),
         [_dense(of_loss), arrays.padded(of_numbers, 0, axis=1), arrays.padded(numbers, 0, axis=1),
          *arrays.inputs(e, bias, targets, class_weight, token_weight, num_items, row_length)],
-        outputs,
-    ))[before:]  # fmt: skip
+        overwritten + outputs,
+    ))[len(overwritten):]  # fmt: skip
     if wanted.e:
         results[0] = results[0][: arrays.tokens]
-    if wanted.c and arrays.core.head.vocab_axis == 1:
+    if wanted.c and arrays.static.head.vocab_axis == 1:
         results[int(wanted.e)] = results[int(wanted.e)].T
     if of_token_weight:
         results[-1] = results[-1][: arrays.tokens].to(token_weight.dtype)
@@ -156,16 +157,17 @@ class _Arrays:
 
     def __init__(self, e: Tensor, c: Tensor, call: Call) -> None:
         axis = 0 if c.is_contiguous() or not c.T.is_contiguous() else 1
-        self.core = call.core(c, axis)
+        self.static = call.static(c, axis)
         self.c = _dense(c.T if axis else c)
         self.tokens = e.shape[0]
         self.size = sizes(c.shape, axis, e.dtype, e.device, call)(self.tokens)
         self.ignore_index = call.ignore_index
         self.shifts = call.shift > 0
 
-    def saved_shape(self, saving: bool) -> tuple[int, int]:
-        width, vocabulary = self.c.shape[1 - self.core.head.vocab_axis], self.c.shape[self.core.head.vocab_axis]
-        columns = core.saved_columns((self.size, width), vocabulary, str(self.c.dtype)[6:], self.core) if saving else 0
+    def saved_shape(self) -> tuple[int, int]:
+        axis = self.static.head.vocab_axis
+        width, vocabulary = self.c.shape[1 - axis], self.c.shape[axis]
+        columns = core.saved_columns((self.size, width), vocabulary, str(self.c.dtype)[6:], self.static)
         return (self.size if columns else 0), columns
 
     def padded(self, x: Any, fill: float, axis: int = 0) -> Any:
@@ -235,13 +237,13 @@ def _stacked(numbers: core.Statistics) -> jax.Array:
 
 
 @cache
-def _loss_program(call: Call, core_: core.Core, saved_columns: int) -> Callable:
+def _loss_program(call: Call, static: core.Core, saved_columns: int) -> Callable:
     count = 3 if saved_columns else 2
 
     def torch_loss(*arrays):
         e, c, bias, words, *rest = arrays[count:]  # before them the results' memory
-        columns, weights, token_weight, arithmetic = _prepared(call, core_.head, c, words, *rest)
-        numbers, saved = core.forward_pass(e, c, bias, columns, weights, core_, saved_columns=saved_columns)
+        columns, weights, token_weight, arithmetic = _prepared(call, static.head, c, words, *rest)
+        numbers, saved = core.forward_pass(e, c, bias, columns, weights, static, saved_columns=saved_columns)
         value, _ = arithmetic(numbers, token_weight=token_weight)
         return value, jnp.where(columns >= 0, _stacked(numbers), 0), *([saved] if saved_columns else [])
 
@@ -250,14 +252,14 @@ def _loss_program(call: Call, core_: core.Core, saved_columns: int) -> Callable:
 
 @cache
 def _gradients_program(
-    call: Call, core_: core.Core, wanted: Wanted, of_token_weight: bool, with_saved: bool, on_gpu: bool
+    call: Call, static: core.Core, wanted: Wanted, of_token_weight: bool, with_saved: bool, on_gpu: bool
 ) -> Callable:
     count = with_saved + wanted.e + wanted.c + wanted.bias + of_token_weight
 
     def torch_gradients(*arrays):
         saved = arrays[0] if with_saved else None
         of_loss, of_numbers, numbers, e, c, bias, words, *rest = arrays[count:]  # before them the results' memory
-        columns, weights, token_weight, arithmetic = _prepared(call, core_.head, c, words, *rest)
+        columns, weights, token_weight, arithmetic = _prepared(call, static.head, c, words, *rest)
 
         def statistics(numbers):
             return core.Statistics(*numbers, *[None] * (3 - len(numbers)))
@@ -272,7 +274,7 @@ def _gradients_program(
             jnp.zeros_like(numbers) if of_numbers is None else of_numbers,
         ))  # fmt: skip
         *found, saved = core.gradients(
-            e, c, bias, columns, weights, statistics(numbers), saved, cotangents, core_, wanted
+            e, c, bias, columns, weights, statistics(numbers), saved, cotangents, static, wanted
         )
         if of_token_weight and call.shift:
             of_weight = _moved(of_weight, call.shift, 0)

@@ -154,9 +154,9 @@ def test_the_residuals_are_within_the_budget(memory_budget):
 
 def test_float16_and_float32_save_nothing():
     for kind in (jnp.float16, jnp.float32):
-        core_ = core.Core(Head(), False, "cce", 2**40)
-        assert core.saved_columns((N, D), V, kind, core_) == 0
-        assert core.saved_columns((N, D), V, jnp.bfloat16, core_) == V
+        static = core.Core(Head(), False, "cce", 2**40)
+        assert core.saved_columns((N, D), V, kind, static) == 0
+        assert core.saved_columns((N, D), V, jnp.bfloat16, static) == V
 
 
 @pytest.mark.parametrize(("memory_budget", "launches"), LAUNCHES.items())

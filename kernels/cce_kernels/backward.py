@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from cce_kernels.budget import backward_groups, linear
 from cce_kernels.config import TileConfig, Tiles, target_of
@@ -29,6 +28,7 @@ from cce_kernels.saved import direct_gradients, dz_of_saved, prepared, reference
 from cce_kernels.tiles import (
     LOG2_E,
     cdiv,
+    dz_shapes,
     exp2_shifted,
     grouped_order,
     inside,
@@ -37,9 +37,9 @@ from cce_kernels.tiles import (
     load_vector,
     logits_tile,
     row_group,
-    tile_index,
-    tile_mask,
+    store_dz,
 )
+from cce_kernels.tokens import without_ignored
 from cce_kernels.windows import Groups
 
 FEW = 0.8  # of the tokens: with fewer kept, kernels that stop there are faster than XLA's matmuls of all
@@ -88,13 +88,7 @@ def _dz_tile(
     dz = head.cotangent(z, p, columns[None, :] == targets, *cotangents, weights=weights)
     if groups.overlap:
         dz = jnp.where((columns >= owned)[None, :], dz, 0.0)
-    mask = tile_mask(rows_ok, local_ok, (tiles.rows, tiles.columns))
-    plgpu.store(dz_ref.at[tile_index(rows, local)], dz.astype(dz_ref.dtype), mask=mask)
-    if sums_ref is not None:
-        if rows_ok is not None:
-            dz = jnp.where(rows_ok[:, None], dz, 0.0)
-        block = jnp.full((tiles.columns,), row_block, jnp.int32)
-        plgpu.store(sums_ref.at[block, local], jnp.sum(dz, axis=0), mask=local_ok)
+    store_dz(dz_ref, sums_ref, dz, row_block, rows, local, rows_ok, local_ok)
 
 
 def dz_of_group(
@@ -110,10 +104,7 @@ def dz_of_group(
     dz, sums = launch(
         partial(_dz_kernel, head=head, tiles=tiles, groups=groups, interpret=interpret),
         e, c, bias, targets, lse, cotangents, weights, window, count,
-        out_shape=(
-            jax.ShapeDtypeStruct((tokens, groups.columns), e.dtype),
-            jax.ShapeDtypeStruct((row_blocks, groups.columns), jnp.float32) if wanted.bias else None,
-        ),
+        out_shape=dz_shapes(tokens, groups.columns, e.dtype, tiles.rows, wanted.bias),
         programs=row_blocks * column_blocks, tiles=tiles, interpret=interpret, name="cce_dz",
     )  # fmt: skip
     if sums is None:
@@ -149,16 +140,10 @@ def gradients(
     tokens, vocabulary = e.shape[0], vocabulary_size(c, head)
     kept = kept_tokens(targets, interpret)
     if kept is None:
-        live = targets >= 0
-        e, cotangents, lse = (
-            jnp.where(live[:, None], e, 0),
-            jnp.where(live, cotangents, 0),
-            jnp.where(live, lse, jnp.inf),
-        )
+        e, cotangents, lse = without_ignored(e, cotangents, lse, targets)
     else:
         e, cotangents, lse = kept.gathered(e, 0), kept.gathered(cotangents.T, 0).T, kept.gathered(lse, jnp.inf)
         target, targets = kept.gathered(target, 0), kept.gathered(targets, -1)
-    # With lse = inf ignored tokens have p = 0. With 0 a large bias would make it inf, and 0 · inf is NaN.
     columns_saved = 0 if saved is None else saved.shape[1]
     whole = columns_saved == vocabulary and linear(head, with_sum=cotangents.shape[0] == 3)
     reference = references(lse, target, targets, vocabulary)

@@ -30,7 +30,17 @@ from jax.experimental.pallas import triton as plgpu
 from cce_kernels.config import INTERPRETER, TileConfig
 from cce_kernels.groups import Gradients, Products, Wanted
 from cce_kernels.logits import Head
-from cce_kernels.tiles import cdiv, inside, launch, load_tile, load_vector, tile_index, tile_mask
+from cce_kernels.tiles import (
+    cdiv,
+    dz_shapes,
+    inside,
+    launch,
+    load_tile,
+    load_vector,
+    store_dz,
+    tile_index,
+    tile_mask,
+)
 from cce_kernels.windows import Groups
 
 LARGEST = 30.0  # nats, 2^43
@@ -60,8 +70,8 @@ def _dz_kernel(
 ):  # fmt: skip
     """dz of a group of columns from their exponentials. Read and written: 2 bytes an element."""
     tokens, group_columns = dz_ref.shape
-    row_block, column_block = pl.program_id(0) // cdiv(group_columns, tiles.columns), pl.program_id(0)
-    column_block = column_block % cdiv(group_columns, tiles.columns)
+    program, column_blocks = pl.program_id(0), cdiv(group_columns, tiles.columns)
+    row_block, column_block = program // column_blocks, program % column_blocks
     rows = row_block * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
     rows_ok = inside(rows, tokens, tiles.rows)
     local = column_block * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
@@ -79,12 +89,7 @@ def _dz_kernel(
     dz = head.cotangent(z, p, columns[None, :] == targets, *cotangents, weights=weights)
     if groups.overlap:
         dz = jnp.where((columns >= window_ref[1])[None, :], dz, 0.0)
-    mask = tile_mask(rows_ok, local_ok, (tiles.rows, tiles.columns))
-    plgpu.store(dz_ref.at[tile_index(rows, local)], dz.astype(dz_ref.dtype), mask=mask)
-    if sums_ref is not None:
-        block = jnp.full((tiles.columns,), row_block, jnp.int32)
-        dz = dz if rows_ok is None else jnp.where(rows_ok[:, None], dz, 0.0)
-        plgpu.store(sums_ref.at[block, local], jnp.sum(dz, axis=0), mask=local_ok)
+    store_dz(dz_ref, sums_ref, dz, row_block, rows, local, rows_ok, local_ok)
 
 
 def dz_of_saved(
@@ -97,10 +102,7 @@ def dz_of_saved(
     dz, sums = launch(
         partial(_dz_kernel, head=head, tiles=tiles, groups=groups),
         saved, reference, lse, targets, cotangents, weights, window,
-        out_shape=(
-            jax.ShapeDtypeStruct((tokens, groups.columns), saved.dtype),
-            jax.ShapeDtypeStruct((cdiv(tokens, tiles.rows), groups.columns), jnp.float32) if wanted.bias else None,
-        ),
+        out_shape=dz_shapes(tokens, groups.columns, saved.dtype, tiles.rows, wanted.bias),
         programs=cdiv(tokens, tiles.rows) * cdiv(groups.columns, tiles.columns),
         tiles=tiles, interpret=interpret, name="cce_saved_dz",
     )  # fmt: skip

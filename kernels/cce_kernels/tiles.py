@@ -103,6 +103,23 @@ def product_tile(e_ref, c_ref, rows, columns, rows_ok, columns_ok, *, head: Head
     return lax.fori_loop(0, cdiv(width, depth), step, jnp.zeros((rows.size, columns.size), jnp.float32))
 
 
+def store_dz(dz_ref, sums_ref, dz: jax.Array, row_block, rows: jax.Array, local: jax.Array, rows_ok, local_ok) -> None:
+    """Writes a tile of dz, (rows, local), and the sums of its columns where they are wanted, (row block, local)."""
+    mask = tile_mask(rows_ok, local_ok, dz.shape)
+    plgpu.store(dz_ref.at[tile_index(rows, local)], dz.astype(dz_ref.dtype), mask=mask)
+    if sums_ref is not None:
+        if rows_ok is not None:
+            dz = jnp.where(rows_ok[:, None], dz, 0.0)
+        block = jnp.full((local.size,), row_block, jnp.int32)
+        plgpu.store(sums_ref.at[block, local], jnp.sum(dz, axis=0), mask=local_ok)
+
+
+def dz_shapes(tokens: int, columns: int, dtype, rows: int, with_sums: bool) -> tuple:
+    """What store_dz writes of a group of columns, in tiles of so many rows."""
+    sums = jax.ShapeDtypeStruct((cdiv(tokens, rows), columns), jnp.float32) if with_sums else None
+    return jax.ShapeDtypeStruct((tokens, columns), dtype), sums
+
+
 def logits_tile(e_ref, c_ref, bias_ref, rows, columns, rows_ok, columns_ok, *, head: Head, tiles: TileConfig):
     """z[rows, columns], float32, (tiles.rows, tiles.columns)."""
     raw = product_tile(e_ref, c_ref, rows, columns, rows_ok, columns_ok, head=head, depth=tiles.depth)

@@ -10,6 +10,17 @@ import jax
 import jax.numpy as jnp
 
 
+def without_ignored(
+    e: jax.Array, cotangents: jax.Array, lse: jax.Array, targets: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """e (N, D), cotangents (k, N) and lse (N,) with which ignored tokens take no part: 0, 0 and inf there.
+
+    With lse = inf they have p = 0. With 0 a large bias would make p inf, and 0 · inf is NaN.
+    """
+    live = targets >= 0
+    return jnp.where(live[:, None], e, 0), jnp.where(live, cotangents, 0), jnp.where(live, lse, jnp.inf)
+
+
 class Kept(NamedTuple):
     """The kept tokens and where they are; beyond `count` everything is arbitrary but valid."""
 
