@@ -55,6 +55,8 @@ WAYS = [
     Way(V, TOKENS, arrays=ARRAYS, options=CAPPED),
     Way(V, FEW_TOKENS, options=EACH | {"label_smoothing": 0.2} | LAST),
     Way(PART, TOKENS, arrays=("bias",), options=EACH),
+    Way(PART, TOKENS, options=LAST | {"logit_scale": -1.7, "z_loss": 0.02}),
+    Way(PART, FEW_TOKENS, arrays=("bias", "token_weight"), options=EACH | LAST),
     Way(PART, TOKENS, arrays=ARRAYS, options=CAPPED | LAST | {"z_loss": 0.02, "return_lse": True}),
     Way(PART, FEW_TOKENS, arrays=ARRAYS, options=CAPPED | EACH),
     Way(0, TOKENS, arrays=ARRAYS, options=CAPPED | EACH | LAST),

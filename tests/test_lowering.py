@@ -131,6 +131,7 @@ class Variant(NamedTuple):
     vocab_axis: int = 0
     precision: str | None = None
     every: bool = False  # option: bias, softcap, scale, weighted sum
+    softcap: float | None = None
     saved: int = 0  # columns
     spilled: int = 0  # bytes, at most, and never in a loop over D
     twins: bool = False  # compile dz of all tokens too, beside the one that stops at the last kept one
@@ -139,7 +140,7 @@ class Variant(NamedTuple):
 def launched(variant: Variant, tiles: Tiles) -> list:
     """The kernels of the forward and the backward pass as the packages above launch them, with these tiles."""
     (n, d, v), dtype, f32 = variant.shape, variant.dtype, jnp.float32
-    head = Head(vocab_axis=variant.vocab_axis, precision=variant.precision)  # type: ignore[arg-type]
+    head = Head(softcap=variant.softcap, vocab_axis=variant.vocab_axis, precision=variant.precision)  # type: ignore[arg-type]
     if variant.every:
         head = Head(scale=2.0, softcap=30.0, vocab_axis=variant.vocab_axis)
 
@@ -170,7 +171,8 @@ VARIANTS = {
     "bfloat16": Variant(BF16, ("target", *LOGITS, *PRODUCTS), twins=True),
     "(D, V)": Variant(BF16, ("statistics", "dz", *PRODUCTS), vocab_axis=1),
     # For 10.0 Triton 3.7's registers are just those with which two programs share a multiprocessor.
-    "some saved": Variant(BF16, ("statistics", "replace", "saved_dz"), saved=128000, spilled=8),
+    "some saved": Variant(BF16, ("statistics", "replace", "de", "dc"), saved=128000),
+    "some saved, softcap": Variant(BF16, ("replace", "saved_dz"), saved=128000, softcap=30.0, spilled=8),
     "all saved": Variant(BF16, ("targets", "clear"), saved=256000),
     "every option, some saved": Variant(BF16, ("saved_dz",), saved=25600, **RAGGED),
     "float16, every option": Variant(F16, ("statistics", "dz", "dc"), **RAGGED),

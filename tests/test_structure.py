@@ -116,8 +116,8 @@ WHOLE = budget.whole_bytes(N, D, V)
 PART = WHOLE // 2 + budget.GROUP_BYTES
 LAUNCHES = {  # by the name of a kernel, how many of the two passes launch it: one for each branch on the kept tokens
     0: {"cce_target": 1, "cce_statistics": 1, "cce_rescue": 1, "cce_dz": 2, "cce_de": 1, "cce_dc": 1},
-    PART: {"cce_target": 1, "cce_statistics": 1, "cce_rescue": 1, "cce_replace": 1, "cce_saved_dz": 2, "cce_dz": 2,
-           "cce_de": 2, "cce_dc": 2},
+    PART: {"cce_target": 1, "cce_statistics": 1, "cce_rescue": 1, "cce_replace": 1, "cce_targets": 1, "cce_dz": 2,
+           "cce_de": 3, "cce_dc": 3},
     WHOLE: {"cce_target": 1, "cce_statistics": 1, "cce_rescue": 1, "cce_replace": 1, "cce_targets": 1, "cce_clear": 1,
             "cce_de": 1, "cce_dc": 1},
 }  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench import tune
+from bench import roles, tune
 from cce_kernels.config import H200, INTERPRETER, TABLE
 
 
@@ -24,18 +24,18 @@ def command(monkeypatch, tmp_path):
 
 def test_every_kernel_is_timed(command, capsys):
     rows = command("--quick")
-    assert [row["role"] for row in rows] == [role for role in tune.ROLES for _ in tune.TINY]
-    assert [row["tiles"] for row in rows if row["shipped"]] == [tune.label(INTERPRETER)] * len(tune.ROLES)
+    assert [row["role"] for row in rows] == [role for role in roles.ROLES for _ in roles.TINY]
+    assert [row["tiles"] for row in rows if row["shipped"]] == [tune.label(INTERPRETER)] * len(roles.ROLES)
     assert all(row["ms"] > 0 and row["ratio"] == row["ms"] / row["matmul_ms"] for row in rows)
     printed = capsys.readouterr().out
-    assert all(role in printed for role in tune.ROLES)
-    assert printed.count("shipped") == len(tune.ROLES)
+    assert all(role in printed for role in roles.ROLES)
+    assert printed.count("shipped") == len(roles.ROLES)
 
 
 def test_candidates_that_spill_or_fail_are_listed(command, capsys, monkeypatch):
     spilling, failing = tune.TileConfig(64, 32, 16, 4, 1), tune.TileConfig(32, 64, 16, 4, 1)
-    monkeypatch.setattr(tune, "TINY", [spilling, failing, INTERPRETER])
-    real = tune.program
+    monkeypatch.setattr(roles, "TINY", [spilling, failing, INTERPRETER])
+    real = roles.program
 
     def program(role, given, read, tiles, interpret):
         def fails(*_):
@@ -59,18 +59,18 @@ def test_candidates_that_spill_or_fail_are_listed(command, capsys, monkeypatch):
 
 @pytest.mark.parametrize("role", ["dz", "de", "saved dz"])
 def test_spills_are_known_before_a_candidate_runs(role, monkeypatch):
-    given = tune.Given.of(tune.Shape(64, 1024, 1024), "bfloat16", interpret=True)
-    monkeypatch.setattr(tune, "local_gpu", lambda: H200)
-    chosen = tune.shipped(role, given, interpret=False)
-    read = tune.buffer(role, given, interpret=False)
+    given = roles.Given.of(tune.Shape(64, 1024, 1024), "bfloat16", interpret=True)
+    monkeypatch.setattr(roles, "local_gpu", lambda: H200)
+    chosen = roles.shipped(role, given, interpret=False)
+    read = roles.buffer(role, given, interpret=False)
 
     def spilled(tiles):
-        return tune.spilled(*tune.program(role, given, read, tiles, interpret=False))
+        return roles.spilled(*roles.program(role, given, read, tiles, interpret=False))
 
     assert spilled(chosen) == 0
     if role != "saved dz":
-        assert spilled(replace(tune.SIXTEEN_BIT[0], warps=4)) > 0
-    monkeypatch.setattr(tune, "local_gpu", lambda: None)
+        assert spilled(replace(roles.SIXTEEN_BIT[0], warps=4)) > 0
+    monkeypatch.setattr(roles, "local_gpu", lambda: None)
     assert spilled(chosen) == 0
 
 
@@ -84,8 +84,8 @@ def test_without_a_gpu_only_quick_runs(command, capsys):
 def test_what_is_shipped_is_a_candidate(dtype):
     itemsize = 4 if dtype == "float32" else 2
     for role, tiles in TABLE[H200.compute_capability, itemsize]._asdict().items():
-        assert tiles in tune.candidates(role, dtype, interpret=False)
-    assert (tune.DZ_TILES in tune.candidates("saved dz", dtype, interpret=False)) == (dtype == "bfloat16")
-    for role in tune.ROLES:
-        tried = tune.candidates(role, dtype, interpret=False)
+        assert tiles in roles.candidates(role, dtype, interpret=False)
+    assert (roles.DZ_TILES in roles.candidates("saved dz", dtype, interpret=False)) == (dtype == "bfloat16")
+    for role in roles.ROLES:
+        tried = roles.candidates(role, dtype, interpret=False)
         assert len(set(tried)) == len(tried)

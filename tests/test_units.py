@@ -102,13 +102,15 @@ def test_what_is_held_is_within_the_budget(shape, head, with_sum, share):
     (tokens, width, vocabulary), memory_budget = shape, share_of(shape, share)
     columns = saved(shape, head, with_sum, memory_budget)
     assert 0 <= columns <= vocabulary
-    if columns == vocabulary and budget.linear(head, with_sum):
+    direct = columns > 0 and budget.linear(head, with_sum)
+    if direct and columns == vocabulary:
         held = 2 * tokens * vocabulary + 6 * tokens * width + 256 * tokens + 64 * 2**20
     else:
         tiles = tile_config(jnp.bfloat16, width, H200).dz
-        plan = budget.backward_groups(*shape, jnp.bfloat16, columns, memory_budget=memory_budget, copies=True,
-                                      tiles=tiles, interpret=False)  # fmt: skip
+        plan = budget.backward_groups(*shape, jnp.bfloat16, columns, memory_budget=memory_budget, direct=direct,
+                                      copies=True, tiles=tiles, interpret=False)  # fmt: skip
         cover = np.zeros(vocabulary, int)
+        cover[: columns * direct] = 1
         for groups, from_saved in plan:
             for start, owned in map(groups.window, range(groups.count)):
                 assert groups.first <= start <= owned < start + groups.columns <= groups.first + groups.vocabulary
@@ -118,6 +120,8 @@ def test_what_is_held_is_within_the_budget(shape, head, with_sum, share):
         assert (cover == 1).all()
         group = max(groups.columns for groups, _ in plan)
         held = least(tokens, width) + 2 * tokens * columns + 2 * (group - FEWEST_COLUMNS) * (tokens + 2 * width)
+        if direct:  # e, scaled, in place of a group
+            held += 2 * max(0, tokens * width - group * (tokens + 2 * width))
     assert held <= max(memory_budget, least(tokens, width))
 
 

@@ -145,22 +145,29 @@ def gradients(
         e, cotangents, lse = kept.gathered(e, 0), kept.gathered(cotangents.T, 0).T, kept.gathered(lse, jnp.inf)
         target, targets = kept.gathered(target, 0), kept.gathered(targets, -1)
     columns_saved = 0 if saved is None else saved.shape[1]
-    whole = columns_saved == vocabulary and linear(head, with_sum=cotangents.shape[0] == 3)
+    direct = saved is not None and linear(head, with_sum=cotangents.shape[0] == 3)
+    whole = columns_saved == vocabulary  # which XLA multiplies without copying the part of c that was saved
     reference = references(lse, target, targets, vocabulary)
     few = None if kept is None else kept.count[0] < FEW * tokens
     row_scale = None
-    if whole:
-        clear = True if few is None or wanted.bias else ~few
+    if direct:
+        clear = True if few is None or wanted.bias else ~few if whole else False
         saved, row_scale = prepared(saved, reference, lse, target, targets, cotangents, clear, head=head,
                                     interpret=interpret)  # fmt: skip
     cotangents, unit = fitted(cotangents, weights, head, e.dtype)
+    all_or_kept = jnp.full(1, tokens, jnp.int32) if kept is None else kept.count
+    by_xla = partial(xla_products, c=c, head=head, unit=unit)
+    by_kernels = partial(kernel_products, c=c, head=head, unit=unit, count=all_or_kept, tiles=tiles,
+                         interpret=interpret)  # fmt: skip
 
     def found(products: Callable[[jax.Array], Products], count: jax.Array | None) -> Gradients:
-        if whole:
-            return direct_gradients(saved, row_scale, e, c, products, head=head, wanted=wanted)
-        gradients = Gradients.begun(e, c, head, wanted)
+        if direct:
+            of_saved = products if whole else by_kernels
+            gradients = direct_gradients(saved, row_scale, e, c, of_saved, head=head, wanted=wanted)
+        else:
+            gradients = Gradients.begun(e, c, head, wanted)
         plan = backward_groups(tokens, e.shape[1], vocabulary, e.dtype, columns_saved, memory_budget=memory_budget,
-                               copies=count is None, tiles=tiles.dz, interpret=interpret)  # fmt: skip
+                               direct=direct, copies=count is None, tiles=tiles.dz, interpret=interpret)  # fmt: skip
         for groups, are_saved in plan:
             options = dict(head=head, groups=groups, wanted=wanted, interpret=interpret)
             if are_saved:
@@ -172,12 +179,9 @@ def gradients(
             gradients = add_groups(gradients, form, groups, products(e), unit)
         return gradients
 
-    by_xla = partial(xla_products, c=c, head=head, unit=unit)
     if kept is None:
         de, dc, dbias = found(by_xla, None)
     else:
-        by_kernels = partial(kernel_products, c=c, head=head, unit=unit, count=kept.count, tiles=tiles,
-                             interpret=interpret)  # fmt: skip
         de, dc, dbias = lax.cond(few, lambda: found(by_kernels, kept.count), lambda: found(by_xla, None))
     if de is not None:
         de = unscaled(de, unit, e.dtype)

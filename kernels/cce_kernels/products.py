@@ -4,7 +4,8 @@
 
 Read: dz once per tile of columns, c_g or e once per tile of rows, from L2 where programs that run together share them;
 c where it lies. Written: de once a group, dc once. Never made: a copy of c_g or dc_g.
-They take 3 to 20 % longer than XLA's for the same tokens, which always run for all (cce_kernels/groups.py).
+They take 3 to 20 % longer than XLA's for the same tokens, which always run for all (cce_kernels/groups.py), and for
+which a group that is part of a larger array would be copied.
 """
 
 from functools import partial
@@ -20,7 +21,7 @@ from cce_kernels.groups import Products
 from cce_kernels.logits import Head
 from cce_kernels.tiles import cdiv, grouped_order, inside, launch, load_tile, tile_index, tile_mask
 
-ROW_GROUP = 16  # row blocks that go through all columns before the next ones
+ROW_GROUP = 8  # row blocks that go through all columns before the next ones
 
 
 def _product_kernel(

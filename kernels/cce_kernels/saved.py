@@ -9,10 +9,10 @@ and bfloat16 has float32's range, so that P, at most exp(LARGEST), cannot overfl
 
     p_iv = P_iv · exp(ρ_i − lse_i)
 
-Where all of the vocabulary is saved and dz is linear in p (no softcap, no sum), no dz is formed at all. Let
-r_i = a_i·exp(ρ_i − lse_i), or SMALLEST·t̂_i where that is larger; then with
+Where dz is linear in p (no softcap, no sum), no dz of the saved columns is formed. Let r_i = a_i·exp(ρ_i − lse_i), or
+SMALLEST·t̂_i where that is larger; then with
 
-    P_i,t_i ← (a_i·p_i,t_i + t̂_i) / r_i         de = r·(P·c)         dc = Pᵀ·(r·e)         dbias = Pᵀ·r
+    P_i,t_i ← (a_i·p_i,t_i + t̂_i) / r_i         de = r·(P·c_s)         dc_s = Pᵀ·(r·e)         dbias_s = Pᵀ·r
 
 (SMALLEST·exp(LARGEST) = 2⁻²⁷, so what r was raised for stays below every rounding.) Only the targets' elements of P
 are overwritten, and never read: a second backward pass over the same P gives the same bits.
@@ -148,7 +148,7 @@ def _in_place(kernel, saved, *operands, name: str, columns: int, interpret: bool
 def prepared(saved, reference, lse, target, targets, cotangents, clear, *, head: Head, interpret: bool):
     """P as the matmuls take it, in place, and r times the logits' scale, (N,).
 
-    clear: whether the rows of ignored tokens are to be zero; a traced bool.
+    clear: whether the rows of ignored tokens are to be zero; a bool, or a traced one.
     """
     of_lse, of_target = cotangents[0], cotangents[1]
     raised = SMALLEST * of_target
@@ -156,24 +156,25 @@ def prepared(saved, reference, lse, target, targets, cotangents, clear, *, head:
     r = jnp.where(jnp.abs(r) < jnp.abs(raised), raised, r)
     value = jnp.where(r == 0, 0.0, (of_lse * jnp.exp(target - lse) + of_target) / jnp.where(r == 0, 1.0, r))
     saved = _in_place(_targets_kernel, saved, targets, value, name="cce_targets", columns=16, interpret=interpret)
-    clear = jnp.asarray(clear, jnp.int32).reshape(1)
-    saved = _in_place(_clear_kernel, saved, targets, clear, name="cce_clear", columns=1024, interpret=interpret)
+    if clear is not False:
+        clear = jnp.asarray(clear, jnp.int32).reshape(1)
+        saved = _in_place(_clear_kernel, saved, targets, clear, name="cce_clear", columns=1024, interpret=interpret)
     return saved, r * head.scale
 
 
 def direct_gradients(
     saved, r, e, c, products: Callable[[jax.Array], Products], *, head: Head, wanted: Wanted
 ) -> Gradients:  # fmt: skip
-    """de in float32, dc and dbias from all of the vocabulary at once; products(e): the matmuls with this e."""
+    """The gradients begun with all that is saved, at once; products(e): the matmuls with this e."""
     de, dc, dbias = Gradients.begun(e, c, head, wanted)
     start = jnp.int32(0)
     if wanted.e:
         de = products(e).add_de(None, saved, start) * r[:, None]
     if dc is not None:
         dc = products((e * r[:, None]).astype(e.dtype)).put_dc(dc, saved, start)
-    if wanted.bias:
+    if dbias is not None:
         high = r.astype(e.dtype)
         both = jnp.stack([high, (r - high).astype(e.dtype)])  # r to 16 bits
         sums = lax.dot_general(both, saved, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        dbias = jnp.sum(sums, axis=0).astype(e.dtype)
+        dbias = lax.dynamic_update_slice_in_dim(dbias, jnp.sum(sums, axis=0).astype(e.dtype), start, 0)
     return Gradients(de, dc, dbias)

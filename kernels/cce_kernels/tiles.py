@@ -105,7 +105,7 @@ def product_tile(e_ref, c_ref, rows, columns, rows_ok, columns_ok, *, head: Head
 
 def store_dz(dz_ref, sums_ref, dz: jax.Array, row_block, rows: jax.Array, local: jax.Array, rows_ok, local_ok) -> None:
     """Writes a tile of dz, (rows, local), and the sums of its columns where they are wanted, (row block, local)."""
-    mask = tile_mask(rows_ok, local_ok, dz.shape)
+    mask = tile_mask(rows_ok, local_ok, (rows.size, local.size))
     plgpu.store(dz_ref.at[tile_index(rows, local)], dz.astype(dz_ref.dtype), mask=mask)
     if sums_ref is not None:
         if rows_ok is not None:

@@ -1,0 +1,176 @@
+"""What bench/tune.py times: for each role of a kernel its candidate tiles, its program and what that runs on."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from bench.data import Shape, trained
+from cce_kernels import backward, forward
+from cce_kernels.budget import backward_groups
+from cce_kernels.config import H200, INTERPRETER, TileConfig, Tiles, local_gpu, tile_config
+from cce_kernels.contract import MEMORY_BUDGET
+from cce_kernels.groups import Products, Wanted, over_groups
+from cce_kernels.logits import Head
+from cce_kernels.products import kernel_products
+from cce_kernels.saved import DZ_TILES, dz_of_saved
+from cce_kernels.windows import Groups
+
+SIXTEEN_BIT = [
+    TileConfig(*sizes)
+    for sizes in (
+        (128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 256, 128, 8, 2), (256, 128, 64, 8, 3), (128, 128, 64, 8, 3),
+        (128, 128, 64, 8, 4), (128, 128, 64, 4, 3), (128, 128, 64, 4, 4), (64, 256, 64, 4, 3),
+    )
+]  # fmt: skip
+FLOAT32 = [
+    TileConfig(*sizes)
+    for sizes in (
+        (128, 128, 32, 8, 3), (128, 128, 32, 8, 4), (128, 128, 32, 4, 3), (128, 256, 32, 8, 3), (64, 128, 32, 4, 3),
+        (64, 64, 32, 8, 3),
+    )
+]  # fmt: skip
+SAVED = [TileConfig(rows, columns, 16, warps, 1)
+         for rows, columns, warps in itertools.product((16, 32), (256, 512, 1024), (4, 8))]  # fmt: skip
+TINY = [INTERPRETER, TileConfig(32, 32, 16, 4, 1)]
+MATMUL = {"statistics": "z = e·cᵀ", "dz": "z = e·cᵀ", "de": "de = dz·c", "dc": "dc = dzᵀ·e", "saved dz": "z = e·cᵀ"}
+ROLES = tuple(MATMUL)
+HEAD = Head()
+WANTED = Wanted(e=True, c=True, bias=False)
+Program = Callable[..., Any]
+
+
+class Given(NamedTuple):
+    """What the kernels are run on."""
+
+    e: jax.Array
+    c: jax.Array
+    targets: jax.Array
+    lse: jax.Array
+    cotangents: jax.Array
+    kept: jax.Array  # (1,), how many tokens are kept: all
+
+    @classmethod
+    def of(cls, shape: Shape, dtype, interpret: bool) -> "Given":
+        e, c, targets = trained(shape, dtype)
+        lse, _ = jax.jit(partial(run_statistics, tiles=None, interpret=interpret))(e, c, targets)
+        share = jnp.full(shape.tokens, 1 / shape.tokens)
+        count = jnp.full(1, shape.tokens, jnp.int32)
+        return cls(e, c, targets, lse, jnp.stack([share, -share]), count)
+
+
+def candidates(role: str, dtype, interpret: bool) -> list[TileConfig]:
+    """saved dz is of bfloat16 alone."""
+    if role == "saved dz" and jnp.dtype(dtype) != jnp.bfloat16:
+        return []
+    if interpret:
+        return TINY
+    if role == "saved dz":
+        return SAVED
+    return FLOAT32 if jnp.dtype(dtype).itemsize == 4 else SIXTEEN_BIT
+
+
+def shipped(role: str, given: Given, interpret: bool) -> TileConfig:
+    if interpret:
+        return INTERPRETER
+    if role == "saved dz":
+        return DZ_TILES
+    return getattr(tile_config(given.e.dtype, given.e.shape[1], local_gpu() or H200), role)
+
+
+def groups_of(given: Given, tiles: TileConfig, interpret: bool) -> Groups:
+    """The groups of a backward pass with the default budget, which saves nothing; tiles: those of dz."""
+    (tokens, width), vocabulary = given.e.shape, given.c.shape[0]
+    ((groups, _),) = backward_groups(tokens, width, vocabulary, given.e.dtype, 0, memory_budget=MEMORY_BUDGET,
+                                     direct=False, copies=True, tiles=tiles, interpret=interpret)  # fmt: skip
+    return groups
+
+
+def buffer(role: str, given: Given, interpret: bool) -> jax.Array | None:
+    """What the role's kernels read besides what is given: dz of a group, or the exponentials of all."""
+    tokens, vocabulary = given.e.shape[0], given.c.shape[0]
+    if role == "saved dz":
+        return jnp.ones((tokens, vocabulary), given.e.dtype)
+    if role in ("de", "dc"):
+        groups = groups_of(given, shipped("dz", given, interpret), interpret)
+        return jax.random.normal(jax.random.key(0), (tokens, groups.columns), given.e.dtype) / tokens
+    return None
+
+
+def program(
+    role: str, given: Given, read: jax.Array | None, tiles: TileConfig, interpret: bool
+) -> tuple[Program, tuple]:  # fmt: skip
+    """A function that launches the role's kernels for all of the vocabulary, and its arguments; read: its buffer."""
+    e, c, targets, lse, cotangents, kept = given
+    if role == "statistics":
+        return partial(run_statistics, tiles=tiles, interpret=interpret), (e, c, targets)
+    groups = groups_of(given, tiles if role == "dz" else shipped("dz", given, interpret), interpret)
+    options: dict[str, Any] = {"groups": groups, "tiles": tiles, "interpret": interpret}
+    if role == "dz":
+        return partial(run_dz, **options), (e, c, lse, targets, cotangents)
+    if role == "saved dz":
+        return partial(run_saved_dz, **options), (read, lse, targets, cotangents)
+    run = {"de": run_de, "dc": run_dc}[role]
+    return partial(run, **options), (e, c, read, kept)
+
+
+def run_statistics(e, c, targets, *, tiles: TileConfig | None, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    lse, target, *_ = forward.statistics(e, c, None, targets, None, head=HEAD, with_sum=False, interpret=interpret,
+                                         tiles=tiles)  # fmt: skip
+    return lse, target
+
+
+def run_dz(e, c, lse, targets, cotangents, *, groups: Groups, tiles: TileConfig, interpret: bool) -> jax.Array:
+    def add(total, window):
+        dz, _ = backward.dz_of_group(e, c, None, lse, targets, cotangents, None, None, window, head=HEAD,
+                                     groups=groups, wanted=WANTED, tiles=tiles, interpret=interpret)  # fmt: skip
+        return total + one_of(dz)
+
+    return over_groups(add, jnp.float32(0), groups)
+
+
+def run_saved_dz(saved, lse, targets, cotangents, *, groups: Groups, tiles: TileConfig, interpret: bool) -> jax.Array:
+    def add(total, window):
+        dz, _ = dz_of_saved(saved, lse, lse, targets, cotangents, None, window, head=HEAD, groups=groups,
+                            wanted=WANTED, tiles=tiles, interpret=interpret)  # fmt: skip
+        return total + one_of(dz)
+
+    return over_groups(add, jnp.float32(0), groups)
+
+
+def run_de(e, c, dz, kept, *, groups: Groups, tiles: TileConfig, interpret: bool) -> jax.Array:
+    """The same dz for every group."""
+    add_de = products(e, c, kept, tiles, interpret).add_de
+    return over_groups(lambda de, window: add_de(de, dz, window[0]), jnp.zeros(e.shape, jnp.float32), groups)
+
+
+def run_dc(e, c, dz, kept, *, groups: Groups, tiles: TileConfig, interpret: bool) -> jax.Array:
+    """The same dz for every group."""
+    put_dc = products(e, c, kept, tiles, interpret).put_dc
+    return over_groups(lambda dc, window: put_dc(dc, dz, window[0]), jax.lax.empty(c.shape, c.dtype), groups)
+
+
+def one_of(dz: jax.Array) -> jax.Array:
+    """One element, so that the group is computed and its dz not kept."""
+    return dz[0, 0].astype(jnp.float32)
+
+
+def products(e, c, kept, tiles: TileConfig, interpret: bool) -> Products:
+    return kernel_products(e, c, head=HEAD, unit=None, count=kept, tiles=Tiles.same(tiles), interpret=interpret)
+
+
+def spilled(function: Program, arguments: Sequence[jax.Array]) -> int:
+    """Bytes of registers that the role's kernels spill on this GPU; 0 where nothing can tell."""
+    gpu = local_gpu()
+    if gpu is None:
+        return 0
+    try:
+        from tests.lowering import kernels, resources
+
+        found = kernels(function, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments))
+        return max(resources(kernel, gpu.compute_capability).stack for kernel in found)
+    except Exception:  # no Triton, or one that does not know this GPU or these tiles: XLA will say
+        return 0
