@@ -105,7 +105,9 @@ def run(asked: argparse.Namespace, console: Console) -> Iterator[Results]:
 
 
 def main() -> None:
-    jax.config.update("jax_pjrt_client_create_options", {"preallocate": False})  # PyTorch needs memory beside it
+    jax.config.update(
+        "jax_pjrt_client_create_options", {"preallocate": False, "memory_fraction": 0.95}
+    )  # beside PyTorch
     asked = arguments()
     if asked.precision:
         set_precision(asked.precision)

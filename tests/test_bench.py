@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import errors, gist, methods, plot, report
+from bench import errors, gist, methods, plot, profile, report
 from bench import truth as float64
 from bench.calls_torch import tensors
 from bench.data import SWEEPS, SWEPT, Shape, flat, hidden, trained
@@ -177,3 +177,15 @@ def test_data_is_like_a_models():
         assert make(shape)[2].tolist() == targets.tolist(), "the same data for the same seed"
     assert losses["trained"] < 4
     assert 0 < losses["flat"] - np.log(4000) < 1.5
+
+
+def test_idle_time_is_of_one_call_and_of_all_streams():
+    ms, busy = 1e6, [(0, 4), (1, 2), (4.5, 5)]  # the second beside the first
+    calls = [[(start + after, end + after) for start, end in busy] for after in (0, 40)]
+    events = [profile.Event("", start * ms, end * ms) for call in calls for start, end in call]
+    np.testing.assert_allclose(profile.idle(events), [0.5, 0.5])
+
+
+def test_kernels_that_differ_in_a_number_are_one():
+    events = [profile.Event(name, 0, 1e6) for name in ("fusion_12", "fusion_7", "cce_dz")] * profile.CALLS
+    assert profile.kernels(events) == {"fusion": {"ms": 2, "launches": 2}, "cce_dz": {"ms": 1, "launches": 1}}
