@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the GPU tests, the benchmarks and the example on this machine's GPU; results are files in $OUT (bench/results).
-# Arguments: which parts of tests, shapes, more_shapes, sweeps, torch, example, alone; all of them without any.
+# Arguments: which parts of $parts below; all of them without any.
 # With two GPUs the tests of two run too. Needs the packages of the extras test, bench and examples; installs nothing.
 # CCE_GIT_TREE names the code where git cannot.
 set -uo pipefail
@@ -26,14 +26,17 @@ more_shapes() {
   $python -m bench --out "$out/bench-float32" --dtype float32 --precision highest --shape 4096x4096x128256 \
     --method cce_jax "full logits (XLA)" --rounds 3
 }
+profile() { $python -m bench.profile --out "$out/profile.json"; }
+tune() { $python -m bench.tune --rounds 3 --out "$out/tune"; }
 sweeps() { $python -m bench --sweep N V D --out "$out/sweeps" --method "${fast[@]}"; }
 torch() { $python -m bench.bridge --out "$out/bridge.json" && $python -m bench.ignored --out "$out/ignored.json"; }
 example() { $python examples/train_lm.py --out "$out/train_lm.png"; }
 
+parts="tests shapes more_shapes sweeps profile tune torch example alone"
 declare -A file=([tests]=gpu-tests.txt [alone]=gpu-tests-alone.txt [shapes]=bench.txt [more_shapes]=bench-more.txt
-                 [sweeps]=sweeps.txt [torch]=torch.txt [example]=train_lm.txt)
+                 [sweeps]=sweeps.txt [profile]=profile.txt [tune]=tune.txt [torch]=torch.txt [example]=train_lm.txt)
 status=0
-for part in ${@:-tests shapes more_shapes sweeps torch example alone}; do
+for part in ${@:-$parts}; do
   "$part" >"$out/${file[$part]}" || { status=1; echo "$part failed"; }
 done
 exit $status

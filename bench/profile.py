@@ -1,7 +1,8 @@
 """Where the time goes: `python -m bench.profile`, on an NVIDIA GPU.
 
 Device time of each kernel of a forward and backward, and the longest time in it that the GPU idles, from JAX's
-profiler, which sees PyTorch's calls too. Prints and writes as JSON.
+profiler, which sees PyTorch's calls too. Prints and writes as JSON. Of a loop in a CUDA graph, such as that of
+cce_torch over groups of the vocabulary, the profiler shows one iteration, and the others as idle time.
 """
 
 import argparse

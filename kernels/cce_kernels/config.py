@@ -61,7 +61,7 @@ TABLE = {
     ("8.0", 2): Tiles.same(SQUARE),
     ("8.6", 2): Tiles.same(SQUARE),
     ("8.9", 2): Tiles.same(SQUARE),
-    ("9.0", 2): Tiles(statistics=WIDE, dz=WIDE, de=WIDE, dc=replace(WIDE, stages=4)),
+    ("9.0", 2): Tiles.same(WIDE),
     ("10.0", 2): Tiles.same(SQUARE),  # with 256 columns dz and de spill
     ("12.0", 2): Tiles.same(SQUARE),
     **{(gpu, 4): Tiles.same(FLOAT32) for gpu in ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")},
