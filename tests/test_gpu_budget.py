@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
+import cce_torch
 from bench import truth as float64
 from bench.data import SHAPES, Shape, trained
 from cce_jax import linear_cross_entropy
 from cce_kernels import budget
+from cce_torch import bridge
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20
@@ -75,6 +78,28 @@ def test_a_call_stays_within_its_budget(shape, name):
     allowed = budgets(SHAPES[shape])[name]
     analysis = compiled(SHAPES[shape], allowed).memory_analysis()
     assert analysis.temp_size_in_bytes <= allowed
+
+
+@pytest.mark.parametrize("name", ["default", "half", "logits", "all"])
+@pytest.mark.parametrize("shape", ["gemma2-2b", "llama3-8b", "gist"])
+def test_a_call_from_torch_stays_within_its_budget(shape, name, monkeypatch):
+    """What is saved in PyTorch's pool, and what the program of the gradients takes in JAX's."""
+    tokens, width, vocabulary = SHAPES[shape]
+    allowed = budgets(SHAPES[shape])[name]
+    ran, run = [], bridge.run
+    monkeypatch.setattr(bridge, "run", lambda *call: ran.append(call) or run(*call))
+    e, c = (
+        torch.randn(s, device="cuda").div(width**0.5).bfloat16().requires_grad_()
+        for s in ((tokens, width), (vocabulary, width))
+    )
+    targets = torch.randint(vocabulary, (tokens,), device="cuda")
+    cce_torch.linear_cross_entropy(e, c, targets, memory_budget=allowed).backward()
+    saved = [x for x in ran[0][2] if x.dim() == 2 and x.dtype == torch.bfloat16]
+    program, inputs, outputs = ran[1]
+    shapes = [jax.ShapeDtypeStruct(x.shape, str(x.dtype)[6:]) if torch.is_tensor(x) else x for x in outputs + inputs]
+    analysis = program.lower(*shapes).compile().memory_analysis()
+    assert bool(saved) == (name != "default")
+    assert sum(x.nbytes for x in saved) + analysis.temp_size_in_bytes <= allowed
 
 
 def test_rows_far_below_the_largest_logit_with_everything_saved():
