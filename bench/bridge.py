@@ -121,17 +121,20 @@ def host() -> dict[str, float]:
     }
 
 
-def busy(shape: Shape) -> dict[str, float]:
-    """How long a call takes to return with a second of other work queued before it."""
+def busy(shape: Shape, rounds: int = 5) -> dict[str, float]:
+    """How long a call takes to return with a second of other work queued before it: medians."""
     _, leaves = tensors(shape)
     gradients(*leaves)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    torch.cuda._sleep(SLEEP_CYCLES)
-    gradients(*leaves)
-    returned = time.perf_counter() - start
-    torch.cuda.synchronize()
-    return {"returned_after_ms": returned * 1e3, "finished_after_ms": (time.perf_counter() - start) * 1e3}
+    returned, finished = [], []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        torch.cuda._sleep(SLEEP_CYCLES)
+        gradients(*leaves)
+        returned.append((time.perf_counter() - start) * 1e3)
+        torch.cuda.synchronize()
+        finished.append((time.perf_counter() - start) * 1e3)
+    return {"returned_after_ms": float(np.median(returned)), "finished_after_ms": float(np.median(finished))}
 
 
 def main() -> None:
