@@ -2,7 +2,7 @@
 
 Device time of each kernel of a forward and backward, and the longest time in it that the GPU idles, from JAX's
 profiler, which sees PyTorch's calls too. Prints and writes as JSON. Of a loop in a CUDA graph, such as that of
-cce_torch over groups of the vocabulary, the profiler shows one iteration, and the others as idle time.
+cce_torch over groups of the vocabulary, the profiler shows one iteration: what it says of the others is idle time.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.profiler import ProfileData
 from rich.console import Console
 from rich.table import Table
@@ -25,7 +26,7 @@ from bench.ignored import calls, ignoring
 from bench.report import environment
 
 CALLS = 4
-PAUSE = 0.03  # seconds of idling before each call, which also tell calls apart
+PAUSE = 0.03  # seconds of idling before each call
 WARM = 4
 IGNORED = (0.0, 0.75)
 
@@ -60,20 +61,20 @@ def _events(profile) -> Iterator[Event]:
 
 
 def idle(events: Sequence[Event]) -> list[float]:
-    """Milliseconds for which nothing ran between two events of the same call."""
-    gaps, busy_until = [], None
+    """Milliseconds for which nothing ran, the shortest first, without the longest: the pauses between calls."""
+    gaps, busy_until = [], np.inf
     for event in sorted(events, key=lambda event: event.start):
-        if busy_until is not None and busy_until < event.start < busy_until + PAUSE / 2 * 1e9:
+        if event.start > busy_until:
             gaps.append((event.start - busy_until) / 1e6)
-        busy_until = max(busy_until or event.end, event.end)
-    return gaps
+        busy_until = event.end if np.isinf(busy_until) else max(busy_until, event.end)
+    return sorted(gaps)[: 1 - CALLS]
 
 
 def kernels(events: Sequence[Event]) -> dict[str, dict[str, float]]:
     """Of each kernel, by name without what tells compilations apart: ms and launches a call; the longest first."""
     found: dict[str, dict[str, float]] = {}
     for event in events:
-        name = re.sub(r"[._]\d+$", "", event.name)
+        name = re.sub(r"[._]+\d*$", "", event.name)
         of = found.setdefault(name, {"ms": 0.0, "launches": 0.0})
         of["ms"] += (event.end - event.start) / 1e6 / CALLS
         of["launches"] += 1 / CALLS

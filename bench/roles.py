@@ -82,7 +82,7 @@ def shipped(role: str, given: Given, interpret: bool) -> TileConfig:
 
 
 def groups_of(given: Given, tiles: TileConfig, interpret: bool) -> Groups:
-    """The groups of a backward pass with the default budget, which saves nothing; tiles: those of dz."""
+    """The groups of a backward pass that saves nothing, with the default budget; tiles: those of dz."""
     (tokens, width), vocabulary = given.e.shape, given.c.shape[0]
     ((groups, _),) = backward_groups(tokens, width, vocabulary, given.e.dtype, 0, memory_budget=MEMORY_BUDGET,
                                      direct=False, copies=True, tiles=tiles, interpret=interpret)  # fmt: skip

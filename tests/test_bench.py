@@ -181,11 +181,13 @@ def test_data_is_like_a_models():
 
 def test_idle_time_is_of_one_call_and_of_all_streams():
     ms, busy = 1e6, [(0, 4), (1, 2), (4.5, 5)]  # the second beside the first
-    calls = [[(start + after, end + after) for start, end in busy] for after in (0, 40)]
+    calls = [[(start + after, end + after) for start, end in busy] for after in range(0, 40 * profile.CALLS, 40)]
     events = [profile.Event("", start * ms, end * ms) for call in calls for start, end in call]
-    np.testing.assert_allclose(profile.idle(events), [0.5, 0.5])
+    np.testing.assert_allclose(profile.idle(events), [0.5] * profile.CALLS)
+    stalled = [e if e.start < 4.5 * ms else profile.Event("", e.start + 50 * ms, e.end + 50 * ms) for e in events]
+    assert max(profile.idle(stalled)) > 30, "longer than a pause"
 
 
 def test_kernels_that_differ_in_a_number_are_one():
-    events = [profile.Event(name, 0, 1e6) for name in ("fusion_12", "fusion_7", "cce_dz")] * profile.CALLS
+    events = [profile.Event(name, 0, 1e6) for name in ("fusion_12", "fusion_7", "cce_dz__3")] * profile.CALLS
     assert profile.kernels(events) == {"fusion": {"ms": 2, "launches": 2}, "cce_dz": {"ms": 1, "launches": 1}}

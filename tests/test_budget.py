@@ -118,12 +118,16 @@ def test_every_way_is_right_whichever_tokens_are_ignored(way):
 
 
 FAR = [way for way in WAYS if way.columns in (V, PART) and "softcap" not in way.options and way.arrays == ("bias",)]
+WITH_DZ = [
+    Way(PART, TOKENS, arrays=("bias",), options=EACH | {"label_smoothing": 0.1}),
+    Way(2**40, TOKENS, arrays=("bias",), options=EACH | {"softcap": 60.0}),
+]
 
 
 @pytest.mark.parametrize("hide", ["none", "most"])
-@pytest.mark.parametrize("way", FAR, ids=str)
+@pytest.mark.parametrize("way", [*FAR, *WITH_DZ], ids=str)
 def test_rows_whose_largest_logit_is_far_above_their_targets(way, hide):
-    """By more than 44 nats, from where on exponentials are relative to lse; and by 90, where they overflow."""
+    """By more than 30 nats, from where on exponentials are relative to lse; and by 90, where they overflow."""
     given = with_odd_cotangents(way.inputs())
     kind = np.arange(way.tokens) % 4
     e = np.float64(given.e) * np.array([1, 4, 10, 4])[kind][:, None]

@@ -171,7 +171,7 @@ VARIANTS = {
     "bfloat16": Variant(BF16, ("target", *LOGITS, *PRODUCTS), twins=True),
     "(D, V)": Variant(BF16, ("statistics", "dz", *PRODUCTS), vocab_axis=1),
     # For 10.0 Triton 3.7's registers are just those with which two programs share a multiprocessor.
-    "some saved": Variant(BF16, ("statistics", "replace"), saved=128000, spilled=8),
+    "some saved": Variant(BF16, ("statistics", "replace", *PRODUCTS), saved=128000, spilled=8),
     "some saved, softcap": Variant(BF16, ("replace", "saved_dz"), saved=128000, softcap=30.0, spilled=8),
     "all saved": Variant(BF16, ("targets", "clear"), saved=256000),
     "every option, some saved": Variant(BF16, ("saved_dz",), saved=25600, **RAGGED),

@@ -143,6 +143,11 @@ def test_all_is_saved_from_whole_bytes_on(shape, head, with_sum):
         assert vocabulary - 256 < saved(shape, head, with_sum, 2 * enough + 2**30) <= vocabulary
 
 
+@pytest.mark.parametrize(("softcap", "columns"), [(1.9, 0), (2.0, 4096), (36.0, 4096), (36.1, 0), (1e4, 0)])
+def test_under_a_softcap_whose_exponentials_lose_the_logit_nothing_is_saved(softcap, columns):
+    assert saved((64, 16, 4096), Head(softcap=softcap), False, 2**40) == columns
+
+
 @given(SHAPES, HEADS, st.booleans(), st.sampled_from([jnp.float16, jnp.float32]))
 def test_other_types_save_nothing(shape, head, with_sum, dtype):
     assert saved(shape, head, with_sum, 2**60, dtype) == 0

@@ -5,7 +5,7 @@ always holds an (N, D) float32 sum for de, some numbers a token, XLA's workspace
 a smaller budget gets that. The next GROUP_BYTES make groups larger, each of which costs about 0.15 ms besides its work.
 All beyond saves exponentials, 2·N bytes a column, each of which spares the backward pass one logit of each token. Where
 no dz of them is formed either, the fewer columns are left the smaller are their groups, in favour of what is saved.
-With `whole_bytes`, all are saved, and the gradient is two matmuls.
+With `whole_bytes`, all are saved if V is a multiple of ALIGNMENT, and the gradient is two matmuls.
 """
 
 import math
@@ -25,6 +25,7 @@ GROUP_COST = 4.0  # reading and writing de's accumulator, copies of c_g and dc_g
 SAVED_MULTIPLE = 256  # columns: whole tiles
 LEAST_PART = 1 / 32  # of the vocabulary: less is not worth its launches
 LEAST_SOFTCAP = 2.0  # below it 1 − (z/κ)² from a rounded exponential is off by more than that rounding
+LARGEST_SOFTCAP = 36.0  # above it exp(z − ρ), at least exp(−2κ)/V, may underflow, and with it 1 − (z/κ)²
 
 
 def linear(head: Head, with_sum: bool) -> bool:
@@ -43,7 +44,7 @@ def saved_columns(
     """How many columns' exponentials the forward pass is to save for the backward pass."""
     if jnp.dtype(dtype) != jnp.bfloat16:  # float16 lacks the range, and float32 is asked for where accuracy counts
         return 0
-    if head.softcap is not None and head.softcap < LEAST_SOFTCAP:
+    if head.softcap is not None and not LEAST_SOFTCAP <= head.softcap <= LARGEST_SOFTCAP:
         return 0
     direct = linear(head, with_sum)
     whole = direct and vocabulary % ALIGNMENT == 0
@@ -57,7 +58,7 @@ def saved_columns(
 
 
 def _for_groups(tokens: int, width: int, missing: int | None) -> int:
-    """The bytes of a group of columns; missing: those that all exponentials take beyond the budget, or None for many.
+    """The bytes of a group of columns; missing: what all exponentials lack of the budget, None if they need groups too.
 
     With B bytes missing and G for a group, exponentials of B + G bytes are computed again, in (B + G)/G groups. If a
     group costs as much as to compute W bytes of them, the sum B + G + W·(B + G)/G is least at G = √(B·W). The scaled e,

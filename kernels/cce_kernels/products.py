@@ -4,8 +4,8 @@
 
 Read: dz once per tile of columns, c_g or e once per tile of rows, from L2 where programs that run together share them;
 c where it lies. Written: de once a group, dc once. Never made: a copy of c_g or dc_g.
-They take 3 to 20 % longer than XLA's for the same tokens, which always run for all (cce_kernels/groups.py), and for
-which a group that is part of a larger array would be copied.
+In place of dz may stand all exponentials that were saved (cce_kernels/saved.py). They take longer than XLA's for the
+same tokens (docs/performance.md), which always run for all, and copy the part of c and of dc (cce_kernels/groups.py).
 """
 
 from functools import partial

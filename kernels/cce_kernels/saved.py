@@ -14,8 +14,8 @@ SMALLEST·t̂_i where that is larger; then with
 
     P_i,t_i ← (a_i·p_i,t_i + t̂_i) / r_i         de = r·(P·c_s)         dc_s = Pᵀ·(r·e)         dbias_s = Pᵀ·r
 
-(SMALLEST·exp(LARGEST) = 2⁻²⁷, so what r was raised for stays below every rounding.) Only the targets' elements of P
-are overwritten, and never read: a second backward pass over the same P gives the same bits.
+(SMALLEST·exp(LARGEST) = 2⁻²⁷, so what r was raised for stays below every rounding.) Of P only targets' elements and
+rows of ignored tokens are overwritten, whatever they held: a second backward pass over the same P gives the same bits.
 """
 
 from collections.abc import Callable

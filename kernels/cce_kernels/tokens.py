@@ -1,7 +1,7 @@
 """The tokens that there is anything to compute for, moved together: those not ignored.
 
-How many they are only the device knows. Kernels read the number and stop there, so ignored tokens cost nothing and
-shapes stay static.
+How many they are only the device knows. Kernels read the number and stop there, so in them ignored tokens cost nothing
+and shapes stay static.
 """
 
 from typing import NamedTuple
