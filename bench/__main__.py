@@ -19,10 +19,7 @@ from bench import methods, plot, report
 from bench.calls import KINDS
 from bench.data import DATA, QUICK, SHAPES, SWEEPS, Inputs, Shape, hidden
 from bench.methods import METHODS
-from bench.report import environment
 from bench.run import Results, measure
-
-__all__ = ["environment", "main"]
 
 
 def parse_shape(text: str) -> Shape:
@@ -105,9 +102,8 @@ def run(asked: argparse.Namespace, console: Console) -> Iterator[Results]:
 
 
 def main() -> None:
-    jax.config.update(
-        "jax_pjrt_client_create_options", {"preallocate": False, "memory_fraction": 0.95}
-    )  # beside PyTorch
+    # PyTorch needs memory beside JAX's pool, and after it XLA's full logits need much in one piece.
+    jax.config.update("jax_pjrt_client_create_options", {"preallocate": False, "memory_fraction": 0.95})
     asked = arguments()
     if asked.precision:
         set_precision(asked.precision)

@@ -16,9 +16,13 @@ import jax
 import numpy as np
 import torch
 
-from bench.__main__ import environment
+from bench.calls import Call
+from bench.calls_jax import Compiled
+from bench.calls_torch import wait
 from bench.data import SHAPES, Shape, trained
-from bench.methods import Compiled, full_logits, ours
+from bench.losses_jax import full_logits, ours
+from bench.measure import milliseconds
+from bench.report import environment
 from cce_torch import bridge, linear_cross_entropy
 
 MIB = 2**20
@@ -36,28 +40,21 @@ def gradients(e: torch.Tensor, c: torch.Tensor, targets: torch.Tensor) -> tuple[
     return torch.autograd.grad(linear_cross_entropy(e, c, targets), (e, c))
 
 
-def timed(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
-    """Milliseconds from the call until its results are there."""
-    start = time.perf_counter()
-    wait(call())
-    return (time.perf_counter() - start) * 1e3
-
-
 def speed(shape: Shape, rounds: int) -> dict[str, float]:
     """Medians of JAX's and torch's calls, taking turns after a burst of each."""
     arrays, leaves = tensors(shape)
     call = Compiled.of(jax.value_and_grad(ours("auto"), (0, 1)), *arrays)
     full = Compiled.of(jax.value_and_grad(full_logits, (0, 1)), *arrays)
     runs = {
-        "jax_ms": (lambda: call.run(*arrays), jax.block_until_ready),
-        "torch_ms": (lambda: gradients(*leaves), lambda _: torch.cuda.synchronize()),
-        "jax_full_logits_ms": (lambda: full.run(*arrays), jax.block_until_ready),
+        "jax_ms": call.call(),
+        "torch_ms": Call(lambda: leaves, gradients, wait),
+        "jax_full_logits_ms": full.call(),
     }
     times = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
             for burst in range(3):
-                spent = timed(*run)
+                spent = milliseconds(run)
                 if burst:
                     times[name].append(spent)
     medians = {name: float(np.median(x)) for name, x in times.items()}

@@ -6,9 +6,7 @@ and writes as JSON. The program is the same for every share: how many tokens are
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +14,17 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench.bridge import timed
-from bench.data import SHAPES, trained
-from bench.losses_jax import budget
+from bench.calls import Call
+from bench.data import SHAPES, Inputs, trained
+from bench.measure import steady
+from bench.methods import METHODS
 from bench.report import environment
-from cce_jax import linear_cross_entropy
+from bench.run import calls_of
+from cce_torch import bridge
 
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.95)
 RUN = 256  # tokens
+KIND = "loss-fw-bw"
 
 
 def ignoring(targets: jax.Array, share: float, runs: bool) -> jax.Array:
@@ -33,25 +34,10 @@ def ignoring(targets: jax.Array, share: float, runs: bool) -> jax.Array:
     return jnp.where(np.repeat(ignored, RUN) if runs else ignored, -100, targets)
 
 
-def calls(memory: str) -> dict[str, Callable[..., Any]]:
-    """By package: (e, c, targets) -> a call and what waits for its result."""
-    import torch
-
-    import cce_torch
-
-    def in_jax(e, c, targets):
-        options = budget(memory, *e.shape, c.shape[0])  # type: ignore
-        run = jax.jit(jax.value_and_grad(lambda e, c, t: linear_cross_entropy(e, c, t, **options), (0, 1)))  # type: ignore
-        return (lambda: run(e, c, targets)), jax.block_until_ready
-
-    def in_torch(e, c, targets):
-        options = budget(memory, *e.shape, c.shape[0])  # type: ignore
-        e, c = (torch.from_dlpack(x).clone().requires_grad_() for x in (e, c))
-        targets = torch.from_dlpack(targets).long()
-        loss = lambda: cce_torch.linear_cross_entropy(e, c, targets, **options)  # type: ignore  # noqa: E731
-        return (lambda: torch.autograd.grad(loss(), (e, c))), lambda _: torch.cuda.synchronize()
-
-    return {"cce_jax": in_jax, "cce_torch": in_torch}
+def call_of(package: str, memory: str, inputs: Inputs) -> Call:
+    """Forward and backward of cce_jax or cce_torch with the budget of that name."""
+    method = METHODS[f"{package} {memory}".strip()]
+    return calls_of(method.framework, method.load(), inputs, [KIND])[KIND]
 
 
 def main() -> None:
@@ -60,17 +46,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--out", type=Path, default=Path("out/ignored.json"))
     asked = parser.parse_args()
-    jax.config.update("jax_pjrt_client_create_options", {"preallocate": False})
+    bridge.start()  # before JAX's backend, which would leave PyTorch too little memory
     rows, table = [], Table("shape", "method", "budget", "ignored", "in runs", "ms", "/ none ignored")
     for name in asked.shape:
         e, c, targets = trained(SHAPES[name])
         for memory in ("", "all"):
-            for package, make in calls(memory).items():
+            for package in ("cce_jax", "cce_torch"):
                 none = np.nan
                 for share, runs in [(s, False) for s in SHARES] + [(0.75, True)]:
-                    run, wait = make(e, c, ignoring(targets, share, runs))
-                    spent = [timed(run, wait) for _ in range(asked.rounds + 3)][3:]
-                    ms = float(np.median(spent))
+                    ms = steady(call_of(package, memory, (e, c, ignoring(targets, share, runs))), asked.rounds)
                     none = none if share else ms
                     rows.append({"shape": name, "method": package, "budget": memory or "default", "ignored": share,
                                  "runs": runs, "runtime_ms": ms, "ratio": ms / none})  # fmt: skip

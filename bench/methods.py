@@ -6,10 +6,7 @@ from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
 from bench import peers
-from bench.calls_jax import Compiled
 from bench.losses_jax import full_float32_logits, full_logits, ours
-
-__all__ = ["METHODS", "OURS", "QUICK", "SWEPT", "Compiled", "Method", "full_logits", "ours"]
 
 
 class Method(NamedTuple):

@@ -22,8 +22,11 @@ from rich.table import Table
 
 from bench.calls_jax import floor
 from bench.data import SHAPES, Inputs, trained
-from bench.ignored import calls, ignoring
+from bench.ignored import call_of, ignoring
+from bench.methods import BUDGETS
 from bench.report import environment
+from cce_kernels.config import local_gpu
+from cce_torch import bridge
 
 CALLS = 4
 PAUSE = 0.03  # seconds of idling before each call
@@ -84,15 +87,18 @@ def kernels(events: Sequence[Event]) -> dict[str, dict[str, float]]:
 def profiled(inputs: Inputs, packages: Sequence[str], budgets: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The bare matmuls, then a call of each package and budget with none and with most of the tokens ignored."""
     e, c, targets = inputs
-    bare = [event for matmul in floor(e, c).values() for event in recorded(matmul)]
-    yield {"method": "floor", "budget": "", "ignored": 0.0, "idle_ms": 0.0, "kernels": kernels(bare)}
+    for name, matmul in floor(e, c).items():
+        yield _row(name, "", 0.0, recorded(matmul))
     for memory in budgets:
         for package in packages:
             for share in IGNORED:
-                call, wait = calls(memory)[package](e, c, ignoring(targets, share, runs=False))
-                events = recorded(lambda call=call, wait=wait: wait(call()))
-                yield {"method": package, "budget": memory or "default", "ignored": share,
-                       "idle_ms": max(idle(events), default=0.0), "kernels": kernels(events)}  # fmt: skip
+                call = call_of(package, memory, (e, c, ignoring(targets, share, runs=False)))
+                yield _row(package, memory or "default", share, recorded(call))
+
+
+def _row(method: str, budget: str, ignored: float, events: Sequence[Event]) -> dict[str, Any]:
+    return {"method": method, "budget": budget, "ignored": ignored, "idle_ms": max(idle(events), default=0.0),
+            "kernels": kernels(events)}  # fmt: skip
 
 
 def table(row: dict[str, Any], least: float = 0.02) -> Table:
@@ -109,10 +115,12 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m bench.profile", description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=["gemma2-2b", "llama3-8b"])
     parser.add_argument("--package", choices=["cce_jax", "cce_torch"], nargs="+", default=["cce_jax", "cce_torch"])
-    parser.add_argument("--budget", nargs="+", default=["", "2NV", "all"], help="as in the benchmark's methods")
+    parser.add_argument("--budget", choices=BUDGETS, nargs="+", default=["", "2NV", "all"])
     parser.add_argument("--out", type=Path, default=Path("out/profile.json"))
     asked = parser.parse_args()
-    jax.config.update("jax_pjrt_client_create_options", {"preallocate": False})
+    bridge.start()  # before JAX's backend, which would leave PyTorch too little memory
+    if local_gpu() is None:
+        parser.error("there is no GPU to profile")
     console, rows = Console(width=110), []
     for shape in asked.shape:
         for row in profiled(trained(SHAPES[shape]), asked.package, asked.budget):

@@ -38,13 +38,13 @@ def measure(
         try:
             loss = METHODS[name].load()
         except Exception as error:  # also a package that is there but cannot be imported on this machine
-            results.missing.append({"method": name, "reason": _first_line(error)})
+            results.missing.append({"method": name, "reason": first_line(error)})
             continue
         try:
             rows = _method(name, loss, inputs, kinds, rounds, expected)
             results.rows.extend({**common, "method": name, **row} for row in rows)
         except Exception as error:
-            results.failed.append({**common, "method": name, "reason": _first_line(error)})
+            results.failed.append({**common, "method": name, "reason": first_line(error)})
         memory.release()
     floors.append(_floor(inputs, rounds))  # again, so that the floor is of the clocks of all of the run
     _relate(results.rows, floors)
@@ -52,17 +52,20 @@ def measure(
 
 
 def _method(name: str, loss: Callable, inputs: Inputs, kinds: Collection[str], rounds: int, expected) -> list[Row]:
-    framework, wanted = METHODS[name].framework, {*kinds, "loss-fw-bw"}
-    if framework == "jax":
-        calls = calls_jax.kinds(loss, *inputs, wanted)
-    else:
-        from bench import calls_torch
-
-        e, c, targets = calls_torch.tensors(*inputs)
-        calls = calls_torch.kinds(loss, e, c, targets.long(), wanted)
+    framework = METHODS[name].framework
+    calls = calls_of(framework, loss, inputs, {*kinds, "loss-fw-bw"})
     found = errors.of_result(framework, calls["loss-fw-bw"](), expected, inputs[0].dtype)
     return [{"kind": kind, **found, **_memory(call), **_times(call, rounds)}
             for kind, call in calls.items() if kind in kinds]  # fmt: skip
+
+
+def calls_of(framework: str, loss: Callable, inputs: Inputs, kinds: Collection[str]) -> dict[str, Call]:
+    if framework == "jax":
+        return calls_jax.kinds(loss, *inputs, kinds)
+    from bench import calls_torch
+
+    e, c, targets = calls_torch.tensors(*inputs)
+    return calls_torch.kinds(loss, e, c, targets.long(), kinds)
 
 
 def _memory(call: Call) -> Row:
@@ -97,6 +100,6 @@ def _relate(rows: list[Row], floors: list[dict[str, dict[str, float]]]) -> None:
             row[f"ratio{suffix}"] = row[f"runtime_ms{suffix}"] / least
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0][:200] if text else ''}"

@@ -29,6 +29,7 @@ from bench.data import SHAPES, Shape
 from bench.measure import steady
 from bench.report import environment
 from bench.roles import MATMUL, ROLES, Given, buffer, candidates, program, shipped, spilled
+from bench.run import first_line
 from cce_kernels.config import TileConfig, local_gpu
 
 QUICK = Shape(48, 16, 96)
@@ -84,8 +85,7 @@ def _timed(compiled: Future[Compiled], rounds: int) -> Row:
     try:
         return {"ms": steady(compiled.result().call(), rounds)}
     except Exception as error:
-        text = str(error).strip().splitlines()
-        return {"failed": f"{type(error).__name__}: {text[0][:100] if text else ''}"}
+        return {"failed": first_line(error)[:120]}
 
 
 def label(tiles: TileConfig) -> str:
