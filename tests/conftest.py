@@ -9,9 +9,13 @@ hypothesis.settings.load_profile("all")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests marked gpu need one; on a machine without, they are skipped by name, not silently absent."""
+    """Tests marked gpu need one; on a machine without, they are skipped by name, not silently absent.
+
+    There XLA compiles without its costly optimisations: most of what the tests wait for is LLVM.
+    """
     if jax.default_backend() == "gpu":
         return
+    jax.config.update("jax_disable_most_optimizations", True)
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
