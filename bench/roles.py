@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from bench.data import Shape, trained
 from cce_kernels import backward, forward
-from cce_kernels.budget import backward_groups
+from cce_kernels.budget import group_of
 from cce_kernels.config import H200, INTERPRETER, TileConfig, Tiles, local_gpu, tile_config
 from cce_kernels.contract import MEMORY_BUDGET
 from cce_kernels.groups import Products, Wanted, over_groups
@@ -84,9 +84,9 @@ def shipped(role: str, given: Given, interpret: bool) -> TileConfig:
 def groups_of(given: Given, tiles: TileConfig, interpret: bool) -> Groups:
     """The groups of a backward pass that saves nothing, with the default budget; tiles: those of dz."""
     (tokens, width), vocabulary = given.e.shape, given.c.shape[0]
-    ((groups, _),) = backward_groups(tokens, width, vocabulary, given.e.dtype, 0, memory_budget=MEMORY_BUDGET,
-                                     direct=False, copies=True, tiles=tiles, interpret=interpret)  # fmt: skip
-    return groups
+    return group_of(tokens, tokens=tokens, saved=0, width=width, vocabulary=vocabulary, dtype=given.e.dtype,
+                    memory_budget=MEMORY_BUDGET, direct=False, copies=True, tiles=tiles,
+                    interpret=interpret)  # fmt: skip
 
 
 def buffer(role: str, given: Given, interpret: bool) -> jax.Array | None:

@@ -76,5 +76,6 @@ def gradients(e, c, bias, targets, weights, lse, cotangents, *, head: Head, want
         return dz.astype(e.dtype), jnp.sum(dz, axis=0) if wanted.bias else None
 
     products = xla_products(e, c, head=head, unit=unit)
-    de, dc, dbias = add_groups(Gradients.begun(e, c, head, wanted), form_dz, groups, products, unit)
-    return None if de is None else unscaled(de, unit, e.dtype), dc, dbias
+    de, dc, dbias = add_groups(Gradients.begun(e, c, head, wanted), form_dz, groups, products)
+    de, dbias = (None if x is None else unscaled(x, unit, e.dtype) for x in (de, dbias))
+    return de, dc, dbias

@@ -28,7 +28,7 @@ is the cotangent of the raw product e_i·c_v + b_v, and, that product being bili
 (4) is why nothing of size (N, V) is kept: p is recovered from the logits, which are computed again, and the saved
 lse. So the residuals are the inputs and 2·N numbers. The columns v are independent in (6) and (7), so they are taken a
 group at a time (cce_kernels/groups.py), and a group's logits live only in one reused buffer. Where the memory budget
-allows it, exponentials of some or all columns are residuals too (cce_kernels/saved.py).
+allows it, exponentials of some or all tokens are residuals too (cce_kernels/saved.py).
 
 A token whose target is negative is ignored: its three numbers are arbitrary, it takes no part in (7), and nothing in
 its row of e, not even a NaN, reaches a gradient. A target of V or more picks no logit: (2) is 0.
@@ -48,6 +48,7 @@ from cce_kernels import backward, budget, forward
 from cce_kernels.config import local_gpu
 from cce_kernels.groups import Wanted
 from cce_kernels.logits import Head, vocabulary_size
+from cce_kernels.saved import saved_shape
 
 Impl = Literal["auto", "cce", "chunked", "reference"]
 
@@ -82,24 +83,28 @@ def statistics(e, c, bias, targets, weights, core: Core) -> Statistics:
     return _statistics(core, e, c, bias, targets, weights)
 
 
-def saved_columns(shape: tuple[int, int], vocabulary: int, dtype, core: Core) -> int:
-    """Of how many columns `forward_pass` is to save the exponentials for `gradients`; shape and dtype: those of e."""
+def saved_tokens(shape: tuple[int, int], vocabulary: int, dtype, core: Core, of_c: bool) -> int:
+    """Of how many tokens `forward_pass` is to save the exponentials for `gradients`.
+
+    shape and dtype: those of e; of_c: whether the gradient of c will be wanted.
+    """
     if core.impl == "chunked" or (core.impl == "auto" and local_gpu() is None):
         return 0
-    return budget.saved_columns(*shape, vocabulary, dtype, core.head, core.with_sum, core.memory_budget)
+    return budget.saved_tokens(*shape, vocabulary, dtype, core.head, core.with_sum, of_c, core.memory_budget)
 
 
 def forward_pass(
-    e, c, bias, targets, weights, core: Core, *, saved_columns: int = 0
+    e, c, bias, targets, weights, core: Core, *, saved_tokens: int = 0
 ) -> tuple[Statistics, jax.Array | None]:
-    """Equations (1)-(3), and what is saved for `gradients`: (N, saved_columns) of e's type, or None."""
+    """Equations (1)-(3), and what is saved for `gradients`: saved_shape(saved_tokens, V) of e's type, or None."""
 
     def plain(e, *arrays):
         numbers = chunked.statistics(e, *arrays, head=core.head, with_sum=core.with_sum,
                                      memory_budget=core.memory_budget)  # fmt: skip
-        return *numbers, lax.empty((e.shape[0], saved_columns), e.dtype) if saved_columns else None
+        shape = saved_shape(saved_tokens, vocabulary_size(c, core.head))
+        return *numbers, lax.empty(shape, e.dtype) if saved_tokens else None
 
-    kernels = partial(forward.statistics, head=core.head, with_sum=core.with_sum, saved_columns=saved_columns)
+    kernels = partial(forward.statistics, head=core.head, with_sum=core.with_sum, saved_tokens=saved_tokens)
     *numbers, saved = _on_platform(core.impl, kernels, plain)(e, c, bias, targets, weights)
     return Statistics(*numbers), saved
 
@@ -131,8 +136,8 @@ def _statistics_fwd(core: Core, e, c, bias, targets, weights):
     e, c, bias, targets, weights = jax.tree.map(
         lambda x: x.value, (e, c, bias, targets, weights), is_leaf=lambda x: hasattr(x, "perturbed")
     )
-    columns = saved_columns(e.shape, vocabulary_size(c, core.head), e.dtype, core)
-    run = _first_order_only(partial(forward_pass, core=core, saved_columns=columns))
+    to_save = saved_tokens(e.shape, vocabulary_size(c, core.head), e.dtype, core, wanted.c)
+    run = _first_order_only(partial(forward_pass, core=core, saved_tokens=to_save))
     out, saved = run(e, c, bias, targets, weights)
     return out, (_as_shape(wanted), e, c, bias, targets, weights, out, saved)
 

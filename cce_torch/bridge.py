@@ -7,7 +7,8 @@
 2. Inputs are alive until JAX has read them. The caller's tensors are held until `run` has made torch's current stream
    wait for the end of the program. Whatever torch's allocator then does with their memory is queued behind it. So
    JAX need not hold them, and does not: it lets go of what it was given late, some at the next call, and a gradient
-   would count as allocated until then.
+   would count as allocated until then. An input is an address and a shape to it, and what next lies there in that
+   shape, as a weight does at every step, is the same array.
 3. Outputs are torch's own memory, never JAX's: they are allocated here, on the current stream, and donated to the
    program, which writes its results into them. So torch's allocator, and with it `record_stream`, side streams and
    DDP, know them like any other tensor, and JAX has nothing to hand to someone else too early.
@@ -18,6 +19,7 @@ Nothing here blocks the host. On a CPU, `run` waits for the program and hands ou
 """
 
 import ctypes
+import math
 import os
 import struct
 import threading
@@ -91,8 +93,9 @@ def _run_gpu(program: Callable, inputs: Sequence[Input], outputs: Sequence[Tenso
     stream = jax_device.get_stream_for_external_ready_events()
     _external(stream, index).wait_stream(current)
     first, *others = outputs
-    arrays = [_import_gpu(first, jax_device, stream)]  # fact 1: ready when stream, and so current, has come this far
-    arrays += [_import_gpu(x, jax_device, None) if isinstance(x, Tensor) else x for x in (*others, *inputs)]
+    arrays = [_lent(first, index, stream)]  # fact 1: ready when stream, and so current, has come this far
+    arrays += [_lent(x, index) for x in others]
+    arrays += [_at(x.data_ptr(), x.shape, x.dtype, index) if isinstance(x, Tensor) else x for x in inputs]
     results = program(*arrays)
     results[0].__dlpack__(stream=current.cuda_stream or DEFAULT_STREAM)  # fact 2: current waits for the program's end
     if any(r.unsafe_buffer_pointer() != x.data_ptr() for r, x in zip(results, outputs, strict=True)):
@@ -104,26 +107,37 @@ def _external(stream: int, index: int) -> torch.cuda.ExternalStream:
     return torch.cuda.ExternalStream(stream, device=index)
 
 
-def _import_gpu(x: Tensor, device, stream: int | None):
-    """A jax.Array on the memory of x, which it does not keep alive; ready with stream, or at once.
+def _lent(x: Tensor, index: int, stream: int | None = None):
+    """A jax.Array, to be used once, on the memory of x, which it does not keep alive; ready with stream, or at once.
 
     jax.dlpack.from_dlpack would keep x, and takes 60 µs of Python and events.
     """
+    return _array(x.data_ptr(), x.shape, x.dtype, index, stream)
+
+
+@lru_cache(maxsize=1024)
+def _at(address: int, shape: torch.Size, dtype: torch.dtype, index: int):
+    """A jax.Array, to be read alone, on what lies there now or later; ready at once."""
+    return _array(address, shape, dtype, index, None)
+
+
+def _array(address: int, shape: torch.Size, dtype: torch.dtype, index: int, stream: int | None):
     platform = (DLPACK_CUDA,) if jaxlib_extension_version >= 467 else ()
-    return _jax.dlpack_managed_tensor_to_buffer(_borrowed(x), device, stream, None, *platform)
+    capsule = _capsule(address, shape, dtype, index)
+    return _jax.dlpack_managed_tensor_to_buffer(capsule, gpu(index), stream, None, *platform)
 
 
-def _borrowed(x: Tensor):
-    """A DLPack capsule of row-major x that owns nothing but its own few bytes, which its deleter, free, gives back."""
-    rank, (code, bits), size = x.dim(), DLPACK_TYPES[x.dtype], struct.calcsize(DLPACK_TENSOR)
+def _capsule(address: int, shape: torch.Size, dtype: torch.dtype, index: int):
+    """A DLPack capsule of row-major memory that owns nothing but its few bytes, which its deleter, free, gives back."""
+    rank, (code, bits), size = len(shape), DLPACK_TYPES[dtype], struct.calcsize(DLPACK_TENSOR)
+    strides = [math.prod(shape[k + 1 :]) for k in range(rank)]
     malloc, free = _heap()
-    address = malloc(size + 16 * rank)
-    shape, strides = address + size, address + size + 8 * rank
-    head = struct.pack(DLPACK_TENSOR, x.data_ptr(), DLPACK_CUDA, x.get_device(), rank, code, bits, 1, shape, strides, 0,
-                       0, free)  # fmt: skip
-    body = head + struct.pack(f"<{2 * rank}q", *x.shape, *x.stride())
-    ctypes.memmove(address, body, len(body))
-    return _new_capsule(address, b"dltensor", None)
+    place = malloc(size + 16 * rank)
+    head = struct.pack(DLPACK_TENSOR, address, DLPACK_CUDA, index, rank, code, bits, 1, place + size,
+                       place + size + 8 * rank, 0, 0, free)  # fmt: skip
+    body = head + struct.pack(f"<{2 * rank}q", *shape, *strides)
+    ctypes.memmove(place, body, len(body))
+    return _new_capsule(place, b"dltensor", None)
 
 
 @cache

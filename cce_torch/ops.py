@@ -24,7 +24,7 @@ _library = torch.library.Library("cce_torch", "FRAGMENT")
 _tags = [torch.Tag.needs_fixed_stride_order]
 if hasattr(torch.Tag, "cudagraph_unsafe"):  # which PyTorch 2.6 has not
     _tags.append(torch.Tag.cudagraph_unsafe)
-_library.define(f"loss({TENSORS}, bool saving, {OPTIONS}) -> (Tensor, Tensor, Tensor)", tags=_tags)
+_library.define(f"loss({TENSORS}, bool saving, bool saving_for_c, {OPTIONS}) -> (Tensor, Tensor, Tensor)", tags=_tags)
 _library.define(
     f"gradients(Tensor? of_loss, Tensor? of_numbers, {TENSORS}, Tensor numbers, Tensor? saved, bool of_e, bool of_c, "
     f"bool of_bias, bool of_token_weight, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -44,9 +44,11 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, row_leng
     # Not under torch.compile, which with dynamic shapes would have to know the size of what is saved.
     saving = torch.is_grad_enabled() and not functions and not torch.compiler.is_compiling()
     saving = saving and any(x is not None and x.requires_grad for x in (e, c, bias))
+    saving_for_c = saving and c.requires_grad
     options = ignore_index, shift, reduction, label_smoothing, z_loss, scale, softcap, precision, impl, memory_budget
     function = _LossOfFunctions if functions else _Loss
-    return function.apply(e, c, bias, targets, class_weight, token_weight, num_items, saving, row_length, options)
+    return function.apply(e, c, bias, targets, class_weight, token_weight, num_items, saving, saving_for_c, row_length,
+                          options)  # fmt: skip
 
 
 class _Loss(torch.autograd.Function):
@@ -61,14 +63,14 @@ class _Loss(torch.autograd.Function):
         of_e, of_c, of_bias, _, _, of_token_weight, *_ = ctx.needs_input_grad
         wanted = of_e, of_c, of_bias, of_token_weight
         if of_loss is None and of_numbers is None:
-            return (None,) * 10
+            return (None,) * 11
         # With a graph of the backward pass asked for, in the Function that refuses to be differentiated; not under
         # torch.compile, which takes no Function in another one's backward, and no second derivatives either.
         guarded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         run = _Gradients.apply if guarded else _gradients_operator
         found = run(of_loss, of_numbers, *ctx.saved_tensors, *wanted, ctx.row_length, *ctx.options)
         de, dc, dbias, dweight = (x if w else None for x, w in zip(found, wanted, strict=True))  # type: ignore
-        return de, dc, dbias, None, None, dweight, None, None, None, None
+        return de, dc, dbias, None, None, dweight, None, None, None, None, None
 
 
 def _loss_operator(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,8 +79,8 @@ def _loss_operator(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return run(*others, *options)
 
 
-def _gradients_operator(*arguments: Any) -> tuple[Tensor, ...]:
-    run = _run_gradients if _is_plain(arguments[2]) else torch.ops.cce_torch.gradients.default
+def _gradients_operator(*arguments: Any) -> tuple[Tensor | None, ...]:
+    run = _found_gradients if _is_plain(arguments[2]) else torch.ops.cce_torch.gradients.default
     return run(*arguments)
 
 
@@ -95,7 +97,7 @@ def _is_plain(e: Tensor) -> bool:
 
 def _save(ctx: Any, inputs: tuple, numbers: Tensor, saved: Tensor | None) -> None:
     ctx.save_for_backward(*inputs[:7], numbers, saved)
-    ctx.row_length, ctx.options = inputs[8:]
+    ctx.row_length, ctx.options = inputs[9:]
     ctx.set_materialize_grads(False)
 
 
@@ -128,7 +130,7 @@ class _Gradients(torch.autograd.Function):
     backward = jvp = staticmethod(_refuse)
 
     @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+    def forward(*arguments: Any) -> tuple[Tensor | None, ...]:
         return _gradients_operator(*arguments)
 
     @staticmethod
@@ -137,20 +139,26 @@ class _Gradients(torch.autograd.Function):
 
 
 def _run_loss(
-    e, c, bias, targets, class_weight, token_weight, num_items, saving, row_length, *options
+    e, c, bias, targets, class_weight, token_weight, num_items, saving, saving_for_c, row_length, *options
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not e.shape[0]:
         return tuple(x.zero_() for x in _fake_loss(e, c, bias, targets, class_weight, token_weight, num_items, False,
-                                                   row_length, *options))  # type: ignore[return-value]  # fmt: skip
+                                                   False, row_length, *options))  # type: ignore[return-value]  # fmt: skip
     from cce_torch import programs  # imports JAX
 
     return programs.loss(e, c, bias, targets, class_weight, token_weight, num_items, saving=saving,
-                         row_length=row_length, call=_call(*options))  # fmt: skip
+                         of_c=saving_for_c, row_length=row_length, call=_call(*options))  # fmt: skip
 
 
-def _run_gradients(of_loss, of_numbers, e, c, bias, targets, class_weight, token_weight, num_items, numbers, saved,
-                   of_e, of_c, of_bias, of_token_weight, row_length, *options) -> tuple[Tensor, ...]:  # fmt: skip
+def _run_gradients(*arguments) -> tuple[Tensor, ...]:
     """Gradients like e, c, bias and token_weight; of no elements where not wanted."""
+    e = arguments[2]
+    return tuple(e.new_empty(0) if x is None else x for x in _found_gradients(*arguments))
+
+
+def _found_gradients(of_loss, of_numbers, e, c, bias, targets, class_weight, token_weight, num_items, numbers, saved,
+                     of_e, of_c, of_bias, of_token_weight, row_length, *options
+                     ) -> tuple[Tensor | None, ...]:  # fmt: skip
     wanted = of_e, of_c, of_bias, of_token_weight
     if not e.shape[0] or not any(wanted):
         return tuple(x.zero_() for x in _like(e, c, bias, token_weight, *wanted))
@@ -162,7 +170,7 @@ def _run_gradients(of_loss, of_numbers, e, c, bias, targets, class_weight, token
         wanted=Wanted(of_e, of_c, of_bias), of_token_weight=of_token_weight, row_length=row_length,
         call=_call(*options),
     ))  # fmt: skip
-    return tuple(next(found) if w else e.new_empty(0) for w in wanted)
+    return tuple(next(found) if w else None for w in wanted)
 
 
 @cache
@@ -174,8 +182,8 @@ def _call(ignore_index, shift, reduction, label_smoothing, z_loss, scale, softca
                 memory_budget)  # fmt: skip
 
 
-def _fake_loss(e, c, bias, targets, class_weight, token_weight, num_items, saving, row_length, *options
-               ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _fake_loss(e, c, bias, targets, class_weight, token_weight, num_items, saving, saving_for_c,
+               row_length, *options) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     shape = (e.shape[0],) if options[2] == "none" else ()
     rows = 3 if options[3] > 0 else 2
     saved = 0, 0
@@ -184,7 +192,7 @@ def _fake_loss(e, c, bias, targets, class_weight, token_weight, num_items, savin
     elif saving:
         from cce_torch import programs
 
-        saved = programs.saved_shape(e, c, _call(*options))
+        saved = programs.saved_shape(e, c, saving_for_c, _call(*options))
     return (e.new_empty(shape, dtype=torch.float32), e.new_empty((rows, e.shape[0]), dtype=torch.float32),
             e.new_empty(saved))  # fmt: skip
 

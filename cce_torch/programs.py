@@ -19,6 +19,7 @@ from jax import lax
 from torch import Tensor
 
 from cce_jax import core, losses
+from cce_kernels import saved as exponentials
 from cce_kernels.groups import Wanted
 from cce_kernels.logits import Head
 from cce_torch import bridge
@@ -84,11 +85,13 @@ def sizes(*kind: Any) -> Sizes:
     return Sizes()
 
 
-def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, saving: bool, row_length: int, call: Call):
+def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, saving: bool, of_c: bool,
+         row_length: int, call: Call):  # fmt: skip
     """The loss, () or (N,), the core's numbers, (2 or 3, N), 0 where ignored, float32; and what is saved.
 
     e: (N, D), N ≥ 1; c: (V, D), bias: (V,); targets: (N,) int64, before the shift along rows of row_length;
-    class_weight: (V,); token_weight: (N,); num_items: one element; saving: whether gradients will be asked for.
+    class_weight: (V,); token_weight: (N,); num_items: one element; saving: whether gradients will be asked for,
+    of_c: c's among them.
     """
     arrays = _Arrays(e, c, call)
     rows = 2 + call.loss.needs_sum
@@ -97,11 +100,11 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, saving: 
         e.new_empty((arrays.size,) if whole else (), dtype=torch.float32),
         e.new_empty((rows, arrays.size), dtype=torch.float32),
     ]
-    to_save = arrays.saved_shape() if saving else (0, 0)
-    if to_save[1]:
+    to_save = arrays.saved_shape(of_c) if saving else (0, 0)
+    if to_save[0]:
         outputs.append(e.new_empty(to_save))
     value, numbers, *saved = bridge.run(
-        _loss_program(call, arrays.static, to_save[1]),
+        _loss_program(call, arrays.static, to_save[0]),
         arrays.inputs(e, bias, targets, class_weight, token_weight, num_items, row_length),
         outputs,
     )
@@ -110,9 +113,9 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, saving: 
     return value, numbers, saved[0] if saved else e.new_empty(to_save)
 
 
-def saved_shape(e: Tensor, c: Tensor, call: Call) -> tuple[int, int]:
+def saved_shape(e: Tensor, c: Tensor, of_c: bool, call: Call) -> tuple[int, int]:
     """The shape of what `loss` saves."""
-    return _Arrays(e, c, call).saved_shape()
+    return _Arrays(e, c, call).saved_shape(of_c)
 
 
 def gradients(
@@ -164,11 +167,11 @@ class _Arrays:
         self.ignore_index = call.ignore_index
         self.shifts = call.shift > 0
 
-    def saved_shape(self) -> tuple[int, int]:
+    def saved_shape(self, of_c: bool) -> tuple[int, int]:
         axis = self.static.head.vocab_axis
         width, vocabulary = self.c.shape[1 - axis], self.c.shape[axis]
-        columns = core.saved_columns((self.size, width), vocabulary, str(self.c.dtype)[6:], self.static)
-        return (self.size if columns else 0), columns
+        tokens = core.saved_tokens((self.size, width), vocabulary, str(self.c.dtype)[6:], self.static, of_c)
+        return exponentials.saved_shape(tokens, vocabulary)
 
     def padded(self, x: Any, fill: float, axis: int = 0) -> Any:
         """x with as many tokens as the program is compiled for, the new ones filled with fill."""
@@ -237,15 +240,15 @@ def _stacked(numbers: core.Statistics) -> jax.Array:
 
 
 @cache
-def _loss_program(call: Call, static: core.Core, saved_columns: int) -> Callable:
-    count = 3 if saved_columns else 2
+def _loss_program(call: Call, static: core.Core, saved_tokens: int) -> Callable:
+    count = 3 if saved_tokens else 2
 
     def torch_loss(*arrays):
         e, c, bias, words, *rest = arrays[count:]  # before them the results' memory
         columns, weights, token_weight, arithmetic = _prepared(call, static.head, c, words, *rest)
-        numbers, saved = core.forward_pass(e, c, bias, columns, weights, static, saved_columns=saved_columns)
+        numbers, saved = core.forward_pass(e, c, bias, columns, weights, static, saved_tokens=saved_tokens)
         value, _ = arithmetic(numbers, token_weight=token_weight)
-        return value, jnp.where(columns >= 0, _stacked(numbers), 0), *([saved] if saved_columns else [])
+        return value, jnp.where(columns >= 0, _stacked(numbers), 0), *([saved] if saved_tokens else [])
 
     return jax.jit(torch_loss, donate_argnums=range(count), keep_unused=True)
 

@@ -22,7 +22,11 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture
-def budget_in_columns(monkeypatch):
-    """memory_budget is the number of columns to save, up to 1000: at small shapes any real one saves all."""
-    real = budget.saved_columns
-    monkeypatch.setattr(budget, "saved_columns", lambda *call: call[-1] if call[-1] <= 1000 else real(*call))
+def budget_in_tokens(monkeypatch):
+    """memory_budget is the number of tokens to save, if there are so many, up to 1000: at small shapes any real one
+    saves all.
+    """
+    real = budget.saved_tokens
+    monkeypatch.setattr(
+        budget, "saved_tokens", lambda *call: min(call[0], call[-1]) if call[-1] <= 1000 else real(*call)
+    )

@@ -16,6 +16,7 @@ from cce_kernels.budget import whole_bytes
 from cce_kernels.config import NARROW, NARROW_TABLE, SAFE, TABLE, Gpu, Tiles, tile_config
 from cce_kernels.groups import Wanted
 from cce_kernels.logits import Head
+from cce_kernels.saved import saved_shape
 from tests.lowering import LIMITS, REGISTERS, Resources, kernels, resources, stack_accesses_in_loops
 
 S = jax.ShapeDtypeStruct
@@ -132,7 +133,7 @@ class Variant(NamedTuple):
     precision: str | None = None
     every: bool = False  # option: bias, softcap, scale, weighted sum
     softcap: float | None = None
-    saved: int = 0  # columns
+    saved: int = 0  # tokens
     spilled: int = 0  # bytes, at most, and never in a loop over D
     twins: bool = False  # compile dz of all tokens too, beside the one that stops at the last kept one
 
@@ -148,18 +149,18 @@ def launched(variant: Variant, tiles: Tiles) -> list:
         if not variant.every:
             bias, weights = None, None
         options: dict[str, Any] = {"head": head, "interpret": False}
-        stats = forward.statistics(e, c, bias, targets, weights, with_sum=variant.every, saved_columns=variant.saved,
+        stats = forward.statistics(e, c, bias, targets, weights, with_sum=variant.every, saved_tokens=variant.saved,
                                    tiles=tiles.statistics, **options)  # fmt: skip
         wanted = Wanted(True, True, variant.every)
         return stats, backward.gradients(
             e, c, bias, targets, weights, lse, target, saved if variant.saved else None, cotangents,
-            wanted=wanted, memory_budget=300 * MIB + 2 * n * variant.saved, tiles=tiles, **options,
+            wanted=wanted, memory_budget=300 * MIB + 2 * v * variant.saved, tiles=tiles, **options,
         )  # fmt: skip
 
     c = S((v, d) if variant.vocab_axis == 0 else (d, v), dtype)
     return kernels(
         both, S((n, d), dtype), c, S((v,), dtype), S((n,), jnp.int32), S((v,), f32), S((n,), f32), S((n,), f32),
-        S((n, max(variant.saved, 1)), dtype), S((3 if variant.every else 2, n), f32),
+        S(saved_shape(max(variant.saved, 1), v), dtype), S((3 if variant.every else 2, n), f32),
     )  # fmt: skip
 
 
@@ -171,10 +172,10 @@ VARIANTS = {
     "bfloat16": Variant(BF16, ("target", *LOGITS, *PRODUCTS), twins=True),
     "(D, V)": Variant(BF16, ("statistics", "dz", *PRODUCTS), vocab_axis=1),
     # For 10.0 Triton 3.7's registers are just those with which two programs share a multiprocessor.
-    "some saved": Variant(BF16, ("statistics", "replace", *PRODUCTS), saved=128000, spilled=8),
-    "some saved, softcap": Variant(BF16, ("replace", "saved_dz"), saved=128000, softcap=30.0, spilled=8),
-    "all saved": Variant(BF16, ("targets", "clear"), saved=256000),
-    "every option, some saved": Variant(BF16, ("saved_dz",), saved=25600, **RAGGED),
+    "some saved": Variant(BF16, ("statistics", "replace", *PRODUCTS), saved=4096, spilled=8),
+    "some saved, softcap": Variant(BF16, ("replace", "saved_dz"), saved=4096, softcap=30.0, spilled=8),
+    "all saved": Variant(BF16, ("targets", "clear"), saved=8192),
+    "every option, some saved": Variant(BF16, ("saved_dz",), saved=4096, **RAGGED),
     "float16, every option": Variant(F16, ("statistics", "dz", "dc"), **RAGGED),
     "float32": Variant(F32, ("statistics", "dz", *PRODUCTS)),
     # Matmuls on the CUDA cores: the tiles that suit TF32 leave few registers to what comes after the loop.

@@ -9,16 +9,16 @@ from cce_torch import LinearCrossEntropy, linear_cross_entropy, ops, programs
 from tests import call, call_torch
 from tests.call_torch import tensor
 from tests.cases import Inputs
-from tests.test_budget import PART, TOKENS, V, Way
+from tests.test_budget import ALL, PART, TOKENS, V, Way
 from tests.tolerance import assert_rounded
 from tests.truth import truth
 
-pytestmark = pytest.mark.usefixtures("budget_in_columns")
+pytestmark = pytest.mark.usefixtures("budget_in_tokens")
 EACH = {"reduction": "none", "return_lse": True}
 
 
 def some(arrays=(), options=None, seed=0) -> Inputs:
-    given = Way(V, TOKENS, arrays=arrays, options=options or {}).inputs(seed)
+    given = Way(ALL, TOKENS, arrays=arrays, options=options or {}).inputs(seed)
     given.targets[::5] = -100
     return given
 
@@ -28,8 +28,8 @@ def example():
     return tensor(given.e).requires_grad_(), tensor(given.c).requires_grad_(), tensor(given.targets)
 
 
-def loss(e, c, t, columns=V):
-    return linear_cross_entropy(e, c, t, impl="cce", memory_budget=columns)
+def loss(e, c, t, saving=ALL):
+    return linear_cross_entropy(e, c, t, impl="cce", memory_budget=saving)
 
 
 def gradients(value, *leaves, **more):
@@ -56,27 +56,27 @@ def saved(monkeypatch) -> list[tuple[int, int]]:
     return shapes
 
 
-@pytest.mark.parametrize("columns", [0, PART, V])
-def test_the_bits_are_those_of_cce_jax(columns, saved):
+@pytest.mark.parametrize("saving", [0, PART, TOKENS])
+def test_the_bits_are_those_of_cce_jax(saving, saved):
     given = some(("bias",), EACH)
-    theirs, ours = (run(given, EACH, "cce", memory_budget=columns) for run in (call.run, call_torch.run))
-    assert saved == [(TOKENS if columns else 0, columns)]
+    theirs, ours = (run(given, EACH, "cce", memory_budget=saving) for run in (call.run, call_torch.run))
+    assert saved == [(saving, V)]
     np.testing.assert_array_equal(theirs[0], ours[0])
     np.testing.assert_array_equal(theirs[1], ours[1])
     for name, gradient in ours[2].items():
         np.testing.assert_array_equal(gradient, theirs[2][name], err_msg=name)
 
 
-@pytest.mark.parametrize(("columns", "options"), [(PART, EACH), (V, {})])
-def test_padded_to_another_size(columns, options, saved, monkeypatch):
+@pytest.mark.parametrize(("saving", "options"), [(PART, EACH), (48, {})])
+def test_padded_to_another_size(saving, options, saved, monkeypatch):
     monkeypatch.setattr(programs, "EXACT", 0)
     monkeypatch.setattr(programs, "SMALLEST", 16)
     programs.sizes.cache_clear()
     given = some(("bias",), options)
     expected, reference = truth(given, options), call_torch.run(given, options, "reference")
-    actual = call_torch.run(given, options, "cce", memory_budget=columns)
+    actual = call_torch.run(given, options, "cce", memory_budget=saving)
     programs.sizes.cache_clear()
-    assert saved == [(48, columns)]
+    assert saved == [(saving, V)]
     for k, what in enumerate(("loss", "lse")):
         assert_rounded(actual[k], expected[k], reference[k], what, roundings=2)
     for name, gradient in actual[2].items():
@@ -91,7 +91,7 @@ def test_only_what_a_backward_pass_will_read_is_saved(saved):
             assert torch.equal(loss(e, c, t), expected)
     loss(e.detach(), c.detach(), t)
     weight = torch.rand(TOKENS, requires_grad=True)
-    linear_cross_entropy(e.detach(), c.detach(), t, token_weight=weight, impl="cce", memory_budget=V).backward()
+    linear_cross_entropy(e.detach(), c.detach(), t, token_weight=weight, impl="cce", memory_budget=ALL).backward()
     loss(e.detach(), c, t)
     loss(e, c.detach(), t)
     assert saved == [(TOKENS, V)] + 4 * [(0, 0)] + 2 * [(TOKENS, V)]
@@ -105,15 +105,15 @@ def test_a_frozen_input_changes_no_bit_of_the_others_gradient():
     assert_equal(gradients(loss(e.detach(), c, t), c), [dc])
 
 
-@pytest.mark.parametrize("columns", [PART, V])
-def test_a_retained_graph_has_the_same_bits_again(columns):
+@pytest.mark.parametrize("saving", [PART, ALL])
+def test_a_retained_graph_has_the_same_bits_again(saving):
     e, c, t = example()
-    value = loss(e, c, t, columns)
+    value = loss(e, c, t, saving)
     first = gradients(value, e, c, retain_graph=True)
     other = gradients(value, e, c, grad_outputs=torch.tensor(-4.0), retain_graph=True)
     assert_equal(gradients(value, e, c), first)
     assert_equal(other, [-4 * g for g in first])
-    assert_equal(gradients(loss(e, c, t, columns), e, c), first)
+    assert_equal(gradients(loss(e, c, t, saving), e, c), first)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -130,25 +130,25 @@ def test_compiled_code_saves_nothing_and_is_right(saved):
     expected = gradients(loss(e * 2, c, t, 0), e, c)
     step = torch.compile(lambda e, c, t: loss(e * 2, c, t), fullgraph=True, backend="aot_eager")
     assert_equal(gradients(step(e, c, t), e, c), expected)
-    assert saved == [(0, 0)] * 2
+    assert saved == [(0, V), (0, 0)]
 
 
 def test_func_grad_saves_nothing_and_is_right(saved):
     e, c, t = example()
     (expected,) = gradients(loss(e, c, t, 0), e)
     assert torch.equal(torch.func.grad(lambda e: loss(e, c.detach(), t))(e), expected)
-    assert saved == [(0, 0)] * 2
+    assert saved == [(0, V), (0, 0)]
 
 
-@pytest.mark.parametrize("columns", [PART, V])
-def test_opcheck(columns):
-    given = Way(columns, TOKENS).inputs()  # none of whose tokens is ignored: what is saved of those is arbitrary
+@pytest.mark.parametrize("saving", [PART, TOKENS])
+def test_opcheck(saving):
+    given = Way(saving, TOKENS).inputs()  # none of whose tokens is ignored: what is saved of those is arbitrary
     e, c, t = tensor(given.e), tensor(given.c), tensor(given.targets).long()
-    options = (1, -100, 0, "mean", 0.0, 0.0, 1.0, None, None, "cce", columns)
+    options = (1, -100, 0, "mean", 0.0, 0.0, 1.0, None, None, "cce", saving)
     inputs = (e, c, None, t, None, None, None)
     torch.library.opcheck(torch.ops.cce_torch.loss.default, (*inputs, True, *options))
     _, numbers, saved = torch.ops.cce_torch.loss.default(*inputs, True, *options)
-    assert saved.shape == (TOKENS, columns)
+    assert saved.shape == (saving, V)
     wanted = True, True, False, False
     arguments = torch.ones(()), None, *inputs, numbers, saved, *wanted, *options
     for x, y in zip(ops._run_gradients(*arguments), ops._fake_gradients(*arguments), strict=True):
@@ -168,7 +168,7 @@ def test_the_module_has_the_option(saved):
     e, c, t = example()
     module = LinearCrossEntropy(impl="cce", memory_budget=PART)
     assert_equal(gradients(module(e, c, t), e, c), gradients(loss(e, c, t, PART), e, c))
-    assert saved == [(TOKENS, PART)] * 2
+    assert saved == [(PART, V)] * 2
     assert f"memory_budget={PART}" in repr(module)
     for wrong, error in ((-1, ValueError), (1e9, TypeError)):
         with pytest.raises(error, match="memory_budget"):

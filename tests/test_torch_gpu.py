@@ -170,7 +170,7 @@ def test_unaligned_and_sliced_inputs():
 def test_compiled_by_inductor(mode, monkeypatch):
     from cce_kernels import budget
 
-    monkeypatch.setattr(budget, "saved_columns", lambda *_: 0)  # as under torch.compile
+    monkeypatch.setattr(budget, "saved_tokens", lambda *_: 0)  # as under torch.compile
     torch._dynamo.reset()
     e, c, t = make()
     want = step(e, c, t)

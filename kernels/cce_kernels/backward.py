@@ -7,23 +7,24 @@ Read: e once per 256 columns and c_g once per 128 rows, from L2 wherever program
 Written: dz once, 2 bytes an element for 16-bit inputs, into the one buffer every group reuses. Never written: a logit,
 a probability, or dz of more of the vocabulary than fits in the scratch.
 
-Columns whose exponentials the forward pass saved need no logits (cce_kernels/saved.py). Ignored tokens come last
-(cce_kernels/tokens.py): where they are many, kernels run that stop at the last token that is kept.
+Tokens whose exponentials the forward pass saved need no logits (cce_kernels/saved.py): they begin dc, to which the
+others add. Ignored tokens come last (cce_kernels/tokens.py): where they are many, kernels run that stop at the last
+token that is kept.
 """
 
-from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from cce_kernels.budget import backward_groups, linear
+from cce_kernels.budget import group_of, linear
 from cce_kernels.config import TileConfig, Tiles, target_of
-from cce_kernels.groups import Gradients, Products, Wanted, add_groups, fitted, unscaled, xla_products
+from cce_kernels.groups import Gradients, Wanted, add_groups, fitted, unscaled, xla_products
 from cce_kernels.logits import Head, vocabulary_size
-from cce_kernels.products import kernel_products
+from cce_kernels.products import kernel_products, splits_of
 from cce_kernels.saved import direct_gradients, dz_of_saved, prepared, references
 from cce_kernels.tiles import (
     LOG2_E,
@@ -114,6 +115,20 @@ def dz_of_group(
     return dz, jnp.sum(sums, axis=0)
 
 
+class _Tokens(NamedTuple):
+    """Some of the tokens, in the order of those kept."""
+
+    targets: jax.Array
+    lse: jax.Array
+    cotangents: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # (1,) int32: after so many of them all are ignored
+
+    def part(self, start: int, stop: int) -> "_Tokens":
+        count = jnp.clip(self.count - start, 0, stop - start)
+        rows = slice(start, stop)
+        return _Tokens(self.targets[rows], self.lse[rows], self.cotangents[:, rows], count)
+
+
 def gradients(
     e: jax.Array,
     c: jax.Array,
@@ -136,54 +151,83 @@ def gradients(
     Arrays as in forward.statistics, which gave lse, target and what is saved; tokens with a negative target take no
     part. cotangents: (2 or 3, N) float32, of lse, target and sum. Scratch: as cce_kernels/budget.py plans it.
     """
-    tiles = tiles or target_of(e.dtype, e.shape[1], interpret)[1]
-    tokens, vocabulary = e.shape[0], vocabulary_size(c, head)
-    kept = kept_tokens(targets, interpret)
+    gpu, chosen = target_of(e.dtype, e.shape[1], interpret)
+    tiles = tiles or chosen
+    (tokens, width), vocabulary = e.shape, vocabulary_size(c, head)
+    # XLA would take the forward pass's copy of e with the kept tokens first, and hold it until here, but for a barrier.
+    kept = kept_tokens(lax.optimization_barrier(targets), interpret)
     if kept is None:
         e, cotangents, lse = without_ignored(e, cotangents, lse, targets)
     else:
-        e, cotangents, lse = kept.gathered(e, 0), kept.gathered(cotangents.T, 0).T, kept.gathered(lse, jnp.inf)
+        cotangents, lse = kept.gathered(cotangents.T, 0).T, kept.gathered(lse, jnp.inf)
         target, targets = kept.gathered(target, 0), kept.gathered(targets, -1)
-    columns_saved = 0 if saved is None else saved.shape[1]
-    direct = saved is not None and linear(head, with_sum=cotangents.shape[0] == 3)
-    whole = columns_saved == vocabulary  # which XLA multiplies without copying the part of c that was saved
-    reference = references(lse, target, targets, vocabulary)
+
+    def embeddings(start: int, stop: int) -> jax.Array:
+        return (e if kept is None else kept.gathered(e, 0))[start:stop]
+
     few = None if kept is None else kept.count[0] < FEW * tokens
-    row_scale = None
-    if direct:
-        clear = True if few is None or wanted.bias else ~few if whole else False
-        saved, row_scale = prepared(saved, reference, lse, target, targets, cotangents, clear, head=head,
-                                    interpret=interpret)  # fmt: skip
     cotangents, unit = fitted(cotangents, weights, head, e.dtype)
-    all_or_kept = jnp.full(1, tokens, jnp.int32) if kept is None else kept.count
-    by_xla = partial(xla_products, c=c, head=head, unit=unit)
-    by_kernels = partial(kernel_products, c=c, head=head, unit=unit, count=all_or_kept, tiles=tiles,
-                         interpret=interpret)  # fmt: skip
-
-    def found(products: Callable[[jax.Array], Products], count: jax.Array | None) -> Gradients:
+    everyone = _Tokens(targets, lse, cotangents, jnp.full(1, tokens, jnp.int32) if kept is None else kept.count)
+    count_saved = 0 if saved is None else saved.shape[0]
+    first, others = everyone.part(0, count_saved), everyone.part(count_saved, tokens)
+    direct = linear(head, with_sum=cotangents.shape[0] == 3)
+    aligned = saved is not None and saved.shape[1] == vocabulary  # or XLA would copy it
+    reference = row_scale = None
+    if saved is not None:
+        target = target[:count_saved]
+        reference = references(first.lse, target, first.targets, vocabulary)
         if direct:
-            of_saved = products if whole else by_kernels
-            gradients = direct_gradients(saved, row_scale, e, c, of_saved, head=head, wanted=wanted)
-        else:
-            gradients = Gradients.begun(e, c, head, wanted)
-        plan = backward_groups(tokens, e.shape[1], vocabulary, e.dtype, columns_saved, memory_budget=memory_budget,
-                               direct=direct, copies=count is None, tiles=tiles.dz, interpret=interpret)  # fmt: skip
-        for groups, are_saved in plan:
-            options = dict(head=head, groups=groups, wanted=wanted, interpret=interpret)
-            if are_saved:
-                form = partial(dz_of_saved, saved, reference, lse, targets, cotangents, weights, **options)
-            else:
-                form = partial(
-                    dz_of_group, e, c, bias, lse, targets, cotangents, weights, count, tiles=tiles.dz, **options
-                )
-            gradients = add_groups(gradients, form, groups, products(e), unit)
-        return gradients
+            clear = True if few is None or wanted.bias else ~few if aligned else False
+            saved, row_scale = prepared(saved, reference, first.lse, target, first.targets, first.cotangents, clear,
+                                        head=head, interpret=interpret)  # fmt: skip
+    plan = partial(group_of, tokens=tokens, saved=count_saved, width=width, vocabulary=vocabulary, dtype=e.dtype,
+                   memory_budget=memory_budget, direct=direct, tiles=tiles.dz, interpret=interpret)  # fmt: skip
+    options = dict(head=head, wanted=wanted, interpret=interpret)
+    by_kernels = partial(kernel_products, c=c, head=head, unit=unit, tiles=tiles, interpret=interpret)
+    by_xla = partial(xla_products, c=c, head=head, unit=unit)
 
-    if kept is None:
-        de, dc, dbias = found(by_xla, None)
+    def of_saved(stop: bool) -> Gradients:
+        e = embeddings(0, count_saved)
+        if direct:
+            products = partial(by_kernels, count=first.count) if stop or not aligned else by_xla
+            return direct_gradients(saved, row_scale, e, c, products, head=head, wanted=wanted)
+        groups = plan(count_saved, copies=not stop)
+        form = partial(dz_of_saved, saved, reference, first.lse, first.targets, first.cotangents, weights,
+                       groups=groups, **options)  # fmt: skip
+        products = by_kernels(e, count=first.count) if stop else by_xla(e)
+        return add_groups(Gradients.begun(e, c, head, wanted), form, groups, products)
+
+    def of_others(stop: bool, begun: Gradients | None) -> Gradients:
+        """de of the tokens that are not saved; and dc and dbias, added to those begun."""
+        e = embeddings(count_saved, tokens)
+        groups = plan(len(e), copies=not stop and begun is None)
+        form = partial(dz_of_group, e, c, bias, others.lse, others.targets, others.cotangents, weights,
+                       others.count if stop else None, groups=groups, tiles=tiles.dz, **options)  # fmt: skip
+        if begun is None:
+            products = by_kernels(e, count=others.count) if stop else by_xla(e)
+            return add_groups(Gradients.begun(e, c, head, wanted), form, groups, products)
+        splits = splits_of(len(e), width, tiles.de, gpu.multiprocessors)
+        products = by_kernels(e, count=others.count, adding=True, splits=splits)
+        sums = jnp.zeros((splits * len(e), width), jnp.float32) if wanted.e else None
+        sums, dc, dbias = add_groups(begun._replace(e=sums), form, groups, products)
+        de = None if sums is None else jnp.sum(sums.reshape(splits, *e.shape), axis=0)
+        return Gradients(de, dc, dbias)
+
+    def found(stop: bool) -> tuple[list[jax.Array], jax.Array | None, jax.Array | None]:
+        """The parts of de, dc and dbias; stop: at the last kept token, with kernels, where XLA multiplies all."""
+        if saved is None:
+            all_found = [of_others(stop, None)]
+        elif count_saved == tokens:
+            all_found = [of_saved(stop)]
+        else:
+            begun = of_saved(stop)
+            all_found = [begun, of_others(stop, begun)]
+        return [x.e for x in all_found if x.e is not None], all_found[-1].c, all_found[-1].bias
+
+    if few is None:
+        parts, dc, dbias = found(False)
     else:
-        de, dc, dbias = lax.cond(few, lambda: found(by_kernels, kept.count), lambda: found(by_xla, None))
-    if de is not None:
-        de = unscaled(de, unit, e.dtype)
-        de = de if kept is None else kept.restored(de)
-    return de, dc, dbias, saved
+        parts, dc, dbias = lax.cond(few, lambda: found(True), lambda: found(False))
+    parts = [unscaled(x, unit, e.dtype) for x in parts]
+    de = None if not parts else jnp.concatenate(parts) if kept is None else kept.restored(*parts)
+    return de, dc, None if dbias is None else unscaled(dbias, unit, e.dtype), saved

@@ -10,10 +10,10 @@ the target's by 88. A row where one does comes out as inf, and the rescue kernel
 that block of rows with a running maximum; programs with nothing to rescue read 4 bytes a token and end.
 Fused: the matmul e·cᵀ, bias, scale, softcap, exponential, both sums.
 Read: e once per 256 columns and c once per 128 rows, from L2 wherever programs that run together share them.
-Written: 4 bytes a token and split for lse (and for sum); where asked for, the exponentials of the first columns, 2
+Written: 4 bytes a token and split for lse (and for sum); where asked for, the exponentials of the first tokens, 2
 bytes each (cce_kernels/saved.py). Never written: a logit.
 A program owns `tiles.rows` tokens and one of `splits` equal runs of the vocabulary, which it walks tile by tile.
-Tokens that are ignored come last, and programs that have none but those end at once (cce_kernels/tokens.py).
+Tokens that are ignored are moved last, and programs that have none but those end at once (cce_kernels/tokens.py).
 """
 
 from functools import partial
@@ -26,7 +26,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from cce_kernels.config import TileConfig, target_of
 from cce_kernels.logits import Head, vocabulary_size
-from cce_kernels.saved import by_target, store_exponentials
+from cce_kernels.saved import by_target, saved_shape, store_exponentials
 from cce_kernels.tiles import (
     LOG2_E,
     cdiv,
@@ -39,7 +39,6 @@ from cce_kernels.tiles import (
     logits_tile,
     product_tile,
     row_group,
-    token_rows,
 )
 
 FLOAT32_MAX = 3e38  # stands for an infinite reference, from which differences are not NaN
@@ -58,7 +57,7 @@ def vocabulary_splits(row_blocks: int, column_tiles: int, tokens: int, multiproc
     return min(range(1, most + 1), key=lambda s: cdiv(row_blocks * s, multiprocessors) * (column_tiles / s + 0.3))
 
 
-def _target_kernel(e_ref, c_ref, bias_ref, targets_ref, order_ref, target_ref, *, head: Head, tiles: TileConfig):
+def _target_kernel(e_ref, c_ref, bias_ref, targets_ref, target_ref, *, head: Head, tiles: TileConfig):
     tokens, vocabulary = e_ref.shape[0], vocabulary_size(c_ref, head)
     rows = pl.program_id(0) * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
     rows_ok = inside(rows, tokens, tiles.rows)
@@ -66,8 +65,7 @@ def _target_kernel(e_ref, c_ref, bias_ref, targets_ref, order_ref, target_ref, *
     named = (targets >= 0) & (targets < vocabulary)
     columns = jnp.where(named, targets, 0)
 
-    source, source_ok = token_rows(rows, rows_ok, order_ref)
-    products = product_tile(e_ref, c_ref, source, columns, source_ok, None, head=head, depth=tiles.depth)
+    products = product_tile(e_ref, c_ref, rows, columns, rows_ok, None, head=head, depth=tiles.depth)
     own = jnp.arange(tiles.rows)
     raw = jnp.sum(jnp.where(own[:, None] == own[None, :], products, 0.0), axis=1)  # of each row with its own target
     bias = None if bias_ref is None else load_vector(bias_ref, columns, None).astype(jnp.float32)
@@ -76,7 +74,7 @@ def _target_kernel(e_ref, c_ref, bias_ref, targets_ref, order_ref, target_ref, *
 
 
 def _statistics_kernel(
-    e_ref, c_ref, bias_ref, target_ref, weights_ref, failed_ref, order_ref, count_ref, lse_ref, sum_ref, saved_ref,
+    e_ref, c_ref, bias_ref, target_ref, weights_ref, failed_ref, count_ref, lse_ref, sum_ref, saved_ref,
     *, head: Head, tiles: TileConfig, splits: int, interpret: bool,
 ):  # fmt: skip
     """Statistics relative to the target's logit; or, where failed_ref is not finite, relative to a running maximum."""
@@ -85,14 +83,16 @@ def _statistics_kernel(
     height = row_group(e_ref.shape[1], e_ref.dtype.itemsize, tiles)
     row_block, split = grouped_order(pl.program_id(0), cdiv(tokens, tiles.rows), splits, height)
     rows = row_block * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
-    rows_ok = inside(rows, tokens, tiles.rows)
+    rows_ok = exists = inside(rows, tokens, tiles.rows)
     slot = jnp.full((tiles.rows,), split, jnp.int32), rows
     first, last = split * column_tiles // splits, (split + 1) * column_tiles // splits
-    source, source_ok = token_rows(rows, rows_ok, order_ref)
     if count_ref is not None:
         last = jnp.where(row_block * tiles.rows < count_ref[0], last, first)
         rows_ok = rows < count_ref[0]
     written = rows_ok
+    saved_ok = rows_ok
+    if saved_ref is not None and saved_ref.shape[0] < tokens:
+        saved_ok = rows < (saved_ref.shape[0] if count_ref is None else jnp.minimum(count_ref[0], saved_ref.shape[0]))
     if rescue := failed_ref is not None:
         failed = ~(plgpu.load(failed_ref.at[slot], mask=rows_ok, other=None if rows_ok is None else 0.0) < jnp.inf)
         written = failed if rows_ok is None else rows_ok & failed
@@ -105,7 +105,7 @@ def _statistics_kernel(
         reference, total, weighted = carry  # total: Σ exp2(z·log₂e − reference)
         columns = j * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
         columns_ok = inside(columns, vocabulary, tiles.columns)
-        z = logits_tile(e_ref, c_ref, bias_ref, source, columns, source_ok, columns_ok, head=head, tiles=tiles)
+        z = logits_tile(e_ref, c_ref, bias_ref, rows, columns, exists, columns_ok, head=head, tiles=tiles)
         if sum_ref is not None:
             valid = jnp.ones_like(columns, jnp.float32) if columns_ok is None else columns_ok.astype(jnp.float32)
             weights = valid if weights_ref is None else load_vector(weights_ref, columns, columns_ok)
@@ -118,8 +118,7 @@ def _statistics_kernel(
         p = exp2_shifted(z, reference[:, None], interpret=interpret)
         total += jnp.sum(p, axis=1)
         if saved_ref is not None:
-            saved_ok = columns_ok if saved_ref.shape[1] == vocabulary else columns < saved_ref.shape[1]
-            store_exponentials(saved_ref, p, rows, columns, rows_ok, saved_ok)
+            store_exponentials(saved_ref, p, rows, columns, saved_ok, columns_ok)
         return reference, total, weighted
 
     zeros = jnp.zeros((tiles.rows,), jnp.float32)
@@ -132,26 +131,25 @@ def _statistics_kernel(
 
 
 def _replace_kernel(
-    e_ref, c_ref, bias_ref, lse_ref, by_lse_ref, order_ref, _, saved_ref,
+    e_ref, c_ref, bias_ref, lse_ref, by_lse_ref, _, saved_ref,
     *, head: Head, tiles: TileConfig, splits: int, interpret: bool,
 ):  # fmt: skip
     """The saved exponentials of those tokens for which they are relative to lse; blocks without any are not touched."""
-    tokens, columns_saved = saved_ref.shape
-    column_tiles = cdiv(columns_saved, tiles.columns)
+    tokens, vocabulary = saved_ref.shape[0], vocabulary_size(c_ref, head)
+    column_tiles = cdiv(vocabulary, tiles.columns)
     height = row_group(e_ref.shape[1], e_ref.dtype.itemsize, tiles)
     row_block, split = grouped_order(pl.program_id(0), cdiv(tokens, tiles.rows), splits, height)
     rows = row_block * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
     rows_ok = inside(rows, tokens, tiles.rows)
     written = load_vector(by_lse_ref, rows, rows_ok) > 0
     lse = load_vector(lse_ref, rows, rows_ok)[:, None] * LOG2_E
-    source, source_ok = token_rows(rows, rows_ok, order_ref)
     first, last = split * column_tiles // splits, (split + 1) * column_tiles // splits
     last = jnp.where(jnp.max(written.astype(jnp.int32)) > 0, last, first)
 
     def tile(j, carry):
         columns = j * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
-        columns_ok = inside(columns, columns_saved, tiles.columns)
-        z = logits_tile(e_ref, c_ref, bias_ref, source, columns, source_ok, columns_ok, head=head, tiles=tiles)
+        columns_ok = inside(columns, vocabulary, tiles.columns)
+        z = logits_tile(e_ref, c_ref, bias_ref, rows, columns, rows_ok, columns_ok, head=head, tiles=tiles)
         store_exponentials(saved_ref, exp2_shifted(z, lse, interpret=interpret), rows, columns, written, columns_ok)
         return carry
 
@@ -168,7 +166,7 @@ def statistics(
     head: Head,
     with_sum: bool,
     interpret: bool,
-    saved_columns: int = 0,
+    saved_tokens: int = 0,
     tiles: TileConfig | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """lse, target and, with_sum, the weighted sum of the logits of each token: float32, (N,); and what is saved.
@@ -176,29 +174,31 @@ def statistics(
     e: (N, D) and c: (V, D) or (D, V) of one type: bfloat16, float16 or float32. bias: (V,). targets: (N,) int32;
     a token whose target is outside [0, V) gets the target logit 0, and all three numbers are 0 where it is negative
     or, for few tokens, arbitrary. weights: (V,) float32, 1 where None.
-    Saved: (N, saved_columns), as cce_kernels/saved.py says; None where that is 0.
-    Scratch: splits · 4 · N bytes, and as much again for the sum.
+    Saved: (saved_tokens, V), as cce_kernels/saved.py says; None where that is 0.
+    Scratch: a copy of e with the kept tokens first, splits · 4 · N bytes, and as much again for the sum.
     """
     tokens, vocabulary = e.shape[0], vocabulary_size(c, head)
     gpu, chosen = target_of(e.dtype, e.shape[1], interpret)
     tiles = tiles or chosen.statistics
     kept = kept_tokens(targets, interpret)
-    order, count = (None, None) if kept is None else (kept.order, kept.count)
-    targets = targets if kept is None else kept.gathered(targets, -1)
+    count = None if kept is None else kept.count
+    if kept is not None:
+        e, targets = kept.gathered(e, 0), kept.gathered(targets, -1)
     row_blocks, column_tiles = cdiv(tokens, tiles.rows), cdiv(vocabulary, tiles.columns)
     splits = 2 if interpret else vocabulary_splits(row_blocks, column_tiles, tokens, gpu.multiprocessors)
     target = launch(
-        partial(_target_kernel, head=head, tiles=TARGET_TILES), e, c, bias, targets, order,
+        partial(_target_kernel, head=head, tiles=TARGET_TILES), e, c, bias, targets,
         out_shape=jax.ShapeDtypeStruct((tokens,), jnp.float32),
         programs=cdiv(tokens, TARGET_TILES.rows), tiles=TARGET_TILES, interpret=interpret, name="cce_target",
     )  # fmt: skip
     partials = jax.ShapeDtypeStruct((splits, tokens), jnp.float32)
-    exponentials = jax.ShapeDtypeStruct((tokens, saved_columns), e.dtype) if saved_columns else None
-    run = partial(launch, programs=row_blocks * splits, tiles=tiles, interpret=interpret)
+    exponentials = jax.ShapeDtypeStruct(saved_shape(saved_tokens, vocabulary), e.dtype) if saved_tokens else None
+    run = partial(launch, tiles=tiles, interpret=interpret)
     kernel = partial(_statistics_kernel, head=head, tiles=tiles, splits=splits, interpret=interpret)
-    lse, total, saved = run(kernel, e, c, bias, target, weights, None, order, count, name="cce_statistics",
+    lse, total, saved = run(kernel, e, c, bias, target, weights, None, count, name="cce_statistics",
+                            programs=row_blocks * splits,
                             out_shape=(partials, partials if with_sum else None, exponentials))  # fmt: skip
-    lse, _, _ = run(kernel, e, c, bias, None, None, lse, order, count, name="cce_rescue",
+    lse, _, _ = run(kernel, e, c, bias, None, None, lse, count, name="cce_rescue", programs=row_blocks * splits,
                     out_shape=(partials, None, None), in_place=lse)  # fmt: skip
     lse = jax.nn.logsumexp(lse, axis=0)
     target = jnp.where((targets >= 0) & (targets < vocabulary), target, 0.0)
@@ -206,7 +206,7 @@ def statistics(
         by_lse = (targets >= 0) & ~by_target(lse, target, targets, vocabulary)
         saved = run(
             partial(_replace_kernel, head=head, tiles=tiles, splits=splits, interpret=interpret),
-            e, c, bias, lse, by_lse.astype(jnp.int32), order, saved,
+            e, c, bias, lse, by_lse.astype(jnp.int32), saved, programs=cdiv(saved_tokens, tiles.rows) * splits,
             out_shape=exponentials, name="cce_replace", in_place=saved,
         )  # fmt: skip
     total = None if total is None else jnp.sum(total, axis=0)

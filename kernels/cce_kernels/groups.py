@@ -29,7 +29,7 @@ class Wanted:
 
 
 class Gradients(NamedTuple):
-    """de, a sum so far, at least float32; dc and dbias, of which the groups write every row. None where not wanted."""
+    """de and dbias, sums so far, at least float32; dc, of which the groups write every row. None where not wanted."""
 
     e: jax.Array | None
     c: jax.Array | None
@@ -37,15 +37,19 @@ class Gradients(NamedTuple):
 
     @classmethod
     def begun(cls, e: jax.Array, c: jax.Array, head: Head, wanted: Wanted) -> "Gradients":
+        wide = jnp.promote_types(e.dtype, jnp.float32)
         return cls(
-            jnp.zeros(e.shape, jnp.promote_types(e.dtype, jnp.float32)) if wanted.e else None,
+            jnp.zeros(e.shape, wide) if wanted.e else None,
             lax.empty(c.shape, c.dtype) if wanted.c else None,
-            lax.empty((c.shape[head.vocab_axis],), e.dtype) if wanted.bias else None,
+            jnp.zeros((c.shape[head.vocab_axis],), wide) if wanted.bias else None,
         )
 
 
 class Products(NamedTuple):
-    """The two matmuls of a group: of dz (N, V_g) with the group's columns of c, from `start` on, and with e."""
+    """The two matmuls of a group: of dz (N, V_g) with the group's columns of c, from `start` on, and with e.
+
+    put_dc writes the group's part of dc, or adds to it, as whoever made the products says.
+    """
 
     add_de: Callable[[jax.Array | None, jax.Array, jax.Array], jax.Array]  # (de or None for 0, dz, start) -> de
     put_dc: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # (dc, dz, start) -> dc
@@ -88,7 +92,6 @@ def add_groups(
     form_dz: Callable[[jax.Array], tuple[jax.Array, jax.Array | None]],
     groups: Groups,
     products: Products,
-    unit: jax.Array | None,
 ) -> Gradients:
     """gradients with what these groups of the vocabulary give.
 
@@ -103,8 +106,9 @@ def add_groups(
             de = products.add_de(de, dz, start)
         if dc is not None:
             dc = products.put_dc(dc, dz, start)
-        if dbias is not None:
-            dbias = lax.dynamic_update_slice_in_dim(dbias, unscaled(dz_sum, unit, dbias.dtype), start, 0)
+        if dbias is not None and dz_sum is not None:
+            before = lax.dynamic_slice_in_dim(dbias, start, dz_sum.size)
+            dbias = lax.dynamic_update_slice_in_dim(dbias, before + dz_sum, start, 0)
         return Gradients(de, dc, dbias)
 
     return over_groups(group, gradients, groups)

@@ -1,6 +1,6 @@
 """Exponentials that the forward pass saves for the backward pass, which then need not compute their logits again.
 
-For the first V_s columns the statistics kernel writes, in bfloat16 and for kept tokens alone (cce_kernels/tokens.py),
+For the first N_s of the kept tokens (cce_kernels/tokens.py) the statistics kernel writes, in bfloat16, of all columns,
 
     P_iv = exp(z_iv − ρ_i)            ρ_i = target_i,  or lse_i where that is larger by LARGEST or there is no target
 
@@ -9,10 +9,12 @@ and bfloat16 has float32's range, so that P, at most exp(LARGEST), cannot overfl
 
     p_iv = P_iv · exp(ρ_i − lse_i)
 
-Where dz is linear in p (no softcap, no sum), no dz of the saved columns is formed. Let r_i = a_i·exp(ρ_i − lse_i), or
+Where dz is linear in p (no softcap, no sum), no dz of these tokens is formed. Let r_i = a_i·exp(ρ_i − lse_i), or
 SMALLEST·t̂_i where that is larger; then with
 
-    P_i,t_i ← (a_i·p_i,t_i + t̂_i) / r_i         de = r·(P·c_s)         dc_s = Pᵀ·(r·e)         dbias_s = Pᵀ·r
+    P_i,t_i ← (a_i·p_i,t_i + t̂_i) / r_i         de = r·(P·c)         dc = Pᵀ·(r·e)         dbias = Pᵀ·r
+
+which are matmuls of whole arrays: a part of the columns instead would make XLA copy that part of c and of dc.
 
 (SMALLEST·exp(LARGEST) = 2⁻²⁷, so what r was raised for stays below every rounding.) Of P only targets' elements and
 rows of ignored tokens are overwritten, whatever they held: a second backward pass over the same P gives the same bits.
@@ -45,8 +47,13 @@ from cce_kernels.windows import Groups
 
 LARGEST = 30.0  # nats, 2^43
 SMALLEST = 2.0**-70
-ALIGNMENT = 8  # columns: rows of P start where the GPU loads widest
+ALIGNMENT = 8  # columns that rows of P are a multiple of, so that they start where the GPU loads widest
 DZ_TILES = TileConfig(rows=16, columns=512, depth=16, warps=4, stages=1)
+
+
+def saved_shape(tokens: int, vocabulary: int) -> tuple[int, int]:
+    """The shape of P of so many tokens. Columns from V on are not read."""
+    return tokens, cdiv(vocabulary, ALIGNMENT) * ALIGNMENT
 
 
 def by_target(lse: jax.Array, target: jax.Array, targets: jax.Array, vocabulary: int) -> jax.Array:
@@ -165,16 +172,20 @@ def prepared(saved, reference, lse, target, targets, cotangents, clear, *, head:
 def direct_gradients(
     saved, r, e, c, products: Callable[[jax.Array], Products], *, head: Head, wanted: Wanted
 ) -> Gradients:  # fmt: skip
-    """The gradients begun with all that is saved, at once; products(e): the matmuls with this e."""
+    """The gradients that the tokens of `saved` give, de in its own type; r and e are theirs.
+
+    products(e): the matmuls with this e.
+    """
     de, dc, dbias = Gradients.begun(e, c, head, wanted)
     start = jnp.int32(0)
     if wanted.e:
-        de = products(e).add_de(None, saved, start) * r[:, None]
+        de = (products(e).add_de(None, saved, start) * r[:, None]).astype(e.dtype)
+        r, de = lax.optimization_barrier((r, de))  # so that the scaled e and de in float32 are never there together
     if dc is not None:
         dc = products((e * r[:, None]).astype(e.dtype)).put_dc(dc, saved, start)
     if dbias is not None:
         high = r.astype(e.dtype)
         both = jnp.stack([high, (r - high).astype(e.dtype)])  # r to 16 bits
         sums = lax.dot_general(both, saved, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        dbias = lax.dynamic_update_slice_in_dim(dbias, jnp.sum(sums, axis=0).astype(e.dtype), start, 0)
+        dbias = jnp.sum(sums, axis=0)[: dbias.size]
     return Gradients(de, dc, dbias)

@@ -43,6 +43,11 @@ class Kept(NamedTuple):
         valid = (jnp.arange(x.shape[0]) < self.count).reshape(-1, *[1] * (x.ndim - 1))
         return jnp.where(valid, x[self.order], jnp.asarray(fill, x.dtype))
 
-    def restored(self, x: jax.Array) -> jax.Array:
-        """x, of gathered tokens along its first axis, back in place; 0 where a token is ignored."""
-        return jnp.where(self.live.reshape(-1, *[1] * (x.ndim - 1)), x[self.place], jnp.zeros((), x.dtype))
+    def restored(self, x: jax.Array, *others: jax.Array) -> jax.Array:
+        """Gathered tokens back in place, 0 where one is ignored; x and others: consecutive parts of them."""
+        found, start = x[self.place], x.shape[0]
+        axes = -1, *[1] * (x.ndim - 1)
+        for part in others:
+            found = jnp.where((self.place < start).reshape(axes), found, part[self.place - start])
+            start += part.shape[0]
+        return jnp.where(self.live.reshape(axes), found, jnp.zeros((), x.dtype))
