@@ -98,8 +98,24 @@ def host_microseconds(call: Callable[..., Any], before: Callable[[], tuple] = tu
     return float(np.median(spent))
 
 
+class Bare(torch.autograd.Function):
+    """Whose backward pass runs a compiled JAX program on arrays that JAX has, and nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, program: Callable[[], Any]) -> torch.Tensor:  # type: ignore[override]
+        ctx.program = program
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        ctx.program()
+        return torch.empty(1, device="cuda"), None
+
+
 def host() -> dict[str, float]:
-    _, (e, c, targets) = tensors(TINY)
+    arrays, (e, c, targets) = tensors(TINY)
+    program = jax.jit(jax.grad(ours("auto"), (0, 1)))
+    leaf = torch.ones(1, device="cuda", requires_grad=True)
 
     def eager() -> torch.Tensor:
         return torch.nn.functional.cross_entropy(e @ c.T, targets)
@@ -110,7 +126,15 @@ def host() -> dict[str, float]:
     def backward(loss: torch.Tensor) -> None:
         torch.autograd.grad(loss, (e, c))
 
+    def bare(run: Callable[[], Any]) -> float:
+        """After a forward call of ours, like a backward call of ours: how long autograd's thread sleeps matters."""
+        return host_microseconds(
+            lambda loss: torch.autograd.grad(loss, leaf), lambda: (Bare.apply(leaf, run), forward())[:1]
+        )
+
     return {
+        "empty_backward_us": bare(lambda: None),
+        "bare_program_backward_us": bare(lambda: program(*arrays)),
         "forward_us": host_microseconds(forward),
         "backward_us": host_microseconds(backward, lambda: (forward(),)),
         "eager_full_logits_forward_us": host_microseconds(eager),

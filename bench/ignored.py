@@ -1,12 +1,14 @@
 """What ignored tokens cost: `python -m bench.ignored`, on an NVIDIA GPU.
 
-Forward and backward in both packages with a share of the tokens ignored, at random or in runs, relative to none. Prints
-and writes as JSON. The program is the same for every share: how many tokens are kept only the device knows.
+Forward and backward in both packages with a share of the tokens ignored, at random or in runs, relative to none; and
+what it costs to look for them where there are none. Prints and writes as JSON. The program is the same for every share:
+how many tokens are kept only the device knows.
 """
 
 import argparse
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ from bench.measure import steady
 from bench.methods import METHODS
 from bench.report import environment
 from bench.run import calls_of
+from cce_kernels import backward, forward
 from cce_torch import bridge
 
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.95)
@@ -40,6 +43,17 @@ def call_of(package: str, memory: str, inputs: Inputs) -> Call:
     return calls_of(method.framework, method.load(), inputs, [KIND])[KIND]
 
 
+def cost_of_looking(memory: str, inputs: Inputs, rounds: int) -> float:
+    """cce_jax with no token ignored, relative to kernels that take none to be: medians of bursts that take turns."""
+    looking = call_of("cce_jax", memory, inputs)
+    jax.clear_caches()  # of programs that were traced for these shapes
+    with patch.object(forward, "kept_tokens", lambda *_: None), patch.object(backward, "kept_tokens", lambda *_: None):
+        blind = call_of("cce_jax", memory, inputs)
+    jax.clear_caches()
+    times = np.array([[steady(looking, rounds), steady(blind, rounds)] for _ in range(5)])
+    return float(np.divide(*np.median(times, axis=0)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser("python -m bench.ignored", description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=["gemma2-2b", "llama3-8b"])
@@ -47,10 +61,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/ignored.json"))
     asked = parser.parse_args()
     bridge.start()  # before JAX's backend, which would leave PyTorch too little memory
-    rows, table = [], Table("shape", "method", "budget", "ignored", "in runs", "ms", "/ none ignored")
+    rows, looking, table = [], [], Table("shape", "method", "budget", "ignored", "in runs", "ms", "/ none ignored")
     for name in asked.shape:
         e, c, targets = trained(SHAPES[name])
         for memory in ("", "all"):
+            ratio = cost_of_looking(memory, (e, c, targets), asked.rounds)
+            looking.append({"shape": name, "budget": memory or "default", "ratio": ratio})
             for package in ("cce_jax", "cce_torch"):
                 none = np.nan
                 for share, runs in [(s, False) for s in SHARES] + [(0.75, True)]:
@@ -60,9 +76,9 @@ def main() -> None:
                                  "runs": runs, "runtime_ms": ms, "ratio": ms / none})  # fmt: skip
                     table.add_row(name, package, memory or "default", f"{share:.2f}", str(runs), f"{ms:.2f}",
                                   f"{ms / none:.3f}")  # fmt: skip
-    Console(width=110).print(table)
+    Console(width=110).print(table, *(f"none ignored / none looked for: {x}" for x in looking), sep="\n")
     asked.out.parent.mkdir(parents=True, exist_ok=True)
-    asked.out.write_text(json.dumps({**environment(), "rows": rows}, indent=1) + "\n")
+    asked.out.write_text(json.dumps({**environment(), "looking": looking, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

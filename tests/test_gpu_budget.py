@@ -1,7 +1,5 @@
 """Memory budgets and ignored tokens on a GPU: exact, within their bytes, and as fast as promised."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,12 +29,18 @@ def budgets(shape: Shape) -> dict[str, int]:
     }
 
 
-def compiled(shape: Shape, memory_budget: int):
+def compiled(shape: Shape, memory_budget: int, argnums: tuple[int, ...] = (0, 1)):
+    """The loss of e, c, targets and bias, and its gradients; 3 in argnums gives it a bias."""
     tokens, width, vocabulary = shape
-    loss = functools.partial(linear_cross_entropy, memory_budget=memory_budget)
-    arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((tokens, width), (vocabulary, width))]
+    with_bias = 3 in argnums
+
+    def loss(e, c, targets, bias=None):
+        return linear_cross_entropy(e, c, targets, bias=bias, memory_budget=memory_budget)
+
+    arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((tokens, width), (vocabulary, width), (vocabulary,))]
     targets = jax.ShapeDtypeStruct((tokens,), jnp.int32)
-    return jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*arrays, targets).compile()
+    given = *arrays[:2], targets, *arrays[2 : 2 + with_bias]
+    return jax.jit(jax.value_and_grad(loss, argnums)).lower(*given).compile()
 
 
 def ignored(targets: jax.Array, kind: str) -> jax.Array:
@@ -78,6 +82,17 @@ def test_a_call_stays_within_its_budget(shape, name):
     allowed = budgets(SHAPES[shape])[name]
     analysis = compiled(SHAPES[shape], allowed).memory_analysis()
     assert analysis.temp_size_in_bytes <= allowed
+
+
+@pytest.mark.parametrize("name", ["default", "logits", "all"])
+@pytest.mark.parametrize(
+    ("tokens", "argnums"), [(8192, (0,)), (8192, (1,)), (8192, (0, 1, 3)), (8187, (0, 1))],
+    ids=["frozen classifier", "frozen embeddings", "bias", "ragged"],
+)  # fmt: skip
+def test_a_call_of_another_kind_stays_within_its_budget(tokens, argnums, name):
+    shape = SHAPES["llama3-8b"]._replace(tokens=tokens)
+    allowed = budgets(shape)[name]
+    assert compiled(shape, allowed, argnums).memory_analysis().temp_size_in_bytes <= allowed
 
 
 @pytest.mark.parametrize("name", ["default", "half", "logits", "all"])
