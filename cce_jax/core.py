@@ -94,9 +94,12 @@ def saved_tokens(shape: tuple[int, int], vocabulary: int, dtype, core: Core, of_
 
 
 def forward_pass(
-    e, c, bias, targets, weights, core: Core, *, saved_tokens: int = 0
+    e, c, bias, targets, weights, core: Core, *, for_gradients: bool, saved_tokens: int = 0
 ) -> tuple[Statistics, jax.Array | None]:
-    """Equations (1)-(3), and what is saved for `gradients`: saved_shape(saved_tokens, V) of e's type, or None."""
+    """Equations (1)-(3), and what is saved for `gradients`: saved_shape(saved_tokens, V) of e's type, or None.
+
+    for_gradients: whether those will follow, whose scratch is then there for this too.
+    """
 
     def plain(e, *arrays):
         numbers = chunked.statistics(e, *arrays, head=core.head, with_sum=core.with_sum,
@@ -104,7 +107,8 @@ def forward_pass(
         shape = saved_shape(saved_tokens, vocabulary_size(c, core.head))
         return *numbers, lax.empty(shape, e.dtype) if saved_tokens else None
 
-    kernels = partial(forward.statistics, head=core.head, with_sum=core.with_sum, saved_tokens=saved_tokens)
+    kernels = partial(forward.statistics, head=core.head, with_sum=core.with_sum, may_copy=for_gradients,
+                      saved_tokens=saved_tokens)  # fmt: skip
     *numbers, saved = _on_platform(core.impl, kernels, plain)(e, c, bias, targets, weights)
     return Statistics(*numbers), saved
 
@@ -128,7 +132,7 @@ def gradients(e, c, bias, targets, weights, numbers: Statistics, saved, cotangen
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _statistics(core: Core, e, c, bias, targets, weights) -> Statistics:
-    return forward_pass(e, c, bias, targets, weights, core)[0]
+    return forward_pass(e, c, bias, targets, weights, core, for_gradients=False)[0]
 
 
 def _statistics_fwd(core: Core, e, c, bias, targets, weights):
@@ -137,7 +141,7 @@ def _statistics_fwd(core: Core, e, c, bias, targets, weights):
         lambda x: x.value, (e, c, bias, targets, weights), is_leaf=lambda x: hasattr(x, "perturbed")
     )
     to_save = saved_tokens(e.shape, vocabulary_size(c, core.head), e.dtype, core, wanted.c)
-    run = _first_order_only(partial(forward_pass, core=core, saved_tokens=to_save))
+    run = _first_order_only(partial(forward_pass, core=core, for_gradients=True, saved_tokens=to_save))
     out, saved = run(e, c, bias, targets, weights)
     return out, (_as_shape(wanted), e, c, bias, targets, weights, out, saved)
 

@@ -104,7 +104,7 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, saving: 
     if to_save[0]:
         outputs.append(e.new_empty(to_save))
     value, numbers, *saved = bridge.run(
-        _loss_program(call, arrays.static, to_save[0]),
+        _loss_program(call, arrays.static, saving, to_save[0]),
         arrays.inputs(e, bias, targets, class_weight, token_weight, num_items, row_length),
         outputs,
     )
@@ -240,13 +240,14 @@ def _stacked(numbers: core.Statistics) -> jax.Array:
 
 
 @cache
-def _loss_program(call: Call, static: core.Core, saved_tokens: int) -> Callable:
+def _loss_program(call: Call, static: core.Core, for_gradients: bool, saved_tokens: int) -> Callable:
     count = 3 if saved_tokens else 2
 
     def torch_loss(*arrays):
         e, c, bias, words, *rest = arrays[count:]  # before them the results' memory
         columns, weights, token_weight, arithmetic = _prepared(call, static.head, c, words, *rest)
-        numbers, saved = core.forward_pass(e, c, bias, columns, weights, static, saved_tokens=saved_tokens)
+        numbers, saved = core.forward_pass(e, c, bias, columns, weights, static, for_gradients=for_gradients,
+                                           saved_tokens=saved_tokens)  # fmt: skip
         value, _ = arithmetic(numbers, token_weight=token_weight)
         return value, jnp.where(columns >= 0, _stacked(numbers), 0), *([saved] if saved_tokens else [])
 

@@ -124,6 +124,19 @@ def test_every_way_is_right_whichever_tokens_are_ignored(way):
             raise AssertionError(f"{what} ignored: {failed}") from None
 
 
+@pytest.mark.parametrize("options", [EACH, EACH | {"label_smoothing": 0.2}], ids=str)
+def test_evaluation_has_the_bits_of_training(options):
+    """Which copies e with the kept tokens first, where evaluation looks up those that are scattered."""
+    given = Way(0, TOKENS, arrays=("bias",)).inputs()
+    call = partial(linear_cross_entropy, bias=given.optional["bias"], impl="cce", memory_budget=0, **options)
+    evaluate = jax.jit(call)
+    train = jax.jit(lambda *arrays: jax.vjp(lambda e: call(e, *arrays[1:]), arrays[0])[0])
+    for what, hidden in ignored(TOKENS).items():
+        e = np.where(hidden[:, None], np.nan, given.e).astype(given.e.dtype)
+        arrays = e, given.c, np.where(hidden, -100, given.targets)
+        jax.tree.map(partial(np.testing.assert_array_equal, err_msg=what), evaluate(*arrays), train(*arrays))
+
+
 FAR = [way for way in WAYS if way.saved in (ALL, PART) and "softcap" not in way.options and way.arrays == ("bias",)]
 WITH_DZ = [
     Way(PART, TOKENS, arrays=("bias",), options=EACH | {"label_smoothing": 0.1}),

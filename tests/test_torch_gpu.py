@@ -216,7 +216,7 @@ print(stats["pool_bytes"] / stats["bytes_limit"])
 """
 
 
-def test_jax_leaves_the_memory_to_others():
+def test_alone_jax_leaves_the_memory_to_others():
     assert float(run_python(MEMORY)) < 0.02
     assert float(run_python(MEMORY, XLA_PYTHON_CLIENT_PREALLOCATE="true", XLA_PYTHON_CLIENT_MEM_FRACTION=".1")) > 0.9
 

@@ -58,6 +58,11 @@ def load_vector(ref, index: jax.Array, mask: jax.Array | None, other: float = 0,
     return plgpu.load(ref.at[where], mask=mask, other=None if mask is None else other)
 
 
+def token_rows(rows: jax.Array, rows_ok: jax.Array | None, order_ref) -> tuple[jax.Array, jax.Array | None]:
+    """The rows of e that hold these tokens, and the mask of those to load; order_ref: tokens.Kept.order or None."""
+    return (rows, rows_ok) if order_ref is None else (load_vector(order_ref, rows, rows_ok), None)
+
+
 def tile_mask(rows_ok: jax.Array | None, columns_ok: jax.Array | None, shape: tuple[int, int]) -> jax.Array | None:
     """The mask of a tile from the masks of its rows and of its columns; None where neither needs one."""
     mask = None if rows_ok is None else jnp.broadcast_to(rows_ok[:, None], shape)
