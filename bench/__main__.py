@@ -80,8 +80,8 @@ def arguments() -> argparse.Namespace:
 
 
 def run(asked: argparse.Namespace, console: Console) -> Iterator[Results]:
-    """The results so far, after each set of inputs."""
-    everything = Results([], [], [])
+    """The results so far, after each method."""
+    rows, failed = [], []
     with Progress(console=console, disable=not sys.stdout.isatty()) as progress:
         todo = jobs(asked)
         task = progress.add_task("", total=len(todo) * (2 + len(asked.method)))
@@ -90,15 +90,15 @@ def run(asked: argparse.Namespace, console: Console) -> Iterator[Results]:
             progress.update(task, advance=1, description=what)
 
         for job in todo:
-            found = measure(inputs(job, asked), job.data, asked.method, asked.kind, asked.rounds, tick)
-            for row in found.rows:
-                row["sweep"] = job.sweep
-            everything.rows.extend(found.rows)
-            everything.failed.extend(found.failed)
-            everything.missing[:] = found.missing  # the same each time
+            found = Results([], [], [])
+            for found in measure(inputs(job, asked), job.data, asked.method, asked.kind, asked.rounds, tick):
+                for row in found.rows:
+                    row["sweep"] = job.sweep
+                yield Results(rows + found.rows, found.missing, failed + found.failed)
+            rows += found.rows
+            failed += found.failed
             if found.rows:
                 progress.console.print(report.table(found.rows))
-            yield everything
 
 
 def main() -> None:
@@ -112,6 +112,7 @@ def main() -> None:
     results, written = None, [asked.out.with_suffix(x) for x in (".json", ".csv", ".png")]
     for results in run(asked, console):
         report.write(asked.out, results)  # each time: what is measured is kept, whatever becomes of the rest
+    if results:
         plot.draw(results.rows, written[-1])
     for line in report.absences(results) if results else ():
         console.print(line, style="yellow", markup=False)

@@ -1,6 +1,6 @@
 """All methods on one set of inputs: each checked against float64, then timed, then dropped before the next."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,8 +23,11 @@ class Results(NamedTuple):
 
 def measure(
     inputs: Inputs, data: str, names: Sequence[str], kinds: Collection[str], rounds: int, tick: Tick
-) -> Results:
-    """One row a method and kind. A method that is missing or fails costs its own rows alone."""
+) -> Iterator[Results]:
+    """One row a method and kind; what there is so far, after each method and once more with the floor of all the run.
+
+    A method that is missing or fails costs its own rows alone.
+    """
     e, c, _ = inputs
     shape = [*e.shape, c.shape[0]]
     common = {"shape": shape, "dtype": e.dtype.name, "test_data": data}
@@ -46,9 +49,11 @@ def measure(
         except Exception as error:
             results.failed.append({**common, "method": name, "reason": first_line(error)})
         memory.release()
+        _relate(results.rows, floors)
+        yield results
     floors.append(_floor(inputs, rounds))  # again, so that the floor is of the clocks of all of the run
     _relate(results.rows, floors)
-    return results
+    yield results
 
 
 def _method(name: str, loss: Callable, inputs: Inputs, kinds: Collection[str], rounds: int, expected) -> list[Row]:

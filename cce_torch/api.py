@@ -84,11 +84,11 @@ def linear_cross_entropy(
         backward pass or within one; 300 MiB unless given. More is faster, the gradients stay the same. At the least a
         backward pass holds a float32 sum of the shape of e, 1024 columns of dz, c and dc, and 32 MiB of XLA's. With the
         next 256 MiB it takes larger groups of columns at a time. With more, for bfloat16 inputs, the forward pass saves
-        exponentials, N·2 bytes a column, and the backward pass computes as many columns of logits less again: none at
-        all with 2·N·V + 6·N·D + 256·N bytes and 64 MiB, which is faster than holding the logits. Under a softcap
-        outside of [2, 36] nothing is saved. "chunked" and
-        "torch_compile" take smaller blocks where it is below 4·N·D, or for the latter 8·N·D, bytes + 192 MiB, and save
-        nothing; "reference" does not follow it.
+        exponentials, V·2 bytes a token, of a fifth of the tokens or more, whose logits the backward pass then does not
+        compute again: none at all with 2·N·V + 2·N·D + 256·N bytes and 32 MiB, where the gradient of c is wanted and V
+        is at least 2·N, else 2·N·V + 6·N·D + 256·N and 32 MiB; which is faster than holding the logits. Under a softcap
+        outside of [2, 36] nothing is saved. "chunked" and "torch_compile" take smaller blocks where it is below 4·N·D,
+        or for the latter 8·N·D, bytes + 192 MiB, and save nothing; "reference" does not follow it.
       precision: of float32 matmuls on a GPU, as in `torch.set_float32_matmul_precision`, whose setting is the default;
         "high" and "medium" are TF32.
       check_targets: raise if a target is outside [0, V) and not ignore_index. Waits for targets; not under

@@ -73,7 +73,7 @@ def test_missing_and_failing_methods(monkeypatch, tmp_path):
     given = trained(Shape(64, 16, 512), jnp.float32)
     names = ["missing", "raises", "fine", "nan"]
     ticks = []
-    found = measure(given, "trained", names, ["loss-fw"], 1, ticks.append)
+    *_, found = measure(given, "trained", names, ["loss-fw"], 1, ticks.append)
     assert [(row["method"], row["kind"]) for row in found.rows] == [("fine", "loss-fw")]
     assert [x["method"] for x in found.missing] == ["missing"]
     assert "a_package_that_is_not_here" in found.missing[0]["reason"]

@@ -25,7 +25,7 @@ GROUP_WORTH = 8 * 2**20  # of exponentials: what one more group costs
 SPLIT_BYTES = 17 * 2**20  # de of so few tokens that it is summed in several parts, at most
 GROUP_COST = 4.0  # reading and writing de's accumulator, copies of c_g and dc_g, launches
 SAVED_MULTIPLE = 128  # tokens: whole tiles
-LEAST_PART = 1 / 32  # of the tokens: fewer are not worth their launches
+LEAST_PART = 1 / 5  # of the tokens: with fewer saved, XLA's matmuls of all are the faster
 LEAST_SOFTCAP = 2.0  # below it 1 − (z/κ)² from a rounded exponential is off by more than that rounding
 LARGEST_SOFTCAP = 36.0  # above it exp(z − ρ), at least exp(−2κ)/V, may underflow, and with it 1 − (z/κ)²
 
