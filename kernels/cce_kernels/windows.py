@@ -13,15 +13,14 @@ FLOAT16_LARGEST = 2.0**14  # what the largest cotangent becomes in float16, whic
 
 @dataclass(frozen=True)
 class Groups:
-    """`count` windows of `columns` columns that cover `vocabulary` columns from `first` on.
+    """`count` windows of `columns` columns that cover `vocabulary` columns.
 
     The last window ends where they end, so it overlaps its neighbour where columns do not divide it; it is
-    visited first, counts only the columns that are its own, and its neighbour then overwrites the rest.
+    visited first, counts only the columns that are its own, and its neighbour then overwrites the rest, or adds to 0.
     """
 
     vocabulary: int
     columns: int
-    first: int = 0
 
     @property
     def count(self) -> int:
@@ -34,7 +33,7 @@ class Groups:
     def window(self, i):
         """Where the i-th window starts, and the first column that it counts; i: an integer or a traced one."""
         k = (i - 1) % self.count
-        owned = self.first + k * self.columns
+        owned = k * self.columns
         return owned - (k == self.count - 1) * self.overlap, owned
 
 
