@@ -98,7 +98,7 @@ def exponentials(tokens: int, vocabulary: int) -> int:
 
 def least(tokens: int, width: int) -> int:
     """What any backward pass holds: the sum for de, numbers of each token, XLA's workspace, a group of 1024 columns."""
-    return 4 * tokens * width + 256 * tokens + 32 * MIB + 2 * FEWEST_COLUMNS * (tokens + 2 * width)
+    return 4 * tokens * width + 256 * tokens + 32 * MIB + 2 * FEWEST_COLUMNS * (tokens + width)
 
 
 def matmuls_hold(tokens: int, width: int, vocabulary: int, of_c: bool) -> int:
@@ -130,7 +130,7 @@ def test_what_is_held_is_within_the_budget(shape, head, with_sum, of_c, share):
         if direct:  # rounded de of what is saved, and e, a sum in parts and dz of the others; nothing is copied
             beside = 2 * tokens * width + 4 * others * width + 256 * tokens + 2 * groups.columns * others
         else:
-            beside = least(tokens, width) + 2 * (groups.columns - FEWEST_COLUMNS) * (tokens + 2 * width)
+            beside = least(tokens, width) + 2 * (groups.columns - FEWEST_COLUMNS) * (tokens + width)
         held = max(held, exponentials(count, vocabulary) + beside)
     assert held <= max(memory_budget, least(tokens, width))
 

@@ -24,7 +24,7 @@ GROUP_BYTES = 256 * 2**20
 GROUP_WORTH = 8 * 2**20  # of exponentials: what one more group costs
 SPLIT_BYTES = 17 * 2**20  # de of so few tokens that it is summed in several parts, at most
 GROUP_COST = 4.0  # reading and writing de's accumulator, copies of c_g and dc_g, launches
-SAVED_MULTIPLE = 128  # tokens: whole tiles
+SAVED_MULTIPLE = 64  # tokens: the depth that matmuls over them step by
 LEAST_PART = 1 / 5  # of the tokens: with fewer saved, XLA's matmuls of all are the faster
 LEAST_SOFTCAP = 2.0  # below it 1 − (z/κ)² from a rounded exponential is off by more than that rounding
 LARGEST_SOFTCAP = 36.0  # above it exp(z − ρ), at least exp(−2κ)/V, may underflow, and with it 1 − (z/κ)²
@@ -69,7 +69,7 @@ def group_of(
     part: int, *, tokens: int, saved: int, width: int, vocabulary: int, dtype, memory_budget: int, direct: bool,
     copies: bool, tiles: TileConfig, interpret: bool,
 ) -> Groups:  # fmt: skip
-    """The groups that dz of `part` of the tokens is formed in; copies: whether the matmuls copy their c and dc."""
+    """The groups that dz of `part` of the tokens is formed in; copies: whether the matmuls copy c_g, then dc_g."""
     left = memory_budget - _always(tokens, width)
     if saved:
         left = memory_budget - _saved_bytes(saved, vocabulary) - _beside_groups(tokens, saved, width, direct)
@@ -78,7 +78,7 @@ def group_of(
     def waves(columns: int) -> float:  # in tiles: the dz kernel's waves of programs, and what each group costs besides
         return cdiv(row_blocks * cdiv(columns, tiles.columns), gpu.multiprocessors) + GROUP_COST
 
-    groups = vocabulary_groups(vocabulary, left, jnp.dtype(dtype).itemsize * (part + 2 * width * copies), waves)
+    groups = vocabulary_groups(vocabulary, left, jnp.dtype(dtype).itemsize * (part + width * copies), waves)
     return Groups(vocabulary, min(groups.columns, 3 * tiles.columns)) if interpret else groups
 
 
@@ -93,7 +93,7 @@ def _wanted_group(tokens: int, vocabulary: int) -> int:
 
 
 def _least_group(tokens: int, width: int) -> int:
-    return 2 * FEWEST_COLUMNS * (tokens + 2 * width)
+    return 2 * FEWEST_COLUMNS * (tokens + width)
 
 
 def _always(tokens: int, width: int) -> int:

@@ -104,6 +104,8 @@ def add_groups(
         dz, dz_sum = form_dz(window)
         if de is not None:
             de = products.add_de(de, dz, start)
+        if de is not None and dc is not None:  # so that XLA's copies of c_g and dc_g are never there together
+            de, dz = lax.optimization_barrier((de, dz))
         if dc is not None:
             dc = products.put_dc(dc, dz, start)
         if dbias is not None and dz_sum is not None:
