@@ -233,7 +233,7 @@ print([str(w.message) for w in caught])
 """
 
 
-def test_memory_that_jax_had_reserved_before_is_told():
+def test_alone_memory_that_jax_had_reserved_before_is_told():
     environment = dict(XLA_PYTHON_CLIENT_PREALLOCATE="true", XLA_PYTHON_CLIENT_MEM_FRACTION=".1")
     assert "XLA_PYTHON_CLIENT_PREALLOCATE=false" in run_python(STARTED, **environment)
 
