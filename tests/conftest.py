@@ -1,3 +1,6 @@
+import os
+import platform
+
 import hypothesis
 import jax
 import pytest
@@ -6,6 +9,12 @@ from cce_kernels import budget
 
 hypothesis.settings.register_profile("all", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("all")
+
+# XLA's newer emitters for the CPU take twice as long to compile the interpreted kernels. Under the older, without fused
+# multiply-adds, the same arithmetic has the same bits in two programs. Read when the first backend starts.
+if platform.machine() == "x86_64":
+    flags = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_max_isa=AVX"
+    os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
 
 
 def pytest_collection_modifyitems(config, items):

@@ -116,7 +116,7 @@ def resources(kernel: Kernel, capability: str) -> Resources:
         parsed.context = context
         first = backend.make_ttir(parsed, {}, backend.parse_options(options), target.arch)
         with open(path, "w") as file:
-            file.write(str(first))
+            file.write(first.str_nodebug())  # without this folder's name, so that Triton's cache knows the kernel again
         compiled = triton.compile(path, target=target, options=options)
         cubin = f"{folder}/kernel.cubin"
         with open(cubin, "wb") as file:

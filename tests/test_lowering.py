@@ -1,6 +1,6 @@
 """Every kernel lowers for CUDA without a GPU, and every shipped tile configuration fits the GPUs it is for."""
 
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -141,6 +141,7 @@ class Variant(NamedTuple):
     twins: bool = False  # compile dz of all tokens too, beside the one that stops at the last kept one
 
 
+@cache
 def launched(variant: Variant, tiles: Tiles) -> list:
     """The kernels of the forward and the backward pass as the packages above launch them, with these tiles."""
     (n, d, v), dtype, f32 = variant.shape, variant.dtype, jnp.float32
@@ -186,7 +187,7 @@ VARIANTS = {
 }
 UNKNOWN = ("12.1",)  # not in the table
 SHIPPED = [
-    *((gpu, name) for gpu in LIMITS if gpu != "8.6" for name in VARIANTS),
+    *((gpu, name) for name in VARIANTS for gpu in LIMITS if gpu != "8.6"),  # those that launch the same follow another
     ("8.6", "bfloat16"),  # the rows of 8.9, and almost its instructions
     *((gpu, name) for gpu in UNKNOWN for name in ("bfloat16", "float32")),
 ]
