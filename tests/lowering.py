@@ -97,6 +97,25 @@ def _name(parameters) -> str:
 @lru_cache(None)
 def resources(kernel: Kernel, capability: str) -> Resources:
     """Compile a kernel for a compute capability and read what it takes."""
+    compiled = _compiled(kernel, capability)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        usage = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump("-res-usage", cubin.name))
+        assert usage is not None
+        registers, stack = map(int, usage.groups())
+        matmul = "tt.dot " in kernel.module
+        in_loops = stack_accesses_in_loops(_cuobjdump("-sass", cubin.name)) if stack and matmul else 0
+    return Resources(compiled.metadata.shared, registers, stack, in_loops)
+
+
+def accesses_of_two_bytes(kernel: Kernel, capability: str) -> int:
+    """How many loads and stores of one 16-bit element a thread does in global memory, as the code has them."""
+    return len(re.findall(r"(?:ld|st)\.global\S*\.b16", _compiled(kernel, capability).asm["ptx"]))
+
+
+@lru_cache(None)
+def _compiled(kernel: Kernel, capability: str):
     import triton
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
@@ -117,15 +136,7 @@ def resources(kernel: Kernel, capability: str) -> Resources:
         first = backend.make_ttir(parsed, {}, backend.parse_options(options), target.arch)
         with open(path, "w") as file:
             file.write(first.str_nodebug())  # without this folder's name, so that Triton's cache knows the kernel again
-        compiled = triton.compile(path, target=target, options=options)
-        cubin = f"{folder}/kernel.cubin"
-        with open(cubin, "wb") as file:
-            file.write(compiled.asm["cubin"])
-        usage = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump("-res-usage", cubin))
-        assert usage is not None
-        registers, stack = map(int, usage.groups())
-        in_loops = stack_accesses_in_loops(_cuobjdump("-sass", cubin)) if stack and "tt.dot " in kernel.module else 0
-    return Resources(compiled.metadata.shared, registers, stack, in_loops)
+        return triton.compile(path, target=target, options=options)
 
 
 def _cuobjdump(*arguments: str) -> str:

@@ -17,7 +17,15 @@ from cce_kernels.config import NARROW, NARROW_TABLE, SAFE, TABLE, Gpu, Tiles, ti
 from cce_kernels.groups import Wanted
 from cce_kernels.logits import Head
 from cce_kernels.saved import saved_shape
-from tests.lowering import LIMITS, REGISTERS, Resources, kernels, resources, stack_accesses_in_loops
+from tests.lowering import (
+    LIMITS,
+    REGISTERS,
+    Resources,
+    accesses_of_two_bytes,
+    kernels,
+    resources,
+    stack_accesses_in_loops,
+)
 
 S = jax.ShapeDtypeStruct
 MIB = 2**20
@@ -65,6 +73,15 @@ def test_the_kernels_of_a_gradient_with_saved_exponentials():
     assert set(names(part)) == kinds
     assert names(part).count("saved_dz") == names(part).count("dz") == 2
     assert names(gradient(jnp.float16, *shape, memory_budget=10**10)).count("replace") == 0
+
+
+def test_an_odd_vocabulary_costs_no_accesses_of_single_elements():
+    """Masks end at a multiple of 8 columns, or each would be read and written by itself, without running ahead."""
+    shape = 2048, 128, 50257
+    for budget in (whole_bytes(*shape), 2 * 2048 * 50257):
+        found = [k for k in gradient(jnp.bfloat16, *shape, memory_budget=budget) if k.name not in ("target", "targets")]
+        assert {"statistics", "replace", "de", "dc"} <= set(names(found))
+        assert [k.name for k in found if accesses_of_two_bytes(k, "9.0")] == []
 
 
 @pytest.mark.parametrize(

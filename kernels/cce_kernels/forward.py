@@ -136,7 +136,7 @@ def _statistics_kernel(
         p = exp2_shifted(z, reference[:, None], interpret=interpret)
         total += jnp.sum(p, axis=1)
         if saved_ref is not None:
-            store_exponentials(saved_ref, p, rows, columns, saved_ok, columns_ok)
+            store_exponentials(saved_ref, p, rows, columns, saved_ok)
         return reference, total, weighted
 
     zeros = jnp.zeros((tiles.rows,), jnp.float32)
@@ -168,7 +168,9 @@ def _replace_kernel(
         columns = j * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
         columns_ok = inside(columns, vocabulary, tiles.columns)
         z = logits_tile(e_ref, c_ref, bias_ref, rows, columns, rows_ok, columns_ok, head=head, tiles=tiles)
-        store_exponentials(saved_ref, exp2_shifted(z, lse, interpret=interpret), rows, columns, written, columns_ok)
+        if columns_ok is not None:
+            z = jnp.where(columns_ok[None, :], z, -jnp.inf)
+        store_exponentials(saved_ref, exp2_shifted(z, lse, interpret=interpret), rows, columns, written)
         return carry
 
     lax.fori_loop(first, last, tile, 0)

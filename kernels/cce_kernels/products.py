@@ -50,16 +50,16 @@ def _product_kernel(
         some = count > 0
         first, last = jnp.int32(0), (count + tiles.depth - 1) // tiles.depth
 
-    def step(k, total):
+    def step(k, total):  # what is loaded ends where the arrays do: saved exponentials at a multiple of 8 columns
         inner = k * tiles.depth + jnp.arange(tiles.depth, dtype=jnp.int32)
         if kind == "dc":
             ok = inner < count
-            left = load_tile(left_ref, inner, rows, ok, rows_ok)
-            right = load_tile(right_ref, inner, columns, ok, columns_ok)
+            left = load_tile(left_ref, inner, rows, ok, inside(rows, left_ref.shape[1], tiles.rows))
+            right = load_tile(right_ref, inner, columns, ok, inside(columns, right_ref.shape[1], tiles.columns))
             axes = 0, 0
         else:
+            left = load_tile(left_ref, rows, inner, rows_ok, inside(inner, left_ref.shape[1], tiles.depth))
             ok = inside(inner, inner_count, tiles.depth)
-            left = load_tile(left_ref, rows, inner, rows_ok, ok)
             if head.vocab_axis == 0:
                 right, axes = load_tile(right_ref, start + inner, columns, ok, columns_ok), (1, 0)
             else:

@@ -52,7 +52,7 @@ DZ_TILES = TileConfig(rows=16, columns=512, depth=16, warps=4, stages=1)
 
 
 def saved_shape(tokens: int, vocabulary: int) -> tuple[int, int]:
-    """The shape of P of so many tokens. Columns from V on are not read."""
+    """The shape of P of so many tokens. Columns from V on are 0."""
     return tokens, cdiv(vocabulary, ALIGNMENT) * ALIGNMENT
 
 
@@ -66,8 +66,9 @@ def references(lse: jax.Array, target: jax.Array, targets: jax.Array, vocabulary
     return jnp.where((targets < 0) | by_target(lse, target, targets, vocabulary), target, lse)
 
 
-def store_exponentials(saved_ref, p: jax.Array, rows: jax.Array, columns: jax.Array, rows_ok, columns_ok) -> None:
-    mask = tile_mask(rows_ok, columns_ok, (rows.size, columns.size))
+def store_exponentials(saved_ref, p: jax.Array, rows: jax.Array, columns: jax.Array, rows_ok) -> None:
+    """p: 0 from column V on. Written to the end of P's rows: a mask that ends at any V would store columns singly."""
+    mask = tile_mask(rows_ok, inside(columns, saved_ref.shape[1], columns.size), (rows.size, columns.size))
     plgpu.store(saved_ref.at[tile_index(rows, columns)], p.astype(saved_ref.dtype), mask=mask)
 
 
