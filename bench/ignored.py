@@ -62,6 +62,7 @@ def main() -> None:
     asked = parser.parse_args()
     bridge.start()  # before JAX's backend, which would leave PyTorch too little memory
     rows, looking, table = [], [], Table("shape", "method", "budget", "ignored", "in runs", "ms", "/ none ignored")
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
     for name in asked.shape:
         e, c, targets = trained(SHAPES[name])
         for memory in ("", "all"):
@@ -76,9 +77,8 @@ def main() -> None:
                                  "runs": runs, "runtime_ms": ms, "ratio": ms / none})  # fmt: skip
                     table.add_row(name, package, memory or "default", f"{share:.2f}", str(runs), f"{ms:.2f}",
                                   f"{ms / none:.3f}")  # fmt: skip
+            asked.out.write_text(json.dumps({**environment(), "looking": looking, "rows": rows}, indent=1) + "\n")
     Console(width=110).print(table, *(f"none ignored / none looked for: {x}" for x in looking), sep="\n")
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    asked.out.write_text(json.dumps({**environment(), "looking": looking, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -122,12 +122,12 @@ def main() -> None:
     if local_gpu() is None:
         parser.error("there is no GPU to profile")
     console, rows = Console(width=110), []
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
     for shape in asked.shape:
         for row in profiled(trained(SHAPES[shape]), asked.package, asked.budget):
             rows.append({"shape": shape, **row})
             console.print(table(rows[-1]))
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    asked.out.write_text(json.dumps({**environment(), "calls": CALLS, "rows": rows}, indent=1) + "\n")
+            asked.out.write_text(json.dumps({**environment(), "calls": CALLS, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
