@@ -11,6 +11,7 @@ from bench import truth as float64
 from bench.data import SHAPES, Shape, trained
 from cce_jax import linear_cross_entropy
 from cce_kernels import budget
+from cce_kernels.logits import Head
 from cce_torch import bridge
 
 pytestmark = pytest.mark.gpu
@@ -56,15 +57,22 @@ def ignored(targets: jax.Array, kind: str) -> jax.Array:
     return jnp.where(where[kind], -100, targets)
 
 
-@pytest.mark.parametrize("kind", ["none", "one", "a tenth", "most, at random", "most, in runs", "all but one"])
-@pytest.mark.parametrize("name", ["default", "half", "all"])
-def test_exact_at_any_budget_whatever_is_ignored(name, kind):
+def that_saves(shape: Shape, share: float) -> int:
+    """The least budget, in whole MiB, with which exponentials of such a share of the tokens are saved."""
+
+    def saved(memory_budget: int) -> int:
+        return budget.saved_tokens(*shape, jnp.bfloat16, Head(), False, True, memory_budget)
+
+    return next(mib * MIB for mib in range(1000) if saved(mib * MIB) >= share * shape.tokens)
+
+
+def check(shape: Shape, share: float, kind: str) -> None:
     """Error at most 1.8 times that of rounding the true gradient, NaN in ignored tokens' embeddings or not."""
-    e, c, targets = trained(SHAPE)
+    e, c, targets = trained(shape)
     targets = ignored(targets, kind)
     kept = np.asarray(targets) >= 0
     dirty = jnp.where(jnp.asarray(kept)[:, None], e, jnp.nan).astype(e.dtype)
-    run = compiled(SHAPE, budgets(SHAPE)[name])
+    run = compiled(shape, that_saves(shape, share))
     loss, (de, dc) = run(dirty, c, targets)
     want = float64.mean_loss(e[kept], c, targets[kept])
     np.testing.assert_allclose(loss, want.loss, rtol=1e-4)
@@ -74,6 +82,18 @@ def test_exact_at_any_budget_whatever_is_ignored(name, kind):
         assert float64.relative_error(actual, exact) <= most * float64.rounding_error(exact, e.dtype)
     again = run(dirty, c, targets)
     assert all((x.view(jnp.int16) == y.view(jnp.int16)).all() for x, y in zip((de, dc), again[1], strict=True))
+
+
+@pytest.mark.parametrize("kind", ["none", "one", "a tenth", "most, at random", "most, in runs", "all but one"])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_exact_whatever_is_saved_and_ignored(share, kind):
+    check(SHAPE, share, kind)
+
+
+@pytest.mark.parametrize("kind", ["none", "a tenth", "most, at random"])
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_exact_where_the_vocabulary_is_odd(share, kind):
+    check(SHAPE._replace(vocabulary=SHAPE.vocabulary - 3), share, kind)
 
 
 @pytest.mark.parametrize("name", ["default", "half", "logits", "all"])
