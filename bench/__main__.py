@@ -59,7 +59,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data", choices=[*DATA, "hidden"], nargs="+", default=["trained"])
     parser.add_argument("--hidden", type=Path, help="for --data hidden: what examples/train_lm.py --save-hidden wrote")
     parser.add_argument("--method", choices=METHODS, nargs="+", metavar="METHOD", help=f"of: {', '.join(METHODS)}")
-    parser.add_argument("--kind", choices=KINDS, nargs="+", help="default: all; for sweeps loss-fw-bw")
+    parser.add_argument("--kind", choices=KINDS, nargs="+", help="default: all; for sweeps and --quick loss-fw-bw")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument(
         "--precision", choices=["high", "highest"],
@@ -67,12 +67,12 @@ def arguments() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, help="timed calls of each kind (6; 3 for sweeps and --quick)")
     parser.add_argument(
-        "--quick", action="store_true", help="one small shape and fewer methods, on any machine, in a minute"
+        "--quick", action="store_true", help="one small shape, one kind and fewer methods, on any machine, in a minute"
     )
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="written: OUT.json, OUT.csv and OUT.png")
     asked = parser.parse_args()
     asked.method = asked.method or list(methods.SWEPT if asked.sweep else methods.QUICK if asked.quick else METHODS)
-    asked.kind = asked.kind or (["loss-fw-bw"] if asked.sweep else list(KINDS))
+    asked.kind = asked.kind or (["loss-fw-bw"] if asked.sweep or asked.quick else list(KINDS))
     asked.rounds = asked.rounds or (3 if asked.sweep or asked.quick else 6)
     if "hidden" in asked.data and asked.hidden is None:
         parser.error("--data hidden needs --hidden FILE")
