@@ -12,8 +12,10 @@ others add. Ignored tokens come last (cce_kernels/tokens.py): where they are man
 token that is kept.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +24,10 @@ from jax.experimental import pallas as pl
 
 from cce_kernels.budget import group_of, linear
 from cce_kernels.config import TileConfig, Tiles, target_of
-from cce_kernels.groups import Gradients, Wanted, add_groups, fitted, unscaled, xla_products
+from cce_kernels.groups import Gradients, Products, Wanted, add_groups, fitted, unscaled, xla_products
 from cce_kernels.logits import Head, vocabulary_size
 from cce_kernels.products import kernel_products, splits_of
-from cce_kernels.saved import direct_gradients, dz_of_saved, prepared, references
+from cce_kernels.saved import direct_gradients, dz_of_saved, prepared, references, whole_rows
 from cce_kernels.tiles import (
     LOG2_E,
     cdiv,
@@ -118,6 +120,7 @@ def dz_of_group(
 class _Tokens(NamedTuple):
     """Some of the tokens, in the order of those kept."""
 
+    e: Callable[[], jax.Array]  # gathers their embeddings, where they are needed, so that one copy is there at a time
     targets: jax.Array
     lse: jax.Array
     cotangents: jax.Array
@@ -126,7 +129,65 @@ class _Tokens(NamedTuple):
     def part(self, start: int, stop: int) -> "_Tokens":
         count = jnp.clip(self.count - start, 0, stop - start)
         rows = slice(start, stop)
-        return _Tokens(self.targets[rows], self.lse[rows], self.cotangents[:, rows], count)
+        return _Tokens(lambda: self.e()[rows], self.targets[rows], self.lse[rows], self.cotangents[:, rows], count)
+
+
+class _Saved(NamedTuple):
+    """The exponentials of some tokens, what they are relative to and, where no dz is formed of them, their scale."""
+
+    exponentials: jax.Array
+    reference: jax.Array
+    scale: jax.Array | None
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """The gradients that some of the tokens give. stop: with kernels, at the last kept one; or XLA multiplies all."""
+
+    c: jax.Array
+    bias: jax.Array | None
+    weights: jax.Array | None
+    unit: jax.Array | None
+    head: Head
+    wanted: Wanted
+    tiles: Tiles
+    multiprocessors: int
+    interpret: bool
+    plan: Callable[..., Groups]
+
+    def products(self, e: jax.Array, tokens: _Tokens, stop: bool, **how: Any) -> Products:
+        if not stop:
+            return xla_products(e, self.c, head=self.head, unit=self.unit)
+        return kernel_products(e, self.c, head=self.head, unit=self.unit, count=tokens.count, tiles=self.tiles,
+                               interpret=self.interpret, **how)  # fmt: skip
+
+    def of_saved(self, tokens: _Tokens, saved: _Saved, stop: bool) -> Gradients:
+        e, head, wanted = tokens.e(), self.head, self.wanted
+        p, reference, scale = saved
+        if scale is not None:
+            stop = stop or not whole_rows(p, vocabulary_size(self.c, head))
+            return direct_gradients(p, scale, e, self.c, lambda e: self.products(e, tokens, stop), head=head,
+                                    wanted=wanted)  # fmt: skip
+        groups = self.plan(len(e), copies=not stop)
+        form = partial(dz_of_saved, p, reference, tokens.lse, tokens.targets, tokens.cotangents, self.weights,
+                       groups=groups, head=head, wanted=wanted, interpret=self.interpret)  # fmt: skip
+        return add_groups(Gradients.begun(e, self.c, head, wanted), form, groups, self.products(e, tokens, stop))
+
+    def of_others(self, tokens: _Tokens, begun: Gradients | None, stop: bool) -> Gradients:
+        """de of tokens that are not saved; and dc and dbias, added to those begun."""
+        e, head, wanted = tokens.e(), self.head, self.wanted
+        groups = self.plan(len(e), copies=not stop and begun is None)
+        form = partial(dz_of_group, e, self.c, self.bias, tokens.lse, tokens.targets, tokens.cotangents, self.weights,
+                       tokens.count if stop else None, groups=groups, tiles=self.tiles.dz, head=head, wanted=wanted,
+                       interpret=self.interpret)  # fmt: skip
+        if begun is None:
+            return add_groups(Gradients.begun(e, self.c, head, wanted), form, groups, self.products(e, tokens, stop))
+        splits = splits_of(len(e), e.shape[1], self.tiles.de, self.multiprocessors)
+        products = self.products(e, tokens, True, adding=True, splits=splits)
+        sums = jnp.zeros((splits * len(e), e.shape[1]), jnp.float32) if wanted.e else None
+        sums, dc, dbias = add_groups(begun._replace(e=sums), form, groups, products)
+        de = None if sums is None else jnp.sum(sums.reshape(splits, *e.shape), axis=0)
+        return Gradients(de, dc, dbias)
 
 
 def gradients(
@@ -161,68 +222,34 @@ def gradients(
     else:
         cotangents, lse = kept.gathered(cotangents.T, 0).T, kept.gathered(lse, jnp.inf)
         target, targets = kept.gathered(target, 0), kept.gathered(targets, -1)
-
-    def embeddings(start: int, stop: int) -> jax.Array:
-        return (e if kept is None else kept.gathered(e, 0))[start:stop]
-
     few = None if kept is None else kept.count[0] < FEW * tokens
     cotangents, unit = fitted(cotangents, weights, head, e.dtype)
-    everyone = _Tokens(targets, lse, cotangents, jnp.full(1, tokens, jnp.int32) if kept is None else kept.count)
+    everyone = _Tokens(
+        lambda: e if kept is None else kept.gathered(e, 0), targets, lse, cotangents,
+        jnp.full(1, tokens, jnp.int32) if kept is None else kept.count,
+    )  # fmt: skip
     count_saved = 0 if saved is None else saved.shape[0]
     first, others = everyone.part(0, count_saved), everyone.part(count_saved, tokens)
     direct = linear(head, with_sum=cotangents.shape[0] == 3)
-    aligned = saved is not None and saved.shape[1] == vocabulary  # or XLA would copy it
-    reference = row_scale = None
+    of_first = None
     if saved is not None:
         target = target[:count_saved]
-        reference = references(first.lse, target, first.targets, vocabulary)
+        reference, scale = references(first.lse, target, first.targets, vocabulary), None
         if direct:
-            clear = True if few is None or wanted.bias else ~few if aligned else False
-            saved, row_scale = prepared(saved, reference, first.lse, target, first.targets, first.cotangents, clear,
-                                        head=head, interpret=interpret)  # fmt: skip
+            clear = True if few is None or wanted.bias else ~few if whole_rows(saved, vocabulary) else False
+            saved, scale = prepared(saved, reference, first.lse, target, first.targets, first.cotangents, clear,
+                                    head=head, interpret=interpret)  # fmt: skip
+        of_first = _Saved(saved, reference, scale)
     plan = partial(group_of, tokens=tokens, saved=count_saved, width=width, vocabulary=vocabulary, dtype=e.dtype,
                    memory_budget=memory_budget, direct=direct, tiles=tiles.dz, interpret=interpret)  # fmt: skip
-    options = dict(head=head, wanted=wanted, interpret=interpret)
-    by_kernels = partial(kernel_products, c=c, head=head, unit=unit, tiles=tiles, interpret=interpret)
-    by_xla = partial(xla_products, c=c, head=head, unit=unit)
-
-    def of_saved(stop: bool) -> Gradients:
-        e = embeddings(0, count_saved)
-        if direct:
-            products = partial(by_kernels, count=first.count) if stop or not aligned else by_xla
-            return direct_gradients(saved, row_scale, e, c, products, head=head, wanted=wanted)
-        groups = plan(count_saved, copies=not stop)
-        form = partial(dz_of_saved, saved, reference, first.lse, first.targets, first.cotangents, weights,
-                       groups=groups, **options)  # fmt: skip
-        products = by_kernels(e, count=first.count) if stop else by_xla(e)
-        return add_groups(Gradients.begun(e, c, head, wanted), form, groups, products)
-
-    def of_others(stop: bool, begun: Gradients | None) -> Gradients:
-        """de of the tokens that are not saved; and dc and dbias, added to those begun."""
-        e = embeddings(count_saved, tokens)
-        groups = plan(len(e), copies=not stop and begun is None)
-        form = partial(dz_of_group, e, c, bias, others.lse, others.targets, others.cotangents, weights,
-                       others.count if stop else None, groups=groups, tiles=tiles.dz, **options)  # fmt: skip
-        if begun is None:
-            products = by_kernels(e, count=others.count) if stop else by_xla(e)
-            return add_groups(Gradients.begun(e, c, head, wanted), form, groups, products)
-        splits = splits_of(len(e), width, tiles.de, gpu.multiprocessors)
-        products = by_kernels(e, count=others.count, adding=True, splits=splits)
-        sums = jnp.zeros((splits * len(e), width), jnp.float32) if wanted.e else None
-        sums, dc, dbias = add_groups(begun._replace(e=sums), form, groups, products)
-        de = None if sums is None else jnp.sum(sums.reshape(splits, *e.shape), axis=0)
-        return Gradients(de, dc, dbias)
+    backward = _Backward(c, bias, weights, unit, head, wanted, tiles, gpu.multiprocessors, interpret, plan)
 
     def found(stop: bool) -> tuple[list[jax.Array], jax.Array | None, jax.Array | None]:
-        """The parts of de, dc and dbias; stop: at the last kept token, with kernels, where XLA multiplies all."""
-        if saved is None:
-            all_found = [of_others(stop, None)]
-        elif count_saved == tokens:
-            all_found = [of_saved(stop)]
-        else:
-            begun = of_saved(stop)
-            all_found = [begun, of_others(stop, begun)]
-        return [x.e for x in all_found if x.e is not None], all_found[-1].c, all_found[-1].bias
+        """The parts of de; dc; dbias."""
+        parts = [] if of_first is None else [backward.of_saved(first, of_first, stop)]
+        if count_saved < tokens:
+            parts.append(backward.of_others(others, parts[0] if parts else None, stop))
+        return [x.e for x in parts if x.e is not None], parts[-1].c, parts[-1].bias
 
     if few is None:
         parts, dc, dbias = found(False)

@@ -56,6 +56,11 @@ def saved_shape(tokens: int, vocabulary: int) -> tuple[int, int]:
     return tokens, cdiv(vocabulary, ALIGNMENT) * ALIGNMENT
 
 
+def whole_rows(saved: jax.Array, vocabulary: int) -> bool:
+    """Whether P has no columns but those of the vocabulary, without which XLA's matmuls would copy it."""
+    return saved.shape[1] == vocabulary
+
+
 def by_target(lse: jax.Array, target: jax.Array, targets: jax.Array, vocabulary: int) -> jax.Array:
     """Whether a kept token's exponentials are relative to its target's logit."""
     return (targets < vocabulary) & (lse - target <= LARGEST)
@@ -153,7 +158,9 @@ def _in_place(kernel, saved, *operands, name: str, columns: int, interpret: bool
     )  # fmt: skip
 
 
-def prepared(saved, reference, lse, target, targets, cotangents, clear, *, head: Head, interpret: bool):
+def prepared(
+    saved, reference, lse, target, targets, cotangents, clear, *, head: Head, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
     """P as the matmuls take it, in place, and r times the logits' scale, (N,).
 
     clear: whether the rows of ignored tokens are to be zero; a bool, or a traced one.
