@@ -34,6 +34,14 @@ def gradients(e, c, targets, **options):
     return jax.jit(jax.value_and_grad(lambda e, c: loss(e, c, targets, **options), (0, 1)))(e, c)
 
 
+def check_mean_loss(e, c, targets):
+    exact = float64.mean_loss(e, c, targets)
+    value, (de, dc) = gradients(e, c, targets)
+    assert abs(float(value) - exact.loss) < 1e-4
+    assert float64.relative_error(de, exact.de) < 1.6 * float64.rounding_error(exact.de, e.dtype)
+    assert float64.relative_error(dc, exact.dc) < 1.8 * float64.rounding_error(exact.dc, c.dtype)
+
+
 @pytest.mark.parametrize("memory_budget", BUDGETS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bfloat16(case, memory_budget):
@@ -63,23 +71,13 @@ def test_ragged_shapes(memory_budget, shape, dtype):
 def test_more_than_two_to_the_31_logits(make):
     shape = Shape(20_000, 64, 120_000)
     assert shape.tokens * shape.vocabulary > 2**31
-    e, c, targets = make(shape)
-    exact = float64.mean_loss(e, c, targets)
-    value, (de, dc) = gradients(e, c, targets)
-    assert abs(float(value) - exact.loss) < 1e-4
-    assert float64.relative_error(de, exact.de) < 1.6 * float64.rounding_error(exact.de, e.dtype)
-    assert float64.relative_error(dc, exact.dc) < 1.8 * float64.rounding_error(exact.dc, c.dtype)
+    check_mean_loss(*make(shape))
 
 
 def test_a_classifier_of_more_than_two_to_the_32_bytes():
     shape = Shape(300, 8192, 300_000)
     assert 2 * shape.width * shape.vocabulary > 2**32
-    e, c, targets = trained(shape)
-    exact = float64.mean_loss(e, c, targets)
-    value, (de, dc) = gradients(e, c, targets)
-    assert abs(float(value) - exact.loss) < 1e-4
-    assert float64.relative_error(de, exact.de) < 1.6 * float64.rounding_error(exact.de, e.dtype)
-    assert float64.relative_error(dc, exact.dc) < 1.8 * float64.rounding_error(exact.dc, c.dtype)
+    check_mean_loss(*trained(shape))
 
 
 @pytest.mark.parametrize("scale", [1e2, 1e4])
