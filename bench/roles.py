@@ -85,7 +85,7 @@ def groups_of(given: Given, tiles: TileConfig, interpret: bool) -> Groups:
     """The groups of a backward pass that saves nothing, with the default budget; tiles: those of dz."""
     (tokens, width), vocabulary = given.e.shape, given.c.shape[0]
     return group_of(tokens, tokens=tokens, saved=0, width=width, vocabulary=vocabulary, dtype=given.e.dtype,
-                    memory_budget=MEMORY_BUDGET, direct=False, copies=True, tiles=tiles,
+                    memory_budget=MEMORY_BUDGET, direct=False, copies=True, on_hopper=False, tiles=tiles,
                     interpret=interpret)  # fmt: skip
 
 

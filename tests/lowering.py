@@ -1,4 +1,4 @@
-"""The kernels' way to a GPU, on a machine without one: JAX's lowering to Triton, then Triton's own compiler."""
+"""The kernels' way to a GPU, on a machine without one: JAX's lowering to Triton or Mosaic, then Triton's compiler."""
 
 import contextlib
 import os
@@ -45,21 +45,32 @@ def _gpu_at_hand() -> contextlib.AbstractContextManager:
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
-def _launches(jaxpr) -> Iterator[Any]:
-    """The parameters of every pallas_call in a traced program, at any depth."""
+TRITON, MOSAIC = ("pallas_call",), ("core_map", "mpmd_map")  # in JAX 0.10, in 0.11
+
+
+def _launches(jaxpr, primitives: tuple[str, ...]) -> Iterator[Any]:
+    """The parameters of every such call in a traced program, at any depth, that is not interpreted."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "pallas_call":
-            if not eqn.params["interpret"]:
+        if eqn.primitive.name in TRITON + MOSAIC:
+            if eqn.primitive.name in primitives and not eqn.params["interpret"]:
                 yield eqn.params
             continue
         values = [x for v in eqn.params.values() for x in (v if isinstance(v, tuple | list) else [v])]
         for inner in (getattr(x, "jaxpr", x) for x in values):
             if hasattr(inner, "eqns"):
-                yield from _launches(inner)
+                yield from _launches(inner, primitives)
+
+
+def for_hopper(function: Callable, *arguments: Any) -> list[str]:
+    """The names, without cce_, of those that the function, lowered for CUDA, launches through Mosaic GPU."""
+    with _gpu_at_hand():
+        traced = jax.jit(function).trace(*arguments)
+        traced.lower(lowering_platforms=("cuda",))  # raises what Mosaic's verifier and its shared memory refuse
+    return [p["name"].removeprefix("cce_") for p in _launches(traced.jaxpr.jaxpr, MOSAIC)]
 
 
 def kernels(function: Callable, *arguments: Any) -> list[Kernel]:
-    """The kernels that the function, lowered for CUDA, launches. ValueError if Triton's verifier refuses one."""
+    """The Triton kernels that the function, lowered for CUDA, launches. ValueError if Triton's verifier refuses one."""
     modules = []
     lower = pallas_triton.lower_jaxpr_to_triton_module
 
@@ -83,7 +94,7 @@ def kernels(function: Callable, *arguments: Any) -> list[Kernel]:
             traced.lower(lowering_platforms=("cuda",))
     finally:
         pallas_triton.lower_jaxpr_to_triton_module = lower
-    launched = {_name(p): p["compiler_params"] for p in _launches(traced.jaxpr.jaxpr)}
+    launched = {_name(p): p["compiler_params"] for p in _launches(traced.jaxpr.jaxpr, TRITON)}
     named = [(re.search(r"tt\.func public @(\w+)", m).group(1), m) for m in modules]  # type: ignore[union-attr]
     return [
         Kernel(name.removeprefix("cce_"), m, launched[name].num_warps, launched[name].num_stages) for name, m in named

@@ -9,7 +9,8 @@ a probability, or dz of more of the vocabulary than fits in the scratch.
 
 Tokens whose exponentials the forward pass saved need no logits (cce_kernels/saved.py): they begin dc, to which the
 others add. Ignored tokens come last (cce_kernels/tokens.py): where they are many, kernels run that stop at the last
-token that is kept.
+token that is kept. On Hopper GPUs they always do, and no choice is left, but for what was saved: there the kernels of
+cce_kernels/hopper_kernels.py take the place of the dz kernel and of both products in most calls.
 """
 
 from collections.abc import Callable
@@ -22,8 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from cce_kernels.budget import group_of, linear
-from cce_kernels.config import TileConfig, Tiles, target_of
+from cce_kernels.budget import group_of, linear, ragged_bytes
+from cce_kernels.config import Gpu, TileConfig, Tiles, target_of
 from cce_kernels.groups import Gradients, Products, Wanted, add_groups, fitted, unscaled, xla_products
 from cce_kernels.logits import Head, vocabulary_size
 from cce_kernels.products import kernel_products, splits_of
@@ -33,6 +34,7 @@ from cce_kernels.tiles import (
     cdiv,
     dz_shapes,
     exp2_shifted,
+    for_hopper,
     grouped_order,
     inside,
     kept_tokens,
@@ -151,13 +153,20 @@ class _Backward:
     head: Head
     wanted: Wanted
     tiles: Tiles
-    multiprocessors: int
+    gpu: Gpu
+    on_hopper: bool
     interpret: bool
     plan: Callable[..., Groups]
 
-    def products(self, e: jax.Array, tokens: _Tokens, stop: bool, **how: Any) -> Products:
+    def products(self, e: jax.Array, tokens: _Tokens, groups: Groups | None, stop: bool, **how: Any) -> Products:
+        """groups: None for all columns at once."""
         if not stop:
             return xla_products(e, self.c, head=self.head, unit=self.unit)
+        if groups is not None and groups.beyond:
+            from cce_kernels import hopper_kernels
+
+            return hopper_kernels.products(e, self.c, head=self.head, unit=self.unit, count=tokens.count, gpu=self.gpu,
+                                           **how)  # fmt: skip
         return kernel_products(e, self.c, head=self.head, unit=self.unit, count=tokens.count, tiles=self.tiles,
                                interpret=self.interpret, **how)  # fmt: skip
 
@@ -166,24 +175,41 @@ class _Backward:
         p, reference, scale = saved
         if scale is not None:
             stop = stop or not whole_rows(p, vocabulary_size(self.c, head))
-            return direct_gradients(p, scale, e, self.c, lambda e: self.products(e, tokens, stop), head=head,
+            return direct_gradients(p, scale, e, self.c, lambda e: self.products(e, tokens, None, stop), head=head,
                                     wanted=wanted)  # fmt: skip
-        groups = self.plan(len(e), copies=not stop)
+        groups = self.plan(len(e), copies=not stop, on_hopper=False)
         form = partial(dz_of_saved, p, reference, tokens.lse, tokens.targets, tokens.cotangents, self.weights,
                        groups=groups, head=head, wanted=wanted, interpret=self.interpret)  # fmt: skip
-        return add_groups(Gradients.begun(e, self.c, head, wanted), form, groups, self.products(e, tokens, stop))
+        return add_groups(
+            Gradients.begun(e, self.c, head, wanted), form, groups, self.products(e, tokens, groups, stop)
+        )
+
+    def form_dz(self, e: jax.Array, tokens: _Tokens, groups: Groups, stop: bool) -> Callable:
+        """What forms dz of a group of columns of these tokens."""
+        if self.on_hopper:
+            from cce_kernels import hopper_kernels
+
+            def form(window):
+                dz = hopper_kernels.dz_of_group(e, self.c, tokens.lse, tokens.targets, tokens.cotangents, tokens.count,
+                                                window, head=self.head, groups=groups, gpu=self.gpu)  # fmt: skip
+                return dz, None
+
+            return form
+        return partial(dz_of_group, e, self.c, self.bias, tokens.lse, tokens.targets, tokens.cotangents, self.weights,
+                       tokens.count if stop else None, groups=groups, tiles=self.tiles.dz, head=self.head,
+                       wanted=self.wanted, interpret=self.interpret)  # fmt: skip
 
     def of_others(self, tokens: _Tokens, begun: Gradients | None, stop: bool) -> Gradients:
         """de of tokens that are not saved; and dc and dbias, added to those begun."""
         e, head, wanted = tokens.e(), self.head, self.wanted
-        groups = self.plan(len(e), copies=not stop and begun is None)
-        form = partial(dz_of_group, e, self.c, self.bias, tokens.lse, tokens.targets, tokens.cotangents, self.weights,
-                       tokens.count if stop else None, groups=groups, tiles=self.tiles.dz, head=head, wanted=wanted,
-                       interpret=self.interpret)  # fmt: skip
+        groups = self.plan(len(e), copies=not stop and begun is None, on_hopper=self.on_hopper)
+        form = self.form_dz(e, tokens, groups, stop)
         if begun is None:
-            return add_groups(Gradients.begun(e, self.c, head, wanted), form, groups, self.products(e, tokens, stop))
-        splits = splits_of(len(e), e.shape[1], self.tiles.de, self.multiprocessors)
-        products = self.products(e, tokens, True, adding=True, splits=splits)
+            return add_groups(
+                Gradients.begun(e, self.c, head, wanted), form, groups, self.products(e, tokens, groups, stop)
+            )
+        splits = splits_of(len(e), e.shape[1], self.tiles.de, self.gpu.multiprocessors)
+        products = self.products(e, tokens, groups, True, adding=True, splits=splits)
         sums = jnp.zeros((splits * len(e), e.shape[1]), jnp.float32) if wanted.e else None
         sums, dc, dbias = add_groups(begun._replace(e=sums), form, groups, products)
         de = None if sums is None else jnp.sum(sums.reshape(splits, *e.shape), axis=0)
@@ -213,8 +239,8 @@ def gradients(
     part. cotangents: (2 or 3, N) float32, of lse, target and sum. Scratch: as cce_kernels/budget.py plans it.
     """
     gpu, chosen = target_of(e.dtype, e.shape[1], interpret)
-    tiles = tiles or chosen
-    (tokens, width), vocabulary = e.shape, vocabulary_size(c, head)
+    chosen_here, tiles = tiles is None, tiles or chosen
+    width, vocabulary = e.shape[1], vocabulary_size(c, head)
     # XLA would take the forward pass's copy of e with the kept tokens first, and hold it until here, but for a barrier.
     kept = kept_tokens(lax.optimization_barrier(targets), interpret)
     if kept is None:
@@ -222,6 +248,11 @@ def gradients(
     else:
         cotangents, lse = kept.gathered(cotangents.T, 0).T, kept.gathered(lse, jnp.inf)
         target, targets = kept.gathered(target, 0), kept.gathered(targets, -1)
+    tokens = targets.size
+    with_sum = cotangents.shape[0] == 3
+    gathered = jax.ShapeDtypeStruct((tokens, width), e.dtype)
+    direct = linear(head, with_sum)
+    on_hopper = chosen_here and for_hopper(gathered, c, bias, with_sum, gpu, interpret)
     few = None if kept is None else kept.count[0] < FEW * tokens
     cotangents, unit = fitted(cotangents, weights, head, e.dtype)
     everyone = _Tokens(
@@ -230,7 +261,6 @@ def gradients(
     )  # fmt: skip
     count_saved = 0 if saved is None else saved.shape[0]
     first, others = everyone.part(0, count_saved), everyone.part(count_saved, tokens)
-    direct = linear(head, with_sum=cotangents.shape[0] == 3)
     of_first = None
     if saved is not None:
         target = target[:count_saved]
@@ -240,21 +270,28 @@ def gradients(
             saved, scale = prepared(saved, reference, first.lse, target, first.targets, first.cotangents, clear,
                                     head=head, interpret=interpret)  # fmt: skip
         of_first = _Saved(saved, reference, scale)
+    memory_budget -= ragged_bytes(len(e), width)
     plan = partial(group_of, tokens=tokens, saved=count_saved, width=width, vocabulary=vocabulary, dtype=e.dtype,
                    memory_budget=memory_budget, direct=direct, tiles=tiles.dz, interpret=interpret)  # fmt: skip
-    backward = _Backward(c, bias, weights, unit, head, wanted, tiles, gpu.multiprocessors, interpret, plan)
+    backward = _Backward(c, bias, weights, unit, head, wanted, tiles, gpu, on_hopper, interpret, plan)
 
-    def found(stop: bool) -> tuple[list[jax.Array], jax.Array | None, jax.Array | None]:
-        """The parts of de; dc; dbias."""
-        parts = [] if of_first is None else [backward.of_saved(first, of_first, stop)]
-        if count_saved < tokens:
-            parts.append(backward.of_others(others, parts[0] if parts else None, stop))
-        return [x.e for x in parts if x.e is not None], parts[-1].c, parts[-1].bias
+    def of_saved(stop: bool) -> list[Gradients]:
+        return [] if of_first is None else [backward.of_saved(first, of_first, stop)]
 
-    if few is None:
-        parts, dc, dbias = found(False)
+    def with_others(parts: list[Gradients], stop: bool) -> list[Gradients]:
+        if count_saved == tokens:
+            return parts
+        return [*parts, backward.of_others(others, parts[0] if parts else None, stop)]
+
+    def decided(found: Callable[[bool], list[Gradients]]) -> list[Gradients]:
+        """Where few tokens are kept, by kernels that stop at the last one."""
+        return found(False) if few is None else lax.cond(few, lambda: found(True), lambda: found(False))
+
+    if on_hopper:  # whose kernels always stop there, and can be no part of a conditional that does not wait
+        parts = with_others(decided(of_saved) if of_first is not None else [], True)
     else:
-        parts, dc, dbias = lax.cond(few, lambda: found(True), lambda: found(False))
-    parts = [unscaled(x, unit, e.dtype) for x in parts]
-    de = None if not parts else jnp.concatenate(parts) if kept is None else kept.restored(*parts)
+        parts = decided(lambda stop: with_others(of_saved(stop), stop))
+    dc, dbias = parts[-1].c, parts[-1].bias
+    of_e = [unscaled(x.e, unit, e.dtype) for x in parts if x.e is not None]
+    de = None if not of_e else jnp.concatenate(of_e) if kept is None else kept.restored(*of_e)
     return de, dc, None if dbias is None else unscaled(dbias, unit, e.dtype), saved

@@ -9,14 +9,15 @@ copied for them; with `whole_bytes` there are no others, and the gradient is two
 """
 
 import math
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 
 import jax.numpy as jnp
 
 from cce_kernels.config import TileConfig, target_of
 from cce_kernels.logits import Head
 from cce_kernels.saved import saved_shape
-from cce_kernels.tiles import cdiv
+from cce_kernels.tiles import cdiv, gathered_rows
 from cce_kernels.windows import FEWEST_COLUMNS, Groups, vocabulary_groups
 
 WORKSPACE = 32 * 2**20  # of XLA's matmuls
@@ -24,6 +25,8 @@ GROUP_BYTES = 256 * 2**20
 GROUP_WORTH = 8 * 2**20  # of exponentials: what one more group costs
 SPLIT_BYTES = 17 * 2**20  # de of so few tokens that it is summed in several parts, at most
 GROUP_COST = 4.0  # reading and writing de's accumulator, copies of c_g and dc_g, launches
+HOPPER_COLUMNS = 256  # a group's multiple
+HOPPER_EPILOGUE, HOPPER_GROUP = 3.0, 40.0  # what a tile of dz, and a group besides, cost, in steps of a matmul
 SAVED_MULTIPLE = 64  # tokens: the depth that matmuls over them step by
 LEAST_PART = 1 / 5  # of the tokens: with fewer saved, XLA's matmuls of all are the faster
 LEAST_SOFTCAP = 2.0  # below it 1 − (z/κ)² from a rounded exponential is off by more than that rounding
@@ -37,7 +40,8 @@ def linear(head: Head, with_sum: bool) -> bool:
 
 def whole_bytes(tokens: int, width: int, vocabulary: int, of_c: bool = True) -> int:
     """What saving everything takes; of_c: if the gradient of c is wanted."""
-    return _saved_bytes(tokens, vocabulary) + _beside_matmuls(tokens, tokens, width, vocabulary, of_c)
+    ragged, tokens = ragged_bytes(tokens, width), gathered_rows(tokens)
+    return ragged + _saved_bytes(tokens, vocabulary) + _beside_matmuls(tokens, tokens, width, vocabulary, of_c)
 
 
 @lru_cache(maxsize=4096)
@@ -45,6 +49,7 @@ def saved_tokens(
     tokens: int, width: int, vocabulary: int, dtype, head: Head, with_sum: bool, of_c: bool, memory_budget: int
 ) -> int:
     """Of how many tokens the forward pass is to save the exponentials for the backward pass."""
+    memory_budget, tokens = memory_budget - ragged_bytes(tokens, width), gathered_rows(tokens)
     if jnp.dtype(dtype) != jnp.bfloat16:  # float16 lacks the range, and float32 is asked for where accuracy counts
         return 0
     if head.softcap is not None and not LEAST_SOFTCAP <= head.softcap <= LARGEST_SOFTCAP:
@@ -67,19 +72,40 @@ def saved_tokens(
 
 def group_of(
     part: int, *, tokens: int, saved: int, width: int, vocabulary: int, dtype, memory_budget: int, direct: bool,
-    copies: bool, tiles: TileConfig, interpret: bool,
+    copies: bool, on_hopper: bool, tiles: TileConfig, interpret: bool,
 ) -> Groups:  # fmt: skip
     """The groups that dz of `part` of the tokens is formed in; copies: whether the matmuls copy c_g, then dc_g."""
-    left = memory_budget - _always(tokens, width)
+    left = memory_budget - _always(tokens, width) + on_hopper * WORKSPACE
     if saved:
         left = memory_budget - _saved_bytes(saved, vocabulary) - _beside_groups(tokens, saved, width, direct)
     row_blocks, gpu = cdiv(part, tiles.rows), target_of(dtype, width, interpret)[0]
+    if on_hopper:
+        units = gpu.multiprocessors // 2
+        groups = vocabulary_groups(vocabulary, left, 2 * part, partial(hopper_cost, part, width, units), HOPPER_COLUMNS)
+        return replace(groups, beyond=True)
 
     def waves(columns: int) -> float:  # in tiles: the dz kernel's waves of programs, and what each group costs besides
         return cdiv(row_blocks * cdiv(columns, tiles.columns), gpu.multiprocessors) + GROUP_COST
 
     groups = vocabulary_groups(vocabulary, left, jnp.dtype(dtype).itemsize * (part + width * copies), waves)
     return Groups(vocabulary, min(groups.columns, 3 * tiles.columns)) if interpret else groups
+
+
+def hopper_cost(tokens: int, width: int, units: int, columns: int) -> float:
+    """What a group of so many columns costs the kernels for Hopper, in steps of a pair of multiprocessors."""
+    pairs, of_columns = cdiv(tokens, 256), cdiv(columns, 256)
+
+    def steps(row_pairs: int, across: int, depth: int) -> float:
+        return min(cdiv(row_pairs * cdiv(across, n), units) * (n + 16) for n in (256, 192, 128)) / 272 * depth / 64
+
+    dz = cdiv(pairs * of_columns, units) * (width / 64 + HOPPER_EPILOGUE)
+    return dz + steps(pairs, width, columns) + steps(of_columns, width, tokens) + HOPPER_GROUP
+
+
+def ragged_bytes(tokens: int, width: int) -> int:
+    """What gathering as many tokens takes: e's rows, where there is no place for them all in what de will be."""
+    rows = gathered_rows(tokens)
+    return 0 if rows == tokens else 2 * rows * width
 
 
 def _wanted_group(tokens: int, vocabulary: int) -> int:

@@ -16,6 +16,7 @@ Written: 4 bytes a token and split for lse (and for sum); where asked for, the e
 bytes each (cce_kernels/saved.py). Never written: a logit.
 A program owns `tiles.rows` tokens and one of `splits` equal runs of the vocabulary, which it walks tile by tile.
 Tokens that are ignored come last, and programs that have none but those end at once (cce_kernels/tokens.py).
+On Hopper GPUs another kernel takes the place of the statistics kernel in most calls (cce_kernels/hopper_kernels.py).
 """
 
 from functools import partial
@@ -30,9 +31,11 @@ from cce_kernels.config import TileConfig, target_of
 from cce_kernels.logits import Head, vocabulary_size
 from cce_kernels.saved import by_target, saved_shape, store_exponentials
 from cce_kernels.tiles import (
+    FLOAT32_MAX,
     LOG2_E,
     cdiv,
     exp2_shifted,
+    for_hopper,
     grouped_order,
     inside,
     kept_tokens,
@@ -42,22 +45,10 @@ from cce_kernels.tiles import (
     product_tile,
     row_group,
     token_rows,
+    vocabulary_splits,
 )
 
-FLOAT32_MAX = 3e38  # stands for an infinite reference, from which differences are not NaN
 TARGET_TILES = TileConfig(rows=16, columns=16, depth=128, warps=4, stages=3)
-
-SCRATCH_BYTES = 3 * 2**20  # of partial statistics, at most
-
-
-def vocabulary_splits(row_blocks: int, column_tiles: int, tokens: int, multiprocessors: int) -> int:
-    """Into how many runs to cut the vocabulary so that programs fill the GPU's multiprocessors evenly.
-
-    One program runs on a multiprocessor at a time, so a launch takes (programs / multiprocessors, rounded up) times
-    the tiles that a program walks, and each program costs about a third of a tile more to start and end.
-    """
-    most = min(column_tiles, max(1, SCRATCH_BYTES // (4 * max(tokens, 1))), 1024)
-    return min(range(1, most + 1), key=lambda s: cdiv(row_blocks * s, multiprocessors) * (column_tiles / s + 0.3))
 
 
 def _target_kernel(e_ref, c_ref, bias_ref, targets_ref, order_ref, target_ref, *, head: Head, tiles: TileConfig):
@@ -78,11 +69,12 @@ def _target_kernel(e_ref, c_ref, bias_ref, targets_ref, order_ref, target_ref, *
 
 
 def _statistics_kernel(
-    e_ref, c_ref, bias_ref, target_ref, weights_ref, before_ref, order_ref, count_ref, lse_ref, sum_ref, saved_ref,
+    e_ref, c_ref, bias_ref, target_ref, weights_ref, before_ref, order_ref, starts_ref, count_ref, lse_ref, sum_ref,
+    saved_ref,
     *, head: Head, tiles: TileConfig, splits: int, interpret: bool, rescue: bool = False, scattered: bool = False,
 ):  # fmt: skip
     """Statistics relative to the target's logit; or, to rescue, relative to a running maximum where before_ref, which
-    lse_ref overwrites, is not finite. With order_ref, only of blocks whose tokens are neighbours in e, or scattered.
+    lse_ref overwrites, is not finite. With starts_ref, only of blocks whose tokens are neighbours in e, or scattered.
     """
     tokens, vocabulary = e_ref.shape[0], vocabulary_size(c_ref, head)
     column_tiles = cdiv(vocabulary, tiles.columns)
@@ -97,16 +89,14 @@ def _statistics_kernel(
         last = jnp.where(row_block * tiles.rows < count_ref[0], last, first)
         rows_ok = rows < count_ref[0]
     written = rows_ok
-    if order_ref is not None and count_ref is not None and not rescue:
-        begin, end = row_block * tiles.rows, jnp.minimum((row_block + 1) * tiles.rows, count_ref[0]) - 1
-        begins = order_ref[begin]
-        neighbours = (order_ref[jnp.maximum(end, 0)] - begins == end - begin) & (begins + tiles.rows <= tokens)
-        here = ~neighbours if scattered else neighbours
+    if starts_ref is not None:
+        start = starts_ref[row_block]
+        here = start < 0 if scattered else start >= 0
         last = jnp.where(here, last, first)
         written = rows_ok & here
         if not scattered:
             # The compiler, told that it is small, reads rows at constant distances from one address.
-            small = begins & jnp.int32(2 ** tokens.bit_length() - 1)
+            small = start & jnp.int32(2 ** tokens.bit_length() - 1)
             source = small + jnp.arange(tiles.rows, dtype=jnp.int32)
     saved_ok = rows_ok
     if saved_ref is not None and saved_ref.shape[0] < tokens:
@@ -199,17 +189,19 @@ def statistics(
     Scratch: splits · 4 · N bytes, and as much again for the sum; and e with the kept tokens first where it may copy it,
     there is a sum or something is saved.
     """
-    tokens, vocabulary = e.shape[0], vocabulary_size(c, head)
+    vocabulary = vocabulary_size(c, head)
     gpu, chosen = target_of(e.dtype, e.shape[1], interpret)
-    tiles = tiles or chosen.statistics
-    kept = kept_tokens(targets, interpret)
-    order = count = None
+    chosen_here, tiles = tiles is None, tiles or chosen.statistics
+    gathering = may_copy or with_sum or saved_tokens > 0
+    kept = kept_tokens(targets, interpret, gathering)
+    order = starts = count = None
     if kept is not None:
         count, targets = kept.count, kept.gathered(targets, -1)
-        if may_copy or with_sum or saved_tokens:
+        if gathering:
             e = kept.gathered(e, 0)
         else:
-            order = kept.order
+            order, starts = kept.order, kept.starts(tiles.rows)
+    tokens = e.shape[0]
     row_blocks, column_tiles = cdiv(tokens, tiles.rows), cdiv(vocabulary, tiles.columns)
     splits = 2 if interpret else vocabulary_splits(row_blocks, column_tiles, tokens, gpu.multiprocessors)
     target = launch(
@@ -222,15 +214,21 @@ def statistics(
     run = partial(launch, tiles=tiles, interpret=interpret)
     kernel = partial(_statistics_kernel, head=head, tiles=tiles, splits=splits, interpret=interpret)
     walk = partial(run, programs=row_blocks * splits)
-    lse, total, saved = walk(
-        kernel, e, c, bias, target, weights, None, order, count,
-        out_shape=(partials, partials if with_sum else None, exponentials), name="cce_statistics",
-    )  # fmt: skip
+    if chosen_here and count is not None and for_hopper(e, c, bias, with_sum, gpu, interpret):
+        from cce_kernels import hopper_kernels  # here, as Mosaic GPU takes a quarter of a second to import
+
+        lse, saved = hopper_kernels.statistics(e, c, target, starts, count, exponentials, head=head, splits=splits)
+        total = None
+    else:
+        lse, total, saved = walk(
+            kernel, e, c, bias, target, weights, None, order, starts, count,
+            out_shape=(partials, partials if with_sum else None, exponentials), name="cce_statistics",
+        )  # fmt: skip
     only_lse = partial(walk, out_shape=(partials, None, None))
     if order is not None:
-        lse, _, _ = only_lse(partial(kernel, scattered=True), e, c, bias, target, None, lse, order, count, in_place=lse,
-                             name="cce_scattered")  # fmt: skip
-    lse, _, _ = only_lse(partial(kernel, rescue=True), e, c, bias, None, None, lse, order, count, in_place=lse,
+        lse, _, _ = only_lse(partial(kernel, scattered=True), e, c, bias, target, None, lse, order, starts, count,
+                             in_place=lse, name="cce_scattered")  # fmt: skip
+    lse, _, _ = only_lse(partial(kernel, rescue=True), e, c, bias, None, None, lse, order, None, count, in_place=lse,
                          name="cce_rescue")  # fmt: skip
     lse = jax.nn.logsumexp(lse, axis=0)
     target = jnp.where((targets >= 0) & (targets < vocabulary), target, 0.0)

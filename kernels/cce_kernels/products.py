@@ -5,7 +5,8 @@
 Read: dz once per tile of columns, c_g or e once per tile of rows, from L2 where programs that run together share them;
 c where it lies. Written: de once a group, dc once. Never made: a copy of c_g or dc_g.
 In place of dz may stand exponentials that were saved (cce_kernels/saved.py). XLA's take less time for the same tokens
-(docs/performance.md), but always run for all, and copy the group's part of c and of dc (cce_kernels/groups.py).
+(docs/performance.md), but always run for all, and copy the group's part of c and of dc (cce_kernels/groups.py). Those
+for Hopper (cce_kernels/hopper_kernels.py) do neither, and take no longer than XLA's.
 """
 
 from functools import partial

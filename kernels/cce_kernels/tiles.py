@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from cce_kernels.config import TileConfig
+from cce_kernels.config import Gpu, TileConfig
 from cce_kernels.logits import Head
 from cce_kernels.tokens import Kept
 
@@ -22,6 +22,10 @@ LOG2_E = 1.4426950408889634  # the hardware's exponential is base 2: exp(z) = ex
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
 
 
+FLOAT32_MAX = 3e38  # stands for an infinite reference, from which differences are not NaN
+MANY = 256  # tokens, of which those that are ignored are worth looking for
+TMA_ROWS, TMA_COLUMNS = 8, 64  # of 16 bits, the tiles that arrays must consist of for the kernels for Hopper
+SCRATCH_BYTES = 3 * 2**20  # of partial statistics, at most
 SHARED_BYTES = 20 * 2**20  # of e that programs running side by side read: a third of an H200's L2
 
 
@@ -132,7 +136,7 @@ def row_group(width: int, itemsize: int, tiles: TileConfig) -> int:
     return max(1, min(32, SHARED_BYTES // (tiles.rows * width * itemsize)))
 
 
-def grouped_order(program, row_blocks: int, column_blocks: int, row_group: int):
+def grouped_order(program, row_blocks, column_blocks, row_group: int):
     """(row block, column block) of a program: neighbours share rows of e or columns of c in L2."""
     group, offset = program // (row_group * column_blocks), program % (row_group * column_blocks)
     first = group * row_group
@@ -140,12 +144,40 @@ def grouped_order(program, row_blocks: int, column_blocks: int, row_group: int):
     return first + offset % height, offset // height
 
 
-def kept_tokens(targets: jax.Array, interpret: bool) -> Kept | None:
+def vocabulary_splits(row_blocks: int, column_tiles: int, tokens: int, multiprocessors: int) -> int:
+    """Into how many runs to cut the vocabulary so that programs fill the GPU's multiprocessors evenly.
+
+    One program runs on a multiprocessor at a time, so a launch takes (programs / multiprocessors, rounded up) times
+    the tiles that a program walks, and each program costs about a third of a tile more to start and end.
+    """
+    most = min(column_tiles, max(1, SCRATCH_BYTES // (4 * max(tokens, 1))), 1024)
+    return min(range(1, most + 1), key=lambda s: cdiv(row_blocks * s, multiprocessors) * (column_tiles / s + 0.3))
+
+
+def gathered_rows(tokens: int) -> int:
+    """In how many rows tokens are gathered: up to a multiple of those that TMA copies at once, if there are many."""
+    return cdiv(tokens, TMA_ROWS) * TMA_ROWS if tokens >= MANY else tokens
+
+
+def kept_tokens(targets: jax.Array, interpret: bool, gathering: bool = True) -> Kept | None:
     """Those with a target that is not negative; None where there are so few tokens that sorting them saves nothing.
 
-    Both passes must find the same, so that it does not depend on the tiles of either.
+    Both passes must find the same, so that it does not depend on the tiles of either. gathering: whether e will be.
     """
-    return Kept.of(targets) if targets.size >= (32 if interpret else 256) else None
+    rows = gathered_rows(targets.size) if gathering else targets.size
+    return Kept.of(targets, rows) if targets.size >= (32 if interpret else MANY) else None
+
+
+def for_hopper(
+    e: jax.Array | jax.ShapeDtypeStruct, c: jax.Array, bias: jax.Array | None, with_sum: bool, gpu: Gpu, interpret: bool
+) -> bool:
+    """Whether the kernels of cce_kernels/hopper_kernels.py compute this call.
+
+    Those for compute capability 9.0, 16 bits, no bias and no weighted sum, many tokens, and a D and V that TMA copies.
+    """
+    tiled = e.shape[0] % TMA_ROWS == 0 and all(size % TMA_COLUMNS == 0 and size > TMA_COLUMNS for size in c.shape)
+    plain = bias is None and not with_sum and e.dtype.itemsize == 2
+    return not interpret and gpu.compute_capability == "9.0" and plain and tiled and e.shape[0] >= MANY
 
 
 def launch(kernel, *operands, out_shape, programs: int, tiles: TileConfig, interpret: bool, name: str, in_place=None):

@@ -24,23 +24,35 @@ def without_ignored(
 class Kept(NamedTuple):
     """The kept tokens and where they are; beyond `count` everything is arbitrary but valid."""
 
-    order: jax.Array  # (N,) int32: the kept tokens first, in their order
+    order: jax.Array  # (rows,) int32: the kept tokens first, in their order
     place: jax.Array  # (N,) int32: where in `order` each kept token is
     live: jax.Array  # (N,) bool: whether a token is kept
     count: jax.Array  # type: ignore[assignment]  # (1,) int32
 
     @classmethod
-    def of(cls, targets: jax.Array) -> "Kept":
-        """Those whose target is not negative."""
+    def of(cls, targets: jax.Array, rows: int) -> "Kept":
+        """Those whose target is not negative, to be gathered in so many rows, at least N."""
         live = targets >= 0
         tokens = jnp.arange(targets.size, dtype=jnp.int32)
         place = jnp.cumsum(live.astype(jnp.int32)) - 1
-        order = jnp.zeros_like(tokens).at[jnp.where(live, place, targets.size)].set(tokens, mode="drop")
+        order = jnp.zeros(rows, jnp.int32).at[jnp.where(live, place, rows)].set(tokens, mode="drop")
         return cls(order, jnp.maximum(place, 0), live, place[-1:] + 1)
+
+    def starts(self, block: int) -> jax.Array:
+        """For each block of so many kept tokens, (blocks,), the first one's place, from which on the whole block can be
+        read side by side; -1 where it cannot, or not at a multiple of 8.
+        """
+        rows = self.order.size
+        first = jnp.arange(0, rows, block, dtype=jnp.int32)
+        last = jnp.clip(self.count - 1, first, jnp.minimum(first + block, rows) - 1)
+        start = self.order[first]
+        return jnp.where(
+            (self.order[last] - start == last - first) & (start + block <= rows) & (start % 8 == 0), start, -1
+        )
 
     def gathered(self, x: jax.Array, fill: float) -> jax.Array:
         """x, of tokens along its first axis, with the kept ones first and fill in the places beyond."""
-        valid = (jnp.arange(x.shape[0]) < self.count).reshape(-1, *[1] * (x.ndim - 1))
+        valid = (jnp.arange(self.order.size) < self.count).reshape(-1, *[1] * (x.ndim - 1))
         return jnp.where(valid, x[self.order], jnp.asarray(fill, x.dtype))
 
     def restored(self, x: jax.Array, *others: jax.Array) -> jax.Array:

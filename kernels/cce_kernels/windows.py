@@ -17,10 +17,12 @@ class Groups:
 
     The last window ends where they end, so it overlaps its neighbour where columns do not divide it; it is
     visited first, counts only the columns that are its own, and its neighbour then overwrites the rest, or adds to 0.
+    Or, `beyond`, it goes on beyond them.
     """
 
     vocabulary: int
     columns: int
+    beyond: bool = False
 
     @property
     def count(self) -> int:
@@ -28,7 +30,7 @@ class Groups:
 
     @property
     def overlap(self) -> int:
-        return self.count * self.columns - self.vocabulary
+        return 0 if self.beyond else self.count * self.columns - self.vocabulary
 
     def window(self, i):
         """Where the i-th window starts, and the first column that it counts; i: an integer or a traced one."""
@@ -37,7 +39,10 @@ class Groups:
         return owned - (k == self.count - 1) * self.overlap, owned
 
 
-def vocabulary_groups(vocabulary: int, budget: int, column_bytes: int, cost: Callable[[int], float] = float) -> Groups:
+def vocabulary_groups(
+    vocabulary: int, budget: int, column_bytes: int, cost: Callable[[int], float] = float,
+    multiple: int = COLUMN_MULTIPLE,
+) -> Groups:  # fmt: skip
     """The groups that cost least of those whose columns fit: column_bytes · V_g ≤ budget, but 1024 columns always do.
 
     cost(V_g): the relative time of one group of V_g columns. Of groups that cost the same, the fewest and smallest.
@@ -45,5 +50,5 @@ def vocabulary_groups(vocabulary: int, budget: int, column_bytes: int, cost: Cal
     most = max(budget // max(column_bytes, 1), FEWEST_COLUMNS)
     if vocabulary <= most:
         return Groups(vocabulary, vocabulary)
-    sizes = range(min(FEWEST_COLUMNS, most), most + 1, COLUMN_MULTIPLE)
+    sizes = range(min(FEWEST_COLUMNS, most), most + 1, multiple)
     return min((Groups(vocabulary, size) for size in sizes), key=lambda g: (g.count * cost(g.columns), g.count))

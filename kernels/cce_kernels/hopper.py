@@ -1,0 +1,293 @@
+"""Matmuls with an epilogue for Hopper GPUs (compute capability 9.0), lowered through Mosaic GPU.
+
+    out_tile = epilogue(left[rows] · right[columns]ᵀ)
+
+What Triton's lowering leaves idle here works. Of three warpgroups one copies tiles into shared memory (TMA), `stages`
+steps ahead, and goes on while the others are in an epilogue. The others each multiply 64 rows, the second one a few
+steps behind the first, so that one's epilogue runs while the tensor cores work for the other. Programs come in pairs on
+neighbouring multiprocessors, with 128 rows each and the same columns, of which each fetches one half for both.
+Edges need no masks: the copies read zeros beyond an array and write nothing there, provided that it is wider than one
+of their tiles (64 columns): seen on an H200, beyond an array as wide as that they write over it.
+
+cce_kernels/hopper_kernels.py says what is multiplied. In JAX 0.11 the kernels run in its GPU interpreter too
+(tests/test_hopper.py); in 0.10 they only lower.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from cce_kernels.tiles import TMA_COLUMNS as DEPTH  # a step of the sum
+from cce_kernels.tiles import TMA_ROWS
+
+ROWS = 64  # of a warpgroup, the height of the tensor cores' tiles
+BLOCK = 2 * ROWS  # of a program
+PAIR = 2 * BLOCK
+OUTSIDE = 2**30  # an index beyond every array
+COPYING = 2  # the number of the warpgroup that copies
+REGISTERS = {"computing": 232, "copying": 40}  # a thread; 2 · 232 + 40 fill the multiprocessor's
+
+
+PARAMETERS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+
+
+@dataclass(frozen=True)
+class Multiply:
+    """What is multiplied: left (rows, inner) and right (columns, inner), or with inner first where its axis is 0."""
+
+    left_axis: int = 1
+    right_axis: int = 1
+    columns: int = 256  # of a tile
+    stages: int = 4
+    lead: int = 0  # steps that the first warpgroup computes before the second begins
+    slots: int = 2  # a warpgroup's buffers for what it writes, 64 rows of 128 bytes each
+
+
+class Work(NamedTuple):
+    """What a program computes, by numbers known to the device alone."""
+
+    tiles: Any  # how many
+    place: Callable[[Any], "Place"]  # where the n-th of them lies
+    steps: Any  # of DEPTH, in each
+    limit: Any = None  # of left's inner axis, from where on it is taken for 0
+
+
+class Place(NamedTuple):
+    """Where a tile's operands begin."""
+
+    row: Any  # in left
+    column: Any  # in right
+    left_inner: Any = 0
+    right_inner: Any = 0
+
+
+class _Shared(NamedTuple):
+    """A program's shared memory and barriers, one of each stage."""
+
+    left: Any
+    right: Any
+    slots: Any
+    full: Any  # arrives when a stage has been copied
+    free: Any  # when both programs have multiplied it
+    begun: Any  # when the first warpgroup is as many steps ahead as it is to be
+
+
+class Warpgroup(NamedTuple):
+    """What an epilogue runs in."""
+
+    number: Any
+    multiply: Multiply
+    shared: _Shared
+
+    def first_row(self, of_program):
+        """This warpgroup's, of the program's."""
+        return of_program + self.number * ROWS
+
+    def write(self, parts: Iterable[jax.Array], out, row, column, add: bool = False) -> None:
+        """Parts of a tile side by side, in their type, to out[row:, column:]; or adds them, each once."""
+        slots, row, column = self.shared.slots, multiple(row, TMA_ROWS), multiple(column, DEPTH)
+        first = 0
+        for k, part in enumerate(parts):
+            plgpu.wait_smem_to_gmem(self.multiply.slots - 1, wait_read_only=True)
+            slot = slots.at[self.number, k % self.multiply.slots]
+            slot[...] = part
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(slot, out.at[pl.ds(row, ROWS), pl.ds(column + first, part.shape[1])],
+                                    reduction_op="add" if add else None)  # fmt: skip
+            first += part.shape[1]
+
+
+def multiple(x, of: int):
+    """x, which the compiler may take to be a multiple."""
+    return x if isinstance(x, int) else pl.multiple_of(x, of)
+
+
+def parts_of(tile: jax.Array, dtype) -> Iterator[tuple[int, jax.Array]]:
+    """A tile in parts, and where each begins, as wide as `Warpgroup.write` takes them of this type.
+
+    Whatever an epilogue computes it had better compute of one part after the other, or registers will not do.
+    """
+    width = 128 // jnp.dtype(dtype).itemsize
+    return ((first, tile[:, first : first + width]) for first in range(0, tile.shape[1], width))
+
+
+def vector_of(ref, row) -> jax.Array:
+    """A number for each row of a warpgroup's tile, from this one on."""
+    at = ref.at[pl.ds(row, ROWS)]
+    index = ((),) if jax.__version_info__ < (0, 11) else ()
+    loaded = plgpu.load(at, *index, optimized=False)  # type: ignore[reportCallIssue]
+    return plgpu.layout_cast(loaded, plgpu.Layout.WGMMA.reduce(1))
+
+
+def along_rows(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return lax.broadcast_in_dim(vector, shape, (0,))
+
+
+def column_numbers(shape: tuple[int, ...]) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+
+
+def zero_vector() -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+
+
+def _copies(shared: _Shared, multiply: Multiply, left, right, work: Work) -> None:
+    """The copying warpgroup: every step of every tile, as soon as its stage is free."""
+    steps, stages = work.steps, multiply.stages
+
+    def tile(n, carry):
+        place = work.place(n)
+        row = multiple(place.row, TMA_ROWS if multiply.left_axis else DEPTH)
+        left_inner, right_inner = multiple(place.left_inner, DEPTH), multiple(place.right_inner, DEPTH)
+        columns = pl.ds(multiple(place.column, DEPTH), multiply.columns)
+
+        def step(k, carry):
+            i = n * steps + k
+            slot = lax.rem(i, stages)
+            inner = left_inner + k * DEPTH
+            if work.limit is not None:
+                inner = multiple(jnp.where(inner < work.limit, inner, OUTSIDE), DEPTH)
+            of_left, of_right = (
+                (pl.ds(row, BLOCK), pl.ds(inner, DEPTH)),
+                (columns, pl.ds(right_inner + k * DEPTH, DEPTH)),
+            )
+            pl.when(i >= stages)(lambda: plgpu.barrier_wait(shared.free.at[slot]))
+            plgpu.copy_gmem_to_smem(left.at[of_left if multiply.left_axis else of_left[::-1]], shared.left.at[slot],
+                                    shared.full.at[slot])  # fmt: skip
+            plgpu.copy_gmem_to_smem(right.at[of_right if multiply.right_axis else of_right[::-1]],
+                                    shared.right.at[slot], shared.full.at[slot], collective_axes="cluster")  # fmt: skip
+            return carry
+
+        return lax.fori_loop(jnp.int32(0), steps, step, carry)
+
+    def drain(i, carry):  # the other program of the pair writes into this one's shared memory until then
+        plgpu.barrier_wait(shared.free.at[lax.rem(i, stages)])
+        return carry
+
+    total = work.tiles * steps
+    lax.fori_loop(jnp.int32(0), work.tiles, tile, None)
+    lax.fori_loop(jnp.maximum(total - stages, 0), total, drain, None)
+
+
+def _product(warpgroup: Warpgroup, work: Work, tile) -> jax.Array:
+    """The product of the n-th tile's rows of this warpgroup with its columns, float32."""
+    multiply, shared, number = warpgroup.multiply, warpgroup.shared, warpgroup.number
+    steps, stages = work.steps, multiply.stages
+    first = tile * steps
+    own = pl.ds(number * ROWS, ROWS)
+
+    def run(accumulator):
+        def step(k, carry):
+            i = first + k
+            slot = lax.rem(i, stages)
+            plgpu.barrier_wait(shared.full.at[slot])
+            left = shared.left.at[slot, own] if multiply.left_axis else shared.left.at[slot, :, own].transpose((1, 0))
+            right = shared.right.at[slot].transpose((1, 0)) if multiply.right_axis else shared.right.at[slot]
+            plgpu.wgmma(accumulator, left, right)
+            plgpu.wgmma_wait(1)
+            pl.when(k > 0)(lambda: plgpu.barrier_arrive(shared.free.at[lax.rem(i + stages - 1, stages)]))
+            if multiply.lead:
+                pl.when((number == 0) & (i == multiply.lead))(lambda: plgpu.barrier_arrive(shared.begun))
+            return carry
+
+        lax.fori_loop(jnp.int32(0), steps, step, None)
+        return accumulator[...]
+
+    accumulator = plgpu.ACC((ROWS, multiply.columns), jnp.float32)  # type: ignore[reportPrivateImportUsage]
+    product = pl.run_scoped(run, accumulator)
+    pl.when(steps > 0)(lambda: plgpu.barrier_arrive(shared.free.at[lax.rem(first + steps - 1 + stages, stages)]))
+    return product
+
+
+def _body(left, right, multiply: Multiply, work_of, compute, shared: _Shared) -> None:
+    number = lax.axis_index("warpgroup")
+    work = work_of(lax.axis_index("pair"), lax.axis_index("cluster"))
+
+    @pl.when(number < COPYING)
+    def _():
+        plgpu.set_max_registers(REGISTERS["computing"], action="increase")
+        warpgroup = Warpgroup(number, multiply, shared)
+        if multiply.lead:
+            behind = (number == 1) & (work.tiles * work.steps > multiply.lead)
+            pl.when(behind)(lambda: plgpu.barrier_wait(shared.begun))
+        compute(warpgroup, work, lambda tile: _product(warpgroup, work, tile))
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(number == COPYING)
+    def _():
+        plgpu.set_max_registers(REGISTERS["copying"], action="decrease")
+        _copies(shared, multiply, left, right, work)
+
+
+def launch(
+    operands: Sequence[jax.Array | None],
+    outputs: Sequence[jax.Array | jax.ShapeDtypeStruct | None],
+    multiply: Multiply,
+    kernel: Callable[..., tuple[Callable[..., Work], Callable[..., None]]],
+    *,
+    pairs: int,
+    name: str,
+    written: Any = None,
+    interpret: Any = None,
+) -> list[jax.Array | None]:
+    """Runs a kernel in so many pairs of programs; operands[0] is left, operands[1] right; one that is None stays so.
+
+    outputs: arrays are written in place. written: the type of what `Warpgroup.write` gets, None if it is not called.
+    kernel(*refs), of operands and outputs, gives work_of(pair, program of the pair) and
+    compute(warpgroup, work, product), which is to call product(n) once for each of its tiles, in order.
+    """
+    given = [x for x in (*operands, *outputs)]
+    present = [x is not None for x in given]
+    begun = [lax.empty(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x for x in given if x is not None]
+    dtype = operands[0].dtype  # type: ignore[union-attr]
+    mesh = plgpu.Mesh(grid=(pairs,), grid_names=("pair",), cluster=(2,), cluster_names=("cluster",), num_threads=3,
+                      thread_name="warpgroup")  # fmt: skip
+
+    def tile(rows: int, axis: int):
+        shape = (rows, DEPTH) if axis else (DEPTH, rows)
+        return plgpu.SMEM((multiply.stages, *shape), dtype, transforms=_swizzled(dtype))
+
+    stages = multiply.stages
+    scratch = [
+        tile(BLOCK, multiply.left_axis),
+        tile(multiply.columns, multiply.right_axis),
+        None if written is None else plgpu.SMEM((2, multiply.slots, ROWS, 128 // jnp.dtype(written).itemsize), written,
+                                                transforms=_swizzled(written)),
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=2, num_barriers=stages),
+        plgpu.Barrier(),
+    ]  # fmt: skip
+
+    @jax.custom_batching.sequential_vmap
+    def call(*arrays):
+        def stateful(refs):
+            found = iter(refs)
+            every = [next(found) if there else None for there in present]
+
+            def body(*_):
+                work_of, compute = kernel(*every)
+                pl.run_scoped(
+                    lambda *shared: _body(every[0], every[1], multiply, work_of, compute, _Shared(*shared)),
+                    *scratch, collective_axes="warpgroup",
+                )  # fmt: skip
+
+            options = {"name": name, "interpret": interpret, "compiler_params": PARAMETERS}
+            if jax.__version_info__ < (0, 11):  # where a kernel would alias, and so have copied, what it only reads
+                pl.core_map(mesh, **options)(body)
+            else:
+                pl.kernel(body, mesh=mesh, **options)()  # type: ignore[reportCallIssue]
+
+        return pl.run_state(stateful)(arrays)[sum(present[: len(operands)]) :]
+
+    found = iter(call(*begun))
+    return [next(found) if there else None for there in present[len(operands) :]]
+
+
+def _swizzled(dtype) -> tuple[Any, ...]:
+    return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)

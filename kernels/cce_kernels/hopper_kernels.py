@@ -1,0 +1,297 @@
+"""The four matmuls of the loss and its gradient on Hopper GPUs, for the calls that need no more than these.
+
+    statistics   e·cᵀ       a run of the vocabulary a pair of programs; only sums leave, and exponentials to be saved
+    dz           e·c_gᵀ     a group of columns, 16 bits an element written
+    de           dz·c_g     added to de, float32, by the memory system
+    dc           dzᵀ·e      written once
+
+They compute what forward.py, backward.py and products.py say, in the same places of the same arrays; cce_kernels/
+tiles.py says of which calls (for_hopper). Read: left once per 256 columns, right once per 256 rows, from L2 wherever
+programs that run together share them; never c_g, dc_g or any part of an array copied. de is added to where it lies by
+the memory system, each element once a launch, so that the sum has one order. Each stops at the last kept token.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from cce_kernels.config import Gpu
+from cce_kernels.groups import Products
+from cce_kernels.hopper import (
+    BLOCK,
+    DEPTH,
+    PAIR,
+    ROWS,
+    Multiply,
+    Place,
+    Work,
+    along_rows,
+    column_numbers,
+    launch,
+    parts_of,
+    vector_of,
+    zero_vector,
+)
+from cce_kernels.logits import Head, vocabulary_size
+from cce_kernels.tiles import FLOAT32_MAX, LOG2_E, SHARED_BYTES, cdiv, grouped_order
+from cce_kernels.windows import Groups
+
+LOGITS = Multiply(lead=2)  # exponentials take as long as so many steps
+PAIR_GROUP = 8  # pairs of row blocks that go through all columns before the next ones, at most
+PRODUCTS = {n.columns: n for n in (Multiply(), Multiply(columns=192, slots=3), Multiply(columns=128, stages=5))}
+
+
+def _logits(raw: jax.Array, head: Head) -> jax.Array:
+    """Head.logits without a bias; tanh by the exponential, whose hardware instruction is the more exact one."""
+    z = raw if head.scale == 1.0 else raw * head.scale
+    if head.softcap is None:
+        return z
+    return head.softcap - 2 * head.softcap / (1 + jnp.exp2(z * (2 * LOG2_E / head.softcap)))
+
+
+def _pair_group(width: int) -> int:
+    """How many pairs of row blocks go through all columns before the next ones: those that share so much of L2."""
+    return max(1, min(PAIR_GROUP, SHARED_BYTES // (PAIR * width * 2)))
+
+
+def _padded(x: jax.Array) -> jax.Array:
+    """Numbers of tokens, along the last axis, up to a multiple of PAIR, as they are not copied by TMA."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % PAIR)])
+
+
+def _live_pairs(count: jax.Array) -> jax.Array:
+    """Of row blocks that have some of the first `count` tokens; at least one."""
+    return jnp.maximum(lax.div(count + (PAIR - 1), PAIR), 1)
+
+
+def _spread(unit, units: int, pairs, column_tiles: int | jax.Array, group: int):
+    """Of pairs · column_tiles tiles, how many one of the units computes; and where its n-th one lies.
+
+    Those that run together lie side by side, however many pairs of row blocks the device finds.
+    """
+    tiles = lax.div(pairs * column_tiles - unit + (units - 1), units)
+    return tiles, lambda n: grouped_order(unit + n * units, pairs, column_tiles, group)
+
+
+class _Extent(NamedTuple):
+    """Of a product: pairs of row blocks; columns; steps of the sum, and from where on left is taken for 0."""
+
+    pairs: Any
+    columns: Any
+    steps: Any
+    limit: Any = None
+
+
+def _every_tile(
+    operands: Sequence[jax.Array | None], out: jax.Array | jax.ShapeDtypeStruct, multiply: Multiply,
+    extent: Callable[..., _Extent], place: Callable[..., Place], write: Callable[..., None],
+    *, units: int, group: int, name: str, interpret,
+) -> jax.Array:  # fmt: skip
+    """Runs a kernel that writes each tile of operands[0]'s product with operands[1] once.
+
+    extent(*others), of the Refs of the other operands; place(row, column, *others), of a program's first row and
+    column; write(warpgroup, product, row, column, out, *others), of a warpgroup's first row; product() gives the tile.
+    """
+
+    def kernel(left_ref, right_ref, *refs):
+        *others, out_ref = refs
+        shape = extent(*others)
+        column_tiles = lax.div(shape.columns + (multiply.columns - 1), multiply.columns)
+        spread = partial(_spread, units=units, pairs=shape.pairs, column_tiles=column_tiles, group=group)
+
+        def work(unit, program) -> Work:
+            tiles, at = spread(unit)
+
+            def where(n):
+                pair, column = at(n)
+                return place(pair * PAIR + program * BLOCK, column * multiply.columns, *others)
+
+            return Work(tiles, where, shape.steps, shape.limit)
+
+        def compute(warpgroup, work, product):
+            program, (_, at) = lax.axis_index("cluster"), spread(lax.axis_index("pair"))
+
+            def tile(n, carry):
+                pair, column = at(n)
+                row = warpgroup.first_row(pair * PAIR + program * BLOCK)
+                write(warpgroup, partial(product, n), row, column * multiply.columns, out_ref, *others)
+                return carry
+
+            lax.fori_loop(jnp.int32(0), work.tiles, tile, None)
+
+        return work, compute
+
+    (written,) = launch(operands, (out,), multiply, kernel, pairs=units, name=name, written=out.dtype,
+                        interpret=interpret)  # fmt: skip
+    assert written is not None
+    return written
+
+
+def statistics(
+    e: jax.Array, c: jax.Array, target: jax.Array, starts: jax.Array | None, count: jax.Array,
+    saved: jax.ShapeDtypeStruct | None, *, head: Head, splits: int, interpret=None,
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+    """Log-sum-exps of runs of the vocabulary, (splits, N), inf where relative to the target a sum overflows; and P.
+
+    starts: for each block of 128 tokens the first of its rows in e, negative where they do not lie side by side and
+    nothing is to be written; None where they are those of e. count: from which token on nothing need be written.
+    """
+    (tokens, width), vocabulary, columns = e.shape, vocabulary_size(c, head), LOGITS.columns
+    pairs, column_tiles = cdiv(tokens, PAIR), cdiv(vocabulary, columns)
+    reference = jnp.clip(target * LOG2_E, -FLOAT32_MAX, FLOAT32_MAX)
+
+    def kernel(e_ref, c_ref, reference_ref, starts_ref, count_ref, total_ref, saved_ref):
+        def run(unit):
+            pair, split = grouped_order(unit, pairs, splits, _pair_group(width))
+            first = lax.div(split * column_tiles, splits)
+            return pair, split, first, lax.div((split + 1) * column_tiles, splits) - first
+
+        def work(unit, program) -> Work:
+            pair, _split, first, tiles = run(unit)
+            row = pair * PAIR + program * BLOCK
+            tiles = jnp.where(pair * PAIR < count_ref[0], tiles, 0)
+            if starts_ref is not None:
+                row = jnp.maximum(starts_ref[pair * 2 + program], 0)
+            return Work(tiles, lambda n: Place(row, (first + n) * columns), width // DEPTH)
+
+        def compute(warpgroup, work, product):
+            program = lax.axis_index("cluster")
+            pair, split, first = run(lax.axis_index("pair"))[:3]
+            row = warpgroup.first_row(pair * PAIR + program * BLOCK)
+            shift = vector_of(reference_ref, row)
+
+            def tile(n, total):
+                column = (first + n) * columns
+                sums: list[jax.Array] = [total]
+
+                def exponentials():
+                    for begin, raw in parts_of(product(n), e.dtype):
+                        p = jnp.exp2(_logits(raw, head) * LOG2_E - along_rows(shift, raw.shape))
+                        if vocabulary % columns:
+                            p = jnp.where(column_numbers(p.shape) < vocabulary - column - begin, p, 0.0)
+                        sums.append(jnp.sum(p, axis=1))
+                        yield p.astype(e.dtype)
+
+                if saved_ref is None:
+                    for _ in exponentials():
+                        pass
+                else:  # beyond its rows nothing is written
+                    warpgroup.write(exponentials(), saved_ref, row, column)
+                return sum(sums[1:], sums[0])
+
+            total = lax.fori_loop(jnp.int32(0), work.tiles, tile, zero_vector())
+            here = True if starts_ref is None else starts_ref[pair * 2 + program] >= 0
+
+            @pl.when(here)
+            def _():
+                total_ref[split, pl.ds(row, ROWS)] = total
+
+        return work, compute
+
+    total, p = launch(
+        (e, c, _padded(reference), starts, count),
+        (jax.ShapeDtypeStruct((splits, pairs * PAIR), jnp.float32), saved),
+        replace(LOGITS, right_axis=1 - head.vocab_axis), kernel, pairs=pairs * splits, name="cce_statistics",
+        written=None if saved is None else saved.dtype, interpret=interpret,
+    )  # fmt: skip
+    assert total is not None
+    return (reference + jnp.log2(total[:, :tokens])) / LOG2_E, p
+
+
+def dz_of_group(
+    e, c, lse, targets, cotangents, count, window, *, head: Head, groups: Groups, gpu: Gpu, interpret=None
+) -> jax.Array:
+    """As backward.dz_of_group, for a call that these kernels serve. groups.columns: a multiple of 64."""
+
+    def extent(lse_ref, targets_ref, cotangents_ref, count_ref, window_ref) -> _Extent:
+        left = jnp.minimum(groups.columns, groups.vocabulary - window_ref[0])
+        return _Extent(_live_pairs(count_ref[0]), left, e.shape[1] // DEPTH)
+
+    def place(row, column, lse_ref, targets_ref, cotangents_ref, count_ref, window_ref) -> Place:
+        return Place(row, window_ref[0] + column)
+
+    def write(warpgroup, product, row, column, dz_ref, lse_ref, targets_ref, cotangents_ref, count_ref, window_ref):
+        vectors = lse_ref, targets_ref, cotangents_ref.at[0], cotangents_ref.at[1]
+        lse, targets, of_lse, of_target = (vector_of(x, row) for x in vectors)
+
+        def cotangents():
+            for first, raw in parts_of(product(), e.dtype):
+                z, shape = _logits(raw, head), raw.shape
+                p = jnp.exp2(z * LOG2_E - along_rows(lse, shape))
+                is_target = column_numbers(shape) == along_rows(targets - (window_ref[0] + column + first), shape)
+                dz = head.cotangent(z, p, is_target, along_rows(of_lse, shape), along_rows(of_target, shape))
+                yield dz.astype(e.dtype)
+
+        warpgroup.write(cotangents(), dz_ref, row, column)
+
+    return _every_tile(
+        (e, c, _padded(lse * LOG2_E), _padded(targets), _padded(cotangents), count, window),
+        jax.ShapeDtypeStruct((e.shape[0], groups.columns), e.dtype), replace(LOGITS, right_axis=1 - head.vocab_axis),
+        extent, place, write, units=gpu.multiprocessors // 2, group=_pair_group(e.shape[1]), name="cce_dz",
+        interpret=interpret,
+    )  # fmt: skip
+
+
+def _product(width: int, pairs: int, units: int, **layout: int) -> Multiply:
+    """Tiles as wide as fill the pairs of multiprocessors' last wave best."""
+    columns = min(PRODUCTS, key=lambda n: cdiv(pairs * cdiv(width, n), units) * (n + 16))
+    return replace(PRODUCTS[columns], **layout)
+
+
+def products(
+    e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None, count: jax.Array, gpu: Gpu,
+    adding: bool = False, splits: int = 1, interpret=None,
+) -> Products:  # fmt: skip
+    """As products.kernel_products, for a call that these kernels serve; de is never None."""
+    (tokens, width), vocabulary, axis = e.shape, vocabulary_size(c, head), head.vocab_axis
+    units = gpu.multiprocessors // 2
+    run = partial(_every_tile, units=units, group=PAIR_GROUP, interpret=interpret)
+
+    def add_de(de, dz, start):
+        def left(start_ref):  # of the group's columns, those that are the vocabulary's
+            return jnp.minimum(dz.shape[1], vocabulary - start_ref[0])
+
+        def extent(count_ref, start_ref) -> _Extent:
+            steps = lax.div(left(start_ref) + (DEPTH * splits - 1), DEPTH * splits)
+            return _Extent(_live_pairs(count_ref[0]) * splits, width, steps, None if splits == 1 else left(start_ref))
+
+        def place(row, column, count_ref, start_ref) -> Place:
+            live, steps = _live_pairs(count_ref[0]) * PAIR, extent(count_ref, start_ref).steps
+            inner = lax.div(row, live) * steps * DEPTH
+            return Place(lax.rem(row, live), column, inner, start_ref[0] + inner)
+
+        def write(warpgroup, product, row, column, de_ref, count_ref, start_ref):
+            live = _live_pairs(count_ref[0]) * PAIR
+            below = lax.div(row, live) * tokens + lax.rem(row, live)
+            warpgroup.write((x for _, x in parts_of(product(), de_ref.dtype)), de_ref, below, column, add=True)
+
+        multiply = _product(width, cdiv(tokens, PAIR) * splits, units, left_axis=1, right_axis=axis)
+        return run((dz, c, count, start.reshape(1)), de, multiply, extent, place, write, name="cce_de")
+
+    def put_dc(dc, dz, start):
+        left, right = (dz, e) if axis == 0 else (e, dz)
+
+        def extent(count_ref, start_ref, unit_ref) -> _Extent:
+            of_dz = jnp.minimum(dz.shape[1], vocabulary - start_ref[0])
+            rows, columns = (of_dz, width) if axis == 0 else (width, of_dz)
+            return _Extent(lax.div(rows + (PAIR - 1), PAIR), columns, lax.div(count_ref[0] + (DEPTH - 1), DEPTH))
+
+        def place(row, column, *_) -> Place:
+            return Place(row, column)
+
+        def write(warpgroup, product, row, column, dc_ref, count_ref, start_ref, unit_ref):
+            parts = (x if unit_ref is None else x * unit_ref[0] for _, x in parts_of(product(), dc_ref.dtype))
+            row, column = (start_ref[0] + row, column) if axis == 0 else (row, start_ref[0] + column)
+            warpgroup.write((x.astype(dc_ref.dtype) for x in parts), dc_ref, row, column, add=adding)
+
+        multiply = _product(right.shape[1], cdiv(left.shape[1], PAIR), units, left_axis=0, right_axis=0, lead=2)
+        operands = left, right, count, start.reshape(1), None if unit is None else unit.reshape(1)
+        return run(operands, dc, multiply, extent, place, write, name="cce_dc")
+
+    return Products(add_de, put_dc)

@@ -1,0 +1,193 @@
+"""The kernels for Hopper: which calls they compute, and what they compute, in the interpreter of JAX 0.11."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from cce_jax import linear_cross_entropy
+from cce_kernels import hopper_kernels
+from cce_kernels.budget import whole_bytes
+from cce_kernels.config import H200, Gpu
+from cce_kernels.logits import Head
+from cce_kernels.tokens import Kept
+from cce_kernels.windows import Groups
+from tests.lowering import for_hopper
+
+S = jax.ShapeDtypeStruct
+BF16 = jnp.bfloat16
+SHAPE = 512, 128, 4096
+GROUP = ["statistics", "dz", "de", "dc"]
+
+
+def launched(shape=SHAPE, dtype=BF16, vocab_axis=0, bias=False, gradient=True, memory_budget=0, **options):
+    n, d, v = shape
+
+    def loss(e, c, t, bias_):
+        more = {"bias": bias_} if bias else {}
+        return linear_cross_entropy(
+            e, c, t, impl="cce", vocab_axis=vocab_axis, memory_budget=memory_budget, **more, **options
+        )
+
+    c = S((v, d) if vocab_axis == 0 else (d, v), dtype)
+    arrays = S((n, d), dtype), c, S((n,), jnp.int32), S((v,), dtype)
+    return for_hopper(jax.value_and_grad(loss, (0, 1)) if gradient else loss, *arrays)
+
+
+@pytest.mark.parametrize("dtype", [BF16, jnp.float16])
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"softcap": 30.0, "logit_scale": 2.0, "z_loss": 1e-4}])
+def test_a_gradient_is_four_kernels_that_the_device_need_not_choose_between(dtype, vocab_axis, options):
+    assert launched(dtype=dtype, vocab_axis=vocab_axis, **options) == GROUP
+
+
+def test_what_is_saved_is_left_to_xla_and_triton():
+    shape = 2048, 128, 65536
+    assert launched(shape, memory_budget=whole_bytes(*shape)) == ["statistics"]  # XLA multiplies
+    part = launched(shape, memory_budget=2 * 2048 * 65536)
+    assert part == GROUP  # of the others
+
+
+def test_evaluation_is_the_statistics():
+    assert launched(gradient=False) == ["statistics"]
+    assert launched((509, 128, 4096), gradient=False) == []  # e is not gathered, so not in whole tiles
+
+
+@pytest.mark.parametrize("tokens", [256, 509])
+def test_any_number_of_tokens_from_256_on(tokens):
+    assert launched((tokens, 128, 4096)) == GROUP
+
+
+@pytest.mark.parametrize(
+    "call",
+    [{"shape": (255, 128, 4096)}, {"shape": (512, 96, 4096)}, {"shape": (512, 64, 4096)}, {"shape": (512, 128, 4093)}, {"dtype": jnp.float32},
+     {"shape": (512, 128, 4104)}, {"bias": True}, {"label_smoothing": 0.1}],
+)  # fmt: skip
+def test_other_calls_are_left_to_triton(call):
+    assert launched(**call) == []
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 70), st.integers(1, 9))
+def test_each_tile_is_computed_once(pairs, column_tiles, units, group):
+    found = []
+    for unit in range(units):
+        count, at = hopper_kernels._spread(jnp.int32(unit), units, jnp.int32(pairs), jnp.int32(column_tiles), group)
+        if int(count):
+            row, column = at(jnp.arange(int(count)))
+            found += zip(np.asarray(row).tolist(), np.asarray(column).tolist(), strict=True)
+    assert sorted(found) == [(i, j) for i in range(pairs) for j in range(column_tiles)]
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=200), st.sampled_from([8, 16, 32]))
+def test_where_a_block_of_kept_tokens_can_be_read_side_by_side(kept, block):
+    targets = jnp.where(jnp.asarray(kept), 0, -1)
+    of = Kept.of(targets, targets.size)
+    order = np.flatnonzero(kept)
+    for k, start in enumerate(np.asarray(of.starts(block))):
+        here = order[k * block : (k + 1) * block]
+        if start >= 0 and here.size:
+            assert start % 8 == 0
+            assert start + block <= targets.size
+            assert np.array_equal(here, np.arange(start, start + here.size))
+        elif here.size:
+            assert here[0] % 8 or here[0] + block > targets.size or here[-1] - here[0] != here.size - 1
+
+
+INTERPRETED = pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="JAX 0.10 has no interpreter for it")
+SMALL = Gpu("9.0", 4)
+TOKENS, WIDTH, VOCABULARY, COLUMNS = 304, 128, 640, 256
+EVERY = np.full(1, TOKENS, np.int32)
+
+
+def interpreter():
+    return plgpu.InterpretGPUParams(detect_races=True)
+
+
+def problem(vocab_axis: int):
+    keys = jax.random.split(jax.random.key(0), 3)
+    e = jax.random.normal(keys[0], (TOKENS, WIDTH)).astype(BF16)
+    c = (0.3 * jax.random.normal(keys[1], (VOCABULARY, WIDTH))).astype(BF16)
+    targets = jax.random.randint(keys[2], (TOKENS,), 0, VOCABULARY, jnp.int32)
+    z = e.astype(jnp.float32) @ c.astype(jnp.float32).T
+    return e, c if vocab_axis == 0 else c.T, targets, z
+
+
+def error(found, wanted) -> float:
+    found, wanted = (np.asarray(x, np.float64) for x in (found, wanted))
+    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+
+
+@INTERPRETED
+@pytest.mark.parametrize(("vocab_axis", "softcap"), [(0, None), (0, 5.0)])
+def test_statistics_and_what_is_saved(vocab_axis, softcap):
+    e, c, targets, z = problem(vocab_axis)
+    z = z if softcap is None else softcap * jnp.tanh(z / softcap)
+    target = z[jnp.arange(TOKENS), targets]
+    saved = S((TOKENS, VOCABULARY), BF16)
+    head = Head(softcap=softcap, vocab_axis=vocab_axis)
+    lse, p = hopper_kernels.statistics(e, c, target, None, EVERY, saved, head=head, splits=2, interpret=interpreter())
+    np.testing.assert_allclose(jax.nn.logsumexp(lse, axis=0), jax.nn.logsumexp(z, axis=1), rtol=2e-6)
+    assert error(p, jnp.exp(z - target[:, None])) < 2.0**-9
+
+
+@INTERPRETED
+@pytest.mark.parametrize("group", range(3))
+def test_a_group_of_dz_and_its_part_of_dc(group):
+    """The last group has fewer columns; only tokens up to `count` take part, the rest have embeddings of 0."""
+    e, c, targets, z = problem(0)
+    count = 270
+    kept = jnp.arange(TOKENS) < count
+    e = jnp.where(kept[:, None], e, 0)
+    lse = jnp.where(kept, jax.nn.logsumexp(z, axis=1), jnp.inf)
+    cotangents = jnp.where(kept, jnp.stack([jnp.linspace(0.5, 1.5, TOKENS), jnp.linspace(-1.0, -2.0, TOKENS)]), 0)
+    groups = Groups(VOCABULARY, COLUMNS, beyond=True)
+    window = jnp.full(2, group * COLUMNS, jnp.int32)
+    columns = slice(group * COLUMNS, min((group + 1) * COLUMNS, VOCABULARY))
+    options = {"head": Head(), "gpu": SMALL, "interpret": interpreter()}
+    few = jnp.array([count], jnp.int32)
+    dz = hopper_kernels.dz_of_group(e, c, lse, targets, cotangents, few, window, groups=groups, **options)
+    p = jnp.exp(jnp.where(kept[:, None], z - lse[:, None], -jnp.inf))
+    wanted = cotangents[0][:, None] * p + cotangents[1][:, None] * (targets[:, None] == jnp.arange(VOCABULARY))
+    here = dz[:, : columns.stop - columns.start]
+    assert error(here[:count], wanted[:count, columns]) < 2.0**-9
+    products = hopper_kernels.products(e, c, unit=None, count=few, **options)
+    dc = products.put_dc(jnp.full_like(c, 7), dz, window[0])
+    assert error(dc[columns], here.astype(jnp.float32).T @ e.astype(jnp.float32)) < 2.0**-9
+    others = np.delete(np.arange(VOCABULARY), np.arange(VOCABULARY)[columns])
+    assert np.all(np.asarray(dc)[others] == 7)
+
+
+@INTERPRETED
+def test_a_classifier_of_shape_d_by_v():
+    e, c, targets, z = problem(1)
+    groups = Groups(VOCABULARY, COLUMNS, beyond=True)
+    lse, window = jax.nn.logsumexp(z, axis=1), jnp.full(2, COLUMNS, jnp.int32)
+    ones = jnp.stack([jnp.ones(TOKENS), -jnp.ones(TOKENS)])
+    options = {"head": Head(vocab_axis=1), "gpu": SMALL, "interpret": interpreter()}
+    dz = hopper_kernels.dz_of_group(e, c, lse, targets, ones, EVERY, window, groups=groups, **options)
+    wanted = jnp.exp(z - lse[:, None]) - (targets[:, None] == jnp.arange(VOCABULARY))
+    assert error(dz, wanted[:, COLUMNS : 2 * COLUMNS]) < 2.0**-9
+    dc = hopper_kernels.products(e, c, unit=jnp.float32(2), count=EVERY, **options).put_dc(
+        jnp.zeros_like(c), dz, window[0]
+    )
+    assert error(dc[:, COLUMNS : 2 * COLUMNS], 2 * e.astype(jnp.float32).T @ dz.astype(jnp.float32)) < 2.0**-9
+    assert not jnp.any(np.delete(dc, np.arange(COLUMNS, 2 * COLUMNS), axis=1))
+
+
+def test_the_plan_counts_on_no_kernel_that_mosaic_refuses():
+    """Every width of tile that a product may choose fits shared memory, for both layouts."""
+    for columns in hopper_kernels.PRODUCTS:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hopper_kernels, "PRODUCTS", {columns: hopper_kernels.PRODUCTS[columns]})
+            for axis in (0, 1):
+
+                def both(e, c, dz, de, dc, n, axis=axis):
+                    of = hopper_kernels.products(e, c, head=Head(vocab_axis=axis), unit=None, count=n, gpu=H200)
+                    return of.add_de(de, dz, jnp.int32(0)), of.put_dc(dc, dz, jnp.int32(0))
+
+                c = S((4096, 768) if axis == 0 else (768, 4096), BF16)
+                arrays = S((512, 768), BF16), c, S((512, 1024), BF16), S((512, 768), jnp.float32), c, S((1,), jnp.int32)
+                assert for_hopper(both, *arrays) == ["de", "dc"]
