@@ -24,6 +24,7 @@ warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecat
 
 FLOAT32_MAX = 3e38  # stands for an infinite reference, from which differences are not NaN
 MANY = 256  # tokens, of which those that are ignored are worth looking for
+MOSAIC = jax.__version_info__ >= (0, 11)  # in JAX 0.10 the kernels for Hopper lower, but never ran on a GPU
 TMA_ROWS, TMA_COLUMNS = 8, 64  # of 16 bits, the tiles that arrays must consist of for the kernels for Hopper
 SCRATCH_BYTES = 3 * 2**20  # of partial statistics, at most
 SHARED_BYTES = 20 * 2**20  # of e that programs running side by side read: a third of an H200's L2
@@ -173,11 +174,12 @@ def for_hopper(
 ) -> bool:
     """Whether the kernels of cce_kernels/hopper_kernels.py compute this call.
 
-    Those for compute capability 9.0, 16 bits, no bias and no weighted sum, many tokens, and a D and V that TMA copies.
+    Those in JAX 0.11 for compute capability 9.0, 16 bits, no bias and no weighted sum, many tokens, and a D and V that
+    TMA copies.
     """
     tiled = e.shape[0] % TMA_ROWS == 0 and all(size % TMA_COLUMNS == 0 and size > TMA_COLUMNS for size in c.shape)
     plain = bias is None and not with_sum and e.dtype.itemsize == 2
-    return not interpret and gpu.compute_capability == "9.0" and plain and tiled and e.shape[0] >= MANY
+    return MOSAIC and not interpret and gpu.compute_capability == "9.0" and plain and tiled and e.shape[0] >= MANY
 
 
 def launch(kernel, *operands, out_shape, programs: int, tiles: TileConfig, interpret: bool, name: str, in_place=None):
