@@ -1,5 +1,7 @@
 """The kernels for Hopper: which calls they compute, and what they compute, in the interpreter of JAX 0.11."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +11,10 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cce_jax import linear_cross_entropy
-from cce_kernels import hopper_kernels, tiles
+from cce_kernels import backward, budget, forward, hopper, hopper_kernels, tiles
 from cce_kernels.budget import whole_bytes
-from cce_kernels.config import H200, Gpu
+from cce_kernels.config import H200, Gpu, TileConfig, Tiles
+from cce_kernels.groups import Wanted
 from cce_kernels.logits import Head
 from cce_kernels.tokens import Kept
 from cce_kernels.windows import Groups
@@ -144,6 +147,17 @@ def test_statistics_and_what_is_saved(vocab_axis, softcap):
 
 
 @INTERPRETED
+def test_statistics_of_blocks_that_are_read_where_they_lie():
+    """The tokens are rows 8 to 263 of e; the third block's lie apart, and are left to another kernel."""
+    e, c, _, z = problem(0)
+    target = jnp.zeros(TOKENS)
+    starts, few = jnp.array([8, 136, -1], jnp.int32), jnp.array([290], jnp.int32)
+    lse, _ = hopper_kernels.statistics(e, c, target, starts, few, None, head=Head(), splits=2, interpret=interpreter())
+    found = jax.nn.logsumexp(lse, axis=0)
+    np.testing.assert_allclose(found[:256], jax.nn.logsumexp(z, axis=1)[8:264], rtol=2e-6)
+
+
+@INTERPRETED
 @pytest.mark.parametrize("group", range(3))
 def test_a_group_of_dz_and_its_part_of_dc(group):
     """The last group has fewer columns; only tokens up to `count` take part, the rest have embeddings of 0."""
@@ -187,8 +201,63 @@ def test_a_classifier_of_shape_d_by_v():
     assert not jnp.any(np.delete(dc, np.arange(COLUMNS, 2 * COLUMNS), axis=1))
 
 
-def test_the_plan_counts_on_no_kernel_that_mosaic_refuses():
-    """Every width of tile that a product may choose fits shared memory, for both layouts."""
+@pytest.fixture
+def both_interpreters(monkeypatch):
+    """Calls go as on a GPU with few multiprocessors; Triton's kernels run in their interpreter, these in theirs.
+
+    It knows no copy that adds: in its place stands a sum, whose tiles must not reach beyond the array.
+    """
+    copy, launch, serves = plgpu.copy_smem_to_gmem, hopper.launch, tiles.for_hopper
+
+    def added(source, destination, reduction_op=None):
+        if reduction_op == "add":
+            before = plgpu.load(destination, optimized=False)  # type: ignore[reportCallIssue]
+            source[...] += plgpu.layout_cast(before, plgpu.Layout.WGMMA)
+        copy(source, destination)
+
+    def tiles_of(dtype, width, interpret):
+        return SMALL, Tiles.same(TileConfig(rows=128, columns=32, depth=16, warps=4, stages=1))
+
+    monkeypatch.setattr(plgpu, "copy_smem_to_gmem", added)
+    monkeypatch.setattr(hopper_kernels, "launch", lambda *a, **k: launch(*a, **k | {"interpret": interpreter()}))
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "for_hopper", lambda *call: serves(*call[:-1], interpret=False))
+    for module in (forward, backward, budget):
+        monkeypatch.setattr(module, "target_of", tiles_of)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("saved", [0, 128])
+def test_both_passes(saved, both_interpreters):
+    """A third of the tokens ignored; of those kept some, none or all with their exponentials saved."""
+    tokens, vocabulary, head = 512, 768, Head()
+    keys = jax.random.split(jax.random.key(1), 4)
+    e = jax.random.normal(keys[0], (tokens, WIDTH)).astype(BF16)
+    c = (0.3 * jax.random.normal(keys[1], (vocabulary, WIDTH))).astype(BF16)
+    targets = jax.random.randint(keys[2], (tokens,), 0, vocabulary, jnp.int32)
+    targets = jnp.where(jax.random.uniform(keys[3], (tokens,)) < 0.3, -1, targets)
+    weights = jnp.where(targets >= 0, jnp.linspace(0.5, 1.5, tokens), 0)
+
+    def exact(e, c):
+        z = e @ c.T
+        target = jnp.take_along_axis(z, jnp.maximum(targets, 0)[:, None], 1)[:, 0]
+        return jnp.sum(weights * (jax.nn.logsumexp(z, axis=1) - target))
+
+    wanted, (de, dc) = jax.value_and_grad(exact, (0, 1))(e.astype(jnp.float32), c.astype(jnp.float32))
+    run = partial(forward.statistics, e, c, None, targets, None, head=head, with_sum=False, interpret=True)
+    lse, target, _, p = run(may_copy=True, saved_tokens=saved)
+    np.testing.assert_allclose(jnp.sum(weights * (lse - target)), wanted, rtol=1e-5)
+    of_e, of_c, *_ = backward.gradients(
+        e, c, None, targets, None, lse, target, p, jnp.stack([weights, -weights]), head=head,
+        wanted=Wanted(True, True, False), memory_budget=0, interpret=True,
+    )  # fmt: skip
+    assert error(of_e, de) < 1.8 * 2.0**-9.2
+    assert error(of_c, dc) < 2 * 2.0**-9.2
+    evaluated, target, *_ = run()
+    np.testing.assert_allclose(jnp.sum(weights * (evaluated - target)), wanted, rtol=1e-5)
+
+
+def test_every_width_of_tile_that_a_product_may_choose_fits_shared_memory():
     for columns in hopper_kernels.PRODUCTS:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(hopper_kernels, "PRODUCTS", {columns: hopper_kernels.PRODUCTS[columns]})

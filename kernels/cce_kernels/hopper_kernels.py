@@ -145,6 +145,8 @@ def statistics(
     (tokens, width), vocabulary, columns = e.shape, vocabulary_size(c, head), LOGITS.columns
     pairs, column_tiles = cdiv(tokens, PAIR), cdiv(vocabulary, columns)
     reference = jnp.clip(target * LOG2_E, -FLOAT32_MAX, FLOAT32_MAX)
+    if starts is not None:
+        starts = jnp.pad(starts, (0, 2 * pairs - starts.size), constant_values=-1)
 
     def kernel(e_ref, c_ref, reference_ref, starts_ref, count_ref, total_ref, saved_ref):
         def run(unit):
