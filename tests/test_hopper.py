@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cce_jax import linear_cross_entropy
-from cce_kernels import backward, budget, forward, hopper, hopper_kernels, tiles
+from cce_kernels import backward, budget, config, forward, hopper, hopper_kernels, tiles
 from cce_kernels.budget import whole_bytes
-from cce_kernels.config import H200, Gpu, TileConfig, Tiles
+from cce_kernels.config import Gpu, TileConfig, Tiles
 from cce_kernels.groups import Wanted
 from cce_kernels.logits import Head
 from cce_kernels.tokens import Kept
@@ -257,16 +257,16 @@ def test_both_passes(saved, both_interpreters):
     np.testing.assert_allclose(jnp.sum(weights * (evaluated - target)), wanted, rtol=1e-5)
 
 
-def test_every_width_of_tile_that_a_product_may_choose_fits_shared_memory():
-    for columns in hopper_kernels.PRODUCTS:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hopper_kernels, "PRODUCTS", {columns: hopper_kernels.PRODUCTS[columns]})
-            for axis in (0, 1):
+@pytest.mark.parametrize("number", range(len(config.HOPPER.de)))
+def test_every_tile_that_a_product_may_choose_fits_shared_memory(number, monkeypatch):
+    one = config.HOPPER._replace(de=(config.HOPPER.de[number],), dc=(config.HOPPER.dc[number],))
+    monkeypatch.setattr(hopper_kernels, "HOPPER", one)
+    for axis in (0, 1):
 
-                def both(e, c, dz, de, dc, n, axis=axis):
-                    of = hopper_kernels.products(e, c, head=Head(vocab_axis=axis), unit=None, count=n, gpu=H200)
-                    return of.add_de(de, dz, jnp.int32(0)), of.put_dc(dc, dz, jnp.int32(0))
+        def both(e, c, dz, de, dc, n, axis=axis):
+            of = hopper_kernels.products(e, c, head=Head(vocab_axis=axis), unit=None, count=n, gpu=config.H200)
+            return of.add_de(de, dz, jnp.int32(0)), of.put_dc(dc, dz, jnp.int32(0))
 
-                c = S((4096, 768) if axis == 0 else (768, 4096), BF16)
-                arrays = S((512, 768), BF16), c, S((512, 1024), BF16), S((512, 768), jnp.float32), c, S((1,), jnp.int32)
-                assert for_hopper(both, *arrays) == ["de", "dc"]
+        c = S((4096, 768) if axis == 0 else (768, 4096), BF16)
+        arrays = S((512, 768), BF16), c, S((512, 1024), BF16), S((512, 768), jnp.float32), c, S((1,), jnp.int32)
+        assert for_hopper(both, *arrays) == ["de", "dc"]

@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 
 import jax.numpy as jnp
 
-from cce_kernels.config import TileConfig, target_of
+from cce_kernels.config import DEPTH, HOPPER, PAIR_ROWS, TileConfig, target_of
 from cce_kernels.logits import Head
 from cce_kernels.saved import saved_shape
 from cce_kernels.tiles import cdiv, gathered_rows
@@ -25,7 +25,6 @@ GROUP_BYTES = 256 * 2**20
 GROUP_WORTH = 8 * 2**20  # of exponentials: what one more group costs
 SPLIT_BYTES = 17 * 2**20  # de of so few tokens that it is summed in several parts, at most
 GROUP_COST = 4.0  # reading and writing de's accumulator, copies of c_g and dc_g, launches
-HOPPER_COLUMNS = 256  # a group's multiple
 HOPPER_EPILOGUE, HOPPER_GROUP = 3.0, 40.0  # what a tile of dz, and a group besides, cost, in steps of a matmul
 SAVED_MULTIPLE = 64  # tokens: the depth that matmuls over them step by
 LEAST_PART = 1 / 5  # of the tokens: with fewer saved, XLA's matmuls of all are the faster
@@ -81,7 +80,7 @@ def group_of(
     row_blocks, gpu = cdiv(part, tiles.rows), target_of(dtype, width, interpret)[0]
     if on_hopper:
         units = gpu.multiprocessors // 2
-        groups = vocabulary_groups(vocabulary, left, 2 * part, partial(hopper_cost, part, width, units), HOPPER_COLUMNS)
+        groups = vocabulary_groups(vocabulary, left, 2 * part, partial(hopper_cost, part, width, units), PAIR_ROWS)
         return replace(groups, beyond=True)
 
     def waves(columns: int) -> float:  # in tiles: the dz kernel's waves of programs, and what each group costs besides
@@ -93,13 +92,11 @@ def group_of(
 
 def hopper_cost(tokens: int, width: int, units: int, columns: int) -> float:
     """What a group of so many columns costs the kernels for Hopper, in steps of a pair of multiprocessors."""
-    pairs, of_columns = cdiv(tokens, 256), cdiv(columns, 256)
-
-    def steps(row_pairs: int, across: int, depth: int) -> float:
-        return min(cdiv(row_pairs * cdiv(across, n), units) * (n + 16) for n in (256, 192, 128)) / 272 * depth / 64
-
-    dz = cdiv(pairs * of_columns, units) * (width / 64 + HOPPER_EPILOGUE)
-    return dz + steps(pairs, width, columns) + steps(of_columns, width, tokens) + HOPPER_GROUP
+    pairs, of_columns = cdiv(tokens, PAIR_ROWS), cdiv(columns, PAIR_ROWS)
+    dz = HOPPER.logits.waves(pairs, columns, units) * (width / DEPTH + HOPPER_EPILOGUE)
+    de = min(tiles.cost(pairs, width, units) for tiles in HOPPER.de) * columns / DEPTH
+    dc = min(tiles.cost(of_columns, width, units) for tiles in HOPPER.dc) * tokens / DEPTH
+    return dz + de + dc + HOPPER_GROUP
 
 
 def ragged_bytes(tokens: int, width: int) -> int:

@@ -1,8 +1,9 @@
-"""Tile configurations: how large a tile of logits one program computes, and with how many warps.
+"""Tile configurations: how large a tile one program computes, with how many warps, and how much it copies ahead.
 
-The 16-bit rows for compute capability 9.0 were measured on an H200: `python -m bench.tune` does it again. The others
-are the largest tiles whose kernels fit shared memory and spill no registers, which tests/test_lowering.py holds every
-row to. Nothing is tuned at run time.
+TABLE has those of Triton's kernels, by GPU; HOPPER those of the kernels for Hopper. HOPPER and the 16-bit rows for
+compute capability 9.0 were measured on an H200: `python -m bench.tune` measures the rows again. The others are the
+largest tiles whose kernels fit shared memory and spill no registers, which tests/test_lowering.py holds every row to.
+Nothing is tuned at run time.
 """
 
 from dataclasses import dataclass, replace
@@ -50,6 +51,35 @@ class Tiles(NamedTuple):
         return cls(tiles, tiles, tiles, tiles)
 
 
+PAIR_ROWS, DEPTH = 256, 64  # the rows of a pair of programs' tile; a step of its sum
+
+
+@dataclass(frozen=True)
+class PairTiles:
+    """A tile of a kernel for Hopper (cce_kernels/hopper.py): PAIR_ROWS × columns for a pair of programs."""
+
+    columns: int
+    stages: int  # steps that are copied ahead
+    slots: int  # a warpgroup's buffers for what it writes, 64 rows of 128 bytes each
+    lead: int = 0  # steps that the first warpgroup computes before the second begins
+
+    def waves(self, pairs: int, width: int, units: int) -> int:
+        """How many tiles one of so many pairs of multiprocessors computes at most, of pairs of row blocks × width."""
+        return -(-pairs * -(-width // self.columns) // units)
+
+    def cost(self, pairs: int, width: int, units: int) -> float:
+        """What one step of all tiles takes, relative to that of one wave of tiles of 256 columns."""
+        return self.waves(pairs, width, units) * (self.columns + 16) / 272
+
+
+class HopperTiles(NamedTuple):
+    """By role. Of the tiles for products those are taken that cost least."""
+
+    logits: PairTiles  # of statistics and dz
+    de: tuple[PairTiles, ...]
+    dc: tuple[PairTiles, ...]
+
+
 INTERPRETER = TileConfig(rows=16, columns=32, depth=16, warps=4, stages=1)
 
 SQUARE = TileConfig(rows=128, columns=128, depth=64, warps=8, stages=3)
@@ -66,6 +96,11 @@ TABLE = {
     ("12.0", 2): Tiles.same(SQUARE),
     **{(gpu, 4): Tiles.same(FLOAT32) for gpu in ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")},
 }
+HOPPER = HopperTiles(
+    logits=PairTiles(256, stages=4, slots=2, lead=2),
+    de=(PairTiles(256, stages=4, slots=2), PairTiles(192, stages=4, slots=3), PairTiles(128, stages=5, slots=2)),
+    dc=(PairTiles(256, 4, 2, lead=2), PairTiles(192, 4, 3, lead=2), PairTiles(128, 5, 2, lead=2)),
+)  # all of them fill shared memory, but for 10 KiB at least
 NARROW = 1024  # D: of the two tiles for dz on 9.0 the smaller was faster at 768 and slower at 2304
 NARROW_TABLE = {("9.0", 2): TABLE["9.0", 2]._replace(dz=SQUARE)}
 SAFE = {

@@ -23,12 +23,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cce_kernels.tiles import TMA_COLUMNS as DEPTH  # a step of the sum
+from cce_kernels.config import DEPTH, PAIR_ROWS, PairTiles
 from cce_kernels.tiles import TMA_ROWS
 
-ROWS = 64  # of a warpgroup, the height of the tensor cores' tiles
-BLOCK = 2 * ROWS  # of a program
-PAIR = 2 * BLOCK
+BLOCK = PAIR_ROWS // 2  # rows of a program
+ROWS = BLOCK // 2  # of a warpgroup, the height of the tensor cores' tiles
 OUTSIDE = 2**30  # an index beyond every array
 COPYING = 2  # the number of the warpgroup that copies
 REGISTERS = {"computing": 232, "copying": 40}  # a thread; 2 · 232 + 40 fill the multiprocessor's
@@ -41,12 +40,9 @@ PARAMETERS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.Low
 class Multiply:
     """What is multiplied: left (rows, inner) and right (columns, inner), or with inner first where its axis is 0."""
 
+    tiles: PairTiles
     left_axis: int = 1
     right_axis: int = 1
-    columns: int = 256  # of a tile
-    stages: int = 4
-    lead: int = 0  # steps that the first warpgroup computes before the second begins
-    slots: int = 2  # a warpgroup's buffers for what it writes, 64 rows of 128 bytes each
 
 
 class Work(NamedTuple):
@@ -94,8 +90,8 @@ class Warpgroup(NamedTuple):
         slots, row, column = self.shared.slots, multiple(row, TMA_ROWS), multiple(column, DEPTH)
         first = 0
         for k, part in enumerate(parts):
-            plgpu.wait_smem_to_gmem(self.multiply.slots - 1, wait_read_only=True)
-            slot = slots.at[self.number, k % self.multiply.slots]
+            plgpu.wait_smem_to_gmem(self.multiply.tiles.slots - 1, wait_read_only=True)
+            slot = slots.at[self.number, k % self.multiply.tiles.slots]
             slot[...] = part
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(slot, out.at[pl.ds(row, ROWS), pl.ds(column + first, part.shape[1])],
@@ -139,13 +135,13 @@ def zero_vector() -> jax.Array:
 
 def _copies(shared: _Shared, multiply: Multiply, left, right, work: Work) -> None:
     """The copying warpgroup: every step of every tile, as soon as its stage is free."""
-    steps, stages = work.steps, multiply.stages
+    steps, stages = work.steps, multiply.tiles.stages
 
     def tile(n, carry):
         place = work.place(n)
         row = multiple(place.row, TMA_ROWS if multiply.left_axis else DEPTH)
         left_inner, right_inner = multiple(place.left_inner, DEPTH), multiple(place.right_inner, DEPTH)
-        columns = pl.ds(multiple(place.column, DEPTH), multiply.columns)
+        columns = pl.ds(multiple(place.column, DEPTH), multiply.tiles.columns)
 
         def step(k, carry):
             i = n * steps + k
@@ -178,7 +174,7 @@ def _copies(shared: _Shared, multiply: Multiply, left, right, work: Work) -> Non
 def _product(warpgroup: Warpgroup, work: Work, tile) -> jax.Array:
     """The product of the n-th tile's rows of this warpgroup with its columns, float32."""
     multiply, shared, number = warpgroup.multiply, warpgroup.shared, warpgroup.number
-    steps, stages = work.steps, multiply.stages
+    steps, stages = work.steps, multiply.tiles.stages
     first = tile * steps
     own = pl.ds(number * ROWS, ROWS)
 
@@ -192,14 +188,14 @@ def _product(warpgroup: Warpgroup, work: Work, tile) -> jax.Array:
             plgpu.wgmma(accumulator, left, right)
             plgpu.wgmma_wait(1)
             pl.when(k > 0)(lambda: plgpu.barrier_arrive(shared.free.at[lax.rem(i + stages - 1, stages)]))
-            if multiply.lead:
-                pl.when((number == 0) & (i == multiply.lead))(lambda: plgpu.barrier_arrive(shared.begun))
+            if multiply.tiles.lead:
+                pl.when((number == 0) & (i == multiply.tiles.lead))(lambda: plgpu.barrier_arrive(shared.begun))
             return carry
 
         lax.fori_loop(jnp.int32(0), steps, step, None)
         return accumulator[...]
 
-    accumulator = plgpu.ACC((ROWS, multiply.columns), jnp.float32)  # type: ignore[reportPrivateImportUsage]
+    accumulator = plgpu.ACC((ROWS, multiply.tiles.columns), jnp.float32)  # type: ignore[reportPrivateImportUsage]
     product = pl.run_scoped(run, accumulator)
     pl.when(steps > 0)(lambda: plgpu.barrier_arrive(shared.free.at[lax.rem(first + steps - 1 + stages, stages)]))
     return product
@@ -213,8 +209,8 @@ def _body(left, right, multiply: Multiply, work_of, compute, shared: _Shared) ->
     def _():
         plgpu.set_max_registers(REGISTERS["computing"], action="increase")
         warpgroup = Warpgroup(number, multiply, shared)
-        if multiply.lead:
-            behind = (number == 1) & (work.tiles * work.steps > multiply.lead)
+        if multiply.tiles.lead:
+            behind = (number == 1) & (work.tiles * work.steps > multiply.tiles.lead)
             pl.when(behind)(lambda: plgpu.barrier_wait(shared.begun))
         compute(warpgroup, work, lambda tile: _product(warpgroup, work, tile))
         plgpu.wait_smem_to_gmem(0)
@@ -251,14 +247,14 @@ def launch(
 
     def tile(rows: int, axis: int):
         shape = (rows, DEPTH) if axis else (DEPTH, rows)
-        return plgpu.SMEM((multiply.stages, *shape), dtype, transforms=_swizzled(dtype))
+        return plgpu.SMEM((multiply.tiles.stages, *shape), dtype, transforms=_swizzled(dtype))
 
-    stages = multiply.stages
+    stages = multiply.tiles.stages
+    slots = 2, multiply.tiles.slots, ROWS, 128 // jnp.dtype(dtype if written is None else written).itemsize
     scratch = [
         tile(BLOCK, multiply.left_axis),
-        tile(multiply.columns, multiply.right_axis),
-        None if written is None else plgpu.SMEM((2, multiply.slots, ROWS, 128 // jnp.dtype(written).itemsize), written,
-                                                transforms=_swizzled(written)),
+        tile(multiply.tiles.columns, multiply.right_axis),
+        None if written is None else plgpu.SMEM(slots, written, transforms=_swizzled(written)),
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=2, num_barriers=stages),
         plgpu.Barrier(),

@@ -12,7 +12,6 @@ the memory system, each element once a launch, so that the sum has one order. Ea
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,12 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from cce_kernels.config import Gpu
+from cce_kernels.config import DEPTH, HOPPER, PAIR_ROWS, Gpu, PairTiles
 from cce_kernels.groups import Products
 from cce_kernels.hopper import (
     BLOCK,
-    DEPTH,
-    PAIR,
     ROWS,
     Multiply,
     Place,
@@ -42,9 +39,7 @@ from cce_kernels.logits import Head, vocabulary_size
 from cce_kernels.tiles import FLOAT32_MAX, LOG2_E, SHARED_BYTES, cdiv, grouped_order
 from cce_kernels.windows import Groups
 
-LOGITS = Multiply(lead=2)  # exponentials take as long as so many steps
 PAIR_GROUP = 8  # pairs of row blocks that go through all columns before the next ones, at most
-PRODUCTS = {n.columns: n for n in (Multiply(), Multiply(columns=192, slots=3), Multiply(columns=128, stages=5))}
 
 
 def _logits(raw: jax.Array, head: Head) -> jax.Array:
@@ -57,17 +52,17 @@ def _logits(raw: jax.Array, head: Head) -> jax.Array:
 
 def _pair_group(width: int) -> int:
     """How many pairs of row blocks go through all columns before the next ones: those that share so much of L2."""
-    return max(1, min(PAIR_GROUP, SHARED_BYTES // (PAIR * width * 2)))
+    return max(1, min(PAIR_GROUP, SHARED_BYTES // (PAIR_ROWS * width * 2)))
 
 
 def _padded(x: jax.Array) -> jax.Array:
-    """Numbers of tokens, along the last axis, up to a multiple of PAIR, as they are not copied by TMA."""
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % PAIR)])
+    """Numbers of tokens, along the last axis, up to a multiple of PAIR_ROWS, as they are not copied by TMA."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % PAIR_ROWS)])
 
 
 def _live_pairs(count: jax.Array) -> jax.Array:
     """Of row blocks that have some of the first `count` tokens; at least one."""
-    return jnp.maximum(lax.div(count + (PAIR - 1), PAIR), 1)
+    return jnp.maximum(lax.div(count + (PAIR_ROWS - 1), PAIR_ROWS), 1)
 
 
 def _spread(unit, units: int, pairs, column_tiles: int | jax.Array, group: int):
@@ -102,7 +97,7 @@ def _every_tile(
     def kernel(left_ref, right_ref, *refs):
         *others, out_ref = refs
         shape = extent(*others)
-        column_tiles = lax.div(shape.columns + (multiply.columns - 1), multiply.columns)
+        column_tiles = lax.div(shape.columns + (multiply.tiles.columns - 1), multiply.tiles.columns)
         spread = partial(_spread, units=units, pairs=shape.pairs, column_tiles=column_tiles, group=group)
 
         def work(unit, program) -> Work:
@@ -110,7 +105,7 @@ def _every_tile(
 
             def where(n):
                 pair, column = at(n)
-                return place(pair * PAIR + program * BLOCK, column * multiply.columns, *others)
+                return place(pair * PAIR_ROWS + program * BLOCK, column * multiply.tiles.columns, *others)
 
             return Work(tiles, where, shape.steps, shape.limit)
 
@@ -119,8 +114,8 @@ def _every_tile(
 
             def tile(n, carry):
                 pair, column = at(n)
-                row = warpgroup.first_row(pair * PAIR + program * BLOCK)
-                write(warpgroup, partial(product, n), row, column * multiply.columns, out_ref, *others)
+                row = warpgroup.first_row(pair * PAIR_ROWS + program * BLOCK)
+                write(warpgroup, partial(product, n), row, column * multiply.tiles.columns, out_ref, *others)
                 return carry
 
             lax.fori_loop(jnp.int32(0), work.tiles, tile, None)
@@ -142,8 +137,8 @@ def statistics(
     starts: for each block of 128 tokens the first of its rows in e, negative where they do not lie side by side and
     nothing is to be written; None where they are those of e. count: from which token on nothing need be written.
     """
-    (tokens, width), vocabulary, columns = e.shape, vocabulary_size(c, head), LOGITS.columns
-    pairs, column_tiles = cdiv(tokens, PAIR), cdiv(vocabulary, columns)
+    (tokens, width), vocabulary, columns = e.shape, vocabulary_size(c, head), HOPPER.logits.columns
+    pairs, column_tiles = cdiv(tokens, PAIR_ROWS), cdiv(vocabulary, columns)
     reference = jnp.clip(target * LOG2_E, -FLOAT32_MAX, FLOAT32_MAX)
     if starts is not None:
         starts = jnp.pad(starts, (0, 2 * pairs - starts.size), constant_values=-1)
@@ -156,8 +151,8 @@ def statistics(
 
         def work(unit, program) -> Work:
             pair, _split, first, tiles = run(unit)
-            row = pair * PAIR + program * BLOCK
-            tiles = jnp.where(pair * PAIR < count_ref[0], tiles, 0)
+            row = pair * PAIR_ROWS + program * BLOCK
+            tiles = jnp.where(pair * PAIR_ROWS < count_ref[0], tiles, 0)
             if starts_ref is not None:
                 row = jnp.maximum(starts_ref[pair * 2 + program], 0)
             return Work(tiles, lambda n: Place(row, (first + n) * columns), width // DEPTH)
@@ -165,7 +160,7 @@ def statistics(
         def compute(warpgroup, work, product):
             program = lax.axis_index("cluster")
             pair, split, first = run(lax.axis_index("pair"))[:3]
-            row = warpgroup.first_row(pair * PAIR + program * BLOCK)
+            row = warpgroup.first_row(pair * PAIR_ROWS + program * BLOCK)
             shift = vector_of(reference_ref, row)
 
             def tile(n, total):
@@ -198,8 +193,8 @@ def statistics(
 
     total, p = launch(
         (e, c, _padded(reference), starts, count),
-        (jax.ShapeDtypeStruct((splits, pairs * PAIR), jnp.float32), saved),
-        replace(LOGITS, right_axis=1 - head.vocab_axis), kernel, pairs=pairs * splits, name="cce_statistics",
+        (jax.ShapeDtypeStruct((splits, pairs * PAIR_ROWS), jnp.float32), saved),
+        Multiply(HOPPER.logits, right_axis=1 - head.vocab_axis), kernel, pairs=pairs * splits, name="cce_statistics",
         written=None if saved is None else saved.dtype, interpret=interpret,
     )  # fmt: skip
     assert total is not None
@@ -234,16 +229,14 @@ def dz_of_group(
 
     return _every_tile(
         (e, c, _padded(lse * LOG2_E), _padded(targets), _padded(cotangents), count, window),
-        jax.ShapeDtypeStruct((e.shape[0], groups.columns), e.dtype), replace(LOGITS, right_axis=1 - head.vocab_axis),
-        extent, place, write, units=gpu.multiprocessors // 2, group=_pair_group(e.shape[1]), name="cce_dz",
-        interpret=interpret,
+        jax.ShapeDtypeStruct((e.shape[0], groups.columns), e.dtype),
+        Multiply(HOPPER.logits, right_axis=1 - head.vocab_axis), extent, place, write, units=gpu.multiprocessors // 2,
+        group=_pair_group(e.shape[1]), name="cce_dz", interpret=interpret,
     )  # fmt: skip
 
 
-def _product(width: int, pairs: int, units: int, **layout: int) -> Multiply:
-    """Tiles as wide as fill the pairs of multiprocessors' last wave best."""
-    columns = min(PRODUCTS, key=lambda n: cdiv(pairs * cdiv(width, n), units) * (n + 16))
-    return replace(PRODUCTS[columns], **layout)
+def _cheapest(tiles: tuple[PairTiles, ...], pairs: int, width: int, units: int) -> PairTiles:
+    return min(tiles, key=lambda x: x.cost(pairs, width, units))
 
 
 def products(
@@ -264,16 +257,16 @@ def products(
             return _Extent(_live_pairs(count_ref[0]) * splits, width, steps, None if splits == 1 else left(start_ref))
 
         def place(row, column, count_ref, start_ref) -> Place:
-            live, steps = _live_pairs(count_ref[0]) * PAIR, extent(count_ref, start_ref).steps
+            live, steps = _live_pairs(count_ref[0]) * PAIR_ROWS, extent(count_ref, start_ref).steps
             inner = lax.div(row, live) * steps * DEPTH
             return Place(lax.rem(row, live), column, inner, start_ref[0] + inner)
 
         def write(warpgroup, product, row, column, de_ref, count_ref, start_ref):
-            live = _live_pairs(count_ref[0]) * PAIR
+            live = _live_pairs(count_ref[0]) * PAIR_ROWS
             below = lax.div(row, live) * tokens + lax.rem(row, live)
             warpgroup.write((x for _, x in parts_of(product(), de_ref.dtype)), de_ref, below, column, add=True)
 
-        multiply = _product(width, cdiv(tokens, PAIR) * splits, units, left_axis=1, right_axis=axis)
+        multiply = Multiply(_cheapest(HOPPER.de, cdiv(tokens, PAIR_ROWS) * splits, width, units), right_axis=axis)
         return run((dz, c, count, start.reshape(1)), de, multiply, extent, place, write, name="cce_de")
 
     def put_dc(dc, dz, start):
@@ -282,7 +275,9 @@ def products(
         def extent(count_ref, start_ref, unit_ref) -> _Extent:
             of_dz = jnp.minimum(dz.shape[1], vocabulary - start_ref[0])
             rows, columns = (of_dz, width) if axis == 0 else (width, of_dz)
-            return _Extent(lax.div(rows + (PAIR - 1), PAIR), columns, lax.div(count_ref[0] + (DEPTH - 1), DEPTH))
+            return _Extent(
+                lax.div(rows + (PAIR_ROWS - 1), PAIR_ROWS), columns, lax.div(count_ref[0] + (DEPTH - 1), DEPTH)
+            )
 
         def place(row, column, *_) -> Place:
             return Place(row, column)
@@ -292,7 +287,8 @@ def products(
             row, column = (start_ref[0] + row, column) if axis == 0 else (row, start_ref[0] + column)
             warpgroup.write((x.astype(dc_ref.dtype) for x in parts), dc_ref, row, column, add=adding)
 
-        multiply = _product(right.shape[1], cdiv(left.shape[1], PAIR), units, left_axis=0, right_axis=0, lead=2)
+        tiles = _cheapest(HOPPER.dc, cdiv(left.shape[1], PAIR_ROWS), right.shape[1], units)
+        multiply = Multiply(tiles, left_axis=0, right_axis=0)
         operands = left, right, count, start.reshape(1), None if unit is None else unit.reshape(1)
         return run(operands, dc, multiply, extent, place, write, name="cce_dc")
 
