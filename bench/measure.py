@@ -6,10 +6,10 @@ import numpy as np
 
 from bench.calls import Call
 
-WARM = 4  # calls of a burst that are not counted
+WARM, HEATING = 4, 0.3  # calls and seconds of a burst that are not counted: short calls heat a GPU no faster
 LEAST, PATIENCE = 3, 1.5  # a slow call gets this many samples, and no more once it has taken so many seconds
 REGIMES = {
-    "steady": f"a method's calls back to back, the first {WARM} of a burst not counted",
+    "steady": f"a method's calls back to back, those of the first {HEATING} s of a burst, {WARM} at least, not counted",
     "spaced": "a method's calls with 30 ms idle before each: the GPU at its highest clock",
 }
 
@@ -23,9 +23,15 @@ def milliseconds(call: Call) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def _samples(call: Call, count: int, pause: float) -> list[float]:
+def _samples(call: Call, count: int, pause: float, seconds: float = 0) -> list[float]:
+    """So many, and more until so many seconds have passed."""
     samples, start = [], time.perf_counter()
-    while len(samples) < count and (len(samples) < LEAST or time.perf_counter() - start < PATIENCE):
+
+    def enough() -> bool:
+        passed = time.perf_counter() - start
+        return passed >= seconds and (len(samples) >= count or (len(samples) >= LEAST and passed >= PATIENCE))
+
+    while not enough():
         time.sleep(pause)
         samples.append(milliseconds(call))
     return samples
@@ -33,7 +39,7 @@ def _samples(call: Call, count: int, pause: float) -> list[float]:
 
 def steady(call: Call, rounds: int) -> float:
     """Median milliseconds of the call among others of its own kind, as in a loop that does nothing else."""
-    _samples(call, WARM, 0)
+    _samples(call, WARM, 0, HEATING)
     return float(np.median(_samples(call, rounds, 0)))
 
 

@@ -4,6 +4,7 @@ import csv
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -14,8 +15,10 @@ import torch
 
 from bench import errors, gist, methods, plot, profile, report
 from bench import truth as float64
+from bench.calls import Call
 from bench.calls_torch import tensors
 from bench.data import SWEEPS, SWEPT, Shape, flat, hidden, trained
+from bench.measure import HEATING, steady
 from bench.run import measure
 from tests.cases import Case, inputs
 from tests.truth import truth
@@ -65,6 +68,13 @@ def unusable(fault: str):
         return __import__("a_package_that_is_not_here") if fault == "missing" else loss
 
     return methods.Method("torch", load)
+
+
+def test_a_short_call_is_timed_as_hot_as_a_long_one():
+    calls = []
+    call = Call(tuple, lambda: calls.append(time.perf_counter()), lambda _: None)
+    assert steady(call, 5) < 10
+    assert calls[-6] - calls[0] > 0.9 * HEATING
 
 
 def test_missing_and_failing_methods(monkeypatch, tmp_path):
