@@ -57,7 +57,7 @@ def _dz_kernel(
     """One tile of dz. With count_ref, nothing is computed or written for blocks of tokens from there on."""
     group_columns = dz_ref.shape[1]
     column_blocks = cdiv(group_columns, tiles.columns)
-    height = row_group(e_ref.shape[1], e_ref.dtype.itemsize, tiles)
+    height = row_group(e_ref.shape[1], e_ref.dtype.itemsize, tiles.rows)
     block = grouped_order(pl.program_id(0), cdiv(dz_ref.shape[0], tiles.rows), column_blocks, height)
     tile = partial(
         _dz_tile, block, e_ref, c_ref, bias_ref, targets_ref, lse_ref, cotangents_ref, weights_ref, window_ref, dz_ref,

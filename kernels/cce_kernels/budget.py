@@ -2,7 +2,7 @@
 
 The budget bounds what a call holds beyond its inputs, its results and O(N + V) numbers, saved or temporary. A backward
 pass always holds an (N, D) float32 sum for de, some numbers a token, XLA's workspace and a group of at least
-FEWEST_COLUMNS; a smaller budget gets that. The next GROUP_BYTES make groups larger, each of which costs about 0.1 ms
+FEWEST_COLUMNS; a smaller budget gets that. The next GROUP_BYTES make groups larger, each of which costs about 0.15 ms
 besides its work. All beyond saves exponentials, 2·V bytes a token, each of which spares the backward pass one logit.
 Where no dz of them is formed either (cce_kernels/saved.py), the groups of the other tokens are small, and nothing is
 copied for them; with `whole_bytes` there are no others, and the gradient is two matmuls.

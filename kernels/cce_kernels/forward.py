@@ -78,7 +78,7 @@ def _statistics_kernel(
     """
     tokens, vocabulary = e_ref.shape[0], vocabulary_size(c_ref, head)
     column_tiles = cdiv(vocabulary, tiles.columns)
-    height = row_group(e_ref.shape[1], e_ref.dtype.itemsize, tiles)
+    height = row_group(e_ref.shape[1], e_ref.dtype.itemsize, tiles.rows)
     row_block, split = grouped_order(pl.program_id(0), cdiv(tokens, tiles.rows), splits, height)
     rows = row_block * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
     rows_ok = inside(rows, tokens, tiles.rows)
@@ -145,7 +145,7 @@ def _replace_kernel(
     """The saved exponentials of those tokens for which they are relative to lse; blocks without any are not touched."""
     tokens, vocabulary = saved_ref.shape[0], vocabulary_size(c_ref, head)
     column_tiles = cdiv(vocabulary, tiles.columns)
-    height = row_group(e_ref.shape[1], e_ref.dtype.itemsize, tiles)
+    height = row_group(e_ref.shape[1], e_ref.dtype.itemsize, tiles.rows)
     row_block, split = grouped_order(pl.program_id(0), cdiv(tokens, tiles.rows), splits, height)
     rows = row_block * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
     rows_ok = inside(rows, tokens, tiles.rows)
@@ -214,10 +214,11 @@ def statistics(
     run = partial(launch, tiles=tiles, interpret=interpret)
     kernel = partial(_statistics_kernel, head=head, tiles=tiles, splits=splits, interpret=interpret)
     walk = partial(run, programs=row_blocks * splits)
-    if chosen_here and count is not None and for_hopper(e, c, bias, with_sum, gpu, interpret):
+    if chosen_here and for_hopper(e, c, bias, with_sum, gpu, interpret):
         from cce_kernels import hopper_kernels  # here, as Mosaic GPU takes a quarter of a second to import
 
-        lse, saved = hopper_kernels.statistics(e, c, target, starts, count, exponentials, head=head, splits=splits)
+        until = jnp.full(1, tokens, jnp.int32) if count is None else count
+        lse, saved = hopper_kernels.statistics(e, c, target, starts, until, exponentials, head=head, splits=splits)
         total = None
     else:
         lse, total, saved = walk(

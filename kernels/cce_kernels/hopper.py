@@ -238,7 +238,7 @@ def launch(
     kernel(*refs), of operands and outputs, gives work_of(pair, program of the pair) and
     compute(warpgroup, work, product), which is to call product(n) once for each of its tiles, in order.
     """
-    given = [x for x in (*operands, *outputs)]
+    given = *operands, *outputs
     present = [x is not None for x in given]
     begun = [lax.empty(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x for x in given if x is not None]
     dtype = operands[0].dtype  # type: ignore[union-attr]

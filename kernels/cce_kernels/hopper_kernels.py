@@ -36,7 +36,7 @@ from cce_kernels.hopper import (
     zero_vector,
 )
 from cce_kernels.logits import Head, vocabulary_size
-from cce_kernels.tiles import FLOAT32_MAX, LOG2_E, SHARED_BYTES, cdiv, grouped_order
+from cce_kernels.tiles import FLOAT32_MAX, LOG2_E, cdiv, grouped_order, row_group
 from cce_kernels.windows import Groups
 
 PAIR_GROUP = 8  # pairs of row blocks that go through all columns before the next ones, at most
@@ -48,11 +48,6 @@ def _logits(raw: jax.Array, head: Head) -> jax.Array:
     if head.softcap is None:
         return z
     return head.softcap - 2 * head.softcap / (1 + jnp.exp2(z * (2 * LOG2_E / head.softcap)))
-
-
-def _pair_group(width: int) -> int:
-    """How many pairs of row blocks go through all columns before the next ones: those that share so much of L2."""
-    return max(1, min(PAIR_GROUP, SHARED_BYTES // (PAIR_ROWS * width * 2)))
 
 
 def _padded(x: jax.Array) -> jax.Array:
@@ -141,11 +136,12 @@ def statistics(
     pairs, column_tiles = cdiv(tokens, PAIR_ROWS), cdiv(vocabulary, columns)
     reference = jnp.clip(target * LOG2_E, -FLOAT32_MAX, FLOAT32_MAX)
     if starts is not None:
+        assert starts.size == cdiv(tokens, BLOCK), "the kernel of scattered tokens has blocks of another size"
         starts = jnp.pad(starts, (0, 2 * pairs - starts.size), constant_values=-1)
 
     def kernel(e_ref, c_ref, reference_ref, starts_ref, count_ref, total_ref, saved_ref):
         def run(unit):
-            pair, split = grouped_order(unit, pairs, splits, _pair_group(width))
+            pair, split = grouped_order(unit, pairs, splits, row_group(width, e.dtype.itemsize, PAIR_ROWS, PAIR_GROUP))
             first = lax.div(split * column_tiles, splits)
             return pair, split, first, lax.div((split + 1) * column_tiles, splits) - first
 
@@ -231,7 +227,7 @@ def dz_of_group(
         (e, c, _padded(lse * LOG2_E), _padded(targets), _padded(cotangents), count, window),
         jax.ShapeDtypeStruct((e.shape[0], groups.columns), e.dtype),
         Multiply(HOPPER.logits, right_axis=1 - head.vocab_axis), extent, place, write, units=gpu.multiprocessors // 2,
-        group=_pair_group(e.shape[1]), name="cce_dz", interpret=interpret,
+        group=row_group(e.shape[1], e.dtype.itemsize, PAIR_ROWS, PAIR_GROUP), name="cce_dz", interpret=interpret,
     )  # fmt: skip
 
 

@@ -132,9 +132,9 @@ def logits_tile(e_ref, c_ref, bias_ref, rows, columns, rows_ok, columns_ok, *, h
     return head.logits(raw, bias)
 
 
-def row_group(width: int, itemsize: int, tiles: TileConfig) -> int:
+def row_group(width: int, itemsize: int, rows: int, most: int = 32) -> int:
     """How many row blocks go through all columns before the next ones: those whose rows of e fit in SHARED_BYTES."""
-    return max(1, min(32, SHARED_BYTES // (tiles.rows * width * itemsize)))
+    return max(1, min(most, SHARED_BYTES // (rows * width * itemsize)))
 
 
 def grouped_order(program, row_blocks, column_blocks, row_group: int):
