@@ -10,12 +10,11 @@ a probability, or dz of more of the vocabulary than fits in the scratch.
 Tokens whose exponentials the forward pass saved need no logits (cce_kernels/saved.py): they begin dc, to which the
 others add. Ignored tokens come last (cce_kernels/tokens.py): where they are many, kernels run that stop at the last
 token that is kept. On Hopper GPUs they always do, and no choice is left, but for what was saved: there the kernels of
-cce_kernels/hopper_kernels.py take the place of the dz kernel and of both products in most calls, and sum dc of saved
-tokens and of the others at once, so that it is rounded once.
+cce_kernels/hopper_kernels.py take the place of the dz kernel and of both products in most calls.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,11 +24,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from cce_kernels.budget import group_of, linear, ragged_bytes
-from cce_kernels.config import DEPTH, Gpu, TileConfig, Tiles, target_of
+from cce_kernels.config import Gpu, TileConfig, Tiles, target_of
 from cce_kernels.groups import Gradients, Products, Wanted, add_groups, fitted, unscaled, xla_products
 from cce_kernels.logits import Head, vocabulary_size
 from cce_kernels.products import kernel_products, splits_of
-from cce_kernels.saved import direct_gradients, dz_of_saved, prepared, references, scaled, whole_rows
+from cce_kernels.saved import direct_gradients, dz_of_saved, prepared, references, whole_rows
 from cce_kernels.tiles import (
     LOG2_E,
     cdiv,
@@ -136,15 +135,11 @@ class _Tokens(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """The exponentials of some tokens, what they are relative to and, where no dz is formed of them, their scale.
-
-    wanted: the gradients that they give by themselves.
-    """
+    """The exponentials of some tokens, what they are relative to and, where no dz is formed of them, their scale."""
 
     exponentials: jax.Array
     reference: jax.Array
     scale: jax.Array | None
-    wanted: Wanted
 
 
 @dataclass(frozen=True)
@@ -176,8 +171,8 @@ class _Backward:
                                interpret=self.interpret, **how)  # fmt: skip
 
     def of_saved(self, tokens: _Tokens, saved: _Saved, stop: bool) -> Gradients:
-        e, head = tokens.e(), self.head
-        p, reference, scale, wanted = saved
+        e, head, wanted = tokens.e(), self.head, self.wanted
+        p, reference, scale = saved
         if scale is not None:
             stop = stop or not whole_rows(p, vocabulary_size(self.c, head))
             return direct_gradients(p, scale, e, self.c, lambda e: self.products(e, tokens, None, stop), head=head,
@@ -204,8 +199,8 @@ class _Backward:
                        tokens.count if stop else None, groups=groups, tiles=self.tiles.dz, head=self.head,
                        wanted=self.wanted, interpret=self.interpret)  # fmt: skip
 
-    def of_others(self, tokens: _Tokens, begun: Gradients | None, beside: Any, stop: bool) -> Gradients:
-        """de of tokens that are not saved; dbias and dc, added to those begun, or dc with what is beside in its sum."""
+    def of_others(self, tokens: _Tokens, begun: Gradients | None, stop: bool) -> Gradients:
+        """de of tokens that are not saved; and dc and dbias, added to those begun."""
         e, head, wanted = tokens.e(), self.head, self.wanted
         groups = self.plan(len(e), copies=not stop and begun is None, on_hopper=self.on_hopper)
         form = self.form_dz(e, tokens, groups, stop)
@@ -214,11 +209,7 @@ class _Backward:
                 Gradients.begun(e, self.c, head, wanted), form, groups, self.products(e, tokens, groups, stop)
             )
         splits = splits_of(len(e), e.shape[1], self.tiles.de, self.gpu.multiprocessors)
-        if beside is None:
-            products = self.products(e, tokens, groups, True, splits=splits, adding=True)
-        else:
-            products = self.products(e, tokens, groups, True, splits=splits, beside=beside)
-            begun = begun._replace(c=lax.empty(self.c.shape, self.c.dtype))
+        products = self.products(e, tokens, groups, True, adding=True, splits=splits)
         sums = jnp.zeros((splits * len(e), e.shape[1]), jnp.float32) if wanted.e else None
         sums, dc, dbias = add_groups(begun._replace(e=sums), form, groups, products)
         de = None if sums is None else jnp.sum(sums.reshape(splits, *e.shape), axis=0)
@@ -270,22 +261,15 @@ def gradients(
     )  # fmt: skip
     count_saved = 0 if saved is None else saved.shape[0]
     first, others = everyone.part(0, count_saved), everyone.part(count_saved, tokens)
-    together = on_hopper and direct and wanted.c and 0 < count_saved < tokens  # one sum for dc of both
     of_first = None
     if saved is not None:
         target = target[:count_saved]
         reference, scale = references(first.lse, target, first.targets, vocabulary), None
         if direct:
-            clear = None  # rows of ignored tokens that no kernel leaves out
-            if few is None or wanted.bias:
-                clear = jnp.full(1, count_saved, jnp.int32)
-            elif together:
-                clear = first.count + (DEPTH - 1)
-            elif whole_rows(saved, vocabulary):
-                clear = jnp.where(few, 0, count_saved)
+            clear = True if few is None or wanted.bias else ~few if whole_rows(saved, vocabulary) else False
             saved, scale = prepared(saved, reference, first.lse, target, first.targets, first.cotangents, clear,
                                     head=head, interpret=interpret)  # fmt: skip
-        of_first = _Saved(saved, reference, scale, replace(wanted, c=wanted.c and not together))
+        of_first = _Saved(saved, reference, scale)
     memory_budget -= ragged_bytes(len(e), width)
     plan = partial(group_of, tokens=tokens, saved=count_saved, width=width, vocabulary=vocabulary, dtype=e.dtype,
                    memory_budget=memory_budget, direct=direct, tiles=tiles.dz, interpret=interpret)  # fmt: skip
@@ -294,25 +278,17 @@ def gradients(
     def of_saved(stop: bool) -> list[Gradients]:
         return [] if of_first is None else [backward.of_saved(first, of_first, stop)]
 
-    def with_others(parts: list[Gradients], stop: bool, beside: Any = None) -> list[Gradients]:
+    def with_others(parts: list[Gradients], stop: bool) -> list[Gradients]:
         if count_saved == tokens:
             return parts
-        return [*parts, backward.of_others(others, parts[0] if parts else None, beside, stop)]
+        return [*parts, backward.of_others(others, parts[0] if parts else None, stop)]
 
     def decided(found: Callable[[bool], list[Gradients]]) -> list[Gradients]:
         """Where few tokens are kept, by kernels that stop at the last one."""
         return found(False) if few is None else lax.cond(few, lambda: found(True), lambda: found(False))
 
     if on_hopper:  # whose kernels always stop there, and can be no part of a conditional that does not wait
-        parts, beside = decided(of_saved) if of_first is not None else [], None
-        if together:
-            from cce_kernels.hopper_kernels import Beside
-
-            assert of_first is not None
-            assert of_first.scale is not None
-            r, parts = lax.optimization_barrier((of_first.scale, parts))  # so that de in float32 is not beside dc
-            beside = Beside(of_first.exponentials, scaled(first.e(), r), first.count)
-        parts = with_others(parts, True, beside)
+        parts = with_others(decided(of_saved) if of_first is not None else [], True)
     else:
         parts = decided(lambda stop: with_others(of_saved(stop), stop))
     dc, dbias = parts[-1].c, parts[-1].bias

@@ -79,8 +79,8 @@ def group_of(
         left = memory_budget - _saved_bytes(saved, vocabulary) - _beside_groups(tokens, saved, width, direct)
     row_blocks, gpu = cdiv(part, tiles.rows), target_of(dtype, width, interpret)[0]
     if on_hopper:
-        cost = partial(hopper_cost, part, tokens if saved and direct else part, width, gpu.multiprocessors // 2)
-        groups = vocabulary_groups(vocabulary, left, 2 * part, cost, PAIR_ROWS)
+        units = gpu.multiprocessors // 2
+        groups = vocabulary_groups(vocabulary, left, 2 * part, partial(hopper_cost, part, width, units), PAIR_ROWS)
         return replace(groups, beyond=True)
 
     def waves(columns: int) -> float:  # in tiles: the dz kernel's waves of programs, and what each group costs besides
@@ -90,15 +90,12 @@ def group_of(
     return Groups(vocabulary, min(groups.columns, 3 * tiles.columns)) if interpret else groups
 
 
-def hopper_cost(tokens: int, of_dc: int, width: int, units: int, columns: int) -> float:
-    """What a group of so many columns costs the kernels for Hopper, in steps of a pair of multiprocessors.
-
-    of_dc: the tokens that dc sums over, those that are saved with them.
-    """
+def hopper_cost(tokens: int, width: int, units: int, columns: int) -> float:
+    """What a group of so many columns costs the kernels for Hopper, in steps of a pair of multiprocessors."""
     pairs, of_columns = cdiv(tokens, PAIR_ROWS), cdiv(columns, PAIR_ROWS)
     dz = HOPPER.logits.waves(pairs, columns, units) * (width / DEPTH + HOPPER_EPILOGUE)
     de = min(tiles.cost(pairs, width, units) for tiles in HOPPER.de) * columns / DEPTH
-    dc = min(tiles.cost(of_columns, width, units) for tiles in HOPPER.dc) * of_dc / DEPTH
+    dc = min(tiles.cost(of_columns, width, units) for tiles in HOPPER.dc) * tokens / DEPTH
     return dz + de + dc + HOPPER_GROUP
 
 
@@ -141,10 +138,7 @@ def _beside_matmuls(tokens: int, saved: int, width: int, vocabulary: int, of_c: 
 
 
 def _beside_groups(tokens: int, saved: int, width: int, direct: bool) -> int:
-    """What the groups of the tokens that are not saved take beside their dz: their e and de, and de of the others.
-
-    e of the others, which dc sums with theirs on Hopper GPUs, lies where de will; or, if none is wanted, there is none.
-    """
+    """What the groups of the tokens that are not saved take beside their dz: their e and de, and de of the others."""
     if not direct:
         return _always(tokens, width) + 4 * tokens * width
     others = tokens - saved
