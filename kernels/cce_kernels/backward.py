@@ -10,11 +10,12 @@ a probability, or dz of more of the vocabulary than fits in the scratch.
 Tokens whose exponentials the forward pass saved need no logits (cce_kernels/saved.py): they begin dc, to which the
 others add. Ignored tokens come last (cce_kernels/tokens.py): where they are many, kernels run that stop at the last
 token that is kept. On Hopper GPUs they always do, and no choice is left, but for what was saved: there the kernels of
-cce_kernels/hopper_kernels.py take the place of the dz kernel and of both products in most calls.
+cce_kernels/hopper_kernels.py take the place of the dz kernel and of both products in most calls. Then saved tokens of
+which no dz is formed come last in dc, being many: a matmul adds them to what the others gave, and rounds the sum once.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -161,7 +162,7 @@ class _Backward:
     def products(self, e: jax.Array, tokens: _Tokens, groups: Groups | None, stop: bool, **how: Any) -> Products:
         """groups: None for all columns at once."""
         if not stop:
-            return xla_products(e, self.c, head=self.head, unit=self.unit)
+            return xla_products(e, self.c, head=self.head, unit=self.unit, **how)
         if groups is not None and groups.beyond:
             from cce_kernels import hopper_kernels
 
@@ -170,13 +171,14 @@ class _Backward:
         return kernel_products(e, self.c, head=self.head, unit=self.unit, count=tokens.count, tiles=self.tiles,
                                interpret=self.interpret, **how)  # fmt: skip
 
-    def of_saved(self, tokens: _Tokens, saved: _Saved, stop: bool) -> Gradients:
-        e, head, wanted = tokens.e(), self.head, self.wanted
+    def of_saved(self, tokens: _Tokens, saved: _Saved, stop: bool, wanted: Wanted, dc: jax.Array | None) -> Gradients:
+        """The gradients wanted of tokens that are saved; dc added to that of others, where there is one."""
+        e, head = tokens.e(), self.head
         p, reference, scale = saved
         if scale is not None:
             stop = stop or not whole_rows(p, vocabulary_size(self.c, head))
-            return direct_gradients(p, scale, e, self.c, lambda e: self.products(e, tokens, None, stop), head=head,
-                                    wanted=wanted)  # fmt: skip
+            products = partial(self.products, tokens=tokens, groups=None, stop=stop, adding=dc is not None)
+            return direct_gradients(p, scale, e, self.c, products, dc, head=head, wanted=wanted)
         groups = self.plan(len(e), copies=not stop, on_hopper=False)
         form = partial(dz_of_saved, p, reference, tokens.lse, tokens.targets, tokens.cotangents, self.weights,
                        groups=groups, head=head, wanted=wanted, interpret=self.interpret)  # fmt: skip
@@ -209,9 +211,10 @@ class _Backward:
                 Gradients.begun(e, self.c, head, wanted), form, groups, self.products(e, tokens, groups, stop)
             )
         splits = splits_of(len(e), e.shape[1], self.tiles.de, self.gpu.multiprocessors)
-        products = self.products(e, tokens, groups, True, adding=True, splits=splits)
+        products = self.products(e, tokens, groups, True, adding=begun.c is not None, splits=splits)
         sums = jnp.zeros((splits * len(e), e.shape[1]), jnp.float32) if wanted.e else None
-        sums, dc, dbias = add_groups(begun._replace(e=sums), form, groups, products)
+        dc = lax.empty(self.c.shape, self.c.dtype) if wanted.c and begun.c is None else begun.c
+        sums, dc, dbias = add_groups(Gradients(sums, dc, begun.bias), form, groups, products)
         de = None if sums is None else jnp.sum(sums.reshape(splits, *e.shape), axis=0)
         return Gradients(de, dc, dbias)
 
@@ -275,8 +278,8 @@ def gradients(
                    memory_budget=memory_budget, direct=direct, tiles=tiles.dz, interpret=interpret)  # fmt: skip
     backward = _Backward(c, bias, weights, unit, head, wanted, tiles, gpu, on_hopper, interpret, plan)
 
-    def of_saved(stop: bool) -> list[Gradients]:
-        return [] if of_first is None else [backward.of_saved(first, of_first, stop)]
+    def of_saved(stop: bool, wanted: Wanted = wanted, dc: jax.Array | None = None) -> list[Gradients]:
+        return [] if of_first is None else [backward.of_saved(first, of_first, stop, wanted, dc)]
 
     def with_others(parts: list[Gradients], stop: bool) -> list[Gradients]:
         if count_saved == tokens:
@@ -287,7 +290,16 @@ def gradients(
         """Where few tokens are kept, by kernels that stop at the last one."""
         return found(False) if few is None else lax.cond(few, lambda: found(True), lambda: found(False))
 
-    if on_hopper:  # whose kernels always stop there, and can be no part of a conditional that does not wait
+    # Hopper's kernels always stop there, and can be no part of a conditional that does not wait.
+    if on_hopper and direct and wanted.c and 0 < count_saved < tokens:
+        parts = decided(partial(of_saved, wanted=replace(wanted, c=False)))
+        # so that de in float32, which lies where dc will, is gone before
+        cotangents, parts = lax.optimization_barrier((others.cotangents, parts))
+        others = others._replace(cotangents=cotangents)
+        *parts, last = with_others(parts, True)
+        (of_c,) = decided(partial(of_saved, wanted=Wanted(e=False, c=True, bias=False), dc=last.c))
+        parts.append(last._replace(c=of_c.c))
+    elif on_hopper:
         parts = with_others(decided(of_saved) if of_first is not None else [], True)
     else:
         parts = decided(lambda stop: with_others(of_saved(stop), stop))

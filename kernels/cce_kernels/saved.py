@@ -178,13 +178,14 @@ def prepared(
 
 
 def direct_gradients(
-    saved, r, e, c, products: Callable[[jax.Array], Products], *, head: Head, wanted: Wanted
+    saved, r, e, c, products: Callable[[jax.Array], Products], begun: jax.Array | None, *, head: Head, wanted: Wanted
 ) -> Gradients:  # fmt: skip
     """The gradients that the tokens of `saved` give, de in its own type; r and e are theirs.
 
-    products(e): the matmuls with this e.
+    products(e): the matmuls with this e. begun: dc of other tokens, to which products adds.
     """
     de, dc, dbias = Gradients.begun(e, c, head, wanted)
+    dc = dc if begun is None else begun
     start = jnp.int32(0)
     if wanted.e:
         de = (products(e).add_de(None, saved, start) * r[:, None]).astype(e.dtype)
