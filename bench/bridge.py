@@ -21,7 +21,7 @@ from bench.calls_jax import Compiled
 from bench.calls_torch import wait
 from bench.data import SHAPES, Shape, trained
 from bench.losses_jax import full_logits, ours
-from bench.measure import milliseconds
+from bench.measure import in_turns
 from bench.report import environment
 from cce_torch import bridge, linear_cross_entropy
 
@@ -41,7 +41,7 @@ def gradients(e: torch.Tensor, c: torch.Tensor, targets: torch.Tensor) -> tuple[
 
 
 def speed(shape: Shape, rounds: int) -> dict[str, float]:
-    """Medians of JAX's and torch's calls, taking turns after a burst of each."""
+    """Medians of JAX's and torch's calls."""
     arrays, leaves = tensors(shape)
     call = Compiled.of(jax.value_and_grad(ours("auto"), (0, 1)), *arrays)
     full = Compiled.of(jax.value_and_grad(full_logits, (0, 1)), *arrays)
@@ -50,14 +50,7 @@ def speed(shape: Shape, rounds: int) -> dict[str, float]:
         "torch_ms": Call(lambda: leaves, gradients, wait),
         "jax_full_logits_ms": full.call(),
     }
-    times = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            for burst in range(3):
-                spent = milliseconds(run)
-                if burst:
-                    times[name].append(spent)
-    medians = {name: float(np.median(x)) for name, x in times.items()}
+    medians = in_turns(runs, rounds)
     return {**medians, "ratio": medians["torch_ms"] / medians["jax_ms"], "jax_scratch_mib": call.scratch / MIB,
             "jax_peak_mib": (call.scratch + call.output) / MIB}  # fmt: skip
 

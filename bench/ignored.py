@@ -18,7 +18,7 @@ from rich.table import Table
 
 from bench.calls import Call
 from bench.data import SHAPES, Inputs, trained
-from bench.measure import steady
+from bench.measure import in_turns, steady
 from bench.methods import METHODS
 from bench.report import environment
 from bench.run import calls_of
@@ -44,14 +44,14 @@ def call_of(package: str, memory: str, inputs: Inputs) -> Call:
 
 
 def cost_of_looking(memory: str, inputs: Inputs, rounds: int) -> float:
-    """cce_jax with no token ignored, relative to kernels that take none to be: medians of bursts that take turns."""
+    """cce_jax with no token ignored, relative to kernels that take none to be."""
     looking = call_of("cce_jax", memory, inputs)
     jax.clear_caches()  # of programs that were traced for these shapes
     with patch.object(forward, "kept_tokens", lambda *_: None), patch.object(backward, "kept_tokens", lambda *_: None):
         blind = call_of("cce_jax", memory, inputs)
     jax.clear_caches()
-    times = np.array([[steady(looking, rounds), steady(blind, rounds)] for _ in range(5)])
-    return float(np.divide(*np.median(times, axis=0)))
+    times = in_turns({"looking": looking, "blind": blind}, 4 * rounds)
+    return times["looking"] / times["blind"]
 
 
 def main() -> None:

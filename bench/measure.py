@@ -7,6 +7,7 @@ import numpy as np
 from bench.calls import Call
 
 WARM, HEATING = 4, 0.3  # calls and seconds of a burst that are not counted: short calls heat a GPU no faster
+BURST = 4  # calls of one of those that take turns, the first not counted
 LEAST, PATIENCE = 3, 1.5  # a slow call gets this many samples, and no more once it has taken so many seconds
 REGIMES = {
     "steady": f"a method's calls back to back, those of the first {HEATING} s of a burst, {WARM} at least, not counted",
@@ -41,6 +42,17 @@ def steady(call: Call, rounds: int) -> float:
     """Median milliseconds of the call among others of its own kind, as in a loop that does nothing else."""
     _samples(call, WARM, 0, HEATING)
     return float(np.median(_samples(call, rounds, 0)))
+
+
+def in_turns(calls: dict[str, Call], rounds: int) -> dict[str, float]:
+    """Median milliseconds of calls that are compared: bursts take turns, so that the GPU is as hot for each of them."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        _samples(call, WARM, 0, HEATING)
+    for _ in range(rounds):
+        for name, call in calls.items():
+            times[name] += _samples(call, BURST, 0)[1:]
+    return {name: float(np.median(x)) for name, x in times.items()}
 
 
 def spaced(call: Call, rounds: int) -> float:

@@ -18,7 +18,7 @@ from bench import truth as float64
 from bench.calls import Call
 from bench.calls_torch import tensors
 from bench.data import SWEEPS, SWEPT, Shape, flat, hidden, trained
-from bench.measure import HEATING, steady
+from bench.measure import HEATING, in_turns, steady
 from bench.run import measure
 from tests.cases import Case, inputs
 from tests.truth import truth
@@ -75,6 +75,22 @@ def test_a_short_call_is_timed_as_hot_as_a_long_one():
     call = Call(tuple, lambda: calls.append(time.perf_counter()), lambda _: None)
     assert steady(call, 5) < 10
     assert calls[-6] - calls[0] > 0.9 * HEATING
+
+
+def test_calls_that_are_compared_take_turns():
+    order = ""
+
+    def call(name: str, seconds: float) -> Call:
+        def run() -> None:
+            nonlocal order
+            order += name
+            time.sleep(seconds)
+
+        return Call(tuple, run, lambda _: None)
+
+    times = in_turns({"a": call("a", 0.002), "b": call("b", 0.008)}, 3)
+    assert order.endswith(3 * "aaaabbbb")
+    assert 2 <= times["a"] < 6 <= 8 <= times["b"]
 
 
 def test_missing_and_failing_methods(monkeypatch, tmp_path):

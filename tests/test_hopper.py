@@ -208,6 +208,28 @@ def test_a_classifier_of_shape_d_by_v():
     assert not jnp.any(np.delete(dc, np.arange(COLUMNS, 2 * COLUMNS), axis=1))
 
 
+@INTERPRETED
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+@pytest.mark.parametrize("kept", [0, 100, 128])
+def test_dc_of_two_parts_of_the_tokens(kept, vocab_axis):
+    """Of those saved, 128, some are kept, and rows of P from the next multiple of 64 on may hold anything."""
+    e, c, *_ = problem(vocab_axis)
+    keys = jax.random.split(jax.random.key(3), 2)
+    dz = jax.random.normal(keys[0], (TOKENS - 128, COLUMNS)).astype(BF16)
+    p = jax.random.normal(keys[1], (128, VOCABULARY)).astype(BF16)
+    p = jnp.where(jnp.arange(128)[:, None] < kept, p, 0).at[-(-kept // 64) * 64 :].set(jnp.nan)
+    first = hopper_kernels.Beside(p, e[:128], jnp.array([kept], jnp.int32))
+    products = hopper_kernels.products(
+        e[128:], c, head=Head(vocab_axis=vocab_axis), unit=None, count=jnp.array([TOKENS - 128], jnp.int32), gpu=SMALL,
+        beside=first, interpret=interpreter(),
+    )  # fmt: skip
+    found = jnp.moveaxis(products.put_dc(jnp.full_like(c, 7), dz, jnp.int32(COLUMNS)), vocab_axis, 0)
+    group = slice(COLUMNS, 2 * COLUMNS)
+    wide, of_p = e.astype(jnp.float32), p[:kept, group].astype(jnp.float32)
+    assert error(found[group], dz.astype(jnp.float32).T @ wide[128:] + of_p.T @ wide[:kept]) < 2.0**-9
+    assert np.all(np.delete(np.asarray(found), np.arange(COLUMNS, 2 * COLUMNS), axis=0) == 7)
+
+
 @pytest.fixture
 def both_interpreters(monkeypatch):
     """Calls go as on a GPU with few multiprocessors; Triton's kernels run in their interpreter, these in theirs.

@@ -31,11 +31,22 @@ def test_windows_own_every_column_once_and_overwrite_in_order(vocabulary, column
         assert (written[owned : start + groups.columns] == k).all()
 
 
-@given(st.integers(1, 300_000), st.integers(0, 2**30), st.integers(1, 2**17))
-def test_groups_fit_their_budget(vocabulary, budget, column_bytes):
-    groups = vocabulary_groups(vocabulary, budget, column_bytes)
+@given(st.integers(1, 300_000), st.integers(0, 2**30), st.integers(1, 2**17), st.booleans())
+def test_groups_fit_their_budget(vocabulary, budget, column_bytes, beyond):
+    groups = vocabulary_groups(vocabulary, budget, column_bytes, beyond=beyond)
     assert groups.columns * column_bytes <= budget or groups.columns <= FEWEST_COLUMNS
     assert 0 <= groups.overlap < groups.columns <= vocabulary
+    assert (groups.count - 1) * groups.columns + groups.last == vocabulary + groups.overlap
+
+
+def test_what_a_short_last_group_costs():
+    """One that ends with the vocabulary costs what its columns do; one that overlaps its neighbour, what all do."""
+
+    def waves(columns: int) -> float:
+        return -(-columns // 2500) + 0.1
+
+    assert vocabulary_groups(5000, 4096, 1, waves, 1024, beyond=True) == Groups(5000, 3072, beyond=True)
+    assert vocabulary_groups(5000, 4096, 1, waves, 1024) == Groups(5000, 2048)
 
 
 @settings(max_examples=20)

@@ -10,8 +10,8 @@ a probability, or dz of more of the vocabulary than fits in the scratch.
 Tokens whose exponentials the forward pass saved need no logits (cce_kernels/saved.py): they begin dc, to which the
 others add. Ignored tokens come last (cce_kernels/tokens.py): where they are many, kernels run that stop at the last
 token that is kept. On Hopper GPUs they always do, and no choice is left, but for what was saved: there the kernels of
-cce_kernels/hopper_kernels.py take the place of the dz kernel and of both products in most calls. Then saved tokens of
-which no dz is formed come last in dc, being many: a matmul adds them to what the others gave, and rounds the sum once.
+cce_kernels/hopper_kernels.py take the place of the dz kernel and of both products in most calls, and sum dc of saved
+tokens and of the others at once, so that it is rounded once.
 """
 
 from collections.abc import Callable
@@ -25,11 +25,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from cce_kernels.budget import group_of, linear, ragged_bytes
-from cce_kernels.config import Gpu, TileConfig, Tiles, target_of
+from cce_kernels.config import DEPTH, Gpu, TileConfig, Tiles, target_of
 from cce_kernels.groups import Gradients, Products, Wanted, add_groups, fitted, unscaled, xla_products
 from cce_kernels.logits import Head, vocabulary_size
 from cce_kernels.products import kernel_products, splits_of
-from cce_kernels.saved import direct_gradients, dz_of_saved, prepared, references, whole_rows
+from cce_kernels.saved import direct_gradients, dz_of_saved, prepared, references, scaled, whole_rows
 from cce_kernels.tiles import (
     LOG2_E,
     cdiv,
@@ -136,11 +136,15 @@ class _Tokens(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """The exponentials of some tokens, what they are relative to and, where no dz is formed of them, their scale."""
+    """The exponentials of some tokens, what they are relative to and, where no dz is formed of them, their scale.
+
+    wanted: the gradients that they give by themselves.
+    """
 
     exponentials: jax.Array
     reference: jax.Array
     scale: jax.Array | None
+    wanted: Wanted
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,7 @@ class _Backward:
     def products(self, e: jax.Array, tokens: _Tokens, groups: Groups | None, stop: bool, **how: Any) -> Products:
         """groups: None for all columns at once."""
         if not stop:
-            return xla_products(e, self.c, head=self.head, unit=self.unit, **how)
+            return xla_products(e, self.c, head=self.head, unit=self.unit)
         if groups is not None and groups.beyond:
             from cce_kernels import hopper_kernels
 
@@ -171,14 +175,13 @@ class _Backward:
         return kernel_products(e, self.c, head=self.head, unit=self.unit, count=tokens.count, tiles=self.tiles,
                                interpret=self.interpret, **how)  # fmt: skip
 
-    def of_saved(self, tokens: _Tokens, saved: _Saved, stop: bool, wanted: Wanted, dc: jax.Array | None) -> Gradients:
-        """The gradients wanted of tokens that are saved; dc added to that of others, where there is one."""
+    def of_saved(self, tokens: _Tokens, saved: _Saved, stop: bool) -> Gradients:
         e, head = tokens.e(), self.head
-        p, reference, scale = saved
+        p, reference, scale, wanted = saved
         if scale is not None:
             stop = stop or not whole_rows(p, vocabulary_size(self.c, head))
-            products = partial(self.products, tokens=tokens, groups=None, stop=stop, adding=dc is not None)
-            return direct_gradients(p, scale, e, self.c, products, dc, head=head, wanted=wanted)
+            return direct_gradients(p, scale, e, self.c, lambda e: self.products(e, tokens, None, stop), head=head,
+                                    wanted=wanted)  # fmt: skip
         groups = self.plan(len(e), copies=not stop, on_hopper=False)
         form = partial(dz_of_saved, p, reference, tokens.lse, tokens.targets, tokens.cotangents, self.weights,
                        groups=groups, head=head, wanted=wanted, interpret=self.interpret)  # fmt: skip
@@ -201,8 +204,8 @@ class _Backward:
                        tokens.count if stop else None, groups=groups, tiles=self.tiles.dz, head=self.head,
                        wanted=self.wanted, interpret=self.interpret)  # fmt: skip
 
-    def of_others(self, tokens: _Tokens, begun: Gradients | None, stop: bool) -> Gradients:
-        """de of tokens that are not saved; and dc and dbias, added to those begun."""
+    def of_others(self, tokens: _Tokens, begun: Gradients | None, beside: Any, stop: bool) -> Gradients:
+        """de of tokens that are not saved; dbias and dc, added to those begun, or dc with what is beside in its sum."""
         e, head, wanted = tokens.e(), self.head, self.wanted
         groups = self.plan(len(e), copies=not stop and begun is None, on_hopper=self.on_hopper)
         form = self.form_dz(e, tokens, groups, stop)
@@ -211,10 +214,13 @@ class _Backward:
                 Gradients.begun(e, self.c, head, wanted), form, groups, self.products(e, tokens, groups, stop)
             )
         splits = splits_of(len(e), e.shape[1], self.tiles.de, self.gpu.multiprocessors)
-        products = self.products(e, tokens, groups, True, adding=begun.c is not None, splits=splits)
+        if beside is None:
+            products = self.products(e, tokens, groups, True, splits=splits, adding=True)
+        else:
+            products = self.products(e, tokens, groups, True, splits=splits, beside=beside)
+            begun = begun._replace(c=lax.empty(self.c.shape, self.c.dtype))
         sums = jnp.zeros((splits * len(e), e.shape[1]), jnp.float32) if wanted.e else None
-        dc = lax.empty(self.c.shape, self.c.dtype) if wanted.c and begun.c is None else begun.c
-        sums, dc, dbias = add_groups(Gradients(sums, dc, begun.bias), form, groups, products)
+        sums, dc, dbias = add_groups(begun._replace(e=sums), form, groups, products)
         de = None if sums is None else jnp.sum(sums.reshape(splits, *e.shape), axis=0)
         return Gradients(de, dc, dbias)
 
@@ -264,43 +270,49 @@ def gradients(
     )  # fmt: skip
     count_saved = 0 if saved is None else saved.shape[0]
     first, others = everyone.part(0, count_saved), everyone.part(count_saved, tokens)
+    together = on_hopper and direct and wanted.c and 0 < count_saved < tokens  # one sum for dc of both
     of_first = None
     if saved is not None:
         target = target[:count_saved]
         reference, scale = references(first.lse, target, first.targets, vocabulary), None
         if direct:
-            clear = True if few is None or wanted.bias else ~few if whole_rows(saved, vocabulary) else False
+            clear = None  # rows of ignored tokens that no kernel leaves out
+            if few is None or wanted.bias:
+                clear = jnp.full(1, count_saved, jnp.int32)
+            elif together:
+                clear = first.count + (DEPTH - 1)
+            elif whole_rows(saved, vocabulary):
+                clear = jnp.where(few, 0, count_saved)
             saved, scale = prepared(saved, reference, first.lse, target, first.targets, first.cotangents, clear,
                                     head=head, interpret=interpret)  # fmt: skip
-        of_first = _Saved(saved, reference, scale)
+        of_first = _Saved(saved, reference, scale, replace(wanted, c=wanted.c and not together))
     memory_budget -= ragged_bytes(len(e), width)
     plan = partial(group_of, tokens=tokens, saved=count_saved, width=width, vocabulary=vocabulary, dtype=e.dtype,
                    memory_budget=memory_budget, direct=direct, tiles=tiles.dz, interpret=interpret)  # fmt: skip
     backward = _Backward(c, bias, weights, unit, head, wanted, tiles, gpu, on_hopper, interpret, plan)
 
-    def of_saved(stop: bool, wanted: Wanted = wanted, dc: jax.Array | None = None) -> list[Gradients]:
-        return [] if of_first is None else [backward.of_saved(first, of_first, stop, wanted, dc)]
+    def of_saved(stop: bool) -> list[Gradients]:
+        return [] if of_first is None else [backward.of_saved(first, of_first, stop)]
 
-    def with_others(parts: list[Gradients], stop: bool) -> list[Gradients]:
+    def with_others(parts: list[Gradients], stop: bool, beside: Any = None) -> list[Gradients]:
         if count_saved == tokens:
             return parts
-        return [*parts, backward.of_others(others, parts[0] if parts else None, stop)]
+        return [*parts, backward.of_others(others, parts[0] if parts else None, beside, stop)]
 
     def decided(found: Callable[[bool], list[Gradients]]) -> list[Gradients]:
         """Where few tokens are kept, by kernels that stop at the last one."""
         return found(False) if few is None else lax.cond(few, lambda: found(True), lambda: found(False))
 
-    # Hopper's kernels always stop there, and can be no part of a conditional that does not wait.
-    if on_hopper and direct and wanted.c and 0 < count_saved < tokens:
-        parts = decided(partial(of_saved, wanted=replace(wanted, c=False)))
-        # so that de in float32, which lies where dc will, is gone before
-        cotangents, parts = lax.optimization_barrier((others.cotangents, parts))
-        others = others._replace(cotangents=cotangents)
-        *parts, last = with_others(parts, True)
-        (of_c,) = decided(partial(of_saved, wanted=Wanted(e=False, c=True, bias=False), dc=last.c))
-        parts.append(last._replace(c=of_c.c))
-    elif on_hopper:
-        parts = with_others(decided(of_saved) if of_first is not None else [], True)
+    if on_hopper:  # whose kernels always stop there, and can be no part of a conditional that does not wait
+        parts, beside = decided(of_saved) if of_first is not None else [], None
+        if together:
+            from cce_kernels.hopper_kernels import Beside
+
+            assert of_first is not None
+            assert of_first.scale is not None
+            r, parts = lax.optimization_barrier((of_first.scale, parts))  # so that de in float32 is not beside dc
+            beside = Beside(of_first.exponentials, scaled(first.e(), r), first.count)
+        parts = with_others(parts, True, beside)
     else:
         parts = decided(lambda stop: with_others(of_saved(stop), stop))
     dc, dbias = parts[-1].c, parts[-1].bias

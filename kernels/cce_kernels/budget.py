@@ -9,7 +9,6 @@ copied for them; with `whole_bytes` there are no others, and the gradient is two
 """
 
 import math
-from dataclasses import replace
 from functools import lru_cache, partial
 
 import jax.numpy as jnp
@@ -79,9 +78,8 @@ def group_of(
         left = memory_budget - _saved_bytes(saved, vocabulary) - _beside_groups(tokens, saved, width, direct)
     row_blocks, gpu = cdiv(part, tiles.rows), target_of(dtype, width, interpret)[0]
     if on_hopper:
-        units = gpu.multiprocessors // 2
-        groups = vocabulary_groups(vocabulary, left, 2 * part, partial(hopper_cost, part, width, units), PAIR_ROWS)
-        return replace(groups, beyond=True)
+        cost = partial(hopper_cost, part, tokens if saved and direct else part, width, gpu.multiprocessors // 2)
+        return vocabulary_groups(vocabulary, left, 2 * part, cost, PAIR_ROWS, beyond=True)
 
     def waves(columns: int) -> float:  # in tiles: the dz kernel's waves of programs, and what each group costs besides
         return cdiv(row_blocks * cdiv(columns, tiles.columns), gpu.multiprocessors) + GROUP_COST
@@ -90,12 +88,15 @@ def group_of(
     return Groups(vocabulary, min(groups.columns, 3 * tiles.columns)) if interpret else groups
 
 
-def hopper_cost(tokens: int, width: int, units: int, columns: int) -> float:
-    """What a group of so many columns costs the kernels for Hopper, in steps of a pair of multiprocessors."""
+def hopper_cost(tokens: int, of_dc: int, width: int, units: int, columns: int) -> float:
+    """What a group of so many columns costs the kernels for Hopper, in steps of a pair of multiprocessors.
+
+    of_dc: the tokens that dc sums over, those that are saved with them.
+    """
     pairs, of_columns = cdiv(tokens, PAIR_ROWS), cdiv(columns, PAIR_ROWS)
     dz = HOPPER.logits.waves(pairs, columns, units) * (width / DEPTH + HOPPER_EPILOGUE)
     de = min(tiles.cost(pairs, width, units) for tiles in HOPPER.de) * columns / DEPTH
-    dc = min(tiles.cost(of_columns, width, units) for tiles in HOPPER.dc) * tokens / DEPTH
+    dc = min(tiles.cost(of_columns, width, units) for tiles in HOPPER.dc) * of_dc / DEPTH
     return dz + de + dc + HOPPER_GROUP
 
 
@@ -138,7 +139,10 @@ def _beside_matmuls(tokens: int, saved: int, width: int, vocabulary: int, of_c: 
 
 
 def _beside_groups(tokens: int, saved: int, width: int, direct: bool) -> int:
-    """What the groups of the tokens that are not saved take beside their dz: their e and de, and de of the others."""
+    """What the groups of the tokens that are not saved take beside their dz: their e and de, and de of the others.
+
+    e of the others, which dc sums with theirs on Hopper GPUs, lies where de will; or, if none is wanted, there is none.
+    """
     if not direct:
         return _always(tokens, width) + 4 * tokens * width
     others = tokens - saved

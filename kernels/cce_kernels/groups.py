@@ -55,14 +55,8 @@ class Products(NamedTuple):
     put_dc: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # (dc, dz, start) -> dc
 
 
-def xla_products(
-    e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None, adding: bool = False
-) -> Products:  # fmt: skip
-    """Both by XLA. unit: what dz is to be multiplied by, where it was scaled to fit its type; adding: to what is in dc.
-
-    That sum is part of the matmul, and rounded once, where dc is a parameter of the computation that XLA compiles, such
-    as a branch of a conditional; otherwise the product is rounded, and lies beside dc, first.
-    """
+def xla_products(e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None) -> Products:
+    """Both by XLA. unit: what dz is to be multiplied by, where it was scaled to fit its type."""
     axis, wide = head.vocab_axis, jnp.promote_types(e.dtype, jnp.float32)
 
     def matmul(left, right, left_axis: int, right_axis: int, out) -> jax.Array:
@@ -76,10 +70,8 @@ def xla_products(
 
     def put_dc(dc, dz, start):
         left, right = (dz, e) if axis == 0 else (e, dz)
-        dc_g = unscaled(matmul(left, right, 0, 0, c.dtype if unit is None else wide), unit, c.dtype)
-        if adding:
-            dc_g += lax.dynamic_slice_in_dim(dc, start, dz.shape[1], axis)
-        return lax.dynamic_update_slice_in_dim(dc, dc_g, start, axis)
+        dc_g = matmul(left, right, 0, 0, c.dtype if unit is None else wide)
+        return lax.dynamic_update_slice_in_dim(dc, unscaled(dc_g, unit, c.dtype), start, axis)
 
     return Products(add_de, put_dc)
 

@@ -1,6 +1,6 @@
 """Matmuls with an epilogue for Hopper GPUs (compute capability 9.0), lowered through Mosaic GPU.
 
-    out_tile = epilogue(left[rows] · right[columns]ᵀ)
+    out_tile = epilogue(Σ left[rows] · right[columns]ᵀ)        over one or two pairs of operands
 
 What Triton's lowering leaves idle here works. Of three warpgroups one copies tiles into shared memory (TMA), `stages`
 steps ahead, and goes on while the others are in an epilogue. The others each multiply 64 rows, the second one a few
@@ -49,8 +49,19 @@ class Work(NamedTuple):
     """What a program computes, by numbers known to the device alone."""
 
     tiles: Any  # how many
-    place: Callable[[Any], "Place"]  # where the n-th of them lies
-    steps: Any  # of DEPTH, in each
+    sums: "Sequence[Sum]"  # of each tile, one for each pair of operands
+
+    @property
+    def steps(self):
+        """In each tile."""
+        return sum((x.steps for x in self.sums[1:]), self.sums[0].steps)
+
+
+class Sum(NamedTuple):
+    """What a pair of operands adds to a tile."""
+
+    steps: Any  # of DEPTH
+    place: Callable[[Any], "Place"]  # where the operands of the n-th tile begin
     limit: Any = None  # of left's inner axis, from where on it is taken for 0
 
 
@@ -133,22 +144,23 @@ def zero_vector() -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
 
 
-def _copies(shared: _Shared, multiply: Multiply, left, right, work: Work) -> None:
+def _copies(shared: _Shared, multiply: Multiply, operands, work: Work) -> None:
     """The copying warpgroup: every step of every tile, as soon as its stage is free."""
-    steps, stages = work.steps, multiply.tiles.stages
+    stages = multiply.tiles.stages
 
-    def tile(n, carry):
-        place = work.place(n)
+    def add(n, first, left, right, of: Sum):
+        """The steps of a pair of operands in the n-th tile, of which the first is the first-th of all."""
+        place = of.place(n)
         row = multiple(place.row, TMA_ROWS if multiply.left_axis else DEPTH)
         left_inner, right_inner = multiple(place.left_inner, DEPTH), multiple(place.right_inner, DEPTH)
         columns = pl.ds(multiple(place.column, DEPTH), multiply.tiles.columns)
 
         def step(k, carry):
-            i = n * steps + k
+            i = first + k
             slot = lax.rem(i, stages)
             inner = left_inner + k * DEPTH
-            if work.limit is not None:
-                inner = multiple(jnp.where(inner < work.limit, inner, OUTSIDE), DEPTH)
+            if of.limit is not None:
+                inner = multiple(jnp.where(inner < of.limit, inner, OUTSIDE), DEPTH)
             of_left, of_right = (
                 (pl.ds(row, BLOCK), pl.ds(inner, DEPTH)),
                 (columns, pl.ds(right_inner + k * DEPTH, DEPTH)),
@@ -160,13 +172,20 @@ def _copies(shared: _Shared, multiply: Multiply, left, right, work: Work) -> Non
                                     shared.right.at[slot], shared.full.at[slot], collective_axes="cluster")  # fmt: skip
             return carry
 
-        return lax.fori_loop(jnp.int32(0), steps, step, carry)
+        lax.fori_loop(jnp.int32(0), of.steps, step, None)
+        return first + of.steps
+
+    def tile(n, carry):
+        first = n * work.steps
+        for (left, right), of in zip(operands, work.sums, strict=True):
+            first = add(n, first, left, right, of)
+        return carry
 
     def drain(i, carry):  # the other program of the pair writes into this one's shared memory until then
         plgpu.barrier_wait(shared.free.at[lax.rem(i, stages)])
         return carry
 
-    total = work.tiles * steps
+    total = work.tiles * work.steps
     lax.fori_loop(jnp.int32(0), work.tiles, tile, None)
     lax.fori_loop(jnp.maximum(total - stages, 0), total, drain, None)
 
@@ -201,7 +220,7 @@ def _product(warpgroup: Warpgroup, work: Work, tile) -> jax.Array:
     return product
 
 
-def _body(left, right, multiply: Multiply, work_of, compute, shared: _Shared) -> None:
+def _body(operands, multiply: Multiply, work_of, compute, shared: _Shared) -> None:
     number = lax.axis_index("warpgroup")
     work = work_of(lax.axis_index("pair"), lax.axis_index("cluster"))
 
@@ -218,11 +237,12 @@ def _body(left, right, multiply: Multiply, work_of, compute, shared: _Shared) ->
     @pl.when(number == COPYING)
     def _():
         plgpu.set_max_registers(REGISTERS["copying"], action="decrease")
-        _copies(shared, multiply, left, right, work)
+        _copies(shared, multiply, operands, work)
 
 
 def launch(
-    operands: Sequence[jax.Array | None],
+    operands: Sequence[tuple[jax.Array, jax.Array]],
+    others: Sequence[jax.Array | None],
     outputs: Sequence[jax.Array | jax.ShapeDtypeStruct | None],
     multiply: Multiply,
     kernel: Callable[..., tuple[Callable[..., Work], Callable[..., None]]],
@@ -232,16 +252,17 @@ def launch(
     written: Any = None,
     interpret: Any = None,
 ) -> list[jax.Array | None]:
-    """Runs a kernel in so many pairs of programs; operands[0] is left, operands[1] right; one that is None stays so.
+    """Runs a kernel in so many pairs of programs. operands: pairs of left and right, as many as a Work has sums.
 
     outputs: arrays are written in place. written: the type of what `Warpgroup.write` gets, None if it is not called.
-    kernel(*refs), of operands and outputs, gives work_of(pair, program of the pair) and
+    kernel(*refs), of others and outputs, None where one is, gives work_of(pair, program of the pair) and
     compute(warpgroup, work, product), which is to call product(n) once for each of its tiles, in order.
     """
-    given = *operands, *outputs
+    multiplied = [x for pair in operands for x in pair]
+    given, inputs = (*multiplied, *others, *outputs), len(multiplied) + len(others)
     present = [x is not None for x in given]
     begun = [lax.empty(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x for x in given if x is not None]
-    dtype = operands[0].dtype  # type: ignore[union-attr]
+    dtype = multiplied[0].dtype
     mesh = plgpu.Mesh(grid=(pairs,), grid_names=("pair",), cluster=(2,), cluster_names=("cluster",), num_threads=3,
                       thread_name="warpgroup")  # fmt: skip
 
@@ -267,9 +288,10 @@ def launch(
             every = [next(found) if there else None for there in present]
 
             def body(*_):
-                work_of, compute = kernel(*every)
+                pairs_of_refs = list(zip(every[: len(multiplied) : 2], every[1 : len(multiplied) : 2], strict=True))
+                work_of, compute = kernel(*every[len(multiplied) :])
                 pl.run_scoped(
-                    lambda *shared: _body(every[0], every[1], multiply, work_of, compute, _Shared(*shared)),
+                    lambda *shared: _body(pairs_of_refs, multiply, work_of, compute, _Shared(*shared)),
                     *scratch, collective_axes="warpgroup",
                 )  # fmt: skip
 
@@ -279,10 +301,10 @@ def launch(
             else:
                 pl.kernel(body, mesh=mesh, **options)()  # type: ignore[reportCallIssue]
 
-        return pl.run_state(stateful)(arrays)[sum(present[: len(operands)]) :]
+        return pl.run_state(stateful)(arrays)[sum(present[:inputs]) :]
 
     found = iter(call(*begun))
-    return [next(found) if there else None for there in present[len(operands) :]]
+    return [next(found) if there else None for there in present[inputs:]]
 
 
 def _swizzled(dtype) -> tuple[Any, ...]:

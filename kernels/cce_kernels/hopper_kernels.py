@@ -3,7 +3,7 @@
     statistics   e·cᵀ       a run of the vocabulary a pair of programs; only sums leave, and exponentials to be saved
     dz           e·c_gᵀ     a group of columns, 16 bits an element written
     de           dz·c_g     added to de, float32, by the memory system
-    dc           dzᵀ·e      written once
+    dc           dzᵀ·e      written once; with Pᵀ·(r·e) in the same sum, of the tokens that are saved (saved.py)
 
 They compute what forward.py, backward.py and products.py say, in the same places of the same arrays; cce_kernels/
 tiles.py says of which calls (for_hopper). Read: left once per 256 columns, right once per 256 rows, from L2 wherever
@@ -27,6 +27,7 @@ from cce_kernels.hopper import (
     ROWS,
     Multiply,
     Place,
+    Sum,
     Work,
     along_rows,
     column_numbers,
@@ -69,27 +70,34 @@ def _spread(unit, units: int, pairs, column_tiles: int | jax.Array, group: int):
     return tiles, lambda n: grouped_order(unit + n * units, pairs, column_tiles, group)
 
 
-class _Extent(NamedTuple):
-    """Of a product: pairs of row blocks; columns; steps of the sum, and from where on left is taken for 0."""
+class _Term(NamedTuple):
+    """What a pair of operands adds to a product, as hopper.Sum; place: of a program's first row and column."""
 
-    pairs: Any
-    columns: Any
     steps: Any
+    place: Callable[[Any, Any], Place]
     limit: Any = None
 
 
-def _every_tile(
-    operands: Sequence[jax.Array | None], out: jax.Array | jax.ShapeDtypeStruct, multiply: Multiply,
-    extent: Callable[..., _Extent], place: Callable[..., Place], write: Callable[..., None],
-    *, units: int, group: int, name: str, interpret,
-) -> jax.Array:  # fmt: skip
-    """Runs a kernel that writes each tile of operands[0]'s product with operands[1] once.
+class _Extent(NamedTuple):
+    """Of a product: pairs of row blocks; columns; and its terms, one for each pair of operands."""
 
-    extent(*others), of the Refs of the other operands; place(row, column, *others), of a program's first row and
-    column; write(warpgroup, product, row, column, out, *others), of a warpgroup's first row; product() gives the tile.
+    pairs: Any
+    columns: Any
+    terms: Sequence[_Term]
+
+
+def _every_tile(
+    operands: Sequence[tuple[jax.Array, jax.Array]], others: Sequence[jax.Array | None],
+    out: jax.Array | jax.ShapeDtypeStruct, multiply: Multiply, extent: Callable[..., _Extent],
+    write: Callable[..., None], *, units: int, group: int, name: str, interpret,
+) -> jax.Array:  # fmt: skip
+    """Runs a kernel that writes each tile of the sum of products of pairs of operands once.
+
+    extent(*others), of their Refs; write(warpgroup, product, row, column, out, *others), of a warpgroup's first row and
+    column; product() gives the tile.
     """
 
-    def kernel(left_ref, right_ref, *refs):
+    def kernel(*refs):
         *others, out_ref = refs
         shape = extent(*others)
         column_tiles = lax.div(shape.columns + (multiply.tiles.columns - 1), multiply.tiles.columns)
@@ -98,11 +106,14 @@ def _every_tile(
         def work(unit, program) -> Work:
             tiles, at = spread(unit)
 
-            def where(n):
-                pair, column = at(n)
-                return place(pair * PAIR_ROWS + program * BLOCK, column * multiply.tiles.columns, *others)
+            def sum_of(term: _Term) -> Sum:
+                def place(n):
+                    pair, column = at(n)
+                    return term.place(pair * PAIR_ROWS + program * BLOCK, column * multiply.tiles.columns)
 
-            return Work(tiles, where, shape.steps, shape.limit)
+                return Sum(term.steps, place, term.limit)
+
+            return Work(tiles, [sum_of(term) for term in shape.terms])
 
         def compute(warpgroup, work, product):
             program, (_, at) = lax.axis_index("cluster"), spread(lax.axis_index("pair"))
@@ -117,7 +128,7 @@ def _every_tile(
 
         return work, compute
 
-    (written,) = launch(operands, (out,), multiply, kernel, pairs=units, name=name, written=out.dtype,
+    (written,) = launch(operands, others, (out,), multiply, kernel, pairs=units, name=name, written=out.dtype,
                         interpret=interpret)  # fmt: skip
     assert written is not None
     return written
@@ -139,7 +150,7 @@ def statistics(
         assert starts.size == cdiv(tokens, BLOCK), "the kernel of scattered tokens has blocks of another size"
         starts = jnp.pad(starts, (0, 2 * pairs - starts.size), constant_values=-1)
 
-    def kernel(e_ref, c_ref, reference_ref, starts_ref, count_ref, total_ref, saved_ref):
+    def kernel(reference_ref, starts_ref, count_ref, total_ref, saved_ref):
         def run(unit):
             pair, split = grouped_order(unit, pairs, splits, row_group(width, e.dtype.itemsize, PAIR_ROWS, PAIR_GROUP))
             first = lax.div(split * column_tiles, splits)
@@ -151,7 +162,7 @@ def statistics(
             tiles = jnp.where(pair * PAIR_ROWS < count_ref[0], tiles, 0)
             if starts_ref is not None:
                 row = jnp.maximum(starts_ref[pair * 2 + program], 0)
-            return Work(tiles, lambda n: Place(row, (first + n) * columns), width // DEPTH)
+            return Work(tiles, [Sum(width // DEPTH, lambda n: Place(row, (first + n) * columns))])
 
         def compute(warpgroup, work, product):
             program = lax.axis_index("cluster")
@@ -188,7 +199,7 @@ def statistics(
         return work, compute
 
     total, p = launch(
-        (e, c, _padded(reference), starts, count),
+        [(e, c)], (_padded(reference), starts, count),
         (jax.ShapeDtypeStruct((splits, pairs * PAIR_ROWS), jnp.float32), saved),
         Multiply(HOPPER.logits, right_axis=1 - head.vocab_axis), kernel, pairs=pairs * splits, name="cce_statistics",
         written=None if saved is None else saved.dtype, interpret=interpret,
@@ -204,10 +215,8 @@ def dz_of_group(
 
     def extent(lse_ref, targets_ref, cotangents_ref, count_ref, window_ref) -> _Extent:
         left = jnp.minimum(groups.columns, groups.vocabulary - window_ref[0])
-        return _Extent(_live_pairs(count_ref[0]), left, e.shape[1] // DEPTH)
-
-    def place(row, column, lse_ref, targets_ref, cotangents_ref, count_ref, window_ref) -> Place:
-        return Place(row, window_ref[0] + column)
+        logits = _Term(e.shape[1] // DEPTH, lambda row, column: Place(row, window_ref[0] + column))
+        return _Extent(_live_pairs(count_ref[0]), left, [logits])
 
     def write(warpgroup, product, row, column, dz_ref, lse_ref, targets_ref, cotangents_ref, count_ref, window_ref):
         vectors = lse_ref, targets_ref, cotangents_ref.at[0], cotangents_ref.at[1]
@@ -224,9 +233,9 @@ def dz_of_group(
         warpgroup.write(cotangents(), dz_ref, row, column)
 
     return _every_tile(
-        (e, c, _padded(lse * LOG2_E), _padded(targets), _padded(cotangents), count, window),
+        [(e, c)], (_padded(lse * LOG2_E), _padded(targets), _padded(cotangents), count, window),
         jax.ShapeDtypeStruct((e.shape[0], groups.columns), e.dtype),
-        Multiply(HOPPER.logits, right_axis=1 - head.vocab_axis), extent, place, write, units=gpu.multiprocessors // 2,
+        Multiply(HOPPER.logits, right_axis=1 - head.vocab_axis), extent, write, units=gpu.multiprocessors // 2,
         group=row_group(e.shape[1], e.dtype.itemsize, PAIR_ROWS, PAIR_GROUP), name="cce_dz", interpret=interpret,
     )  # fmt: skip
 
@@ -235,9 +244,20 @@ def _cheapest(tiles: tuple[PairTiles, ...], pairs: int, width: int, units: int) 
     return min(tiles, key=lambda x: x.cost(pairs, width, units))
 
 
+class Beside(NamedTuple):
+    """Saved exponentials, (N_s, V), whose product with e, (N_s, D), dc is to have; and how many of the rows count.
+
+    Below them both are 0 up to a multiple of DEPTH rows.
+    """
+
+    exponentials: jax.Array
+    e: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # (1,) int32
+
+
 def products(
     e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None, count: jax.Array, gpu: Gpu,
-    adding: bool = False, splits: int = 1, interpret=None,
+    adding: bool = False, beside: Beside | None = None, splits: int = 1, interpret=None,
 ) -> Products:  # fmt: skip
     """As products.kernel_products, for a call that these kernels serve; de is never None."""
     (tokens, width), vocabulary, axis = e.shape, vocabulary_size(c, head), head.vocab_axis
@@ -245,17 +265,15 @@ def products(
     run = partial(_every_tile, units=units, group=PAIR_GROUP, interpret=interpret)
 
     def add_de(de, dz, start):
-        def left(start_ref):  # of the group's columns, those that are the vocabulary's
-            return jnp.minimum(dz.shape[1], vocabulary - start_ref[0])
-
         def extent(count_ref, start_ref) -> _Extent:
-            steps = lax.div(left(start_ref) + (DEPTH * splits - 1), DEPTH * splits)
-            return _Extent(_live_pairs(count_ref[0]) * splits, width, steps, None if splits == 1 else left(start_ref))
+            left = jnp.minimum(dz.shape[1], vocabulary - start_ref[0])  # of the group's columns the vocabulary's
+            steps, live = lax.div(left + (DEPTH * splits - 1), DEPTH * splits), _live_pairs(count_ref[0])
 
-        def place(row, column, count_ref, start_ref) -> Place:
-            live, steps = _live_pairs(count_ref[0]) * PAIR_ROWS, extent(count_ref, start_ref).steps
-            inner = lax.div(row, live) * steps * DEPTH
-            return Place(lax.rem(row, live), column, inner, start_ref[0] + inner)
+            def place(row, column) -> Place:
+                inner = lax.div(row, live * PAIR_ROWS) * steps * DEPTH
+                return Place(lax.rem(row, live * PAIR_ROWS), column, inner, start_ref[0] + inner)
+
+            return _Extent(live * splits, width, [_Term(steps, place, None if splits == 1 else left)])
 
         def write(warpgroup, product, row, column, de_ref, count_ref, start_ref):
             live = _live_pairs(count_ref[0]) * PAIR_ROWS
@@ -263,29 +281,34 @@ def products(
             warpgroup.write((x for _, x in parts_of(product(), de_ref.dtype)), de_ref, below, column, add=True)
 
         multiply = Multiply(_cheapest(HOPPER.de, cdiv(tokens, PAIR_ROWS) * splits, width, units), right_axis=axis)
-        return run((dz, c, count, start.reshape(1)), de, multiply, extent, place, write, name="cce_de")
+        return run([(dz, c)], (count, start.reshape(1)), de, multiply, extent, write, name="cce_de")
 
     def put_dc(dc, dz, start):
-        left, right = (dz, e) if axis == 0 else (e, dz)
+        def ordered(of_group, of_width):
+            """Of what has to do with the group and with D, what is left's, rows', and what is right's, columns'."""
+            return (of_group, of_width) if axis == 0 else (of_width, of_group)
 
-        def extent(count_ref, start_ref, unit_ref) -> _Extent:
-            of_dz = jnp.minimum(dz.shape[1], vocabulary - start_ref[0])
-            rows, columns = (of_dz, width) if axis == 0 else (width, of_dz)
-            return _Extent(
-                lax.div(rows + (PAIR_ROWS - 1), PAIR_ROWS), columns, lax.div(count_ref[0] + (DEPTH - 1), DEPTH)
-            )
+        def extent(count_ref, start_ref, unit_ref, saved_count_ref) -> _Extent:
+            rows, columns = ordered(jnp.minimum(dz.shape[1], vocabulary - start_ref[0]), width)
 
-        def place(row, column, *_) -> Place:
-            return Place(row, column)
+            def term(count_ref, first) -> _Term:
+                of_row, of_column = ordered(first, 0)
+                return _Term(lax.div(count_ref[0] + (DEPTH - 1), DEPTH),
+                             lambda row, column: Place(of_row + row, of_column + column))  # fmt: skip
 
-        def write(warpgroup, product, row, column, dc_ref, count_ref, start_ref, unit_ref):
+            terms = [term(count_ref, 0)] + ([] if beside is None else [term(saved_count_ref, start_ref[0])])
+            return _Extent(lax.div(rows + (PAIR_ROWS - 1), PAIR_ROWS), columns, terms)
+
+        def write(warpgroup, product, row, column, dc_ref, count_ref, start_ref, unit_ref, saved_count_ref):
             parts = (x if unit_ref is None else x * unit_ref[0] for _, x in parts_of(product(), dc_ref.dtype))
-            row, column = (start_ref[0] + row, column) if axis == 0 else (row, start_ref[0] + column)
-            warpgroup.write((x.astype(dc_ref.dtype) for x in parts), dc_ref, row, column, add=adding)
+            of_row, of_column = ordered(start_ref[0], 0)
+            warpgroup.write((x.astype(dc_ref.dtype) for x in parts), dc_ref, of_row + row, of_column + column,
+                            add=adding)  # fmt: skip
 
-        tiles = _cheapest(HOPPER.dc, cdiv(left.shape[1], PAIR_ROWS), right.shape[1], units)
-        multiply = Multiply(tiles, left_axis=0, right_axis=0)
-        operands = left, right, count, start.reshape(1), None if unit is None else unit.reshape(1)
-        return run(operands, dc, multiply, extent, place, write, name="cce_dc")
+        rows, columns = ordered(dz.shape[1], width)
+        multiply = Multiply(_cheapest(HOPPER.dc, cdiv(rows, PAIR_ROWS), columns, units), left_axis=0, right_axis=0)
+        operands = [ordered(dz, e)] + ([] if beside is None else [ordered(beside.exponentials, beside.e)])
+        scale, of_saved = None if unit is None else unit.reshape(1), None if beside is None else beside.count
+        return run(operands, (count, start.reshape(1), scale, of_saved), dc, multiply, extent, write, name="cce_dc")
 
     return Products(add_de, put_dc)

@@ -133,12 +133,11 @@ def _targets_kernel(_, targets_ref, values_ref, saved_ref, *, tiles: TileConfig)
 
 
 def _clear_kernel(_, targets_ref, clear_ref, saved_ref, *, tiles: TileConfig):
-    """Zeros in the rows of ignored tokens, where anything may lie, unless clear_ref is 0."""
+    """Zeros in the rows of ignored tokens, where anything may lie, of the first clear_ref[0] rows."""
     tokens, vocabulary = saved_ref.shape
     rows = pl.program_id(0) * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
-    ignored = load_vector(targets_ref, rows, rows < tokens) < 0
-    any_here = jnp.max(ignored.astype(jnp.int32)) * clear_ref[0]
-    last = jnp.where(any_here > 0, jnp.int32(cdiv(vocabulary, tiles.columns)), jnp.int32(0))
+    ignored = (load_vector(targets_ref, rows, rows < tokens) < 0) & (rows < clear_ref[0])
+    last = jnp.where(jnp.max(ignored.astype(jnp.int32)) > 0, jnp.int32(cdiv(vocabulary, tiles.columns)), jnp.int32(0))
     shape = tiles.rows, tiles.columns
 
     def clear(j, carry):
@@ -163,7 +162,7 @@ def prepared(
 ) -> tuple[jax.Array, jax.Array]:
     """P as the matmuls take it, in place, and r times the logits' scale, (N,).
 
-    clear: whether the rows of ignored tokens are to be zero; a bool, or a traced one.
+    clear: of how many rows those of ignored tokens are to be zero, known to the device alone; None for no row.
     """
     of_lse, of_target = cotangents[0], cotangents[1]
     raised = SMALLEST * of_target
@@ -171,27 +170,32 @@ def prepared(
     r = jnp.where(jnp.abs(r) < jnp.abs(raised), raised, r)
     value = jnp.where(r == 0, 0.0, (of_lse * jnp.exp(target - lse) + of_target) / jnp.where(r == 0, 1.0, r))
     saved = _in_place(_targets_kernel, saved, targets, value, name="cce_targets", columns=16, interpret=interpret)
-    if clear is not False:
-        clear = jnp.asarray(clear, jnp.int32).reshape(1)
-        saved = _in_place(_clear_kernel, saved, targets, clear, name="cce_clear", columns=1024, interpret=interpret)
+    if clear is not None:
+        saved = _in_place(
+            _clear_kernel, saved, targets, clear.reshape(1), name="cce_clear", columns=1024, interpret=interpret
+        )
     return saved, r * head.scale
 
 
+def scaled(e: jax.Array, r: jax.Array) -> jax.Array:
+    """r·e in e's type."""
+    return (e * r[:, None]).astype(e.dtype)
+
+
 def direct_gradients(
-    saved, r, e, c, products: Callable[[jax.Array], Products], begun: jax.Array | None, *, head: Head, wanted: Wanted
+    saved, r, e, c, products: Callable[[jax.Array], Products], *, head: Head, wanted: Wanted
 ) -> Gradients:  # fmt: skip
     """The gradients that the tokens of `saved` give, de in its own type; r and e are theirs.
 
-    products(e): the matmuls with this e. begun: dc of other tokens, to which products adds.
+    products(e): the matmuls with this e.
     """
     de, dc, dbias = Gradients.begun(e, c, head, wanted)
-    dc = dc if begun is None else begun
     start = jnp.int32(0)
     if wanted.e:
         de = (products(e).add_de(None, saved, start) * r[:, None]).astype(e.dtype)
         r, de = lax.optimization_barrier((r, de))  # so that the scaled e and de in float32 are never there together
     if dc is not None:
-        dc = products((e * r[:, None]).astype(e.dtype)).put_dc(dc, saved, start)
+        dc = products(scaled(e, r)).put_dc(dc, saved, start)
     if dbias is not None:
         high = r.astype(e.dtype)
         both = jnp.stack([high, (r - high).astype(e.dtype)])  # r to 16 bits

@@ -32,6 +32,11 @@ class Groups:
     def overlap(self) -> int:
         return 0 if self.beyond else self.count * self.columns - self.vocabulary
 
+    @property
+    def last(self) -> int:
+        """How many columns the last one computes."""
+        return self.vocabulary - (self.count - 1) * self.columns if self.beyond else self.columns
+
     def window(self, i):
         """Where the i-th window starts, and the first column that it counts; i: an integer or a traced one."""
         k = (i - 1) % self.count
@@ -41,7 +46,7 @@ class Groups:
 
 def vocabulary_groups(
     vocabulary: int, budget: int, column_bytes: int, cost: Callable[[int], float] = float,
-    multiple: int = COLUMN_MULTIPLE,
+    multiple: int = COLUMN_MULTIPLE, beyond: bool = False,
 ) -> Groups:  # fmt: skip
     """The groups that cost least of those whose columns fit: column_bytes · V_g ≤ budget, but 1024 columns always do.
 
@@ -49,6 +54,7 @@ def vocabulary_groups(
     """
     most = max(budget // max(column_bytes, 1), FEWEST_COLUMNS)
     if vocabulary <= most:
-        return Groups(vocabulary, vocabulary)
+        return Groups(vocabulary, vocabulary, beyond)
     sizes = range(min(FEWEST_COLUMNS, most), most + 1, multiple)
-    return min((Groups(vocabulary, size) for size in sizes), key=lambda g: (g.count * cost(g.columns), g.count))
+    groups = (Groups(vocabulary, size, beyond) for size in sizes)
+    return min(groups, key=lambda g: ((g.count - 1) * cost(g.columns) + cost(g.last), g.count))
