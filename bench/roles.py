@@ -9,14 +9,26 @@ import jax
 import jax.numpy as jnp
 
 from bench.data import Shape, trained
-from cce_kernels import backward, forward
+from cce_kernels import backward, forward, hopper_kernels
 from cce_kernels.budget import group_of
-from cce_kernels.config import H200, INTERPRETER, TileConfig, Tiles, local_gpu, tile_config
+from cce_kernels.config import (
+    H200,
+    HOPPER,
+    INTERPRETER,
+    PAIR_ROWS,
+    HopperTiles,
+    PairTiles,
+    TileConfig,
+    Tiles,
+    local_gpu,
+    tile_config,
+)
 from cce_kernels.contract import MEMORY_BUDGET
 from cce_kernels.groups import Products, Wanted, over_groups
 from cce_kernels.logits import Head
 from cce_kernels.products import kernel_products
 from cce_kernels.saved import DZ_TILES, dz_of_saved
+from cce_kernels.tiles import MOSAIC, cdiv, vocabulary_splits
 from cce_kernels.windows import Groups
 
 SIXTEEN_BIT = [
@@ -36,10 +48,18 @@ FLOAT32 = [
 SAVED = [TileConfig(rows, columns, 16, warps, 1)
          for rows, columns, warps in itertools.product((16, 32), (256, 512, 1024), (4, 8))]  # fmt: skip
 TINY = [INTERPRETER, TileConfig(32, 32, 16, 4, 1)]
+PAIRS = [
+    PairTiles(256, stages=4, slots=2, lead=2), PairTiles(256, 4, 2), PairTiles(256, 4, 1, lead=2),
+    PairTiles(256, 3, 2, lead=2), PairTiles(192, 4, 3, lead=2), PairTiles(192, 4, 3), PairTiles(128, 5, 2, lead=2),
+    PairTiles(128, 5, 2),
+]  # fmt: skip
 MATMUL = {"statistics": "z = e·cᵀ", "dz": "z = e·cᵀ", "de": "de = dz·c", "dc": "dc = dzᵀ·e", "saved dz": "z = e·cᵀ"}
+ON_HOPPER = {"statistics, Hopper": "statistics", "dz, Hopper": "dz", "de, Hopper": "de", "dc, Hopper": "dc"}
+MATMUL |= {role: MATMUL[of] for role, of in ON_HOPPER.items()}
 ROLES = tuple(MATMUL)
 HEAD = Head()
 WANTED = Wanted(e=True, c=True, bias=False)
+Candidate = TileConfig | PairTiles
 Program = Callable[..., Any]
 
 
@@ -62,8 +82,11 @@ class Given(NamedTuple):
         return cls(e, c, targets, lse, jnp.stack([share, -share]), count)
 
 
-def candidates(role: str, dtype, interpret: bool) -> list[TileConfig]:
-    """saved dz is of bfloat16 alone."""
+def candidates(role: str, dtype, interpret: bool) -> Sequence[Candidate]:
+    """saved dz is of bfloat16 alone; the kernels for Hopper are of 16 bits, and for it."""
+    if role in ON_HOPPER:
+        serves = MOSAIC and not interpret and (local_gpu() or H200).compute_capability == "9.0"
+        return PAIRS if serves and jnp.dtype(dtype).itemsize == 2 else []
     if role == "saved dz" and jnp.dtype(dtype) != jnp.bfloat16:
         return []
     if interpret:
@@ -73,20 +96,40 @@ def candidates(role: str, dtype, interpret: bool) -> list[TileConfig]:
     return FLOAT32 if jnp.dtype(dtype).itemsize == 4 else SIXTEEN_BIT
 
 
-def shipped(role: str, given: Given, interpret: bool) -> TileConfig:
+def shipped(role: str, given: Given, interpret: bool) -> Candidate:
+    if role in ON_HOPPER:
+        return _shipped_on_hopper(ON_HOPPER[role], given)
     if interpret:
         return INTERPRETER
-    if role == "saved dz":
-        return DZ_TILES
-    return getattr(tile_config(given.e.dtype, given.e.shape[1], local_gpu() or H200), role)
+    return DZ_TILES if role == "saved dz" else getattr(_table_row(given), role)
 
 
-def groups_of(given: Given, tiles: TileConfig, interpret: bool) -> Groups:
-    """The groups of a backward pass that saves nothing, with the default budget; tiles: those of dz."""
-    (tokens, width), vocabulary = given.e.shape, given.c.shape[0]
+def _table_row(given: Given) -> Tiles:
+    return tile_config(given.e.dtype, given.e.shape[1], local_gpu() or H200)
+
+
+def _shipped_on_hopper(kernel: str, given: Given) -> PairTiles:
+    if kernel in ("statistics", "dz"):
+        return HOPPER.logits
+    rows = groups_of(given, None, interpret=False).columns if kernel == "dc" else len(given.e)
+    units = (local_gpu() or H200).multiprocessors // 2
+    return hopper_kernels.cheapest(getattr(HOPPER, kernel), cdiv(rows, PAIR_ROWS), given.e.shape[1], units)
+
+
+def groups_of(given: Given, tiles: TileConfig | None, interpret: bool) -> Groups:
+    """The groups of a backward pass that saves nothing, with the default budget.
+
+    tiles: those of Triton's dz; None for the kernels for Hopper.
+    """
+    (tokens, width), vocabulary, on_hopper = given.e.shape, given.c.shape[0], tiles is None
     return group_of(tokens, tokens=tokens, saved=0, width=width, vocabulary=vocabulary, dtype=given.e.dtype,
-                    memory_budget=MEMORY_BUDGET, direct=False, copies=True, on_hopper=False, tiles=tiles,
-                    interpret=interpret)  # fmt: skip
+                    memory_budget=MEMORY_BUDGET, direct=on_hopper, copies=not on_hopper, on_hopper=on_hopper,
+                    tiles=tiles or _table_row(given).dz, interpret=interpret)  # fmt: skip
+
+
+def _dz_tiles(role: str, given: Given, interpret: bool) -> TileConfig | None:
+    """What the groups that the role's kernels run on are of."""
+    return None if role in ON_HOPPER else INTERPRETER if interpret else _table_row(given).dz
 
 
 def buffer(role: str, given: Given, interpret: bool) -> jax.Array | None:
@@ -94,27 +137,59 @@ def buffer(role: str, given: Given, interpret: bool) -> jax.Array | None:
     tokens, vocabulary = given.e.shape[0], given.c.shape[0]
     if role == "saved dz":
         return jnp.ones((tokens, vocabulary), given.e.dtype)
-    if role in ("de", "dc"):
-        groups = groups_of(given, shipped("dz", given, interpret), interpret)
+    if role.split(",")[0] in ("de", "dc"):
+        groups = groups_of(given, _dz_tiles(role, given, interpret), interpret)
         return jax.random.normal(jax.random.key(0), (tokens, groups.columns), given.e.dtype) / tokens
     return None
 
 
 def program(
-    role: str, given: Given, read: jax.Array | None, tiles: TileConfig, interpret: bool
+    role: str, given: Given, read: jax.Array | None, tiles: Candidate, interpret: bool
 ) -> tuple[Program, tuple]:  # fmt: skip
     """A function that launches the role's kernels for all of the vocabulary, and its arguments; read: its buffer."""
     e, c, targets, lse, cotangents, kept = given
+    if isinstance(tiles, PairTiles):
+        return _program_on_hopper(ON_HOPPER[role], given, read, HopperTiles(tiles, (tiles,), (tiles,)))
     if role == "statistics":
         return partial(run_statistics, tiles=tiles, interpret=interpret), (e, c, targets)
-    groups = groups_of(given, tiles if role == "dz" else shipped("dz", given, interpret), interpret)
+    groups = groups_of(given, tiles if role == "dz" else _dz_tiles(role, given, interpret), interpret)
     options: dict[str, Any] = {"groups": groups, "tiles": tiles, "interpret": interpret}
     if role == "dz":
         return partial(run_dz, **options), (e, c, lse, targets, cotangents)
     if role == "saved dz":
         return partial(run_saved_dz, **options), (read, lse, targets, cotangents)
-    run = {"de": run_de, "dc": run_dc}[role]
-    return partial(run, **options), (e, c, read, kept)
+    return partial(run_product, role, **options), (e, c, read, kept)
+
+
+def _program_on_hopper(
+    kernel: str, given: Given, read: jax.Array | None, tiles: HopperTiles
+) -> tuple[Program, tuple]:  # fmt: skip
+    (tokens, _), vocabulary, gpu = given.e.shape, given.c.shape[0], local_gpu() or H200
+    groups = groups_of(given, None, interpret=False)
+    splits = vocabulary_splits(cdiv(tokens, PAIR_ROWS // 2), cdiv(vocabulary, tiles.logits.columns), tokens,
+                               gpu.multiprocessors)  # fmt: skip
+
+    def statistics(e, c, lse, kept):
+        return hopper_kernels.statistics(e, c, lse, None, kept, None, head=HEAD, splits=splits, tiles=tiles)[0]
+
+    def dz(e, c, targets, lse, cotangents, kept):
+        def add(total, window):
+            return total + one_of(hopper_kernels.dz_of_group(
+                e, c, lse, targets, cotangents, kept, window, head=HEAD, groups=groups, gpu=gpu, tiles=tiles
+            ))  # fmt: skip
+
+        return over_groups(add, jnp.float32(0), groups)
+
+    def multiply(e, c, dz, kept):
+        of = hopper_kernels.products(e, c, head=HEAD, unit=None, count=kept, gpu=gpu, tiles=tiles)
+        return of_all(of, kernel, e, c, dz, groups)
+
+    e, c, targets, lse, cotangents, kept = given
+    if kernel == "statistics":
+        return statistics, (e, c, lse, kept)
+    if kernel == "dz":
+        return dz, (e, c, targets, lse, cotangents, kept)
+    return multiply, (e, c, read, kept)
 
 
 def run_statistics(e, c, targets, *, tiles: TileConfig | None, interpret: bool) -> tuple[jax.Array, jax.Array]:
@@ -141,25 +216,23 @@ def run_saved_dz(saved, lse, targets, cotangents, *, groups: Groups, tiles: Tile
     return over_groups(add, jnp.float32(0), groups)
 
 
-def run_de(e, c, dz, kept, *, groups: Groups, tiles: TileConfig, interpret: bool) -> jax.Array:
-    """The same dz for every group."""
-    add_de = products(e, c, kept, tiles, interpret).add_de
-    return over_groups(lambda de, window: add_de(de, dz, window[0]), jnp.zeros(e.shape, jnp.float32), groups)
+def run_product(role: str, e, c, dz, kept, *, groups: Groups, tiles: TileConfig, interpret: bool) -> jax.Array:
+    of = kernel_products(e, c, head=HEAD, unit=None, count=kept, tiles=Tiles.same(tiles), interpret=interpret)
+    return of_all(of, role, e, c, dz, groups)
 
 
-def run_dc(e, c, dz, kept, *, groups: Groups, tiles: TileConfig, interpret: bool) -> jax.Array:
-    """The same dz for every group."""
-    put_dc = products(e, c, kept, tiles, interpret).put_dc
-    return over_groups(lambda dc, window: put_dc(dc, dz, window[0]), jax.lax.empty(c.shape, c.dtype), groups)
+def of_all(products: Products, role: str, e, c, dz, groups: Groups) -> jax.Array:
+    """de or dc, with the same dz for every group."""
+    if role == "de":
+        begun = jnp.zeros(e.shape, jnp.float32)
+        return over_groups(lambda de, window: products.add_de(de, dz, window[0]), begun, groups)
+    begun = jax.lax.empty(c.shape, c.dtype)
+    return over_groups(lambda dc, window: products.put_dc(dc, dz, window[0]), begun, groups)
 
 
 def one_of(dz: jax.Array) -> jax.Array:
     """One element, so that the group is computed and its dz not kept."""
     return dz[0, 0].astype(jnp.float32)
-
-
-def products(e, c, kept, tiles: TileConfig, interpret: bool) -> Products:
-    return kernel_products(e, c, head=HEAD, unit=None, count=kept, tiles=Tiles.same(tiles), interpret=interpret)
 
 
 def spilled(function: Program, arguments: Sequence[jax.Array]) -> int:

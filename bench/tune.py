@@ -2,6 +2,7 @@
 
     statistics   the forward pass              dz         dz of all groups of the vocabulary, from logits
     de, dc       one product of all groups     saved dz   dz of all groups, from saved exponentials
+    ..., Hopper  the kernels for Hopper, on it alone; their groups are those of a call that these serve
 
 Ratios are to the bare matmul of the same size in the same run. What is found goes by hand into
 cce_kernels/config.py: nothing is tuned at run time. Where Triton is installed, candidates that would spill registers on
@@ -28,9 +29,9 @@ from bench.calls_jax import Compiled, floor
 from bench.data import SHAPES, Shape
 from bench.measure import steady
 from bench.report import environment
-from bench.roles import MATMUL, ROLES, Given, buffer, candidates, program, shipped, spilled
+from bench.roles import MATMUL, ROLES, Candidate, Given, buffer, candidates, program, shipped, spilled
 from bench.run import first_line
-from cce_kernels.config import TileConfig, local_gpu
+from cce_kernels.config import PairTiles, local_gpu
 
 QUICK = Shape(48, 16, 96)
 Row = dict[str, Any]
@@ -38,7 +39,7 @@ Row = dict[str, Any]
 
 def measure(
     shape: Shape, dtype, roles: Sequence[str], rounds: int, interpret: bool, tick: Callable[[str], object],
-    lost: dict[tuple[str, TileConfig], int],
+    lost: dict[tuple[str, Candidate], int],
 ) -> list[Row]:  # fmt: skip
     """A row a candidate: ms and its ratio to the bare matmul, or why it has none.
 
@@ -88,7 +89,9 @@ def _timed(compiled: Future[Compiled], rounds: int) -> Row:
         return {"failed": first_line(error)[:120]}
 
 
-def label(tiles: TileConfig) -> str:
+def label(tiles: Candidate) -> str:
+    if isinstance(tiles, PairTiles):
+        return f"{tiles.columns} s{tiles.stages} w{tiles.slots} lead {tiles.lead}"
     return f"{tiles.rows}x{tiles.columns}x{tiles.depth} w{tiles.warps} s{tiles.stages}"
 
 
@@ -141,7 +144,7 @@ def main() -> None:
     out = asked.out.with_suffix(".json")
     out.parent.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
-    lost: dict[tuple[str, TileConfig], int] = {}
+    lost: dict[tuple[str, Candidate], int] = {}
     with Progress(console=console, disable=not sys.stdout.isatty()) as progress:
         each = sum(len(candidates(role, asked.dtype, interpret)) for role in asked.role)
         task = progress.add_task("", total=each * len(asked.shape))

@@ -287,13 +287,13 @@ def test_both_passes(saved, both_interpreters):
 
 
 @pytest.mark.parametrize("number", range(len(config.HOPPER.de)))
-def test_every_tile_that_a_product_may_choose_fits_shared_memory(number, monkeypatch):
+def test_every_tile_that_a_product_may_choose_fits_shared_memory(number):
     one = config.HOPPER._replace(de=(config.HOPPER.de[number],), dc=(config.HOPPER.dc[number],))
-    monkeypatch.setattr(hopper_kernels, "HOPPER", one)
     for axis in (0, 1):
 
         def both(e, c, dz, de, dc, n, axis=axis):
-            of = hopper_kernels.products(e, c, head=Head(vocab_axis=axis), unit=None, count=n, gpu=config.H200)
+            of = hopper_kernels.products(e, c, head=Head(vocab_axis=axis), unit=None, count=n, gpu=config.H200,
+                                         tiles=one)  # fmt: skip
             return of.add_de(de, dz, jnp.int32(0)), of.put_dc(dc, dz, jnp.int32(0))
 
         c = S((4096, 768) if axis == 0 else (768, 4096), BF16)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from bench import roles, tune
-from cce_kernels.config import H200, INTERPRETER, TABLE
+from cce_kernels.config import H200, HOPPER, INTERPRETER, TABLE, TileConfig
+from tests.lowering import for_hopper
 
 
 @pytest.fixture
@@ -24,16 +25,17 @@ def command(monkeypatch, tmp_path):
 
 def test_every_kernel_is_timed(command, capsys):
     rows = command("--quick")
-    assert [row["role"] for row in rows] == [role for role in roles.ROLES for _ in roles.TINY]
-    assert [row["tiles"] for row in rows if row["shipped"]] == [tune.label(INTERPRETER)] * len(roles.ROLES)
+    expected = [role for role in roles.ROLES if role not in roles.ON_HOPPER]
+    assert [row["role"] for row in rows] == [role for role in expected for _ in roles.TINY]
+    assert [row["tiles"] for row in rows if row["shipped"]] == [tune.label(INTERPRETER)] * len(expected)
     assert all(row["ms"] > 0 and row["ratio"] == row["ms"] / row["matmul_ms"] for row in rows)
     printed = capsys.readouterr().out
-    assert all(role in printed for role in roles.ROLES)
-    assert printed.count("shipped") == len(roles.ROLES)
+    assert all(role in printed for role in expected)
+    assert printed.count("shipped") == len(expected)
 
 
 def test_candidates_that_spill_or_fail_are_listed(command, capsys, monkeypatch):
-    spilling, failing = tune.TileConfig(64, 32, 16, 4, 1), tune.TileConfig(32, 64, 16, 4, 1)
+    spilling, failing = TileConfig(64, 32, 16, 4, 1), TileConfig(32, 64, 16, 4, 1)
     monkeypatch.setattr(roles, "TINY", [spilling, failing, INTERPRETER])
     real = roles.program
 
@@ -72,6 +74,22 @@ def test_spills_are_known_before_a_candidate_runs(role, monkeypatch):
         assert spilled(replace(roles.SIXTEEN_BIT[0], warps=4)) > 0
     monkeypatch.setattr(roles, "local_gpu", lambda: None)
     assert spilled(chosen) == 0
+
+
+@pytest.mark.parametrize("role", roles.ON_HOPPER)
+def test_candidates_for_hopper_fit_it(role, monkeypatch):
+    """In shared memory; what is shipped is one of them, whatever the shape."""
+    monkeypatch.setattr(roles, "MOSAIC", True)
+    assert {HOPPER.logits, *HOPPER.de, *HOPPER.dc} <= set(roles.candidates(role, "bfloat16", interpret=False))
+    assert roles.candidates(role, "float32", interpret=False) == []
+    monkeypatch.setattr(roles, "local_gpu", lambda: replace(H200, compute_capability="8.0"))
+    assert roles.candidates(role, "bfloat16", interpret=False) == []
+    monkeypatch.setattr(roles, "local_gpu", lambda: None)
+    given = roles.Given.of(tune.Shape(512, 128, 4096), "bfloat16", interpret=True)
+    read = roles.buffer(role, given, interpret=False)
+    for tiles in roles.candidates(role, "bfloat16", interpret=False):
+        function, arguments = roles.program(role, given, read, tiles, interpret=False)
+        assert for_hopper(function, *arguments) == [roles.ON_HOPPER[role]]
 
 
 def test_without_a_gpu_only_quick_runs(command, capsys):

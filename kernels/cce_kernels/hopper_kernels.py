@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from cce_kernels.config import DEPTH, HOPPER, PAIR_ROWS, Gpu, PairTiles
+from cce_kernels.config import DEPTH, HOPPER, PAIR_ROWS, Gpu, HopperTiles, PairTiles
 from cce_kernels.groups import Products
 from cce_kernels.hopper import (
     BLOCK,
@@ -136,14 +136,14 @@ def _every_tile(
 
 def statistics(
     e: jax.Array, c: jax.Array, target: jax.Array, starts: jax.Array | None, count: jax.Array,
-    saved: jax.ShapeDtypeStruct | None, *, head: Head, splits: int, interpret=None,
+    saved: jax.ShapeDtypeStruct | None, *, head: Head, splits: int, tiles: HopperTiles = HOPPER, interpret=None,
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Log-sum-exps of runs of the vocabulary, (splits, N), inf where relative to the target a sum overflows; and P.
 
     starts: for each block of 128 tokens the first of its rows in e, negative where they do not lie side by side and
     nothing is to be written; None where they are those of e. count: from which token on nothing need be written.
     """
-    (tokens, width), vocabulary, columns = e.shape, vocabulary_size(c, head), HOPPER.logits.columns
+    (tokens, width), vocabulary, columns = e.shape, vocabulary_size(c, head), tiles.logits.columns
     pairs, column_tiles = cdiv(tokens, PAIR_ROWS), cdiv(vocabulary, columns)
     reference = jnp.clip(target * LOG2_E, -FLOAT32_MAX, FLOAT32_MAX)
     if starts is not None:
@@ -157,12 +157,12 @@ def statistics(
             return pair, split, first, lax.div((split + 1) * column_tiles, splits) - first
 
         def work(unit, program) -> Work:
-            pair, _split, first, tiles = run(unit)
+            pair, _split, first, length = run(unit)
             row = pair * PAIR_ROWS + program * BLOCK
-            tiles = jnp.where(pair * PAIR_ROWS < count_ref[0], tiles, 0)
+            length = jnp.where(pair * PAIR_ROWS < count_ref[0], length, 0)
             if starts_ref is not None:
                 row = jnp.maximum(starts_ref[pair * 2 + program], 0)
-            return Work(tiles, [Sum(width // DEPTH, lambda n: Place(row, (first + n) * columns))])
+            return Work(length, [Sum(width // DEPTH, lambda n: Place(row, (first + n) * columns))])
 
         def compute(warpgroup, work, product):
             program = lax.axis_index("cluster")
@@ -201,7 +201,7 @@ def statistics(
     total, p = launch(
         [(e, c)], (_padded(reference), starts, count),
         (jax.ShapeDtypeStruct((splits, pairs * PAIR_ROWS), jnp.float32), saved),
-        Multiply(HOPPER.logits, right_axis=1 - head.vocab_axis), kernel, pairs=pairs * splits, name="cce_statistics",
+        Multiply(tiles.logits, right_axis=1 - head.vocab_axis), kernel, pairs=pairs * splits, name="cce_statistics",
         written=None if saved is None else saved.dtype, interpret=interpret,
     )  # fmt: skip
     assert total is not None
@@ -209,8 +209,9 @@ def statistics(
 
 
 def dz_of_group(
-    e, c, lse, targets, cotangents, count, window, *, head: Head, groups: Groups, gpu: Gpu, interpret=None
-) -> jax.Array:
+    e, c, lse, targets, cotangents, count, window,
+    *, head: Head, groups: Groups, gpu: Gpu, tiles: HopperTiles = HOPPER, interpret=None,
+) -> jax.Array:  # fmt: skip
     """As backward.dz_of_group, for a call that these kernels serve. groups.columns: a multiple of 64."""
 
     def extent(lse_ref, targets_ref, cotangents_ref, count_ref, window_ref) -> _Extent:
@@ -235,12 +236,12 @@ def dz_of_group(
     return _every_tile(
         [(e, c)], (_padded(lse * LOG2_E), _padded(targets), _padded(cotangents), count, window),
         jax.ShapeDtypeStruct((e.shape[0], groups.columns), e.dtype),
-        Multiply(HOPPER.logits, right_axis=1 - head.vocab_axis), extent, write, units=gpu.multiprocessors // 2,
+        Multiply(tiles.logits, right_axis=1 - head.vocab_axis), extent, write, units=gpu.multiprocessors // 2,
         group=row_group(e.shape[1], e.dtype.itemsize, PAIR_ROWS, PAIR_GROUP), name="cce_dz", interpret=interpret,
     )  # fmt: skip
 
 
-def _cheapest(tiles: tuple[PairTiles, ...], pairs: int, width: int, units: int) -> PairTiles:
+def cheapest(tiles: tuple[PairTiles, ...], pairs: int, width: int, units: int) -> PairTiles:
     return min(tiles, key=lambda x: x.cost(pairs, width, units))
 
 
@@ -257,7 +258,7 @@ class Beside(NamedTuple):
 
 def products(
     e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None, count: jax.Array, gpu: Gpu,
-    adding: bool = False, beside: Beside | None = None, splits: int = 1, interpret=None,
+    adding: bool = False, beside: Beside | None = None, splits: int = 1, tiles: HopperTiles = HOPPER, interpret=None,
 ) -> Products:  # fmt: skip
     """As products.kernel_products, for a call that these kernels serve; de is never None."""
     (tokens, width), vocabulary, axis = e.shape, vocabulary_size(c, head), head.vocab_axis
@@ -280,7 +281,7 @@ def products(
             below = lax.div(row, live) * tokens + lax.rem(row, live)
             warpgroup.write((x for _, x in parts_of(product(), de_ref.dtype)), de_ref, below, column, add=True)
 
-        multiply = Multiply(_cheapest(HOPPER.de, cdiv(tokens, PAIR_ROWS) * splits, width, units), right_axis=axis)
+        multiply = Multiply(cheapest(tiles.de, cdiv(tokens, PAIR_ROWS) * splits, width, units), right_axis=axis)
         return run([(dz, c)], (count, start.reshape(1)), de, multiply, extent, write, name="cce_de")
 
     def put_dc(dc, dz, start):
@@ -306,7 +307,7 @@ def products(
                             add=adding)  # fmt: skip
 
         rows, columns = ordered(dz.shape[1], width)
-        multiply = Multiply(_cheapest(HOPPER.dc, cdiv(rows, PAIR_ROWS), columns, units), left_axis=0, right_axis=0)
+        multiply = Multiply(cheapest(tiles.dc, cdiv(rows, PAIR_ROWS), columns, units), left_axis=0, right_axis=0)
         operands = [ordered(dz, e)] + ([] if beside is None else [ordered(beside.exponentials, beside.e)])
         scale, of_saved = None if unit is None else unit.reshape(1), None if beside is None else beside.count
         return run(operands, (count, start.reshape(1), scale, of_saved), dc, multiply, extent, write, name="cce_dc")
