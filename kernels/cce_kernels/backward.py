@@ -225,6 +225,27 @@ class _Backward:
         return Gradients(de, dc, dbias)
 
 
+def _saved(
+    p: jax.Array, target: jax.Array, tokens: _Tokens, few: jax.Array | None,
+    *, direct: bool, together: bool, head: Head, wanted: Wanted, vocabulary: int, interpret: bool,
+) -> _Saved:  # fmt: skip
+    """The exponentials p of these tokens as they are to be multiplied; together: in one sum for dc with the others'."""
+    wanted = replace(wanted, c=wanted.c and not together)
+    reference = references(tokens.lse, target, tokens.targets, vocabulary)
+    if not direct:
+        return _Saved(p, reference, None, wanted)
+    clear = None  # of how many rows those of ignored tokens are to be 0, as what multiplies them leaves none out
+    if few is None or wanted.bias:
+        clear = jnp.full(1, p.shape[0], jnp.int32)
+    elif together:
+        clear = tokens.count + (DEPTH - 1)
+    elif whole_rows(p, vocabulary):
+        clear = jnp.where(few, 0, p.shape[0])
+    p, scale = prepared(p, reference, tokens.lse, target, tokens.targets, tokens.cotangents, clear, head=head,
+                        interpret=interpret)  # fmt: skip
+    return _Saved(p, reference, scale, wanted)
+
+
 def gradients(
     e: jax.Array,
     c: jax.Array,
@@ -273,19 +294,9 @@ def gradients(
     together = on_hopper and direct and wanted.c and 0 < count_saved < tokens  # one sum for dc of both
     of_first = None
     if saved is not None:
-        target = target[:count_saved]
-        reference, scale = references(first.lse, target, first.targets, vocabulary), None
-        if direct:
-            clear = None  # rows of ignored tokens that no kernel leaves out
-            if few is None or wanted.bias:
-                clear = jnp.full(1, count_saved, jnp.int32)
-            elif together:
-                clear = first.count + (DEPTH - 1)
-            elif whole_rows(saved, vocabulary):
-                clear = jnp.where(few, 0, count_saved)
-            saved, scale = prepared(saved, reference, first.lse, target, first.targets, first.cotangents, clear,
-                                    head=head, interpret=interpret)  # fmt: skip
-        of_first = _Saved(saved, reference, scale, replace(wanted, c=wanted.c and not together))
+        of_first = _saved(saved, target[:count_saved], first, few, direct=direct, together=together, head=head,
+                          wanted=wanted, vocabulary=vocabulary, interpret=interpret)  # fmt: skip
+        saved = of_first.exponentials
     memory_budget -= ragged_bytes(len(e), width)
     plan = partial(group_of, tokens=tokens, saved=count_saved, width=width, vocabulary=vocabulary, dtype=e.dtype,
                    memory_budget=memory_budget, direct=direct, tiles=tiles.dz, interpret=interpret)  # fmt: skip
