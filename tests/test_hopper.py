@@ -281,7 +281,7 @@ def test_both_passes(saved, both_interpreters):
         wanted=Wanted(True, True, False), memory_budget=0, interpret=True,
     )  # fmt: skip
     assert error(of_e, de) < 1.8 * 2.0**-9.2
-    assert error(of_c, dc) < 2 * 2.0**-9.2
+    assert error(of_c, dc) < 1.6 * 2.0**-9.2  # of a dc that is rounded once: of one rounded twice it is 1.75
     evaluated, target, *_ = run()
     np.testing.assert_allclose(jnp.sum(weights * (evaluated - target)), wanted, rtol=1e-5)
 
