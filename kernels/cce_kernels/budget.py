@@ -141,7 +141,8 @@ def _beside_matmuls(tokens: int, saved: int, width: int, vocabulary: int, of_c: 
 def _beside_groups(tokens: int, saved: int, width: int, direct: bool) -> int:
     """What the groups of the tokens that are not saved take beside their dz: their e and de, and de of the others.
 
-    e of the others, which dc sums with theirs on Hopper GPUs, lies where de will; or, if none is wanted, there is none.
+    On Hopper GPUs dc sums over the saved tokens too, whose scaled e lies where de will. If no de is wanted, there is
+    none of theirs, and their e has its place.
     """
     if not direct:
         return _always(tokens, width) + 4 * tokens * width

@@ -53,7 +53,7 @@ class Work(NamedTuple):
 
     @property
     def steps(self):
-        """In each tile."""
+        """Of all sums of a tile."""
         return sum((x.steps for x in self.sums[1:]), self.sums[0].steps)
 
 
