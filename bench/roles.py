@@ -12,23 +12,23 @@ from bench.data import Shape, trained
 from cce_kernels import backward, forward, hopper_kernels
 from cce_kernels.budget import group_of
 from cce_kernels.config import (
-    H200,
     HOPPER,
     INTERPRETER,
     PAIR_ROWS,
+    Gpu,
     HopperTiles,
     PairTiles,
     TileConfig,
     Tiles,
     local_gpu,
-    tile_config,
+    target_of,
 )
 from cce_kernels.contract import MEMORY_BUDGET
 from cce_kernels.groups import Products, Wanted, over_groups
 from cce_kernels.logits import Head
 from cce_kernels.products import kernel_products
 from cce_kernels.saved import DZ_TILES, dz_of_saved
-from cce_kernels.tiles import MOSAIC, cdiv, vocabulary_splits
+from cce_kernels.tiles import cdiv, for_hopper, vocabulary_splits
 from cce_kernels.windows import Groups
 
 SIXTEEN_BIT = [
@@ -81,12 +81,20 @@ class Given(NamedTuple):
         count = jnp.full(1, shape.tokens, jnp.int32)
         return cls(e, c, targets, lse, jnp.stack([share, -share]), count)
 
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.e.shape[0], self.e.shape[1], self.c.shape[0])
 
-def candidates(role: str, dtype, interpret: bool) -> Sequence[Candidate]:
-    """saved dz is of bfloat16 alone; the kernels for Hopper are of 16 bits, and for it."""
+    def target(self, interpret: bool) -> tuple[Gpu, Tiles]:
+        return target_of(self.e.dtype, self.e.shape[1], interpret)
+
+
+def candidates(role: str, shape: Shape, dtype, interpret: bool) -> Sequence[Candidate]:
+    """saved dz is of bfloat16 alone; the kernels for Hopper are for calls that they serve."""
     if role in ON_HOPPER:
-        serves = MOSAIC and not interpret and (local_gpu() or H200).compute_capability == "9.0"
-        return PAIRS if serves and jnp.dtype(dtype).itemsize == 2 else []
+        e, c = (jax.ShapeDtypeStruct((rows, shape.width), dtype) for rows in (shape.tokens, shape.vocabulary))
+        gpu, _ = target_of(dtype, shape.width, interpret)
+        return PAIRS if for_hopper(e, c, None, False, gpu, interpret) else []
     if role == "saved dz" and jnp.dtype(dtype) != jnp.bfloat16:
         return []
     if interpret:
@@ -97,23 +105,21 @@ def candidates(role: str, dtype, interpret: bool) -> Sequence[Candidate]:
 
 
 def shipped(role: str, given: Given, interpret: bool) -> Candidate:
+    gpu, tiles = given.target(interpret)
     if role in ON_HOPPER:
-        return _shipped_on_hopper(ON_HOPPER[role], given)
-    if interpret:
-        return INTERPRETER
-    return DZ_TILES if role == "saved dz" else getattr(_table_row(given), role)
+        return _shipped_on_hopper(ON_HOPPER[role], given, gpu)
+    if role == "saved dz":
+        return INTERPRETER if interpret else DZ_TILES
+    return getattr(tiles, role)
 
 
-def _table_row(given: Given) -> Tiles:
-    return tile_config(given.e.dtype, given.e.shape[1], local_gpu() or H200)
-
-
-def _shipped_on_hopper(kernel: str, given: Given) -> PairTiles:
+def _shipped_on_hopper(kernel: str, given: Given, gpu: Gpu) -> PairTiles:
     if kernel in ("statistics", "dz"):
         return HOPPER.logits
     rows = groups_of(given, None, interpret=False).columns if kernel == "dc" else len(given.e)
-    units = (local_gpu() or H200).multiprocessors // 2
-    return hopper_kernels.cheapest(getattr(HOPPER, kernel), cdiv(rows, PAIR_ROWS), given.e.shape[1], units)
+    return hopper_kernels.cheapest(
+        getattr(HOPPER, kernel), cdiv(rows, PAIR_ROWS), given.e.shape[1], gpu.multiprocessors // 2
+    )
 
 
 def groups_of(given: Given, tiles: TileConfig | None, interpret: bool) -> Groups:
@@ -124,12 +130,12 @@ def groups_of(given: Given, tiles: TileConfig | None, interpret: bool) -> Groups
     (tokens, width), vocabulary, on_hopper = given.e.shape, given.c.shape[0], tiles is None
     return group_of(tokens, tokens=tokens, saved=0, width=width, vocabulary=vocabulary, dtype=given.e.dtype,
                     memory_budget=MEMORY_BUDGET, direct=on_hopper, copies=not on_hopper, on_hopper=on_hopper,
-                    tiles=tiles or _table_row(given).dz, interpret=interpret)  # fmt: skip
+                    tiles=tiles or given.target(interpret)[1].dz, interpret=interpret)  # fmt: skip
 
 
 def _dz_tiles(role: str, given: Given, interpret: bool) -> TileConfig | None:
     """What the groups that the role's kernels run on are of."""
-    return None if role in ON_HOPPER else INTERPRETER if interpret else _table_row(given).dz
+    return None if role in ON_HOPPER else given.target(interpret)[1].dz
 
 
 def buffer(role: str, given: Given, interpret: bool) -> jax.Array | None:
@@ -164,7 +170,7 @@ def program(
 def _program_on_hopper(
     kernel: str, given: Given, read: jax.Array | None, tiles: HopperTiles
 ) -> tuple[Program, tuple]:  # fmt: skip
-    (tokens, _), vocabulary, gpu = given.e.shape, given.c.shape[0], local_gpu() or H200
+    (tokens, _), vocabulary, gpu = given.e.shape, given.c.shape[0], given.target(interpret=False)[0]
     groups = groups_of(given, None, interpret=False)
     splits = vocabulary_splits(cdiv(tokens, PAIR_ROWS // 2), cdiv(vocabulary, tiles.logits.columns), tokens,
                                gpu.multiprocessors)  # fmt: skip

@@ -62,10 +62,12 @@ def measure(
 
 
 def _role(role: str, given: Given, rounds: int, interpret: bool, lost: dict) -> Iterator[Row]:
-    listed, chosen = candidates(role, given.e.dtype, interpret), shipped(role, given, interpret)
-    if listed and chosen not in listed:
+    listed = candidates(role, given.shape, given.e.dtype, interpret)
+    if not listed:
+        return
+    chosen, read = shipped(role, given, interpret), buffer(role, given, interpret)
+    if chosen not in listed:
         listed = [chosen, *listed]
-    read = buffer(role, given, interpret) if listed else None
     made = {tiles: program(role, given, read, tiles, interpret) for tiles in listed}
     for tiles in listed:
         if (role, tiles) not in lost:
@@ -146,8 +148,8 @@ def main() -> None:
     rows: list[Row] = []
     lost: dict[tuple[str, Candidate], int] = {}
     with Progress(console=console, disable=not sys.stdout.isatty()) as progress:
-        each = sum(len(candidates(role, asked.dtype, interpret)) for role in asked.role)
-        task = progress.add_task("", total=each * len(asked.shape))
+        each = (candidates(role, shape, asked.dtype, interpret) for shape in asked.shape for role in asked.role)
+        task = progress.add_task("", total=sum(map(len, each)))
         for shape in asked.shape:
             found = measure(shape, asked.dtype, asked.role, asked.rounds, interpret,
                             lambda what: progress.update(task, advance=1, description=what), lost)  # fmt: skip

@@ -14,7 +14,7 @@ from cce_jax import linear_cross_entropy
 from cce_kernels import backward, budget, config, forward, hopper, hopper_kernels, tiles
 from cce_kernels.budget import whole_bytes
 from cce_kernels.config import Gpu, TileConfig, Tiles
-from cce_kernels.groups import Wanted
+from cce_kernels.groups import Beside, Wanted
 from cce_kernels.logits import Head
 from cce_kernels.tokens import Kept
 from cce_kernels.windows import Groups
@@ -218,7 +218,7 @@ def test_dc_of_two_parts_of_the_tokens(kept, vocab_axis):
     dz = jax.random.normal(keys[0], (TOKENS - 128, COLUMNS)).astype(BF16)
     p = jax.random.normal(keys[1], (128, VOCABULARY)).astype(BF16)
     p = jnp.where(jnp.arange(128)[:, None] < kept, p, 0).at[-(-kept // 64) * 64 :].set(jnp.nan)
-    first = hopper_kernels.Beside(p, e[:128], jnp.array([kept], jnp.int32))
+    first = Beside(p, e[:128], jnp.array([kept], jnp.int32))
     products = hopper_kernels.products(
         e[128:], c, head=Head(vocab_axis=vocab_axis), unit=None, count=jnp.array([TOKENS - 128], jnp.int32), gpu=SMALL,
         beside=first, interpret=interpreter(),

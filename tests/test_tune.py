@@ -3,10 +3,14 @@
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from bench import roles, tune
+from bench.data import SHAPES
+from cce_kernels import config
+from cce_kernels import tiles as tiles_module
 from cce_kernels.config import H200, HOPPER, INTERPRETER, TABLE, TileConfig
 from tests.lowering import for_hopper
 
@@ -79,15 +83,16 @@ def test_spills_are_known_before_a_candidate_runs(role, monkeypatch):
 @pytest.mark.parametrize("role", roles.ON_HOPPER)
 def test_candidates_for_hopper_fit_it(role, monkeypatch):
     """In shared memory; what is shipped is one of them, whatever the shape."""
-    monkeypatch.setattr(roles, "MOSAIC", True)
-    assert {HOPPER.logits, *HOPPER.de, *HOPPER.dc} <= set(roles.candidates(role, "bfloat16", interpret=False))
-    assert roles.candidates(role, "float32", interpret=False) == []
-    monkeypatch.setattr(roles, "local_gpu", lambda: replace(H200, compute_capability="8.0"))
-    assert roles.candidates(role, "bfloat16", interpret=False) == []
-    monkeypatch.setattr(roles, "local_gpu", lambda: None)
-    given = roles.Given.of(tune.Shape(512, 128, 4096), "bfloat16", interpret=True)
+    monkeypatch.setattr(tiles_module, "MOSAIC", True)
+    listed, shape = partial(roles.candidates, role, interpret=False), tune.Shape(512, 128, 4096)
+    assert {HOPPER.logits, *HOPPER.de, *HOPPER.dc} <= set(listed(shape, "bfloat16"))
+    assert listed(shape, "float32") == listed(tune.QUICK, "bfloat16") == []
+    with monkeypatch.context() as patch:
+        patch.setattr(config, "local_gpu", lambda: replace(H200, compute_capability="8.0"))
+        assert listed(shape, "bfloat16") == []
+    given = roles.Given.of(shape, "bfloat16", interpret=True)
     read = roles.buffer(role, given, interpret=False)
-    for tiles in roles.candidates(role, "bfloat16", interpret=False):
+    for tiles in listed(shape, "bfloat16"):
         function, arguments = roles.program(role, given, read, tiles, interpret=False)
         assert for_hopper(function, *arguments) == [roles.ON_HOPPER[role]]
 
@@ -102,8 +107,9 @@ def test_without_a_gpu_only_quick_runs(command, capsys):
 def test_what_is_shipped_is_a_candidate(dtype):
     itemsize = 4 if dtype == "float32" else 2
     for role, tiles in TABLE[H200.compute_capability, itemsize]._asdict().items():
-        assert tiles in roles.candidates(role, dtype, interpret=False)
-    assert (roles.DZ_TILES in roles.candidates("saved dz", dtype, interpret=False)) == (dtype == "bfloat16")
+        assert tiles in roles.candidates(role, tune.QUICK, dtype, interpret=False)
+    saved = roles.candidates("saved dz", tune.QUICK, dtype, interpret=False)
+    assert (roles.DZ_TILES in saved) == (dtype == "bfloat16")
     for role in roles.ROLES:
-        tried = roles.candidates(role, dtype, interpret=False)
+        tried = roles.candidates(role, SHAPES["gemma2-2b"], dtype, interpret=False)
         assert len(set(tried)) == len(tried)

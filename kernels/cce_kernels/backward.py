@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 
 from cce_kernels.budget import group_of, linear, ragged_bytes
 from cce_kernels.config import DEPTH, Gpu, TileConfig, Tiles, target_of
-from cce_kernels.groups import Gradients, Products, Wanted, add_groups, fitted, unscaled, xla_products
+from cce_kernels.groups import Beside, Gradients, Products, Wanted, add_groups, fitted, unscaled, xla_products
 from cce_kernels.logits import Head, vocabulary_size
 from cce_kernels.products import kernel_products, splits_of
 from cce_kernels.saved import direct_gradients, dz_of_saved, prepared, references, scaled, whole_rows
@@ -204,7 +204,7 @@ class _Backward:
                        tokens.count if stop else None, groups=groups, tiles=self.tiles.dz, head=self.head,
                        wanted=self.wanted, interpret=self.interpret)  # fmt: skip
 
-    def of_others(self, tokens: _Tokens, begun: Gradients | None, beside: Any, stop: bool) -> Gradients:
+    def of_others(self, tokens: _Tokens, begun: Gradients | None, beside: Beside | None, stop: bool) -> Gradients:
         """de of tokens that are not saved; dbias and dc, added to those begun, or dc with what is beside in its sum."""
         e, head, wanted = tokens.e(), self.head, self.wanted
         groups = self.plan(len(e), copies=not stop and begun is None, on_hopper=self.on_hopper)
@@ -305,7 +305,7 @@ def gradients(
     def of_saved(stop: bool) -> list[Gradients]:
         return [] if of_first is None else [backward.of_saved(first, of_first, stop)]
 
-    def with_others(parts: list[Gradients], stop: bool, beside: Any = None) -> list[Gradients]:
+    def with_others(parts: list[Gradients], stop: bool, beside: Beside | None = None) -> list[Gradients]:
         if count_saved == tokens:
             return parts
         return [*parts, backward.of_others(others, parts[0] if parts else None, beside, stop)]
@@ -317,8 +317,6 @@ def gradients(
     if on_hopper:  # whose kernels always stop there, and can be no part of a conditional that does not wait
         parts, beside = decided(of_saved) if of_first is not None else [], None
         if together:
-            from cce_kernels.hopper_kernels import Beside
-
             assert of_first is not None
             assert of_first.scale is not None
             r, parts = lax.optimization_barrier((of_first.scale, parts))  # so that de in float32 is not beside dc

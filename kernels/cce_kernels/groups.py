@@ -55,6 +55,17 @@ class Products(NamedTuple):
     put_dc: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # (dc, dz, start) -> dc
 
 
+class Beside(NamedTuple):
+    """Saved exponentials, (N_s, V), whose product with e, (N_s, D), dc is to have in its sum; how many rows count.
+
+    Below them both are 0 up to a multiple of config.DEPTH rows.
+    """
+
+    exponentials: jax.Array
+    e: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # (1,) int32
+
+
 def xla_products(e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None) -> Products:
     """Both by XLA. unit: what dz is to be multiplied by, where it was scaled to fit its type."""
     axis, wide = head.vocab_axis, jnp.promote_types(e.dtype, jnp.float32)

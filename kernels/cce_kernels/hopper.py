@@ -49,6 +49,7 @@ class Work(NamedTuple):
     """What a program computes, by numbers known to the device alone."""
 
     tiles: Any  # how many
+    at: Callable[[Any], tuple[Any, Any]]  # the first row and column of the n-th, of the program's
     sums: "Sequence[Sum]"  # of each tile, one for each pair of operands
 
     @property
@@ -61,7 +62,7 @@ class Sum(NamedTuple):
     """What a pair of operands adds to a tile."""
 
     steps: Any  # of DEPTH
-    place: Callable[[Any], "Place"]  # where the operands of the n-th tile begin
+    place: Callable[[Any, Any], "Place"]  # where the operands begin, of the tile at this row and column
     limit: Any = None  # of left's inner axis, from where on it is taken for 0
 
 
@@ -150,7 +151,7 @@ def _copies(shared: _Shared, multiply: Multiply, operands, work: Work) -> None:
 
     def add(n, first, left, right, of: Sum):
         """The steps of a pair of operands in the n-th tile, of which the first is the first-th of all."""
-        place = of.place(n)
+        place = of.place(*work.at(n))
         row = multiple(place.row, TMA_ROWS if multiply.left_axis else DEPTH)
         left_inner, right_inner = multiple(place.left_inner, DEPTH), multiple(place.right_inner, DEPTH)
         columns = pl.ds(multiple(place.column, DEPTH), multiply.tiles.columns)

@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from cce_kernels.config import DEPTH, HOPPER, PAIR_ROWS, Gpu, HopperTiles, PairTiles
-from cce_kernels.groups import Products
+from cce_kernels.groups import Beside, Products
 from cce_kernels.hopper import (
     BLOCK,
     ROWS,
@@ -70,20 +70,12 @@ def _spread(unit, units: int, pairs, column_tiles: int | jax.Array, group: int):
     return tiles, lambda n: grouped_order(unit + n * units, pairs, column_tiles, group)
 
 
-class _Term(NamedTuple):
-    """What a pair of operands adds to a product, as hopper.Sum; place: of a program's first row and column."""
-
-    steps: Any
-    place: Callable[[Any, Any], Place]
-    limit: Any = None
-
-
 class _Extent(NamedTuple):
-    """Of a product: pairs of row blocks; columns; and its terms, one for each pair of operands."""
+    """Of a product: pairs of row blocks; columns; and its sums, one for each pair of operands."""
 
     pairs: Any
     columns: Any
-    terms: Sequence[_Term]
+    sums: Sequence[Sum]
 
 
 def _every_tile(
@@ -106,14 +98,11 @@ def _every_tile(
         def work(unit, program) -> Work:
             tiles, at = spread(unit)
 
-            def sum_of(term: _Term) -> Sum:
-                def place(n):
-                    pair, column = at(n)
-                    return term.place(pair * PAIR_ROWS + program * BLOCK, column * multiply.tiles.columns)
+            def first(n):
+                pair, column = at(n)
+                return pair * PAIR_ROWS + program * BLOCK, column * multiply.tiles.columns
 
-                return Sum(term.steps, place, term.limit)
-
-            return Work(tiles, [sum_of(term) for term in shape.terms])
+            return Work(tiles, first, shape.sums)
 
         def compute(warpgroup, work, product):
             program, (_, at) = lax.axis_index("cluster"), spread(lax.axis_index("pair"))
@@ -162,7 +151,7 @@ def statistics(
             length = jnp.where(pair * PAIR_ROWS < count_ref[0], length, 0)
             if starts_ref is not None:
                 row = jnp.maximum(starts_ref[pair * 2 + program], 0)
-            return Work(length, [Sum(width // DEPTH, lambda n: Place(row, (first + n) * columns))])
+            return Work(length, lambda n: (row, (first + n) * columns), [Sum(width // DEPTH, Place)])
 
         def compute(warpgroup, work, product):
             program = lax.axis_index("cluster")
@@ -216,7 +205,7 @@ def dz_of_group(
 
     def extent(lse_ref, targets_ref, cotangents_ref, count_ref, window_ref) -> _Extent:
         left = jnp.minimum(groups.columns, groups.vocabulary - window_ref[0])
-        logits = _Term(e.shape[1] // DEPTH, lambda row, column: Place(row, window_ref[0] + column))
+        logits = Sum(e.shape[1] // DEPTH, lambda row, column: Place(row, window_ref[0] + column))
         return _Extent(_live_pairs(count_ref[0]), left, [logits])
 
     def write(warpgroup, product, row, column, dz_ref, lse_ref, targets_ref, cotangents_ref, count_ref, window_ref):
@@ -245,17 +234,6 @@ def cheapest(tiles: tuple[PairTiles, ...], pairs: int, width: int, units: int) -
     return min(tiles, key=lambda x: x.cost(pairs, width, units))
 
 
-class Beside(NamedTuple):
-    """Saved exponentials, (N_s, V), whose product with e, (N_s, D), dc is to have; and how many of the rows count.
-
-    Below them both are 0 up to a multiple of DEPTH rows.
-    """
-
-    exponentials: jax.Array
-    e: jax.Array
-    count: jax.Array  # type: ignore[assignment]  # (1,) int32
-
-
 def products(
     e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None, count: jax.Array, gpu: Gpu,
     adding: bool = False, beside: Beside | None = None, splits: int = 1, tiles: HopperTiles = HOPPER, interpret=None,
@@ -274,7 +252,7 @@ def products(
                 inner = lax.div(row, live * PAIR_ROWS) * steps * DEPTH
                 return Place(lax.rem(row, live * PAIR_ROWS), column, inner, start_ref[0] + inner)
 
-            return _Extent(live * splits, width, [_Term(steps, place, None if splits == 1 else left)])
+            return _Extent(live * splits, width, [Sum(steps, place, None if splits == 1 else left)])
 
         def write(warpgroup, product, row, column, de_ref, count_ref, start_ref):
             live = _live_pairs(count_ref[0]) * PAIR_ROWS
@@ -292,13 +270,15 @@ def products(
         def extent(count_ref, start_ref, unit_ref, saved_count_ref) -> _Extent:
             rows, columns = ordered(jnp.minimum(dz.shape[1], vocabulary - start_ref[0]), width)
 
-            def term(count_ref, first) -> _Term:
+            def of_tokens(count_ref, first) -> Sum:
                 of_row, of_column = ordered(first, 0)
-                return _Term(lax.div(count_ref[0] + (DEPTH - 1), DEPTH),
+                return Sum(lax.div(count_ref[0] + (DEPTH - 1), DEPTH),
                              lambda row, column: Place(of_row + row, of_column + column))  # fmt: skip
 
-            terms = [term(count_ref, 0)] + ([] if beside is None else [term(saved_count_ref, start_ref[0])])
-            return _Extent(lax.div(rows + (PAIR_ROWS - 1), PAIR_ROWS), columns, terms)
+            sums = [of_tokens(count_ref, 0)]
+            if beside is not None:
+                sums.append(of_tokens(saved_count_ref, start_ref[0]))
+            return _Extent(lax.div(rows + (PAIR_ROWS - 1), PAIR_ROWS), columns, sums)
 
         def write(warpgroup, product, row, column, dc_ref, count_ref, start_ref, unit_ref, saved_count_ref):
             parts = (x if unit_ref is None else x * unit_ref[0] for _, x in parts_of(product(), dc_ref.dtype))

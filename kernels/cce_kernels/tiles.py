@@ -170,8 +170,9 @@ def kept_tokens(targets: jax.Array, interpret: bool, gathering: bool = True) -> 
 
 
 def for_hopper(
-    e: jax.Array | jax.ShapeDtypeStruct, c: jax.Array, bias: jax.Array | None, with_sum: bool, gpu: Gpu, interpret: bool
-) -> bool:
+    e: jax.Array | jax.ShapeDtypeStruct, c: jax.Array | jax.ShapeDtypeStruct, bias: jax.Array | None, with_sum: bool,
+    gpu: Gpu, interpret: bool,
+) -> bool:  # fmt: skip
     """Whether the kernels of cce_kernels/hopper_kernels.py compute this call.
 
     Those in JAX 0.11 for compute capability 9.0, 16 bits, no bias and no weighted sum, many tokens, and a D and V that
