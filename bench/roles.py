@@ -129,8 +129,9 @@ def groups_of(given: Given, tiles: TileConfig | None, interpret: bool) -> Groups
     """
     (tokens, width), vocabulary, on_hopper = given.e.shape, given.c.shape[0], tiles is None
     return group_of(tokens, tokens=tokens, saved=0, width=width, vocabulary=vocabulary, dtype=given.e.dtype,
-                    memory_budget=MEMORY_BUDGET, direct=on_hopper, copies=not on_hopper, on_hopper=on_hopper,
-                    tiles=tiles or given.target(interpret)[1].dz, interpret=interpret)  # fmt: skip
+                    wanted=WANTED, memory_budget=MEMORY_BUDGET, direct=on_hopper, copies=not on_hopper,
+                    on_hopper=on_hopper, tiles=tiles or given.target(interpret)[1].dz,
+                    interpret=interpret)  # fmt: skip
 
 
 def _dz_tiles(role: str, given: Given, interpret: bool) -> TileConfig | None:

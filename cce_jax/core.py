@@ -49,6 +49,7 @@ from cce_kernels.config import local_gpu
 from cce_kernels.groups import Wanted
 from cce_kernels.logits import Head, vocabulary_size
 from cce_kernels.saved import saved_shape
+from cce_kernels.tiles import for_hopper, gathered
 
 Impl = Literal["auto", "cce", "chunked", "reference"]
 
@@ -83,14 +84,17 @@ def statistics(e, c, bias, targets, weights, core: Core) -> Statistics:
     return _statistics(core, e, c, bias, targets, weights)
 
 
-def saved_tokens(shape: tuple[int, int], vocabulary: int, dtype, core: Core, of_c: bool) -> int:
+def saved_tokens(e, c, bias, core: Core, wanted: Wanted) -> int:
     """Of how many tokens `forward_pass` is to save the exponentials for `gradients`.
 
-    shape and dtype: those of e; of_c: whether the gradient of c will be wanted.
+    e, c: arrays or ShapeDtypeStructs; bias: None or anything else.
     """
-    if core.impl == "chunked" or (core.impl == "auto" and local_gpu() is None):
+    gpu = local_gpu()
+    if core.impl == "chunked" or (core.impl == "auto" and gpu is None):
         return 0
-    return budget.saved_tokens(*shape, vocabulary, dtype, core.head, core.with_sum, of_c, core.memory_budget)
+    on_hopper = gpu is not None and for_hopper(gathered(e), c, bias, core.with_sum, gpu, interpret=False)
+    return budget.saved_tokens(*e.shape, vocabulary_size(c, core.head), e.dtype, core.head, core.with_sum, wanted,
+                               on_hopper, core.memory_budget)  # fmt: skip
 
 
 def forward_pass(
@@ -140,7 +144,7 @@ def _statistics_fwd(core: Core, e, c, bias, targets, weights):
     e, c, bias, targets, weights = jax.tree.map(
         lambda x: x.value, (e, c, bias, targets, weights), is_leaf=lambda x: hasattr(x, "perturbed")
     )
-    to_save = saved_tokens(e.shape, vocabulary_size(c, core.head), e.dtype, core, wanted.c)
+    to_save = saved_tokens(e, c, bias, core, wanted)
     run = _first_order_only(partial(forward_pass, core=core, for_gradients=True, saved_tokens=to_save))
     out, saved = run(e, c, bias, targets, weights)
     return out, (_as_shape(wanted), e, c, bias, targets, weights, out, saved)

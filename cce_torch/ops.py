@@ -24,7 +24,7 @@ _library = torch.library.Library("cce_torch", "FRAGMENT")
 _tags = [torch.Tag.needs_fixed_stride_order]
 if hasattr(torch.Tag, "cudagraph_unsafe"):  # which PyTorch 2.6 has not
     _tags.append(torch.Tag.cudagraph_unsafe)
-_library.define(f"loss({TENSORS}, bool saving, bool saving_for_c, {OPTIONS}) -> (Tensor, Tensor, Tensor)", tags=_tags)
+_library.define(f"loss({TENSORS}, bool[] saving_for, {OPTIONS}) -> (Tensor, Tensor, Tensor)", tags=_tags)
 _library.define(
     f"gradients(Tensor? of_loss, Tensor? of_numbers, {TENSORS}, Tensor numbers, Tensor? saved, bool of_e, bool of_c, "
     f"bool of_bias, bool of_token_weight, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -43,12 +43,11 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, row_leng
     functions = torch._C._are_functorch_transforms_active()
     # Not under torch.compile, which with dynamic shapes would have to know the size of what is saved.
     saving = torch.is_grad_enabled() and not functions and not torch.compiler.is_compiling()
-    saving = saving and any(x is not None and x.requires_grad for x in (e, c, bias))
-    saving_for_c = saving and c.requires_grad
+    wanted = [x is not None and x.requires_grad for x in (e, c, bias)]
+    saving_for = wanted if saving and any(wanted) else []
     options = ignore_index, shift, reduction, label_smoothing, z_loss, scale, softcap, precision, impl, memory_budget
     function = _LossOfFunctions if functions else _Loss
-    return function.apply(e, c, bias, targets, class_weight, token_weight, num_items, saving, saving_for_c, row_length,
-                          options)  # fmt: skip
+    return function.apply(e, c, bias, targets, class_weight, token_weight, num_items, saving_for, row_length, options)
 
 
 class _Loss(torch.autograd.Function):
@@ -63,14 +62,14 @@ class _Loss(torch.autograd.Function):
         of_e, of_c, of_bias, _, _, of_token_weight, *_ = ctx.needs_input_grad
         wanted = of_e, of_c, of_bias, of_token_weight
         if of_loss is None and of_numbers is None:
-            return (None,) * 11
+            return (None,) * 10
         # With a graph of the backward pass asked for, in the Function that refuses to be differentiated; not under
         # torch.compile, which takes no Function in another one's backward, and no second derivatives either.
         guarded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         run = _Gradients.apply if guarded else _gradients_operator
         found = run(of_loss, of_numbers, *ctx.saved_tensors, *wanted, ctx.row_length, *ctx.options)
         de, dc, dbias, dweight = (x if w else None for x, w in zip(found, wanted, strict=True))  # type: ignore
-        return de, dc, dbias, None, None, dweight, None, None, None, None, None
+        return de, dc, dbias, None, None, dweight, None, None, None, None
 
 
 def _loss_operator(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,7 +96,7 @@ def _is_plain(e: Tensor) -> bool:
 
 def _save(ctx: Any, inputs: tuple, numbers: Tensor, saved: Tensor | None) -> None:
     ctx.save_for_backward(*inputs[:7], numbers, saved)
-    ctx.row_length, ctx.options = inputs[9:]
+    ctx.row_length, ctx.options = inputs[8:]
     ctx.set_materialize_grads(False)
 
 
@@ -139,15 +138,16 @@ class _Gradients(torch.autograd.Function):
 
 
 def _run_loss(
-    e, c, bias, targets, class_weight, token_weight, num_items, saving, saving_for_c, row_length, *options
+    e, c, bias, targets, class_weight, token_weight, num_items, saving_for, row_length, *options
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not e.shape[0]:
-        return tuple(x.zero_() for x in _fake_loss(e, c, bias, targets, class_weight, token_weight, num_items, False,
-                                                   False, row_length, *options))  # type: ignore[return-value]  # fmt: skip
+        return tuple(x.zero_() for x in _fake_loss(e, c, bias, targets, class_weight, token_weight, num_items, [],
+                                                   row_length, *options))  # type: ignore[return-value]  # fmt: skip
+    from cce_kernels.groups import Wanted
     from cce_torch import programs  # imports JAX
 
-    return programs.loss(e, c, bias, targets, class_weight, token_weight, num_items, saving=saving,
-                         of_c=saving_for_c, row_length=row_length, call=_call(*options))  # fmt: skip
+    return programs.loss(e, c, bias, targets, class_weight, token_weight, num_items, row_length=row_length,
+                         wanted=Wanted(*saving_for) if saving_for else None, call=_call(*options))  # fmt: skip
 
 
 def _run_gradients(*arguments) -> tuple[Tensor, ...]:
@@ -182,17 +182,18 @@ def _call(ignore_index, shift, reduction, label_smoothing, z_loss, scale, softca
                 memory_budget)  # fmt: skip
 
 
-def _fake_loss(e, c, bias, targets, class_weight, token_weight, num_items, saving, saving_for_c,
-               row_length, *options) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _fake_loss(e, c, bias, targets, class_weight, token_weight, num_items, saving_for, row_length,
+               *options) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     shape = (e.shape[0],) if options[2] == "none" else ()
     rows = 3 if options[3] > 0 else 2
     saved = 0, 0
-    if saving and not all(type(n) is int for n in (*e.shape, *c.shape)):  # known when it runs
+    if saving_for and not all(type(n) is int for n in (*e.shape, *c.shape)):  # known when it runs
         saved = torch.library.get_ctx().new_dynamic_size(), torch.library.get_ctx().new_dynamic_size()
-    elif saving:
+    elif saving_for:
+        from cce_kernels.groups import Wanted
         from cce_torch import programs
 
-        saved = programs.saved_shape(e, c, saving_for_c, _call(*options))
+        saved = programs.saved_shape(e, c, bias, Wanted(*saving_for), _call(*options))
     return (e.new_empty(shape, dtype=torch.float32), e.new_empty((rows, e.shape[0]), dtype=torch.float32),
             e.new_empty(saved))  # fmt: skip
 

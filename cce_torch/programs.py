@@ -85,13 +85,13 @@ def sizes(*kind: Any) -> Sizes:
     return Sizes()
 
 
-def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, saving: bool, of_c: bool,
-         row_length: int, call: Call):  # fmt: skip
+def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, wanted: Wanted | None, row_length: int,
+         call: Call):  # fmt: skip
     """The loss, () or (N,), the core's numbers, (2 or 3, N), 0 where ignored, float32; and what is saved.
 
     e: (N, D), N ≥ 1; c: (V, D), bias: (V,); targets: (N,) int64, before the shift along rows of row_length;
-    class_weight: (V,); token_weight: (N,); num_items: one element; saving: whether gradients will be asked for,
-    of_c: c's among them.
+    class_weight: (V,); token_weight: (N,); num_items: one element; wanted: the gradients that will be asked for, None
+    if there is nothing to be saved for them.
     """
     arrays = _Arrays(e, c, call)
     rows = 2 + call.loss.needs_sum
@@ -100,11 +100,11 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, saving: 
         e.new_empty((arrays.size,) if whole else (), dtype=torch.float32),
         e.new_empty((rows, arrays.size), dtype=torch.float32),
     ]
-    to_save = arrays.saved_shape(of_c) if saving else (0, 0)
+    to_save = arrays.saved_shape(bias, wanted) if wanted else (0, 0)
     if to_save[0]:
         outputs.append(e.new_empty(to_save))
     value, numbers, *saved = bridge.run(
-        _loss_program(call, arrays.static, saving, to_save[0]),
+        _loss_program(call, arrays.static, wanted is not None, to_save[0]),
         arrays.inputs(e, bias, targets, class_weight, token_weight, num_items, row_length),
         outputs,
     )
@@ -113,9 +113,9 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, saving: 
     return value, numbers, saved[0] if saved else e.new_empty(to_save)
 
 
-def saved_shape(e: Tensor, c: Tensor, of_c: bool, call: Call) -> tuple[int, int]:
+def saved_shape(e: Tensor, c: Tensor, bias: Tensor | None, wanted: Wanted, call: Call) -> tuple[int, int]:
     """The shape of what `loss` saves."""
-    return _Arrays(e, c, call).saved_shape(of_c)
+    return _Arrays(e, c, call).saved_shape(bias, wanted)
 
 
 def gradients(
@@ -167,11 +167,10 @@ class _Arrays:
         self.ignore_index = call.ignore_index
         self.shifts = call.shift > 0
 
-    def saved_shape(self, of_c: bool) -> tuple[int, int]:
-        axis = self.static.head.vocab_axis
-        width, vocabulary = self.c.shape[1 - axis], self.c.shape[axis]
-        tokens = core.saved_tokens((self.size, width), vocabulary, str(self.c.dtype)[6:], self.static, of_c)
-        return exponentials.saved_shape(tokens, vocabulary)
+    def saved_shape(self, bias: Tensor | None, wanted: Wanted) -> tuple[int, int]:
+        axis, dtype = self.static.head.vocab_axis, str(self.c.dtype)[6:]
+        e, c = (jax.ShapeDtypeStruct(s, dtype) for s in ((self.size, self.c.shape[1 - axis]), self.c.shape))
+        return exponentials.saved_shape(core.saved_tokens(e, c, bias, self.static, wanted), self.c.shape[axis])
 
     def padded(self, x: Any, fill: float, axis: int = 0) -> Any:
         """x with as many tokens as the program is compiled for, the new ones filled with fill."""

@@ -55,10 +55,16 @@ def test_a_gradient_is_four_kernels_that_the_device_need_not_choose_between(dtyp
     assert launched(dtype=dtype, vocab_axis=vocab_axis, **options) == GROUP
 
 
-def test_what_is_saved_is_left_to_xla_and_triton():
+def test_what_is_saved_is_multiplied_too():
     shape = 2048, 128, 65536
-    assert launched(shape, memory_budget=whole_bytes(*shape)) == ["statistics"]  # XLA multiplies
+    assert launched(shape, memory_budget=whole_bytes(*shape)) == ["statistics", "dc", "saved_de"]
     part = launched(shape, memory_budget=2 * 2048 * 65536)
+    assert part == [*GROUP, "saved_de"]
+
+
+def test_what_is_saved_under_a_softcap_is_left_to_xla_and_triton():
+    assert launched((2048, 128, 65536), softcap=30.0, memory_budget=2**31) == ["statistics"]
+    part = launched((2048, 128, 65536), softcap=30.0, memory_budget=2**29)
     assert part == GROUP  # of the others
 
 
@@ -230,6 +236,25 @@ def test_dc_of_two_parts_of_the_tokens(kept, vocab_axis):
     assert np.all(np.delete(np.asarray(found), np.arange(COLUMNS, 2 * COLUMNS), axis=0) == 7)
 
 
+@INTERPRETED
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+@pytest.mark.parametrize("kept", [0, 100, 304])
+def test_de_of_saved_tokens(kept, vocab_axis):
+    """In the place of another array, from rows of P that may hold anything where no token is kept."""
+    _, c, *_ = problem(vocab_axis)
+    keys = jax.random.split(jax.random.key(5), 2)
+    p = jax.random.uniform(keys[0], (TOKENS, VOCABULARY)).astype(BF16).at[kept:].set(jnp.nan)
+    r = jax.random.normal(keys[1], (TOKENS,))
+    found = hopper_kernels.de_of_saved(
+        p, r, c, jnp.array([kept], jnp.int32), jnp.full((TOKENS, WIDTH), 7, BF16), head=Head(vocab_axis=vocab_axis),
+        gpu=SMALL, interpret=interpreter(),
+    )  # fmt: skip
+    wide = (c if vocab_axis == 0 else c.T).astype(jnp.float32)
+    wanted = r[:kept, None] * (p[:kept].astype(jnp.float32) @ wide)
+    assert found.shape == (TOKENS, WIDTH)
+    assert kept == 0 or error(found[:kept], wanted) < 2.0**-9
+
+
 @pytest.fixture
 def both_interpreters(monkeypatch):
     """Calls go as on a GPU with few multiprocessors; Triton's kernels run in their interpreter, these in theirs.
@@ -256,10 +281,10 @@ def both_interpreters(monkeypatch):
 
 
 @INTERPRETED
-@pytest.mark.parametrize("saved", [0, 128])
-def test_both_passes(saved, both_interpreters):
-    """A third of the tokens ignored; of those kept none or some with their exponentials saved."""
-    tokens, vocabulary, head = 512, 768, Head()
+@pytest.mark.parametrize(("tokens", "saved"), [(512, 0), (512, 128), (509, 128), (512, 512), (509, 512)])
+def test_both_passes(tokens, saved, both_interpreters):
+    """A third of the tokens ignored; of those kept none, some or all with their exponentials saved."""
+    vocabulary, head = 768, Head()
     keys = jax.random.split(jax.random.key(1), 4)
     e = jax.random.normal(keys[0], (tokens, WIDTH)).astype(BF16)
     c = (0.3 * jax.random.normal(keys[1], (vocabulary, WIDTH))).astype(BF16)
@@ -276,12 +301,16 @@ def test_both_passes(saved, both_interpreters):
     run = partial(forward.statistics, e, c, None, targets, None, head=head, with_sum=False, interpret=True)
     lse, target, _, p = run(may_copy=True, saved_tokens=saved)
     np.testing.assert_allclose(jnp.sum(weights * (lse - target)), wanted, rtol=1e-5)
-    of_e, of_c, *_ = backward.gradients(
-        e, c, None, targets, None, lse, target, p, jnp.stack([weights, -weights]), head=head,
-        wanted=Wanted(True, True, False), memory_budget=0, interpret=True,
-    )  # fmt: skip
-    assert error(of_e, de) < 1.8 * 2.0**-9.2
-    assert error(of_c, dc) < 1.6 * 2.0**-9.2  # of a dc that is rounded once: of one rounded twice it is 1.75
+    for of_e, of_c in [(True, True), *[(True, False), (False, True)] * (saved > 0), (True, True)]:
+        found_e, found_c, _, p = backward.gradients(
+            e, c, None, targets, None, lse, target, p, jnp.stack([weights, -weights]), head=head,
+            wanted=Wanted(of_e, of_c, False), memory_budget=0, interpret=True,
+        )  # fmt: skip
+        assert (found_e is not None, found_c is not None) == (of_e, of_c)
+        assert not of_e or error(found_e, de) < 1.8 * 2.0**-9.2
+        # dc is rounded once, twice it would be 1.75; with all saved the scaled e, whose rounding is one more, is all
+        assert not of_c or error(found_c, dc) < (1.8 if saved == 512 else 1.6) * 2.0**-9.2
+        assert not of_e or not jnp.any(found_e[targets < 0])
     evaluated, target, *_ = run()
     np.testing.assert_allclose(jnp.sum(weights * (evaluated - target)), wanted, rtol=1e-5)
 

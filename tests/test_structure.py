@@ -11,6 +11,7 @@ import pytest
 
 from cce_jax import api, core, linear_cross_entropy
 from cce_kernels import budget
+from cce_kernels.groups import Wanted
 from cce_kernels.logits import Head
 
 N, D, V = 4096, 24, 100_000
@@ -154,9 +155,10 @@ def test_the_residuals_are_within_the_budget(memory_budget):
 
 def test_float16_and_float32_save_nothing():
     for kind in (jnp.float16, jnp.float32):
-        static = core.Core(Head(), False, "cce", 2**40)
-        assert core.saved_tokens((N, D), V, kind, static, True) == 0
-        assert core.saved_tokens((N, D), V, jnp.bfloat16, static, True) == N
+        static, wanted = core.Core(Head(), False, "cce", 2**40), Wanted(True, True, False)
+        for dtype, tokens in ((kind, 0), (jnp.bfloat16, N)):
+            e, c = (jax.ShapeDtypeStruct(x.shape, dtype) for x in (E, C))
+            assert core.saved_tokens(e, c, None, static, wanted) == tokens
 
 
 @pytest.mark.parametrize(("memory_budget", "launches"), LAUNCHES.items())

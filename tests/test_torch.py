@@ -77,8 +77,8 @@ def test_opcheck(smoothing, transposed):
     options = (24, -100, 1, "none", smoothing, *OPTIONS[5:])
     weight = torch.rand(24)
     arguments = (e, c, None, t, None, weight, None)
-    torch.library.opcheck(torch.ops.cce_torch.loss.default, (*arguments, False, False, *options))
-    _, numbers, _ = torch.ops.cce_torch.loss.default(*arguments, False, False, *options)
+    torch.library.opcheck(torch.ops.cce_torch.loss.default, (*arguments, [], *options))
+    _, numbers, _ = torch.ops.cce_torch.loss.default(*arguments, [], *options)
     cotangents = torch.rand(24), torch.rand_like(numbers)
     torch.library.opcheck(torch.ops.cce_torch.gradients.default,
                           (*cotangents, *arguments, numbers, None, True, True, False, True, *options))  # fmt: skip

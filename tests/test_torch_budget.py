@@ -146,8 +146,8 @@ def test_opcheck(saving):
     e, c, t = tensor(given.e), tensor(given.c), tensor(given.targets).long()
     options = (1, -100, 0, "mean", 0.0, 0.0, 1.0, None, None, "cce", saving)
     inputs = (e, c, None, t, None, None, None)
-    torch.library.opcheck(torch.ops.cce_torch.loss.default, (*inputs, True, True, *options))
-    _, numbers, saved = torch.ops.cce_torch.loss.default(*inputs, True, True, *options)
+    torch.library.opcheck(torch.ops.cce_torch.loss.default, (*inputs, [True] * 3, *options))
+    _, numbers, saved = torch.ops.cce_torch.loss.default(*inputs, [True] * 3, *options)
     assert saved.shape == (saving, V)
     wanted = True, True, False, False
     arguments = torch.ones(()), None, *inputs, numbers, saved, *wanted, *options

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cce_kernels import budget
 from cce_kernels.config import H200, SAFE, Gpu, TileConfig, tile_config
+from cce_kernels.groups import Wanted
 from cce_kernels.logits import Head
 from cce_kernels.tiles import SCRATCH_BYTES, grouped_order, vocabulary_splits
 from cce_kernels.tokens import Kept
@@ -91,14 +92,16 @@ SIZES = st.builds(lambda power, part: int(2**power * part), st.integers(0, 17), 
 VOCABULARIES = SIZES | SIZES.map(lambda n: -(-n // 256) * 256) | SIZES.map(lambda n: -(-n // 8) * 8)
 SHAPES = st.tuples(SIZES, st.integers(1, 16_384), VOCABULARIES)
 SHARES = st.floats(0, 1.5)  # of what saving everything and larger groups take
+EVERY = Wanted(True, True, True)
+WANTED = st.builds(Wanted, *[st.booleans()] * 3)
 
 
 def share_of(shape, share: float) -> int:
     return int(share * (budget.whole_bytes(*shape) + budget.GROUP_BYTES))
 
 
-def saved(shape, head, with_sum, memory_budget, of_c=True, dtype=jnp.bfloat16) -> int:
-    return budget.saved_tokens(*shape, dtype, head, with_sum, of_c, memory_budget)
+def saved(shape, head, with_sum, memory_budget, wanted=EVERY, on_hopper=False, dtype=jnp.bfloat16) -> int:
+    return budget.saved_tokens(*shape, dtype, head, with_sum, wanted, on_hopper, memory_budget)
 
 
 def exponentials(tokens: int, vocabulary: int) -> int:
@@ -123,26 +126,28 @@ def matmuls_hold(tokens: int, width: int, vocabulary: int, of_c: bool) -> int:
 
 
 @settings(max_examples=300)
-@given(SHAPES, HEADS, st.booleans(), st.booleans(), st.booleans(), SHARES)
-def test_what_is_held_is_within_the_budget(shape, head, with_sum, of_c, on_hopper, share):
+@given(SHAPES, HEADS, st.booleans(), WANTED, st.booleans(), SHARES)
+def test_what_is_held_is_within_the_budget(shape, head, with_sum, wanted, on_hopper, share):
     """Groups of columns, and what is saved, beside what any backward pass holds."""
     (tokens, width, vocabulary), memory_budget = (gathered(shape[0]), *shape[1:]), share_of(shape, share)
-    count = saved(shape, head, with_sum, memory_budget, of_c)
+    count = saved(shape, head, with_sum, memory_budget, wanted, on_hopper)
     assert 0 <= count <= tokens
     direct = count > 0 and budget.linear(head, with_sum)
     held = exponentials(count, vocabulary)
+    scaled = 2 * tokens * width if wanted.c and not wanted.e else 0  # in de's place otherwise, on Hopper
     if direct:
-        held += 256 * tokens + matmuls_hold(count, width, vocabulary, of_c)
+        held += scaled if on_hopper else 256 * tokens + matmuls_hold(count, width, vocabulary, wanted.c)
     if not direct or count < tokens:
         others = tokens - count if direct else tokens
         groups = budget.group_of(
             others, tokens=tokens, saved=count, width=width, vocabulary=vocabulary, dtype=jnp.bfloat16, direct=direct,
-            memory_budget=memory_budget, copies=not direct, on_hopper=on_hopper, interpret=False,
+            wanted=wanted, memory_budget=memory_budget, copies=not direct, on_hopper=on_hopper, interpret=False,
             tiles=tile_config(jnp.bfloat16, width, H200).dz,
         )  # fmt: skip
         assert (groups.vocabulary, groups.beyond) == (vocabulary, on_hopper)
         if direct:  # rounded de of what is saved, and e, a sum in parts and dz of the others; nothing is copied
-            beside = 2 * tokens * width + 4 * others * width + 256 * tokens + 2 * groups.columns * others
+            of_saved = scaled if on_hopper else 2 * count * width
+            beside = of_saved + 6 * others * width + 256 * tokens + 2 * groups.columns * others
         else:
             workspace = 0 if on_hopper and count == 0 else 32 * MIB  # of XLA's matmuls, as are copies
             copied = 0 if on_hopper else width
@@ -152,21 +157,31 @@ def test_what_is_held_is_within_the_budget(shape, head, with_sum, of_c, on_hoppe
 
 
 @settings(max_examples=300)
-@given(SHAPES, HEADS, st.booleans(), st.booleans(), SHARES, SHARES)
-def test_a_larger_budget_saves_no_less(shape, head, with_sum, of_c, one, other):
+@given(SHAPES, HEADS, st.booleans(), WANTED, st.booleans(), SHARES, SHARES)
+def test_a_larger_budget_saves_no_less(shape, head, with_sum, wanted, on_hopper, one, other):
     less, more = (share_of(shape, share) for share in sorted((one, other)))
-    assert saved(shape, head, with_sum, less, of_c) <= saved(shape, head, with_sum, more, of_c)
+    rest = wanted, on_hopper
+    assert saved(shape, head, with_sum, less, *rest) <= saved(shape, head, with_sum, more, *rest)
 
 
 @settings(max_examples=300)
-@given(SHAPES, HEADS, st.booleans(), st.booleans())
-def test_all_is_saved_from_whole_bytes_on(shape, head, with_sum, of_c):
-    tokens, enough = gathered(shape[0]), budget.whole_bytes(*shape, of_c)
+@given(SHAPES, HEADS, st.booleans(), WANTED)
+def test_all_is_saved_from_whole_bytes_on(shape, head, with_sum, wanted):
+    tokens, enough = gathered(shape[0]), budget.whole_bytes(*shape, wanted.c)
     if budget.linear(head, with_sum):
-        assert saved(shape, head, with_sum, enough, of_c) == tokens
-        assert saved(shape, head, with_sum, enough - 1, of_c) < tokens
+        assert saved(shape, head, with_sum, enough, wanted) == tokens
+        assert saved(shape, head, with_sum, enough - 1, wanted) < tokens
     else:
-        assert tokens - 128 < saved(shape, head, with_sum, 2 * enough + 2**30, of_c) <= tokens
+        assert tokens - 128 < saved(shape, head, with_sum, 2 * enough + 2**30, wanted) <= tokens
+
+
+@given(SHAPES, st.booleans())
+def test_on_hopper_all_is_saved_from_its_own_bytes_on(shape, of_e):
+    """Nothing lies beside it if the scaled e has the place of de, but e's rows where they have no place there."""
+    tokens, wanted = gathered(shape[0]), Wanted(of_e, True, False)
+    enough = exponentials(tokens, shape[2]) + 2 * tokens * shape[1] * ((tokens != shape[0]) + (not of_e))
+    assert saved(shape, Head(), False, enough, wanted, on_hopper=True) == tokens
+    assert saved(shape, Head(), False, enough - 1, wanted, on_hopper=True) < tokens
 
 
 @pytest.mark.parametrize(("softcap", "tokens"), [(1.9, 0), (2.0, 128), (36.0, 128), (36.1, 0), (1e4, 0)])

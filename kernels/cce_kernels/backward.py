@@ -9,13 +9,14 @@ a probability, or dz of more of the vocabulary than fits in the scratch.
 
 Tokens whose exponentials the forward pass saved need no logits (cce_kernels/saved.py): they begin dc, to which the
 others add. Ignored tokens come last (cce_kernels/tokens.py): where they are many, kernels run that stop at the last
-token that is kept. On Hopper GPUs they always do, and no choice is left, but for what was saved: there the kernels of
-cce_kernels/hopper_kernels.py take the place of the dz kernel and of both products in most calls, and sum dc of saved
-tokens and of the others at once, so that it is rounded once.
+token that is kept. On Hopper GPUs the kernels of cce_kernels/hopper_kernels.py take the place of the dz kernel and of
+all products in most calls. They always stop there, so that no choice is left; they sum dc of saved tokens and of the
+others at once, so that it is rounded once; and they hold nothing beside what is saved, as e, scaled for dc, lies where
+de will.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from cce_kernels.config import DEPTH, Gpu, TileConfig, Tiles, target_of
 from cce_kernels.groups import Beside, Gradients, Products, Wanted, add_groups, fitted, unscaled, xla_products
 from cce_kernels.logits import Head, vocabulary_size
 from cce_kernels.products import kernel_products, splits_of
+from cce_kernels.restored import restored
 from cce_kernels.saved import direct_gradients, dz_of_saved, prepared, references, scaled, whole_rows
 from cce_kernels.tiles import (
     LOG2_E,
@@ -36,6 +38,7 @@ from cce_kernels.tiles import (
     dz_shapes,
     exp2_shifted,
     for_hopper,
+    gathered,
     grouped_order,
     inside,
     kept_tokens,
@@ -136,15 +139,11 @@ class _Tokens(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """The exponentials of some tokens, what they are relative to and, where no dz is formed of them, their scale.
-
-    wanted: the gradients that they give by themselves.
-    """
+    """The exponentials of some tokens, what they are relative to and, where no dz is formed of them, their scale."""
 
     exponentials: jax.Array
     reference: jax.Array
     scale: jax.Array | None
-    wanted: Wanted
 
 
 @dataclass(frozen=True)
@@ -176,8 +175,8 @@ class _Backward:
                                interpret=self.interpret, **how)  # fmt: skip
 
     def of_saved(self, tokens: _Tokens, saved: _Saved, stop: bool) -> Gradients:
-        e, head = tokens.e(), self.head
-        p, reference, scale, wanted = saved
+        e, head, wanted = tokens.e(), self.head, self.wanted
+        p, reference, scale = saved
         if scale is not None:
             stop = stop or not whole_rows(p, vocabulary_size(self.c, head))
             return direct_gradients(p, scale, e, self.c, lambda e: self.products(e, tokens, None, stop), head=head,
@@ -204,7 +203,9 @@ class _Backward:
                        tokens.count if stop else None, groups=groups, tiles=self.tiles.dz, head=self.head,
                        wanted=self.wanted, interpret=self.interpret)  # fmt: skip
 
-    def of_others(self, tokens: _Tokens, begun: Gradients | None, beside: Beside | None, stop: bool) -> Gradients:
+    def of_others(
+        self, tokens: _Tokens, begun: Gradients | None, stop: bool, beside: Beside | None = None
+    ) -> Gradients:  # fmt: skip
         """de of tokens that are not saved; dbias and dc, added to those begun, or dc with what is beside in its sum."""
         e, head, wanted = tokens.e(), self.head, self.wanted
         groups = self.plan(len(e), copies=not stop and begun is None, on_hopper=self.on_hopper)
@@ -214,36 +215,60 @@ class _Backward:
                 Gradients.begun(e, self.c, head, wanted), form, groups, self.products(e, tokens, groups, stop)
             )
         splits = splits_of(len(e), e.shape[1], self.tiles.de, self.gpu.multiprocessors)
-        if beside is None:
-            products = self.products(e, tokens, groups, True, splits=splits, adding=True)
-        else:
-            products = self.products(e, tokens, groups, True, splits=splits, beside=beside)
-            begun = begun._replace(c=lax.empty(self.c.shape, self.c.dtype))
+        how = {"adding": True} if beside is None else {"beside": beside}
+        products = self.products(e, tokens, groups, True, splits=splits, **how)
         sums = jnp.zeros((splits * len(e), e.shape[1]), jnp.float32) if wanted.e else None
         sums, dc, dbias = add_groups(begun._replace(e=sums), form, groups, products)
         de = None if sums is None else jnp.sum(sums.reshape(splits, *e.shape), axis=0)
         return Gradients(de, dc, dbias)
 
+    def with_saved_on_hopper(self, everyone: _Tokens, saved: _Saved) -> tuple[jax.Array | None, jax.Array | None]:
+        """de, in the order of the tokens, and dc of all of them, some or all of which are saved."""
+        from cce_kernels import hopper_kernels
+
+        p, _, r = saved
+        assert r is not None
+        count = len(p)
+        first, others = everyone.part(0, count), everyone.part(count, len(everyone.targets))
+        options = {"head": self.head, "gpu": self.gpu}
+        shape, de_of_others = (len(everyone.targets), self.c.shape[1 - self.head.vocab_axis]), None
+        place = lax.empty(shape, self.c.dtype)  # of the scaled e, then of de
+        dc = lax.empty(self.c.shape, self.c.dtype) if self.wanted.c else None
+        if dc is not None:
+            place = scaled(everyone.e(), jnp.pad(r, (0, shape[0] - count)))
+        if count < shape[0]:
+            beside = Beside(p, place, first.count)
+            de_of_others, dc, _ = self.of_others(others, Gradients(None, dc, None), True, beside)
+        elif dc is not None:
+            products = hopper_kernels.products(place, self.c, unit=None, count=first.count, **options)
+            dc = products.put_dc(dc, p, jnp.int32(0))
+        if not self.wanted.e:
+            return None, dc
+        place, dc = lax.optimization_barrier((place, dc))  # which is made of the scaled e, before de is in its place
+        de = hopper_kernels.de_of_saved(p, r, self.c, first.count, place, **options)
+        if de_of_others is not None:
+            de = lax.dynamic_update_slice_in_dim(de, de_of_others.astype(de.dtype), count, 0)
+        return de, dc
+
 
 def _saved(
     p: jax.Array, target: jax.Array, tokens: _Tokens, few: jax.Array | None,
-    *, direct: bool, together: bool, head: Head, wanted: Wanted, vocabulary: int, interpret: bool,
+    *, direct: bool, on_hopper: bool, head: Head, wanted: Wanted, vocabulary: int, interpret: bool,
 ) -> _Saved:  # fmt: skip
-    """The exponentials p of these tokens as they are to be multiplied; together: in one sum for dc with the others'."""
-    wanted = replace(wanted, c=wanted.c and not together)
+    """The exponentials p of these tokens as they are to be multiplied."""
     reference = references(tokens.lse, target, tokens.targets, vocabulary)
     if not direct:
-        return _Saved(p, reference, None, wanted)
+        return _Saved(p, reference, None)
     clear = None  # of how many rows those of ignored tokens are to be 0, as what multiplies them leaves none out
     if few is None or wanted.bias:
         clear = jnp.full(1, p.shape[0], jnp.int32)
-    elif together:
+    elif on_hopper:
         clear = tokens.count + (DEPTH - 1)
     elif whole_rows(p, vocabulary):
         clear = jnp.where(few, 0, p.shape[0])
     p, scale = prepared(p, reference, tokens.lse, target, tokens.targets, tokens.cotangents, clear, head=head,
                         interpret=interpret)  # fmt: skip
-    return _Saved(p, reference, scale, wanted)
+    return _Saved(p, reference, scale)
 
 
 def gradients(
@@ -280,9 +305,8 @@ def gradients(
         target, targets = kept.gathered(target, 0), kept.gathered(targets, -1)
     tokens = targets.size
     with_sum = cotangents.shape[0] == 3
-    gathered = jax.ShapeDtypeStruct((tokens, width), e.dtype)
     direct = linear(head, with_sum)
-    on_hopper = chosen_here and for_hopper(gathered, c, bias, with_sum, gpu, interpret)
+    on_hopper = chosen_here and for_hopper(gathered(e), c, bias, with_sum, gpu, interpret)
     few = None if kept is None else kept.count[0] < FEW * tokens
     cotangents, unit = fitted(cotangents, weights, head, e.dtype)
     everyone = _Tokens(
@@ -291,37 +315,37 @@ def gradients(
     )  # fmt: skip
     count_saved = 0 if saved is None else saved.shape[0]
     first, others = everyone.part(0, count_saved), everyone.part(count_saved, tokens)
-    together = on_hopper and direct and wanted.c and 0 < count_saved < tokens  # one sum for dc of both
     of_first = None
     if saved is not None:
-        of_first = _saved(saved, target[:count_saved], first, few, direct=direct, together=together, head=head,
+        of_first = _saved(saved, target[:count_saved], first, few, direct=direct, on_hopper=on_hopper, head=head,
                           wanted=wanted, vocabulary=vocabulary, interpret=interpret)  # fmt: skip
         saved = of_first.exponentials
     memory_budget -= ragged_bytes(len(e), width)
     plan = partial(group_of, tokens=tokens, saved=count_saved, width=width, vocabulary=vocabulary, dtype=e.dtype,
-                   memory_budget=memory_budget, direct=direct, tiles=tiles.dz, interpret=interpret)  # fmt: skip
+                   wanted=wanted, memory_budget=memory_budget, direct=direct, tiles=tiles.dz,
+                   interpret=interpret)  # fmt: skip
     backward = _Backward(c, bias, weights, unit, head, wanted, tiles, gpu, on_hopper, interpret, plan)
+
+    if of_first is not None and on_hopper and direct:
+        de, dc = backward.with_saved_on_hopper(everyone, of_first)
+        if de is not None and kept is not None:
+            de = restored(de, kept, interpret=interpret)
+        return de, dc, None, saved
 
     def of_saved(stop: bool) -> list[Gradients]:
         return [] if of_first is None else [backward.of_saved(first, of_first, stop)]
 
-    def with_others(parts: list[Gradients], stop: bool, beside: Beside | None = None) -> list[Gradients]:
+    def with_others(parts: list[Gradients], stop: bool) -> list[Gradients]:
         if count_saved == tokens:
             return parts
-        return [*parts, backward.of_others(others, parts[0] if parts else None, beside, stop)]
+        return [*parts, backward.of_others(others, parts[0] if parts else None, stop)]
 
     def decided(found: Callable[[bool], list[Gradients]]) -> list[Gradients]:
         """Where few tokens are kept, by kernels that stop at the last one."""
         return found(False) if few is None else lax.cond(few, lambda: found(True), lambda: found(False))
 
     if on_hopper:  # whose kernels always stop there, and can be no part of a conditional that does not wait
-        parts, beside = decided(of_saved) if of_first is not None else [], None
-        if together:
-            assert of_first is not None
-            assert of_first.scale is not None
-            r, parts = lax.optimization_barrier((of_first.scale, parts))  # so that de in float32 is not beside dc
-            beside = Beside(of_first.exponentials, scaled(first.e(), r), first.count)
-        parts = with_others(parts, True, beside)
+        parts = with_others(decided(of_saved) if of_first is not None else [], True)
     else:
         parts = decided(lambda stop: with_others(of_saved(stop), stop))
     dc, dbias = parts[-1].c, parts[-1].bias

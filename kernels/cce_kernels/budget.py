@@ -5,7 +5,8 @@ pass always holds an (N, D) float32 sum for de, some numbers a token, XLA's work
 FEWEST_COLUMNS; a smaller budget gets that. The next GROUP_BYTES make groups larger, each of which costs about 0.15 ms
 besides its work. All beyond saves exponentials, 2·V bytes a token, each of which spares the backward pass one logit.
 Where no dz of them is formed either (cce_kernels/saved.py), the groups of the other tokens are small, and nothing is
-copied for them; with `whole_bytes` there are no others, and the gradient is two matmuls.
+copied for them; with `whole_bytes` there are no others, and the gradient is two matmuls. The kernels for Hopper take
+nothing beside what is saved, so that there 2·N·V bytes are enough.
 """
 
 import math
@@ -14,6 +15,7 @@ from functools import lru_cache, partial
 import jax.numpy as jnp
 
 from cce_kernels.config import DEPTH, HOPPER, PAIR_ROWS, TileConfig, target_of
+from cce_kernels.groups import Wanted
 from cce_kernels.logits import Head
 from cce_kernels.saved import saved_shape
 from cce_kernels.tiles import cdiv, gathered_rows
@@ -37,15 +39,16 @@ def linear(head: Head, with_sum: bool) -> bool:
 
 
 def whole_bytes(tokens: int, width: int, vocabulary: int, of_c: bool = True) -> int:
-    """What saving everything takes; of_c: if the gradient of c is wanted."""
+    """What saving everything takes at most; of_c: if the gradient of c is wanted."""
     ragged, tokens = ragged_bytes(tokens, width), gathered_rows(tokens)
     return ragged + _saved_bytes(tokens, vocabulary) + _beside_matmuls(tokens, tokens, width, vocabulary, of_c)
 
 
 @lru_cache(maxsize=4096)
 def saved_tokens(
-    tokens: int, width: int, vocabulary: int, dtype, head: Head, with_sum: bool, of_c: bool, memory_budget: int
-) -> int:
+    tokens: int, width: int, vocabulary: int, dtype, head: Head, with_sum: bool, wanted: Wanted, on_hopper: bool,
+    memory_budget: int,
+) -> int:  # fmt: skip
     """Of how many tokens the forward pass is to save the exponentials for the backward pass."""
     memory_budget, tokens = memory_budget - ragged_bytes(tokens, width), gathered_rows(tokens)
     if jnp.dtype(dtype) != jnp.bfloat16:  # float16 lacks the range, and float32 is asked for where accuracy counts
@@ -53,14 +56,20 @@ def saved_tokens(
     if head.softcap is not None and not LEAST_SOFTCAP <= head.softcap <= LARGEST_SOFTCAP:
         return 0
     direct = linear(head, with_sum)
-    if direct and memory_budget >= whole_bytes(tokens, width, vocabulary, of_c):
+    if not direct:
+        whole = math.inf
+    elif on_hopper:
+        whole = _saved_bytes(tokens, vocabulary) + _beside_saved(tokens, tokens, width, wanted, on_hopper)
+    else:
+        whole = whole_bytes(tokens, width, vocabulary, wanted.c)
+    if memory_budget >= whole:
         return tokens
 
     def fits(saved: int) -> bool:
         group = _wanted_group(tokens - saved, vocabulary) if direct else max(GROUP_BYTES, _least_group(tokens, width))
-        beside = _beside_groups(tokens, saved, width, direct) + group
-        if direct:  # the matmuls with what is saved come before the groups
-            beside = max(beside, _beside_matmuls(tokens, saved, width, vocabulary, of_c))
+        beside = _beside_groups(tokens, saved, width, wanted, direct, on_hopper) + group
+        if direct and not on_hopper:  # XLA's matmuls with what is saved come before the groups
+            beside = max(beside, _beside_matmuls(tokens, saved, width, vocabulary, wanted.c))
         return _saved_bytes(saved, vocabulary) + beside <= memory_budget
 
     most = min((tokens - direct) // SAVED_MULTIPLE, memory_budget // _saved_bytes(SAVED_MULTIPLE, vocabulary))
@@ -69,13 +78,14 @@ def saved_tokens(
 
 
 def group_of(
-    part: int, *, tokens: int, saved: int, width: int, vocabulary: int, dtype, memory_budget: int, direct: bool,
-    copies: bool, on_hopper: bool, tiles: TileConfig, interpret: bool,
+    part: int, *, tokens: int, saved: int, width: int, vocabulary: int, dtype, wanted: Wanted, memory_budget: int,
+    direct: bool, copies: bool, on_hopper: bool, tiles: TileConfig, interpret: bool,
 ) -> Groups:  # fmt: skip
     """The groups that dz of `part` of the tokens is formed in; copies: whether the matmuls copy c_g, then dc_g."""
     left = memory_budget - _always(tokens, width) + on_hopper * WORKSPACE
     if saved:
-        left = memory_budget - _saved_bytes(saved, vocabulary) - _beside_groups(tokens, saved, width, direct)
+        beside = _beside_groups(tokens, saved, width, wanted, direct, on_hopper)
+        left = memory_budget - _saved_bytes(saved, vocabulary) - beside
     row_blocks, gpu = cdiv(part, tiles.rows), target_of(dtype, width, interpret)[0]
     if on_hopper:
         cost = partial(hopper_cost, part, tokens if saved and direct else part, width, gpu.multiprocessors // 2)
@@ -138,13 +148,20 @@ def _beside_matmuls(tokens: int, saved: int, width: int, vocabulary: int, of_c: 
     return 4 * saved * width + max(rounded, WORKSPACE) + 256 * tokens
 
 
-def _beside_groups(tokens: int, saved: int, width: int, direct: bool) -> int:
-    """What the groups of the tokens that are not saved take beside their dz: their e and de, and de of the others.
+def _beside_saved(tokens: int, saved: int, width: int, wanted: Wanted, on_hopper: bool) -> int:
+    """What of the saved tokens is there beside their exponentials and groups of the others: de, rounded.
 
-    On Hopper GPUs dc sums over the saved tokens too, whose scaled e lies where de will. If no de is wanted, there is
-    none of theirs, and their e has its place.
+    On Hopper GPUs the scaled e, which dc is summed over, lies where de will, if that is wanted.
     """
+    if on_hopper:
+        return 2 * tokens * width * (wanted.c and not wanted.e)
+    return 2 * saved * width
+
+
+def _beside_groups(tokens: int, saved: int, width: int, wanted: Wanted, direct: bool, on_hopper: bool) -> int:
+    """What the groups of the tokens that are not saved take beside their dz: their e and de, and what the others do."""
     if not direct:
         return _always(tokens, width) + 4 * tokens * width
     others = tokens - saved
-    return 2 * saved * width + 2 * others * width + max(4 * others * width, SPLIT_BYTES) + 256 * tokens
+    of_others = 2 * others * width + max(4 * others * width, SPLIT_BYTES) + 256 * tokens
+    return _beside_saved(tokens, saved, width, wanted, on_hopper) + of_others

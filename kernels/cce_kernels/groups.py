@@ -56,7 +56,7 @@ class Products(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Saved exponentials, (N_s, V), whose product with e, (N_s, D), dc is to have in its sum; how many rows count.
+    """Saved exponentials, (N_s, V), whose product with e, (N, D), dc is to have in its sum; how many rows count.
 
     Below them both are 0 up to a multiple of config.DEPTH rows.
     """

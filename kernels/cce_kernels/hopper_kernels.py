@@ -1,9 +1,10 @@
-"""The four matmuls of the loss and its gradient on Hopper GPUs, for the calls that need no more than these.
+"""The matmuls of the loss and its gradient on Hopper GPUs, for the calls that need no more than these.
 
     statistics   e·cᵀ       a run of the vocabulary a pair of programs; only sums leave, and exponentials to be saved
     dz           e·c_gᵀ     a group of columns, 16 bits an element written
     de           dz·c_g     added to de, float32, by the memory system
-    dc           dzᵀ·e      written once; with Pᵀ·(r·e) in the same sum, of the tokens that are saved (saved.py)
+    saved_de     r·(P·c)    written once, of the tokens that are saved (saved.py)
+    dc           dzᵀ·e      written once; or Pᵀ·(r·e) of all columns; or, a group of columns, both in one sum
 
 They compute what forward.py, backward.py and products.py say, in the same places of the same arrays; cce_kernels/
 tiles.py says of which calls (for_hopper). Read: left once per 256 columns, right once per 256 rows, from L2 wherever
@@ -232,6 +233,29 @@ def dz_of_group(
 
 def cheapest(tiles: tuple[PairTiles, ...], pairs: int, width: int, units: int) -> PairTiles:
     return min(tiles, key=lambda x: x.cost(pairs, width, units))
+
+
+def de_of_saved(
+    p: jax.Array, r: jax.Array, c: jax.Array, count: jax.Array, place: jax.Array,
+    *, head: Head, gpu: Gpu, tiles: HopperTiles = HOPPER, interpret=None,
+) -> jax.Array:  # fmt: skip
+    """r·(P·c) of the first `count` rows of P, (N_s, V), rounded, in the first rows of place, (N, D); N_s ≤ N.
+
+    It may overwrite the others. r: (N_s,).
+    """
+    vocabulary, width, units = vocabulary_size(c, head), place.shape[1], gpu.multiprocessors // 2
+
+    def extent(r_ref, count_ref) -> _Extent:
+        return _Extent(_live_pairs(count_ref[0]), width, [Sum(vocabulary // DEPTH, Place)])
+
+    def write(warpgroup, product, row, column, out_ref, r_ref, count_ref):
+        r = vector_of(r_ref, row)
+        parts = (x * along_rows(r, x.shape) for _, x in parts_of(product(), out_ref.dtype))
+        warpgroup.write((x.astype(out_ref.dtype) for x in parts), out_ref, row, column)
+
+    multiply = Multiply(cheapest(tiles.de, cdiv(len(p), PAIR_ROWS), width, units), right_axis=head.vocab_axis)
+    return _every_tile([(p, c)], (_padded(r), count), place, multiply, extent, write, units=units, group=PAIR_GROUP,
+                       name="cce_saved_de", interpret=interpret)  # fmt: skip
 
 
 def products(

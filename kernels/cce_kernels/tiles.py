@@ -4,6 +4,7 @@ Every index is an array, never a slice: Pallas' interpreter then treats a masked
 """
 
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -160,6 +161,11 @@ def gathered_rows(tokens: int) -> int:
     return cdiv(tokens, TMA_ROWS) * TMA_ROWS if tokens >= MANY else tokens
 
 
+def gathered(e: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """What e (N, D) is once its tokens are gathered."""
+    return jax.ShapeDtypeStruct((gathered_rows(e.shape[0]), e.shape[1]), e.dtype)
+
+
 def kept_tokens(targets: jax.Array, interpret: bool, gathering: bool = True) -> Kept | None:
     """Those with a target that is not negative; None where there are so few tokens that sorting them saves nothing.
 
@@ -170,8 +176,8 @@ def kept_tokens(targets: jax.Array, interpret: bool, gathering: bool = True) -> 
 
 
 def for_hopper(
-    e: jax.Array | jax.ShapeDtypeStruct, c: jax.Array | jax.ShapeDtypeStruct, bias: jax.Array | None, with_sum: bool,
-    gpu: Gpu, interpret: bool,
+    e: jax.Array | jax.ShapeDtypeStruct, c: jax.Array | jax.ShapeDtypeStruct, bias: Any, with_sum: bool, gpu: Gpu,
+    interpret: bool,
 ) -> bool:  # fmt: skip
     """Whether the kernels of cce_kernels/hopper_kernels.py compute this call.
 
