@@ -54,8 +54,9 @@ PAIRS = [
     PairTiles(128, 5, 2),
 ]  # fmt: skip
 MATMUL = {"statistics": "z = e·cᵀ", "dz": "z = e·cᵀ", "de": "de = dz·c", "dc": "dc = dzᵀ·e", "saved dz": "z = e·cᵀ"}
-ON_HOPPER = {"statistics, Hopper": "statistics", "dz, Hopper": "dz", "de, Hopper": "de", "dc, Hopper": "dc"}
-MATMUL |= {role: MATMUL[of] for role, of in ON_HOPPER.items()}
+ON_HOPPER = {"statistics, Hopper": "statistics", "dz, Hopper": "dz", "de, Hopper": "de", "saved de, Hopper": "saved_de",
+             "dc, Hopper": "dc"}  # fmt: skip
+MATMUL |= {role: MATMUL[of.removeprefix("saved_")] for role, of in ON_HOPPER.items()}
 ROLES = tuple(MATMUL)
 HEAD = Head()
 WANTED = Wanted(e=True, c=True, bias=False)
@@ -144,6 +145,8 @@ def buffer(role: str, given: Given, interpret: bool) -> jax.Array | None:
     tokens, vocabulary = given.e.shape[0], given.c.shape[0]
     if role == "saved dz":
         return jnp.ones((tokens, vocabulary), given.e.dtype)
+    if role == "saved de, Hopper":
+        return jnp.exp(jax.random.normal(jax.random.key(0), (tokens, vocabulary), given.e.dtype))
     if role.split(",")[0] in ("de", "dc"):
         groups = groups_of(given, _dz_tiles(role, given, interpret), interpret)
         return jax.random.normal(jax.random.key(0), (tokens, groups.columns), given.e.dtype) / tokens
@@ -156,7 +159,7 @@ def program(
     """A function that launches the role's kernels for all of the vocabulary, and its arguments; read: its buffer."""
     e, c, targets, lse, cotangents, kept = given
     if isinstance(tiles, PairTiles):
-        return _program_on_hopper(ON_HOPPER[role], given, read, HopperTiles(tiles, (tiles,), (tiles,)))
+        return _program_on_hopper(ON_HOPPER[role], given, read, HopperTiles(tiles, *[(tiles,)] * 3))
     if role == "statistics":
         return partial(run_statistics, tiles=tiles, interpret=interpret), (e, c, targets)
     groups = groups_of(given, tiles if role == "dz" else _dz_tiles(role, given, interpret), interpret)
@@ -191,9 +194,14 @@ def _program_on_hopper(
         of = hopper_kernels.products(e, c, head=HEAD, unit=None, count=kept, gpu=gpu, tiles=tiles)
         return of_all(of, kernel, e, c, dz, groups)
 
+    def saved_de(e, c, p, share, kept):
+        return hopper_kernels.de_of_saved(p, share, c, kept, e, head=HEAD, gpu=gpu, tiles=tiles)
+
     e, c, targets, lse, cotangents, kept = given
     if kernel == "statistics":
         return statistics, (e, c, lse, kept)
+    if kernel == "saved_de":
+        return saved_de, (e, c, read, cotangents[0], kept)
     if kernel == "dz":
         return dz, (e, c, targets, lse, cotangents, kept)
     return multiply, (e, c, read, kept)

@@ -2,7 +2,8 @@
 
     statistics   the forward pass              dz         dz of all groups of the vocabulary, from logits
     de, dc       one product of all groups     saved dz   dz of all groups, from saved exponentials
-    ..., Hopper  the kernels for Hopper, on it alone; their groups are those of a call that these serve
+    ..., Hopper  the kernels for Hopper, on it alone; their groups are those of a call that these serve;
+                 saved de     of all, from saved exponentials
 
 Ratios are to the bare matmul of the same size in the same run. What is found goes by hand into
 cce_kernels/config.py: nothing is tuned at run time. Where Triton is installed, candidates that would spill registers on

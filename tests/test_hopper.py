@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cce_jax import linear_cross_entropy
+from cce_jax import core, linear_cross_entropy
 from cce_kernels import backward, budget, config, forward, hopper, hopper_kernels, tiles
 from cce_kernels.budget import whole_bytes
 from cce_kernels.config import Gpu, TileConfig, Tiles
@@ -55,11 +55,15 @@ def test_a_gradient_is_four_kernels_that_the_device_need_not_choose_between(dtyp
     assert launched(dtype=dtype, vocab_axis=vocab_axis, **options) == GROUP
 
 
-def test_what_is_saved_is_multiplied_too():
+def test_what_is_saved_is_multiplied_too(monkeypatch):
+    """By XLA where everything is saved and there is memory for what it holds beside."""
+    monkeypatch.setattr(core, "local_gpu", lambda: config.H200)
     shape = 2048, 128, 65536
-    assert launched(shape, memory_budget=whole_bytes(*shape)) == ["statistics", "dc", "saved_de"]
-    part = launched(shape, memory_budget=2 * 2048 * 65536)
-    assert part == [*GROUP, "saved_de"]
+    exponentials = 2 * 2048 * 65536
+    assert launched(shape, memory_budget=whole_bytes(*shape)) == ["statistics"]
+    assert launched(shape, memory_budget=whole_bytes(*shape) - 1) == ["statistics", "dc", "saved_de"]
+    assert launched(shape, memory_budget=exponentials) == ["statistics", "dc", "saved_de"]
+    assert launched(shape, memory_budget=exponentials - 1) == [*GROUP, "saved_de"]
 
 
 def test_what_is_saved_under_a_softcap_is_left_to_xla_and_triton():
@@ -317,14 +321,16 @@ def test_both_passes(tokens, saved, both_interpreters):
 
 @pytest.mark.parametrize("number", range(len(config.HOPPER.de)))
 def test_every_tile_that_a_product_may_choose_fits_shared_memory(number):
-    one = config.HOPPER._replace(de=(config.HOPPER.de[number],), dc=(config.HOPPER.dc[number],))
+    one = config.HOPPER._replace(**{x: (getattr(config.HOPPER, x)[number],) for x in ("de", "saved_de", "dc")})
     for axis in (0, 1):
 
-        def both(e, c, dz, de, dc, n, axis=axis):
-            of = hopper_kernels.products(e, c, head=Head(vocab_axis=axis), unit=None, count=n, gpu=config.H200,
-                                         tiles=one)  # fmt: skip
-            return of.add_de(de, dz, jnp.int32(0)), of.put_dc(dc, dz, jnp.int32(0))
+        def every(e, c, dz, p, r, de, dc, n, axis=axis):
+            options = {"head": Head(vocab_axis=axis), "gpu": config.H200, "tiles": one}
+            of = hopper_kernels.products(e, c, unit=None, count=n, **options)
+            saved_de = hopper_kernels.de_of_saved(p, r, c, n, e, **options)
+            return of.add_de(de, dz, jnp.int32(0)), of.put_dc(dc, dz, jnp.int32(0)), saved_de
 
         c = S((4096, 768) if axis == 0 else (768, 4096), BF16)
-        arrays = S((512, 768), BF16), c, S((512, 1024), BF16), S((512, 768), jnp.float32), c, S((1,), jnp.int32)
-        assert for_hopper(both, *arrays) == ["de", "dc"]
+        e, dz, p, r = S((512, 768), BF16), S((512, 1024), BF16), S((512, 4096), BF16), S((512,), jnp.float32)
+        arrays = e, c, dz, p, r, S((512, 768), jnp.float32), c, S((1,), jnp.int32)
+        assert sorted(for_hopper(every, *arrays)) == ["dc", "de", "saved_de"]

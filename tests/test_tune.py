@@ -85,7 +85,7 @@ def test_candidates_for_hopper_fit_it(role, monkeypatch):
     """In shared memory; what is shipped is one of them, whatever the shape."""
     monkeypatch.setattr(tiles_module, "MOSAIC", True)
     listed, shape = partial(roles.candidates, role, interpret=False), tune.Shape(512, 128, 4096)
-    assert {HOPPER.logits, *HOPPER.de, *HOPPER.dc} <= set(listed(shape, "bfloat16"))
+    assert {HOPPER.logits, *HOPPER.de, *HOPPER.saved_de, *HOPPER.dc} <= set(listed(shape, "bfloat16"))
     assert listed(shape, "float32") == listed(tune.QUICK, "bfloat16") == []
     with monkeypatch.context() as patch:
         patch.setattr(config, "local_gpu", lambda: replace(H200, compute_capability="8.0"))

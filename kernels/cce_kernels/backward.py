@@ -12,7 +12,7 @@ others add. Ignored tokens come last (cce_kernels/tokens.py): where they are man
 token that is kept. On Hopper GPUs the kernels of cce_kernels/hopper_kernels.py take the place of the dz kernel and of
 all products in most calls. They always stop there, so that no choice is left; they sum dc of saved tokens and of the
 others at once, so that it is rounded once; and they hold nothing beside what is saved, as e, scaled for dc, lies where
-de will.
+de will. Where there is memory for what XLA's matmuls of everything saved hold, these run, and take a little less time.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from cce_kernels.budget import group_of, linear, ragged_bytes
+from cce_kernels.budget import group_of, linear, ragged_bytes, whole_bytes
 from cce_kernels.config import DEPTH, Gpu, TileConfig, Tiles, target_of
 from cce_kernels.groups import Beside, Gradients, Products, Wanted, add_groups, fitted, unscaled, xla_products
 from cce_kernels.logits import Head, vocabulary_size
@@ -253,16 +253,16 @@ class _Backward:
 
 def _saved(
     p: jax.Array, target: jax.Array, tokens: _Tokens, few: jax.Array | None,
-    *, direct: bool, on_hopper: bool, head: Head, wanted: Wanted, vocabulary: int, interpret: bool,
+    *, direct: bool, by_hopper: bool, head: Head, wanted: Wanted, vocabulary: int, interpret: bool,
 ) -> _Saved:  # fmt: skip
-    """The exponentials p of these tokens as they are to be multiplied."""
+    """The exponentials p of these tokens as they are to be multiplied; by_hopper: by the kernels for it."""
     reference = references(tokens.lse, target, tokens.targets, vocabulary)
     if not direct:
         return _Saved(p, reference, None)
     clear = None  # of how many rows those of ignored tokens are to be 0, as what multiplies them leaves none out
     if few is None or wanted.bias:
         clear = jnp.full(1, p.shape[0], jnp.int32)
-    elif on_hopper:
+    elif by_hopper:
         clear = tokens.count + (DEPTH - 1)
     elif whole_rows(p, vocabulary):
         clear = jnp.where(few, 0, p.shape[0])
@@ -315,9 +315,11 @@ def gradients(
     )  # fmt: skip
     count_saved = 0 if saved is None else saved.shape[0]
     first, others = everyone.part(0, count_saved), everyone.part(count_saved, tokens)
+    all_by_xla = count_saved == tokens and memory_budget >= whole_bytes(len(e), width, vocabulary, wanted.c)
+    saved_by_hopper = on_hopper and direct and not all_by_xla
     of_first = None
     if saved is not None:
-        of_first = _saved(saved, target[:count_saved], first, few, direct=direct, on_hopper=on_hopper, head=head,
+        of_first = _saved(saved, target[:count_saved], first, few, direct=direct, by_hopper=saved_by_hopper, head=head,
                           wanted=wanted, vocabulary=vocabulary, interpret=interpret)  # fmt: skip
         saved = of_first.exponentials
     memory_budget -= ragged_bytes(len(e), width)
@@ -326,7 +328,7 @@ def gradients(
                    interpret=interpret)  # fmt: skip
     backward = _Backward(c, bias, weights, unit, head, wanted, tiles, gpu, on_hopper, interpret, plan)
 
-    if of_first is not None and on_hopper and direct:
+    if of_first is not None and saved_by_hopper:
         de, dc = backward.with_saved_on_hopper(everyone, of_first)
         if de is not None and kept is not None:
             de = restored(de, kept, interpret=interpret)

@@ -77,6 +77,7 @@ class HopperTiles(NamedTuple):
 
     logits: PairTiles  # of statistics and dz
     de: tuple[PairTiles, ...]
+    saved_de: tuple[PairTiles, ...]
     dc: tuple[PairTiles, ...]
 
 
@@ -99,6 +100,7 @@ TABLE = {
 HOPPER = HopperTiles(
     logits=PairTiles(256, stages=4, slots=2, lead=2),
     de=(PairTiles(256, stages=4, slots=2), PairTiles(192, stages=4, slots=3), PairTiles(128, stages=5, slots=2)),
+    saved_de=(PairTiles(256, 4, 2, lead=2), PairTiles(192, 4, 3, lead=2), PairTiles(128, 5, 2, lead=2)),
     dc=(PairTiles(256, 4, 2, lead=2), PairTiles(192, 4, 3, lead=2), PairTiles(128, 5, 2, lead=2)),
 )  # all of them fill shared memory, but for 10 KiB at least
 NARROW = 1024  # D: of the two tiles for dz on 9.0 the smaller was faster at 768 and slower at 2304

@@ -253,7 +253,7 @@ def de_of_saved(
         parts = (x * along_rows(r, x.shape) for _, x in parts_of(product(), out_ref.dtype))
         warpgroup.write((x.astype(out_ref.dtype) for x in parts), out_ref, row, column)
 
-    multiply = Multiply(cheapest(tiles.de, cdiv(len(p), PAIR_ROWS), width, units), right_axis=head.vocab_axis)
+    multiply = Multiply(cheapest(tiles.saved_de, cdiv(len(p), PAIR_ROWS), width, units), right_axis=head.vocab_axis)
     return _every_tile([(p, c)], (_padded(r), count), place, multiply, extent, write, units=units, group=PAIR_GROUP,
                        name="cce_saved_de", interpret=interpret)  # fmt: skip
 
