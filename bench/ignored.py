@@ -19,7 +19,7 @@ from rich.table import Table
 from bench.calls import Call
 from bench.data import SHAPES, Inputs, trained
 from bench.measure import in_turns, steady
-from bench.methods import METHODS
+from bench.methods import BUDGETS, METHODS
 from bench.report import environment
 from bench.run import calls_of
 from cce_kernels import backward, forward
@@ -57,6 +57,7 @@ def cost_of_looking(memory: str, inputs: Inputs, rounds: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser("python -m bench.ignored", description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=["gemma2-2b", "llama3-8b"])
+    parser.add_argument("--budget", choices=BUDGETS, nargs="+", default=["", "2NV", "all"])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--out", type=Path, default=Path("out/ignored.json"))
     asked = parser.parse_args()
@@ -65,7 +66,7 @@ def main() -> None:
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     for name in asked.shape:
         e, c, targets = trained(SHAPES[name])
-        for memory in ("", "all"):
+        for memory in asked.budget:
             ratio = cost_of_looking(memory, (e, c, targets), asked.rounds)
             looking.append({"shape": name, "budget": memory or "default", "ratio": ratio})
             for package in ("cce_jax", "cce_torch"):
