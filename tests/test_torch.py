@@ -316,7 +316,7 @@ def test_the_users_own_jax_is_as_it_was():
 def test_ops_refuse_nothing_that_the_fakes_allow():
     """Fake and real results agree in shape, type and strides for every combination of wanted gradients."""
     e, c, t = (x.detach() for x in example())
-    numbers = ops._run_loss(e, c, None, t, None, None, None, False, False, *OPTIONS)[1]
+    numbers = ops._run_loss(e, c, None, t, None, None, None, [], *OPTIONS)[1]
     for wanted in [(a, b, False, d) for a in (True, False) for b in (True, False) for d in (True, False)]:
         weight = torch.rand(24)
         arguments = (
