@@ -89,8 +89,10 @@ def saved_tokens(e, c, bias, core: Core, wanted: Wanted) -> int:
 
     e, c: arrays or ShapeDtypeStructs; bias: None or anything else.
     """
+    if core.impl == "chunked":
+        return 0
     gpu = local_gpu()
-    if core.impl == "chunked" or (core.impl == "auto" and gpu is None):
+    if core.impl == "auto" and gpu is None:
         return 0
     on_hopper = gpu is not None and for_hopper(gathered(e), c, bias, core.with_sum, gpu, interpret=False)
     return budget.saved_tokens(*e.shape, vocabulary_size(c, core.head), e.dtype, core.head, core.with_sum, wanted,

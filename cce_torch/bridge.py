@@ -168,6 +168,11 @@ def _aligned(x: Tensor) -> Tensor:
 @cache
 def gpu(index: int):
     """JAX's name for torch's cuda:index."""
+    with torch.cuda.device(index):  # JAX's start leaves another one the current one
+        return _gpu(index)
+
+
+def _gpu(index: int):
     start()
     try:
         devices = jax.local_devices(backend="cuda")
@@ -189,6 +194,14 @@ def gpu(index: int):
         )
     _warn_if_reserved(found[0])
     return found[0]
+
+
+def start_for(device: torch.device) -> None:
+    """JAX's backends, as torch wants them, before anything else asks for its devices."""
+    if device.type == "cpu":
+        start()
+    else:
+        gpu(device.index)
 
 
 @cache

@@ -93,6 +93,7 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, wanted: 
     class_weight: (V,); token_weight: (N,); num_items: one element; wanted: the gradients that will be asked for, None
     if there is nothing to be saved for them.
     """
+    bridge.start_for(e.device)
     arrays = _Arrays(e, c, call)
     rows = 2 + call.loss.needs_sum
     whole = call.loss.reduction == "none"
@@ -114,7 +115,8 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, wanted: 
 
 
 def saved_shape(e: Tensor, c: Tensor, bias: Tensor | None, wanted: Wanted, call: Call) -> tuple[int, int]:
-    """The shape of what `loss` saves."""
+    """The shape of what `loss` saves, of tensors that may be fake."""
+    bridge.start()
     return _Arrays(e, c, call).saved_shape(bias, wanted)
 
 

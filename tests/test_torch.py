@@ -305,6 +305,24 @@ def test_jax_is_asked_to_leave_memory_unless_the_user_said_otherwise_or_it_runs(
     assert done.stdout.strip() == asked
 
 
+FIRST_CALL = """
+import torch, cce_torch
+e, c = torch.ones(8, 16, dtype=torch.bfloat16).requires_grad_(), torch.ones(32, 16, dtype=torch.bfloat16)
+cce_torch.linear_cross_entropy(e, c, torch.arange(8), impl={impl!r})
+import jax
+print(jax.config.jax_pjrt_client_create_options)
+"""
+
+
+@pytest.mark.parametrize("impl", ["auto", "cce"])
+def test_the_first_call_asks_before_it_looks_for_devices(impl):
+    ours = {k: v for k, v in os.environ.items() if not k.startswith("XLA_")}
+    code = FIRST_CALL.format(impl=impl)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ours)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "{'preallocate': False}"
+
+
 def test_the_users_own_jax_is_as_it_was():
     before = {name: getattr(jax.config, name) for name in ("jax_enable_x64", "jax_default_matmul_precision")}
     e, c, t = example()
