@@ -36,7 +36,7 @@ its row of e, not even a NaN, reaches a gradient. A target of V or more picks no
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -45,7 +45,7 @@ from jax import lax
 
 from cce_jax import chunked, reference
 from cce_kernels import backward, budget, forward
-from cce_kernels.config import local_gpu
+from cce_kernels.config import Gpu, local_gpu
 from cce_kernels.groups import Wanted
 from cce_kernels.logits import Head, vocabulary_size
 from cce_kernels.saved import saved_shape
@@ -84,19 +84,30 @@ def statistics(e, c, bias, targets, weights, core: Core) -> Statistics:
     return _statistics(core, e, c, bias, targets, weights)
 
 
-def saved_tokens(e, c, bias, core: Core, wanted: Wanted) -> int:
+def saved_tokens(
+    shape: tuple[int, int], c_shape: tuple[int, int], dtype, with_bias: bool, core: Core, wanted: Wanted
+) -> int:
     """Of how many tokens `forward_pass` is to save the exponentials for `gradients`.
 
-    e, c: arrays or ShapeDtypeStructs; bias: None or anything else.
+    shape and dtype: those of e; wanted: the gradients that will be asked for.
     """
     if core.impl == "chunked":
         return 0
     gpu = local_gpu()
     if core.impl == "auto" and gpu is None:
         return 0
-    on_hopper = gpu is not None and for_hopper(gathered(e), c, bias, core.with_sum, gpu, interpret=False)
-    return budget.saved_tokens(*e.shape, vocabulary_size(c, core.head), e.dtype, core.head, core.with_sum, wanted,
+    on_hopper = gpu is not None and _on_hopper(gpu, shape, c_shape, dtype, with_bias, core.with_sum)
+    return budget.saved_tokens(*shape, c_shape[core.head.vocab_axis], dtype, core.head, core.with_sum, wanted,
                                on_hopper, core.memory_budget)  # fmt: skip
+
+
+@cache
+def _on_hopper(
+    gpu: Gpu, shape: tuple[int, int], c_shape: tuple[int, int], dtype, with_bias: bool, with_sum: bool
+) -> bool:
+    """Once for each shape, as every call from PyTorch asks, and a ShapeDtypeStruct takes 7 µs."""
+    e, c = (jax.ShapeDtypeStruct(x, dtype) for x in (shape, c_shape))
+    return for_hopper(gathered(e), c, with_bias or None, with_sum, gpu, interpret=False)
 
 
 def forward_pass(
@@ -146,7 +157,7 @@ def _statistics_fwd(core: Core, e, c, bias, targets, weights):
     e, c, bias, targets, weights = jax.tree.map(
         lambda x: x.value, (e, c, bias, targets, weights), is_leaf=lambda x: hasattr(x, "perturbed")
     )
-    to_save = saved_tokens(e, c, bias, core, wanted)
+    to_save = saved_tokens(e.shape, c.shape, e.dtype, bias is not None, core, wanted)
     run = _first_order_only(partial(forward_pass, core=core, for_gradients=True, saved_tokens=to_save))
     out, saved = run(e, c, bias, targets, weights)
     return out, (_as_shape(wanted), e, c, bias, targets, weights, out, saved)

@@ -170,9 +170,10 @@ class _Arrays:
         self.shifts = call.shift > 0
 
     def saved_shape(self, bias: Tensor | None, wanted: Wanted) -> tuple[int, int]:
-        axis, dtype = self.static.head.vocab_axis, str(self.c.dtype)[6:]
-        e, c = (jax.ShapeDtypeStruct(s, dtype) for s in ((self.size, self.c.shape[1 - axis]), self.c.shape))
-        return exponentials.saved_shape(core.saved_tokens(e, c, bias, self.static, wanted), self.c.shape[axis])
+        axis, shape = self.static.head.vocab_axis, self.c.shape
+        tokens = core.saved_tokens((self.size, shape[1 - axis]), shape, str(self.c.dtype)[6:], bias is not None,
+                                   self.static, wanted)  # fmt: skip
+        return exponentials.saved_shape(tokens, shape[axis])
 
     def padded(self, x: Any, fill: float, axis: int = 0) -> Any:
         """x with as many tokens as the program is compiled for, the new ones filled with fill."""
