@@ -191,7 +191,7 @@ def _program_on_hopper(
         return over_groups(add, jnp.float32(0), groups)
 
     def multiply(e, c, dz, kept):
-        of = hopper_kernels.products(e, c, head=HEAD, unit=None, count=kept, gpu=gpu, tiles=tiles)
+        of = hopper_kernels.products(e, c, head=HEAD, unit=None, count=kept, groups=groups, gpu=gpu, tiles=tiles)
         return of_all(of, kernel, e, c, dz, groups)
 
     def saved_de(e, c, p, share, kept):
@@ -240,9 +240,9 @@ def of_all(products: Products, role: str, e, c, dz, groups: Groups) -> jax.Array
     """de or dc, with the same dz for every group."""
     if role == "de":
         begun = jnp.zeros(e.shape, jnp.float32)
-        return over_groups(lambda de, window: products.add_de(de, dz, window[0]), begun, groups)
+        return over_groups(lambda de, window: products.add_de(de, dz, window), begun, groups)
     begun = jax.lax.empty(c.shape, c.dtype)
-    return over_groups(lambda dc, window: products.put_dc(dc, dz, window[0]), begun, groups)
+    return over_groups(lambda dc, window: products.put_dc(dc, dz, window), begun, groups)
 
 
 def one_of(dz: jax.Array) -> jax.Array:

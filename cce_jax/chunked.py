@@ -12,7 +12,7 @@ from jax import lax
 from cce_kernels.groups import Gradients, Wanted, add_groups, fitted, over_groups, unscaled, xla_products
 from cce_kernels.logits import Head, vocabulary_size
 from cce_kernels.tokens import without_ignored
-from cce_kernels.windows import Groups, vocabulary_groups
+from cce_kernels.windows import Groups, Window, vocabulary_groups
 
 BLOCK_BYTES = 64 * 2**20
 
@@ -23,15 +23,15 @@ def _groups(e: jax.Array, c: jax.Array, head: Head, memory_budget: int) -> Group
     return vocabulary_groups(vocabulary_size(c, head), block, logit_bytes * e.shape[0])
 
 
-def _columns(x: jax.Array, window: jax.Array, groups: Groups) -> jax.Array:
-    return lax.dynamic_slice_in_dim(x, window[0], groups.columns)
+def _columns(x: jax.Array, window: Window, groups: Groups) -> jax.Array:
+    return lax.dynamic_slice_in_dim(x, window.start, groups.columns)
 
 
 def _logits(e, c_g, bias, window, *, head: Head, groups: Groups) -> tuple[jax.Array, jax.Array]:
     """The group's logits, (N, V_g), at least float32, and the column numbers, (V_g,)."""
     raw = head.product(e, c_g, 1 - head.vocab_axis)
     bias_g = None if bias is None else _columns(bias, window, groups).astype(raw.dtype)
-    return head.logits(raw, bias_g), window[0] + jnp.arange(groups.columns, dtype=jnp.int32)
+    return head.logits(raw, bias_g), window.start + jnp.arange(groups.columns, dtype=jnp.int32)
 
 
 def statistics(e, c, bias, targets, weights, *, head: Head, with_sum: bool, memory_budget: int):
@@ -41,11 +41,11 @@ def statistics(e, c, bias, targets, weights, *, head: Head, with_sum: bool, memo
 
     def group(carry, window):
         lse, target, total = carry
-        c_g = lax.dynamic_slice_in_dim(c, window[0], groups.columns, head.vocab_axis)
+        c_g = lax.dynamic_slice_in_dim(c, window.start, groups.columns, head.vocab_axis)
         z, columns = _logits(e, c_g, bias, window, head=head, groups=groups)
-        own = columns >= window[1]
-        local = targets - window[0]
-        here = (targets >= window[1]) & (local < groups.columns)
+        own = columns >= window.owned
+        local = targets - window.start
+        here = (targets >= window.owned) & (local < groups.columns)
         picked = jnp.take_along_axis(z, jnp.clip(local, 0, groups.columns - 1)[:, None], axis=1)[:, 0]
         target = jnp.where(here, picked, target)
         if with_sum:
@@ -66,13 +66,13 @@ def gradients(e, c, bias, targets, weights, lse, cotangents, *, head: Head, want
     cotangents, unit = fitted(cotangents, weights, head, e.dtype)
 
     def form_dz(window):
-        c_g = lax.dynamic_slice_in_dim(c, window[0], groups.columns, head.vocab_axis)
+        c_g = lax.dynamic_slice_in_dim(c, window.start, groups.columns, head.vocab_axis)
         z, columns = _logits(e, c_g, bias, window, head=head, groups=groups)
         weights_g = 1.0 if weights is None else _columns(weights, window, groups)
         dz = head.cotangent(z, jnp.exp(z - lse[:, None]), columns == targets[:, None], *cotangents[:, :, None],
                             weights=weights_g)  # fmt: skip
         if groups.overlap:
-            dz = jnp.where(columns >= window[1], dz, 0)
+            dz = jnp.where(columns >= window.owned, dz, 0)
         return dz.astype(e.dtype), jnp.sum(dz, axis=0) if wanted.bias else None
 
     products = xla_products(e, c, head=head, unit=unit)

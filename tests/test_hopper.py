@@ -130,6 +130,7 @@ INTERPRETED = pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reaso
 SMALL = Gpu("9.0", 4)
 TOKENS, WIDTH, VOCABULARY, COLUMNS = 304, 128, 640, 256
 EVERY = np.full(1, TOKENS, np.int32)
+GROUPS = Groups(VOCABULARY, COLUMNS, beyond=True)
 
 
 def interpreter():
@@ -184,18 +185,17 @@ def test_a_group_of_dz_and_its_part_of_dc(group):
     e = jnp.where(kept[:, None], e, 0)
     lse = jnp.where(kept, jax.nn.logsumexp(z, axis=1), jnp.inf)
     cotangents = jnp.where(kept, jnp.stack([jnp.linspace(0.5, 1.5, TOKENS), jnp.linspace(-1.0, -2.0, TOKENS)]), 0)
-    groups = Groups(VOCABULARY, COLUMNS, beyond=True)
-    window = jnp.full(2, group * COLUMNS, jnp.int32)
+    window = GROUPS.window(jnp.int32((group + 1) % GROUPS.count))
     columns = slice(group * COLUMNS, min((group + 1) * COLUMNS, VOCABULARY))
     options = {"head": Head(), "gpu": SMALL, "interpret": interpreter()}
     few = jnp.array([count], jnp.int32)
-    dz = hopper_kernels.dz_of_group(e, c, lse, targets, cotangents, few, window, groups=groups, **options)
+    dz = hopper_kernels.dz_of_group(e, c, lse, targets, cotangents, few, window, groups=GROUPS, **options)
     p = jnp.exp(jnp.where(kept[:, None], z - lse[:, None], -jnp.inf))
     wanted = cotangents[0][:, None] * p + cotangents[1][:, None] * (targets[:, None] == jnp.arange(VOCABULARY))
     here = dz[:, : columns.stop - columns.start]
     assert error(here[:count], wanted[:count, columns]) < 2.0**-9
-    products = hopper_kernels.products(e, c, unit=None, count=few, **options)
-    dc = products.put_dc(jnp.full_like(c, 7), dz, window[0])
+    products = hopper_kernels.products(e, c, unit=None, count=few, groups=GROUPS, **options)
+    dc = products.put_dc(jnp.full_like(c, 7), dz, window)
     assert error(dc[columns], here.astype(jnp.float32).T @ e.astype(jnp.float32)) < 2.0**-9
     others = np.delete(np.arange(VOCABULARY), np.arange(VOCABULARY)[columns])
     assert np.all(np.asarray(dc)[others] == 7)
@@ -204,15 +204,14 @@ def test_a_group_of_dz_and_its_part_of_dc(group):
 @INTERPRETED
 def test_a_classifier_of_shape_d_by_v():
     e, c, targets, z = problem(1)
-    groups = Groups(VOCABULARY, COLUMNS, beyond=True)
-    lse, window = jax.nn.logsumexp(z, axis=1), jnp.full(2, COLUMNS, jnp.int32)
+    lse, window = jax.nn.logsumexp(z, axis=1), GROUPS.window(jnp.int32(2))
     ones = jnp.stack([jnp.ones(TOKENS), -jnp.ones(TOKENS)])
     options = {"head": Head(vocab_axis=1), "gpu": SMALL, "interpret": interpreter()}
-    dz = hopper_kernels.dz_of_group(e, c, lse, targets, ones, EVERY, window, groups=groups, **options)
+    dz = hopper_kernels.dz_of_group(e, c, lse, targets, ones, EVERY, window, groups=GROUPS, **options)
     wanted = jnp.exp(z - lse[:, None]) - (targets[:, None] == jnp.arange(VOCABULARY))
     assert error(dz, wanted[:, COLUMNS : 2 * COLUMNS]) < 2.0**-9
-    dc = hopper_kernels.products(e, c, unit=jnp.float32(2), count=EVERY, **options).put_dc(
-        jnp.zeros_like(c), dz, window[0]
+    dc = hopper_kernels.products(e, c, unit=jnp.float32(2), count=EVERY, groups=GROUPS, **options).put_dc(
+        jnp.zeros_like(c), dz, window
     )
     assert error(dc[:, COLUMNS : 2 * COLUMNS], 2 * e.astype(jnp.float32).T @ dz.astype(jnp.float32)) < 2.0**-9
     assert not jnp.any(np.delete(dc, np.arange(COLUMNS, 2 * COLUMNS), axis=1))
@@ -231,9 +230,9 @@ def test_dc_of_two_parts_of_the_tokens(kept, vocab_axis):
     first = Beside(p, e[:128], jnp.array([kept], jnp.int32))
     products = hopper_kernels.products(
         e[128:], c, head=Head(vocab_axis=vocab_axis), unit=None, count=jnp.array([TOKENS - 128], jnp.int32), gpu=SMALL,
-        beside=first, interpret=interpreter(),
+        groups=GROUPS, beside=first, interpret=interpreter(),
     )  # fmt: skip
-    found = jnp.moveaxis(products.put_dc(jnp.full_like(c, 7), dz, jnp.int32(COLUMNS)), vocab_axis, 0)
+    found = jnp.moveaxis(products.put_dc(jnp.full_like(c, 7), dz, GROUPS.window(jnp.int32(2))), vocab_axis, 0)
     group = slice(COLUMNS, 2 * COLUMNS)
     wide, of_p = e.astype(jnp.float32), p[:kept, group].astype(jnp.float32)
     assert error(found[group], dz.astype(jnp.float32).T @ wide[128:] + of_p.T @ wide[:kept]) < 2.0**-9
@@ -331,9 +330,11 @@ def test_every_tile_that_a_product_may_choose_fits_shared_memory(number):
 
         def every(e, c, dz, p, r, de, dc, n, axis=axis):
             options = {"head": Head(vocab_axis=axis), "gpu": config.H200, "tiles": one}
-            of = hopper_kernels.products(e, c, unit=None, count=n, **options)
+            groups = Groups(4096, 1024, beyond=True)
+            of = hopper_kernels.products(e, c, unit=None, count=n, groups=groups, **options)
             saved_de = hopper_kernels.de_of_saved(p, r, c, n, e, **options)
-            return of.add_de(de, dz, jnp.int32(0)), of.put_dc(dc, dz, jnp.int32(0)), saved_de
+            window = groups.window(jnp.int32(0))
+            return of.add_de(de, dz, window), of.put_dc(dc, dz, window), saved_de
 
         c = S((4096, 768) if axis == 0 else (768, 4096), BF16)
         e, dz, p, r = S((512, 768), BF16), S((512, 1024), BF16), S((512, 4096), BF16), S((512,), jnp.float32)

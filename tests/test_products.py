@@ -10,6 +10,7 @@ import pytest
 from cce_kernels.config import target_of
 from cce_kernels.logits import Head
 from cce_kernels.products import kernel_products
+from cce_kernels.windows import Window
 from tests.cases import DTYPES
 from tests.tolerance import error
 
@@ -27,8 +28,8 @@ def program(axis: int, dtype: str, with_unit: bool):
     def products(e, c, dz, de, dc, count, unit):
         made = partial(kernel_products, e, c, head=Head(vocab_axis=axis, precision="highest"), tiles=tiles)
         run = made(unit=unit if with_unit else None, count=count.reshape(1), interpret=True)
-        start = jnp.int32(START)
-        return run.add_de(None, dz, start), run.add_de(de, dz, start), run.put_dc(dc, dz, start)
+        window = Window(*[jnp.int32(START)] * 3)
+        return run.add_de(None, dz, window), run.add_de(de, dz, window), run.put_dc(dc, dz, window)
 
     return products
 
@@ -71,8 +72,8 @@ def adding_program(axis: int, splits: int):
     def products(e, c, dz, de, dc, count):
         run = kernel_products(e, c, head=Head(vocab_axis=axis), unit=None, tiles=tiles, count=count.reshape(1),
                               interpret=True, adding=True, splits=splits)  # fmt: skip
-        start = jnp.int32(START)
-        return run.add_de(None, dz, start), run.add_de(de, dz, start), run.put_dc(dc, dz, start)
+        window = Window(*[jnp.int32(START)] * 3)
+        return run.add_de(None, dz, window), run.add_de(de, dz, window), run.put_dc(dc, dz, window)
 
     return products
 

@@ -21,14 +21,14 @@ def test_windows_own_every_column_once_and_overwrite_in_order(vocabulary, column
     groups = Groups(vocabulary, min(columns, vocabulary))
     owner = np.zeros(vocabulary, int)
     written = np.full(vocabulary, -1)
-    for k, (start, owned) in enumerate(map(groups.window, range(groups.count))):
+    for k, start, owned in map(groups.window, range(groups.count)):
         assert 0 <= start <= owned
         assert start + groups.columns <= vocabulary
         owner[owned : start + groups.columns] += 1
         written[start : start + groups.columns] = k
     assert (owner == 1).all()
     # The last to write a column is the window that owns it, so no gradient is lost under an overlap.
-    for k, (start, owned) in enumerate(map(groups.window, range(groups.count))):
+    for k, start, owned in map(groups.window, range(groups.count)):
         assert (written[owned : start + groups.columns] == k).all()
 
 

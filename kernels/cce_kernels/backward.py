@@ -27,7 +27,18 @@ from jax.experimental import pallas as pl
 
 from cce_kernels.budget import group_of, linear, ragged_bytes, whole_bytes
 from cce_kernels.config import DEPTH, Gpu, TileConfig, Tiles, target_of
-from cce_kernels.groups import Beside, Gradients, Products, Wanted, add_groups, fitted, unscaled, xla_products
+from cce_kernels.groups import (
+    ALL_COLUMNS,
+    Beside,
+    Gradients,
+    Products,
+    Wanted,
+    add_groups,
+    fitted,
+    starts,
+    unscaled,
+    xla_products,
+)
 from cce_kernels.logits import Head, vocabulary_size
 from cce_kernels.products import kernel_products, splits_of
 from cce_kernels.restored import restored
@@ -112,7 +123,7 @@ def dz_of_group(
     row_blocks, column_blocks = cdiv(tokens, tiles.rows), cdiv(groups.columns, tiles.columns)
     dz, sums = launch(
         partial(_dz_kernel, head=head, tiles=tiles, groups=groups, interpret=interpret),
-        e, c, bias, targets, lse, cotangents, weights, window, count,
+        e, c, bias, targets, lse, cotangents, weights, starts(window), count,
         out_shape=dz_shapes(tokens, groups.columns, e.dtype, tiles.rows, wanted.bias),
         programs=row_blocks * column_blocks, tiles=tiles, interpret=interpret, name="cce_dz",
     )  # fmt: skip
@@ -169,8 +180,8 @@ class _Backward:
         if groups is not None and groups.beyond:
             from cce_kernels import hopper_kernels
 
-            return hopper_kernels.products(e, self.c, head=self.head, unit=self.unit, count=tokens.count, gpu=self.gpu,
-                                           **how)  # fmt: skip
+            return hopper_kernels.products(e, self.c, head=self.head, unit=self.unit, count=tokens.count,
+                                           groups=groups, gpu=self.gpu, **how)  # fmt: skip
         return kernel_products(e, self.c, head=self.head, unit=self.unit, count=tokens.count, tiles=self.tiles,
                                interpret=self.interpret, **how)  # fmt: skip
 
@@ -222,14 +233,15 @@ class _Backward:
         de = None if sums is None else jnp.sum(sums.reshape(splits, *e.shape), axis=0)
         return Gradients(de, dc, dbias)
 
-    def with_saved_on_hopper(self, everyone: _Tokens, saved: _Saved) -> tuple[jax.Array | None, jax.Array | None]:
-        """de, in the order of the tokens, and dc of all of them, some or all of which are saved."""
+    def with_saved_on_hopper(
+        self, everyone: _Tokens, first: _Tokens, others: _Tokens, saved: _Saved
+    ) -> tuple[jax.Array | None, jax.Array | None]:
+        """de, in the order of the tokens, and dc of all of them, the first of which are saved, or all."""
         from cce_kernels import hopper_kernels
 
         p, _, r = saved
         assert r is not None
         count = len(p)
-        first, others = everyone.part(0, count), everyone.part(count, len(everyone.targets))
         options = {"head": self.head, "gpu": self.gpu}
         shape, de_of_others = (len(everyone.targets), self.c.shape[1 - self.head.vocab_axis]), None
         place = lax.empty(shape, self.c.dtype)  # of the scaled e, then of de
@@ -240,8 +252,10 @@ class _Backward:
             beside = Beside(p, place, first.count)
             de_of_others, dc, _ = self.of_others(others, Gradients(None, dc, None), True, beside)
         elif dc is not None:
-            products = hopper_kernels.products(place, self.c, unit=None, count=first.count, **options)
-            dc = products.put_dc(dc, p, jnp.int32(0))
+            vocabulary = vocabulary_size(self.c, self.head)
+            whole = Groups(vocabulary, vocabulary, beyond=True)
+            products = hopper_kernels.products(place, self.c, unit=None, count=first.count, groups=whole, **options)
+            dc = products.put_dc(dc, p, ALL_COLUMNS)
         if not self.wanted.e:
             return None, dc
         place, dc = lax.optimization_barrier((place, dc))  # which is made of the scaled e, before de is in its place
@@ -329,7 +343,7 @@ def gradients(
     backward = _Backward(c, bias, weights, unit, head, wanted, tiles, gpu, on_hopper, interpret, plan)
 
     if of_first is not None and saved_by_hopper:
-        de, dc = backward.with_saved_on_hopper(everyone, of_first)
+        de, dc = backward.with_saved_on_hopper(everyone, first, others, of_first)
         if de is not None and kept is not None:
             de = restored(de, kept, interpret=interpret)
         return de, dc, None, saved

@@ -13,10 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from cce_kernels.logits import Head
-from cce_kernels.windows import FLOAT16_LARGEST, Groups
+from cce_kernels.windows import FLOAT16_LARGEST, Groups, Window
+
+ALL_COLUMNS = Window(*[np.int32(0)] * 3)  # where one group is all of the vocabulary
 
 
 @dataclass(frozen=True)
@@ -46,13 +49,13 @@ class Gradients(NamedTuple):
 
 
 class Products(NamedTuple):
-    """The two matmuls of a group: of dz (N, V_g) with the group's columns of c, from `start` on, and with e.
+    """The two matmuls of a group: of dz (N, V_g) with the group's columns of c, and with e.
 
     put_dc writes the group's part of dc, or adds to it, as whoever made the products says.
     """
 
-    add_de: Callable[[jax.Array | None, jax.Array, jax.Array], jax.Array]  # (de or None for 0, dz, start) -> de
-    put_dc: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # (dc, dz, start) -> dc
+    add_de: Callable[[jax.Array | None, jax.Array, Window], jax.Array]  # (de or None for 0, dz, window) -> de
+    put_dc: Callable[[jax.Array, jax.Array, Window], jax.Array]  # (dc, dz, window) -> dc
 
 
 class Beside(NamedTuple):
@@ -74,33 +77,36 @@ def xla_products(e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | No
         contract = (((left_axis,), (right_axis,)), ((), ()))
         return lax.dot_general(left, right, contract, precision=head.precision, preferred_element_type=out)
 
-    def add_de(de, dz, start):
-        c_g = lax.dynamic_slice_in_dim(c, start, dz.shape[1], axis)
+    def add_de(de, dz, window):
+        c_g = lax.dynamic_slice_in_dim(c, window.start, dz.shape[1], axis)
         product = matmul(dz, c_g, 1, axis, wide)
         return product if de is None else de + product
 
-    def put_dc(dc, dz, start):
+    def put_dc(dc, dz, window):
         left, right = (dz, e) if axis == 0 else (e, dz)
         dc_g = matmul(left, right, 0, 0, c.dtype if unit is None else wide)
-        return lax.dynamic_update_slice_in_dim(dc, unscaled(dc_g, unit, c.dtype), start, axis)
+        return lax.dynamic_update_slice_in_dim(dc, unscaled(dc_g, unit, c.dtype), window.start, axis)
 
     return Products(add_de, put_dc)
 
 
-def over_groups(body: Callable[[Any, jax.Array], Any], carry: Any, groups: Groups) -> Any:
-    """body(carry, window) -> carry for each group; window: (2,) int32, where it starts and the first column it counts.
+def over_groups(body: Callable[[Any, Window], Any], carry: Any, groups: Groups) -> Any:
+    """body(carry, window) -> carry for each group; window: of int32.
 
     A table of windows to scan over would be copied from at each step, and that copy keeps XLA from making the loop part
     of a CUDA graph.
     """
-    return lax.fori_loop(
-        0, groups.count, lambda i, carry: body(carry, jnp.stack(groups.window(i)).astype(jnp.int32)), carry
-    )
+    return lax.fori_loop(0, groups.count, lambda i, carry: body(carry, groups.window(i.astype(jnp.int32))), carry)
+
+
+def starts(window: Window) -> jax.Array:
+    """Where a window starts and the first column that it counts, (2,), as Triton's kernels take it."""
+    return jnp.stack([window.start, window.owned])
 
 
 def add_groups(
     gradients: Gradients,
-    form_dz: Callable[[jax.Array], tuple[jax.Array, jax.Array | None]],
+    form_dz: Callable[[Window], tuple[jax.Array, jax.Array | None]],
     groups: Groups,
     products: Products,
 ) -> Gradients:
@@ -109,19 +115,18 @@ def add_groups(
     form_dz(window) gives dz of the group, (N, V_g), and its column sums, (V_g,), if the bias gradient is wanted.
     """
 
-    def group(gradients: Gradients, window: jax.Array) -> Gradients:
+    def group(gradients: Gradients, window: Window) -> Gradients:
         de, dc, dbias = gradients
-        start = window[0]
         dz, dz_sum = form_dz(window)
         if de is not None:
-            de = products.add_de(de, dz, start)
+            de = products.add_de(de, dz, window)
         if de is not None and dc is not None:  # so that XLA's copies of c_g and dc_g are never there together
             de, dz = lax.optimization_barrier((de, dz))
         if dc is not None:
-            dc = products.put_dc(dc, dz, start)
+            dc = products.put_dc(dc, dz, window)
         if dbias is not None and dz_sum is not None:
-            before = lax.dynamic_slice_in_dim(dbias, start, dz_sum.size)
-            dbias = lax.dynamic_update_slice_in_dim(dbias, before + dz_sum, start, 0)
+            before = lax.dynamic_slice_in_dim(dbias, window.start, dz_sum.size)
+            dbias = lax.dynamic_update_slice_in_dim(dbias, before + dz_sum, window.start, 0)
         return Gradients(de, dc, dbias)
 
     return over_groups(group, gradients, groups)

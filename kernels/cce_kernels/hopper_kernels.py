@@ -9,7 +9,8 @@
 They compute what forward.py, backward.py and products.py say, in the same places of the same arrays; cce_kernels/
 tiles.py says of which calls (for_hopper). Read: left once per 256 columns, right once per 256 rows, from L2 wherever
 programs that run together share them; never c_g, dc_g or any part of an array copied. de is added to where it lies by
-the memory system, each element once a launch, so that the sum has one order. Each stops at the last kept token.
+the memory system, each element once a launch, so that the sum has one order. Each stops at the last kept token. Of a
+group they take the number alone, the counter of XLA's loop, so that nothing else is launched to say where it starts.
 """
 
 from collections.abc import Callable, Sequence
@@ -204,12 +205,14 @@ def dz_of_group(
 ) -> jax.Array:  # fmt: skip
     """As backward.dz_of_group, for a call that these kernels serve. groups.columns: a multiple of 64."""
 
-    def extent(lse_ref, targets_ref, cotangents_ref, count_ref, window_ref) -> _Extent:
-        left = jnp.minimum(groups.columns, groups.vocabulary - window_ref[0])
-        logits = Sum(e.shape[1] // DEPTH, lambda row, column: Place(row, window_ref[0] + column))
+    def extent(lse_ref, targets_ref, cotangents_ref, count_ref, number_ref) -> _Extent:
+        start = groups.window(number_ref[0]).start
+        left = jnp.minimum(groups.columns, groups.vocabulary - start)
+        logits = Sum(e.shape[1] // DEPTH, lambda row, column: Place(row, start + column))
         return _Extent(_live_pairs(count_ref[0]), left, [logits])
 
-    def write(warpgroup, product, row, column, dz_ref, lse_ref, targets_ref, cotangents_ref, count_ref, window_ref):
+    def write(warpgroup, product, row, column, dz_ref, lse_ref, targets_ref, cotangents_ref, count_ref, number_ref):
+        start = groups.window(number_ref[0]).start
         vectors = lse_ref, targets_ref, cotangents_ref.at[0], cotangents_ref.at[1]
         lse, targets, of_lse, of_target = (vector_of(x, row) for x in vectors)
 
@@ -217,14 +220,14 @@ def dz_of_group(
             for first, raw in parts_of(product(), e.dtype):
                 z, shape = _logits(raw, head), raw.shape
                 p = jnp.exp2(z * LOG2_E - along_rows(lse, shape))
-                is_target = column_numbers(shape) == along_rows(targets - (window_ref[0] + column + first), shape)
+                is_target = column_numbers(shape) == along_rows(targets - (start + column + first), shape)
                 dz = head.cotangent(z, p, is_target, along_rows(of_lse, shape), along_rows(of_target, shape))
                 yield dz.astype(e.dtype)
 
         warpgroup.write(cotangents(), dz_ref, row, column)
 
     return _every_tile(
-        [(e, c)], (_padded(lse * LOG2_E), _padded(targets), _padded(cotangents), count, window),
+        [(e, c)], (_padded(lse * LOG2_E), _padded(targets), _padded(cotangents), count, window.number.reshape(1)),
         jax.ShapeDtypeStruct((e.shape[0], groups.columns), e.dtype),
         Multiply(tiles.logits, right_axis=1 - head.vocab_axis), extent, write, units=gpu.multiprocessors // 2,
         group=row_group(e.shape[1], e.dtype.itemsize, PAIR_ROWS, PAIR_GROUP), name="cce_dz", interpret=interpret,
@@ -260,39 +263,45 @@ def de_of_saved(
 
 def products(
     e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None, count: jax.Array, gpu: Gpu,
-    adding: bool = False, beside: Beside | None = None, splits: int = 1, tiles: HopperTiles = HOPPER, interpret=None,
+    groups: Groups, adding: bool = False, beside: Beside | None = None, splits: int = 1, tiles: HopperTiles = HOPPER,
+    interpret=None,
 ) -> Products:  # fmt: skip
     """As products.kernel_products, for a call that these kernels serve; de is never None."""
     (tokens, width), vocabulary, axis = e.shape, vocabulary_size(c, head), head.vocab_axis
     units = gpu.multiprocessors // 2
     run = partial(_every_tile, units=units, group=PAIR_GROUP, interpret=interpret)
 
-    def add_de(de, dz, start):
-        def extent(count_ref, start_ref) -> _Extent:
-            left = jnp.minimum(dz.shape[1], vocabulary - start_ref[0])  # of the group's columns the vocabulary's
+    def start_of(number_ref):
+        return groups.window(number_ref[0]).start
+
+    def add_de(de, dz, window):
+        def extent(count_ref, number_ref) -> _Extent:
+            start = start_of(number_ref)
+            left = jnp.minimum(dz.shape[1], vocabulary - start)  # of the group's columns the vocabulary's
             steps, live = lax.div(left + (DEPTH * splits - 1), DEPTH * splits), _live_pairs(count_ref[0])
 
             def place(row, column) -> Place:
                 inner = lax.div(row, live * PAIR_ROWS) * steps * DEPTH
-                return Place(lax.rem(row, live * PAIR_ROWS), column, inner, start_ref[0] + inner)
+                return Place(lax.rem(row, live * PAIR_ROWS), column, inner, start + inner)
 
             return _Extent(live * splits, width, [Sum(steps, place, None if splits == 1 else left)])
 
-        def write(warpgroup, product, row, column, de_ref, count_ref, start_ref):
+        def write(warpgroup, product, row, column, de_ref, count_ref, number_ref):
             live = _live_pairs(count_ref[0]) * PAIR_ROWS
             below = lax.div(row, live) * tokens + lax.rem(row, live)
             warpgroup.write((x for _, x in parts_of(product(), de_ref.dtype)), de_ref, below, column, add=True)
 
         multiply = Multiply(cheapest(tiles.de, cdiv(tokens, PAIR_ROWS) * splits, width, units), right_axis=axis)
-        return run([(dz, c)], (count, start.reshape(1)), de, multiply, extent, write, name="cce_de")
+        return run([(dz, c)], (count, window.number.reshape(1)), de, multiply, extent, write, name="cce_de")
 
-    def put_dc(dc, dz, start):
+    def put_dc(dc, dz, window):
         def ordered(of_group, of_width):
             """Of what has to do with the group and with D, what is left's, rows', and what is right's, columns'."""
             return (of_group, of_width) if axis == 0 else (of_width, of_group)
 
-        def extent(count_ref, start_ref, unit_ref, saved_count_ref) -> _Extent:
-            rows, columns = ordered(jnp.minimum(dz.shape[1], vocabulary - start_ref[0]), width)
+        def extent(count_ref, number_ref, unit_ref, saved_count_ref) -> _Extent:
+            start = start_of(number_ref)
+            rows, columns = ordered(jnp.minimum(dz.shape[1], vocabulary - start), width)
 
             def of_tokens(count_ref, first) -> Sum:
                 of_row, of_column = ordered(first, 0)
@@ -301,12 +310,12 @@ def products(
 
             sums = [of_tokens(count_ref, 0)]
             if beside is not None:
-                sums.append(of_tokens(saved_count_ref, start_ref[0]))
+                sums.append(of_tokens(saved_count_ref, start))
             return _Extent(lax.div(rows + (PAIR_ROWS - 1), PAIR_ROWS), columns, sums)
 
-        def write(warpgroup, product, row, column, dc_ref, count_ref, start_ref, unit_ref, saved_count_ref):
+        def write(warpgroup, product, row, column, dc_ref, count_ref, number_ref, unit_ref, saved_count_ref):
             parts = (x if unit_ref is None else x * unit_ref[0] for _, x in parts_of(product(), dc_ref.dtype))
-            of_row, of_column = ordered(start_ref[0], 0)
+            of_row, of_column = ordered(start_of(number_ref), 0)
             warpgroup.write((x.astype(dc_ref.dtype) for x in parts), dc_ref, of_row + row, of_column + column,
                             add=adding)  # fmt: skip
 
@@ -314,6 +323,7 @@ def products(
         multiply = Multiply(cheapest(tiles.dc, cdiv(rows, PAIR_ROWS), columns, units), left_axis=0, right_axis=0)
         operands = [ordered(dz, e)] + ([] if beside is None else [ordered(beside.exponentials, beside.e)])
         scale, of_saved = None if unit is None else unit.reshape(1), None if beside is None else beside.count
-        return run(operands, (count, start.reshape(1), scale, of_saved), dc, multiply, extent, write, name="cce_dc")
+        others = count, window.number.reshape(1), scale, of_saved
+        return run(operands, others, dc, multiply, extent, write, name="cce_dc")
 
     return Products(add_de, put_dc)

@@ -105,23 +105,24 @@ def kernel_products(
     """
     width, vocabulary = e.shape[1], vocabulary_size(c, head)
 
-    def run(kind: str, tiles: TileConfig, left, right, start, out, shape, unit, adding, splits):
+    def run(kind: str, tiles: TileConfig, left, right, window, out, shape, unit, adding, splits):
         return launch(
             partial(_product_kernel, head=head, tiles=tiles, shape=shape, kind=kind, adding=adding, splits=splits),
-            left, right, start.reshape(1), count, unit, out, out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
+            left, right, window.start.reshape(1), count, unit, out,
+            out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
             programs=_blocks(shape, tiles) * splits, tiles=tiles, interpret=interpret, name=f"cce_{kind}", in_place=out,
         )  # fmt: skip
 
-    def add_de(de, dz, start):
+    def add_de(de, dz, window):
         de = jnp.zeros((splits * e.shape[0], width), jnp.float32) if de is None else de
         shape = *e.shape, min(dz.shape[1], vocabulary)
-        return run("de", tiles.de, dz, c, start, de, shape, None, True, splits)
+        return run("de", tiles.de, dz, c, window, de, shape, None, True, splits)
 
-    def put_dc(dc, dz, start):
+    def put_dc(dc, dz, window):
         left, right = (dz, e) if head.vocab_axis == 0 else (e, dz)
         columns = min(dz.shape[1], vocabulary)
         shape = (columns, width) if head.vocab_axis == 0 else (width, columns)
         scale = None if unit is None else unit.reshape(1)
-        return run("dc", tiles.dc, left, right, start, dc, (*shape, e.shape[0]), scale, adding, 1)
+        return run("dc", tiles.dc, left, right, window, dc, (*shape, e.shape[0]), scale, adding, 1)
 
     return Products(add_de, put_dc)

@@ -13,7 +13,7 @@ from cce_kernels.tiles import cdiv, inside, launch, load_tile, load_vector, tile
 from cce_kernels.tokens import Kept
 
 
-def _kernel(_, place_ref, live_ref, count_ref, x_ref, *, tiles: TileConfig, interpret: bool):
+def _kernel(_, place_ref, count_ref, x_ref, *, tiles: TileConfig, interpret: bool):
     """Some columns of all rows, from the last block of rows to the first: no token's row lies after its place."""
     tokens, width = place_ref.shape[0], x_ref.shape[1]
     columns = pl.program_id(0) * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
@@ -23,8 +23,8 @@ def _kernel(_, place_ref, live_ref, count_ref, x_ref, *, tiles: TileConfig, inte
     def block(k, carry):
         rows = (blocks - 1 - k) * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
         rows_ok = inside(rows, tokens, tiles.rows)
-        live = load_vector(live_ref, rows, rows_ok) > 0
-        x = load_tile(x_ref, load_vector(place_ref, rows, rows_ok), columns, live, columns_ok)
+        place = load_vector(place_ref, rows, rows_ok, other=-1)
+        x = load_tile(x_ref, place, columns, place >= 0, columns_ok)
         if not interpret:
             plgpu.debug_barrier()  # before one warp writes what another is yet to read
         mask = tile_mask(rows_ok, columns_ok, (tiles.rows, tiles.columns))
@@ -39,7 +39,7 @@ def restored(x: jax.Array, kept: Kept, *, interpret: bool) -> jax.Array:
     """tokens.Kept.restored of x, (N or more, D), in place: its first N rows."""
     tiles = TileConfig(rows=32 if interpret else 1024, columns=16, depth=16, warps=8, stages=1)
     return launch(
-        partial(_kernel, tiles=tiles, interpret=interpret), x, kept.place, kept.live.astype(jnp.int32), kept.count,
+        partial(_kernel, tiles=tiles, interpret=interpret), x, jnp.where(kept.live, kept.place, -1), kept.count,
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), programs=cdiv(x.shape[1], tiles.columns), tiles=tiles,
         interpret=interpret, name="cce_restored", in_place=x,
     )[: kept.place.size]  # fmt: skip

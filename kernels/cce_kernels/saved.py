@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from cce_kernels.config import INTERPRETER, TileConfig
-from cce_kernels.groups import Gradients, Products, Wanted
+from cce_kernels.groups import ALL_COLUMNS, Gradients, Products, Wanted, starts
 from cce_kernels.logits import Head
 from cce_kernels.tiles import (
     cdiv,
@@ -114,7 +114,7 @@ def dz_of_saved(
     tiles = tiles or (INTERPRETER if interpret else DZ_TILES)
     dz, sums = launch(
         partial(_dz_kernel, head=head, tiles=tiles, groups=groups),
-        saved, reference, lse, targets, cotangents, weights, window,
+        saved, reference, lse, targets, cotangents, weights, starts(window),
         out_shape=dz_shapes(tokens, groups.columns, saved.dtype, tiles.rows, wanted.bias),
         programs=cdiv(tokens, tiles.rows) * cdiv(groups.columns, tiles.columns),
         tiles=tiles, interpret=interpret, name="cce_saved_dz",
@@ -190,12 +190,11 @@ def direct_gradients(
     products(e): the matmuls with this e.
     """
     de, dc, dbias = Gradients.begun(e, c, head, wanted)
-    start = jnp.int32(0)
     if wanted.e:
-        de = (products(e).add_de(None, saved, start) * r[:, None]).astype(e.dtype)
+        de = (products(e).add_de(None, saved, ALL_COLUMNS) * r[:, None]).astype(e.dtype)
         r, de = lax.optimization_barrier((r, de))  # so that the scaled e and de in float32 are never there together
     if dc is not None:
-        dc = products(scaled(e, r)).put_dc(dc, saved, start)
+        dc = products(scaled(e, r)).put_dc(dc, saved, ALL_COLUMNS)
     if dbias is not None:
         high = r.astype(e.dtype)
         both = jnp.stack([high, (r - high).astype(e.dtype)])  # r to 16 bits

@@ -5,10 +5,19 @@ Imports no framework.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 COLUMN_MULTIPLE = 128
 FEWEST_COLUMNS = 1024
 FLOAT16_LARGEST = 2.0**14  # what the largest cotangent becomes in float16, which holds 28 binary orders below it
+
+
+class Window(NamedTuple):
+    """A group of columns, by integers or by numbers that the device alone knows."""
+
+    number: Any  # of the group
+    start: Any  # its first column
+    owned: Any  # the first that it counts
 
 
 @dataclass(frozen=True)
@@ -37,11 +46,11 @@ class Groups:
         """How many columns the last one computes."""
         return self.vocabulary - (self.count - 1) * self.columns if self.beyond else self.columns
 
-    def window(self, i):
-        """Where the i-th window starts, and the first column that it counts; i: an integer or a traced one."""
+    def window(self, i) -> Window:
+        """The i-th window; i: an integer or a traced one."""
         k = (i - 1) % self.count
         owned = k * self.columns
-        return owned - (k == self.count - 1) * self.overlap, owned
+        return Window(i, owned - (k == self.count - 1) * self.overlap, owned)
 
 
 def vocabulary_groups(
