@@ -77,8 +77,8 @@ def _frontier(axes: Axes, rows: Sequence[Row]) -> None:
     axes.xaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.annotate("floor: three bare matmuls", (0.99, 1), xycoords=("axes fraction", "data"), xytext=(0, -3),
-                  textcoords="offset points", ha="right", va="top", fontsize=8, color=FLOOR)  # fmt: skip
+    axes.annotate("floor: three bare matmuls", (0.01, 1), xycoords=("axes fraction", "data"), xytext=(0, -3),
+                  textcoords="offset points", ha="left", va="top", fontsize=8, color=FLOOR)  # fmt: skip
     if any(row["marked"] for row in rows):
         axes.annotate("hollow: gradient error beyond rounding's", (0.01, 0.01), xycoords="axes fraction", fontsize=8,
                       color=INK)  # fmt: skip
