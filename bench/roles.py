@@ -183,12 +183,9 @@ def _program_on_hopper(
         return hopper_kernels.statistics(e, c, lse, None, kept, None, head=HEAD, splits=splits, tiles=tiles)[0]
 
     def dz(e, c, targets, lse, cotangents, kept):
-        def add(total, window):
-            return total + one_of(hopper_kernels.dz_of_group(
-                e, c, lse, targets, cotangents, kept, window, head=HEAD, groups=groups, gpu=gpu, tiles=tiles
-            ))  # fmt: skip
-
-        return over_groups(add, jnp.float32(0), groups)
+        form = hopper_kernels.dz_of_groups(e, c, lse, targets, cotangents, kept, head=HEAD, groups=groups, gpu=gpu,
+                                           tiles=tiles)  # fmt: skip
+        return over_groups(lambda total, window: total + one_of(form(window)), jnp.float32(0), groups)
 
     def multiply(e, c, dz, kept):
         of = hopper_kernels.products(e, c, head=HEAD, unit=None, count=kept, groups=groups, gpu=gpu, tiles=tiles)

@@ -46,6 +46,7 @@ def _gpu_at_hand() -> contextlib.AbstractContextManager:
 
 
 TRITON, MOSAIC = ("pallas_call",), ("core_map", "mpmd_map")  # in JAX 0.10, in 0.11
+LOOPS = "scan", "while"
 
 
 def _launches(jaxpr, primitives: tuple[str, ...]) -> Iterator[Any]:
@@ -55,10 +56,14 @@ def _launches(jaxpr, primitives: tuple[str, ...]) -> Iterator[Any]:
             if eqn.primitive.name in primitives and not eqn.params["interpret"]:
                 yield eqn.params
             continue
-        values = [x for v in eqn.params.values() for x in (v if isinstance(v, tuple | list) else [v])]
-        for inner in (getattr(x, "jaxpr", x) for x in values):
-            if hasattr(inner, "eqns"):
-                yield from _launches(inner, primitives)
+        for inner in nested(eqn):
+            yield from _launches(inner, primitives)
+
+
+def nested(eqn) -> list:
+    """The programs inside an equation: loop bodies, branches, calls."""
+    values = [x for v in eqn.params.values() for x in (v if isinstance(v, tuple | list) else [v])]
+    return [p for p in (getattr(x, "jaxpr", x) for x in values) if hasattr(p, "eqns")]
 
 
 def for_hopper(function: Callable, *arguments: Any) -> list[str]:
@@ -67,6 +72,23 @@ def for_hopper(function: Callable, *arguments: Any) -> list[str]:
         traced = jax.jit(function).trace(*arguments)
         traced.lower(lowering_platforms=("cuda",))  # raises what Mosaic's verifier and its shared memory refuse
     return [p["name"].removeprefix("cce_") for p in _launches(traced.jaxpr.jaxpr, MOSAIC)]
+
+
+def loop_equations(function: Callable, *arguments: Any) -> list[Any]:
+    """The equations of the bodies of loops that launch through Mosaic GPU, each with those nested in it."""
+    found = []
+
+    def visit(jaxpr, of_loop: bool) -> None:
+        for eqn in jaxpr.eqns:
+            found.extend([eqn] if of_loop else [])
+            loop = eqn.primitive.name in LOOPS and any(next(_launches(x, MOSAIC), None) for x in nested(eqn))
+            if eqn.primitive.name not in TRITON + MOSAIC:
+                for inner in nested(eqn):
+                    visit(inner, of_loop or loop)
+
+    with _gpu_at_hand():
+        visit(jax.jit(function).trace(*arguments).jaxpr.jaxpr, False)
+    return found
 
 
 def kernels(function: Callable, *arguments: Any) -> list[Kernel]:

@@ -18,7 +18,7 @@ from cce_kernels.groups import Beside, Wanted
 from cce_kernels.logits import Head
 from cce_kernels.tokens import Kept
 from cce_kernels.windows import Groups
-from tests.lowering import for_hopper
+from tests.lowering import for_hopper, loop_equations
 
 S = jax.ShapeDtypeStruct
 BF16 = jnp.bfloat16
@@ -34,7 +34,12 @@ def in_every_jax():
         yield
 
 
-def launched(shape=SHAPE, dtype=BF16, vocab_axis=0, bias=False, gradient=True, memory_budget=0, **options):
+def launched(*of, **options):
+    return for_hopper(*call(*of, **options))
+
+
+def call(shape=SHAPE, dtype=BF16, vocab_axis=0, bias=False, gradient=True, memory_budget=0, **options):
+    """The loss or its gradient, and its arguments."""
     n, d, v = shape
 
     def loss(e, c, t, bias_):
@@ -45,7 +50,7 @@ def launched(shape=SHAPE, dtype=BF16, vocab_axis=0, bias=False, gradient=True, m
 
     c = S((v, d) if vocab_axis == 0 else (d, v), dtype)
     arrays = S((n, d), dtype), c, S((n,), jnp.int32), S((v,), dtype)
-    return for_hopper(jax.value_and_grad(loss, (0, 1)) if gradient else loss, *arrays)
+    return jax.value_and_grad(loss, (0, 1)) if gradient else loss, *arrays
 
 
 @pytest.mark.parametrize("dtype", [BF16, jnp.float16])
@@ -53,6 +58,15 @@ def launched(shape=SHAPE, dtype=BF16, vocab_axis=0, bias=False, gradient=True, m
 @pytest.mark.parametrize("options", [{}, {"softcap": 30.0, "logit_scale": 2.0, "z_loss": 1e-4}])
 def test_a_gradient_is_four_kernels_that_the_device_need_not_choose_between(dtype, vocab_axis, options):
     assert launched(dtype=dtype, vocab_axis=vocab_axis, **options) == GROUP
+
+
+def test_beside_its_kernels_a_group_computes_single_numbers():
+    """What it needs of each token is computed once for all groups, not by a launch more in each."""
+    launches = "custom_vmap_call", "run_state", "empty", "optimization_barrier"
+    equations = loop_equations(*call())
+    assert [x.primitive.name for x in equations].count("run_state") == 3
+    rest = [x for x in equations if x.primitive.name not in launches]
+    assert max(v.aval.size for x in rest for v in x.outvars) == 1
 
 
 def test_what_is_saved_is_multiplied_too(monkeypatch):
@@ -189,7 +203,7 @@ def test_a_group_of_dz_and_its_part_of_dc(group):
     columns = slice(group * COLUMNS, min((group + 1) * COLUMNS, VOCABULARY))
     options = {"head": Head(), "gpu": SMALL, "interpret": interpreter()}
     few = jnp.array([count], jnp.int32)
-    dz = hopper_kernels.dz_of_group(e, c, lse, targets, cotangents, few, window, groups=GROUPS, **options)
+    dz = hopper_kernels.dz_of_groups(e, c, lse, targets, cotangents, few, groups=GROUPS, **options)(window)
     p = jnp.exp(jnp.where(kept[:, None], z - lse[:, None], -jnp.inf))
     wanted = cotangents[0][:, None] * p + cotangents[1][:, None] * (targets[:, None] == jnp.arange(VOCABULARY))
     here = dz[:, : columns.stop - columns.start]
@@ -207,7 +221,7 @@ def test_a_classifier_of_shape_d_by_v():
     lse, window = jax.nn.logsumexp(z, axis=1), GROUPS.window(jnp.int32(2))
     ones = jnp.stack([jnp.ones(TOKENS), -jnp.ones(TOKENS)])
     options = {"head": Head(vocab_axis=1), "gpu": SMALL, "interpret": interpreter()}
-    dz = hopper_kernels.dz_of_group(e, c, lse, targets, ones, EVERY, window, groups=GROUPS, **options)
+    dz = hopper_kernels.dz_of_groups(e, c, lse, targets, ones, EVERY, groups=GROUPS, **options)(window)
     wanted = jnp.exp(z - lse[:, None]) - (targets[:, None] == jnp.arange(VOCABULARY))
     assert error(dz, wanted[:, COLUMNS : 2 * COLUMNS]) < 2.0**-9
     dc = hopper_kernels.products(e, c, unit=jnp.float32(2), count=EVERY, groups=GROUPS, **options).put_dc(

@@ -13,6 +13,7 @@ from cce_jax import api, core, linear_cross_entropy
 from cce_kernels import budget
 from cce_kernels.groups import Wanted
 from cce_kernels.logits import Head
+from tests.lowering import nested
 
 N, D, V = 4096, 24, 100_000
 BOUND = 64 * 2**20  # of chunked's block of logits
@@ -52,12 +53,6 @@ def equations(jaxpr) -> Iterator:
         if eqn.primitive.name != "pallas_call":
             for inner in nested(eqn):
                 yield from equations(inner)
-
-
-def nested(eqn) -> list:
-    """The programs inside an equation: loop bodies, branches, calls."""
-    values = [x for v in eqn.params.values() for x in (v if isinstance(v, tuple | list) else [v])]
-    return [p for p in (getattr(x, "jaxpr", x) for x in values) if hasattr(p, "eqns")]
 
 
 def kernels(jaxpr) -> dict[str, list]:

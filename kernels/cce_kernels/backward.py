@@ -204,12 +204,9 @@ class _Backward:
         if self.on_hopper:
             from cce_kernels import hopper_kernels
 
-            def form(window):
-                dz = hopper_kernels.dz_of_group(e, self.c, tokens.lse, tokens.targets, tokens.cotangents, tokens.count,
-                                                window, head=self.head, groups=groups, gpu=self.gpu)  # fmt: skip
-                return dz, None
-
-            return form
+            form = hopper_kernels.dz_of_groups(e, self.c, tokens.lse, tokens.targets, tokens.cotangents, tokens.count,
+                                               head=self.head, groups=groups, gpu=self.gpu)  # fmt: skip
+            return lambda window: (form(window), None)
         return partial(dz_of_group, e, self.c, self.bias, tokens.lse, tokens.targets, tokens.cotangents, self.weights,
                        tokens.count if stop else None, groups=groups, tiles=self.tiles.dz, head=self.head,
                        wanted=self.wanted, interpret=self.interpret)  # fmt: skip

@@ -40,7 +40,7 @@ from cce_kernels.hopper import (
 )
 from cce_kernels.logits import Head, vocabulary_size
 from cce_kernels.tiles import FLOAT32_MAX, LOG2_E, cdiv, grouped_order, row_group
-from cce_kernels.windows import Groups
+from cce_kernels.windows import Groups, Window
 
 PAIR_GROUP = 8  # pairs of row blocks that go through all columns before the next ones, at most
 
@@ -199,11 +199,15 @@ def statistics(
     return (reference + jnp.log2(total[:, :tokens])) / LOG2_E, p
 
 
-def dz_of_group(
-    e, c, lse, targets, cotangents, count, window,
+def dz_of_groups(
+    e, c, lse, targets, cotangents, count,
     *, head: Head, groups: Groups, gpu: Gpu, tiles: HopperTiles = HOPPER, interpret=None,
-) -> jax.Array:  # fmt: skip
-    """As backward.dz_of_group, for a call that these kernels serve. groups.columns: a multiple of 64."""
+) -> Callable[[Window], jax.Array]:  # fmt: skip
+    """What backward.dz_of_group gives for a window, of a call that these kernels serve.
+
+    groups.columns: a multiple of 64.
+    """
+    of_tokens = _padded(lse * LOG2_E), _padded(targets), _padded(cotangents), count  # once for all groups
 
     def extent(lse_ref, targets_ref, cotangents_ref, count_ref, number_ref) -> _Extent:
         start = groups.window(number_ref[0]).start
@@ -226,12 +230,15 @@ def dz_of_group(
 
         warpgroup.write(cotangents(), dz_ref, row, column)
 
-    return _every_tile(
-        [(e, c)], (_padded(lse * LOG2_E), _padded(targets), _padded(cotangents), count, window.number.reshape(1)),
-        jax.ShapeDtypeStruct((e.shape[0], groups.columns), e.dtype),
-        Multiply(tiles.logits, right_axis=1 - head.vocab_axis), extent, write, units=gpu.multiprocessors // 2,
-        group=row_group(e.shape[1], e.dtype.itemsize, PAIR_ROWS, PAIR_GROUP), name="cce_dz", interpret=interpret,
-    )  # fmt: skip
+    def of_group(window: Window) -> jax.Array:
+        return _every_tile(
+            [(e, c)], (*of_tokens, window.number.reshape(1)),
+            jax.ShapeDtypeStruct((e.shape[0], groups.columns), e.dtype),
+            Multiply(tiles.logits, right_axis=1 - head.vocab_axis), extent, write, units=gpu.multiprocessors // 2,
+            group=row_group(e.shape[1], e.dtype.itemsize, PAIR_ROWS, PAIR_GROUP), name="cce_dz", interpret=interpret,
+        )  # fmt: skip
+
+    return of_group
 
 
 def cheapest(tiles: tuple[PairTiles, ...], pairs: int, width: int, units: int) -> PairTiles:
