@@ -36,7 +36,7 @@ its row of e, not even a NaN, reaches a gradient. A target of V or more picks no
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -45,7 +45,7 @@ from jax import lax
 
 from cce_jax import chunked, reference
 from cce_kernels import backward, budget, forward
-from cce_kernels.config import Gpu, local_gpu
+from cce_kernels.config import local_gpu
 from cce_kernels.groups import Wanted
 from cce_kernels.logits import Head, vocabulary_size
 from cce_kernels.saved import saved_shape
@@ -96,18 +96,10 @@ def saved_tokens(
     gpu = local_gpu()
     if core.impl == "auto" and gpu is None:
         return 0
-    on_hopper = gpu is not None and _on_hopper(gpu, shape, c_shape, dtype, with_bias, core.with_sum)
+    e, c = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(c_shape, dtype)
+    on_hopper = gpu is not None and for_hopper(gathered(e), c, with_bias or None, core.with_sum, gpu, interpret=False)
     return budget.saved_tokens(*shape, c_shape[core.head.vocab_axis], dtype, core.head, core.with_sum, wanted,
                                on_hopper, core.memory_budget)  # fmt: skip
-
-
-@cache
-def _on_hopper(
-    gpu: Gpu, shape: tuple[int, int], c_shape: tuple[int, int], dtype, with_bias: bool, with_sum: bool
-) -> bool:
-    """Once for each shape, as every call from PyTorch asks, and a ShapeDtypeStruct takes 7 µs."""
-    e, c = (jax.ShapeDtypeStruct(x, dtype) for x in (shape, c_shape))
-    return for_hopper(gathered(e), c, with_bias or None, with_sum, gpu, interpret=False)
 
 
 def forward_pass(

@@ -137,8 +137,7 @@ def linear_cross_entropy(
     arithmetic: dict[str, Any] = dict(reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss)
     if impl in ("cce", "chunked"):
         loss, numbers = ops.loss(
-            e.reshape(-1, e.shape[-1]), c, bias, targets.reshape(-1), class_weight,
-            None if token_weight is None else token_weight.reshape(-1), num_items,
+            _flat(e, 1), c, bias, _flat(targets), class_weight, _flat(token_weight), num_items,
             row_length=targets.shape[-1] if shift else 1, ignore_index=ignore_index, shift=shift, precision=precision,
             impl=impl, memory_budget=memory_budget, **arithmetic, **head,
         )  # fmt: skip
@@ -150,11 +149,11 @@ def linear_cross_entropy(
         if shift:
             targets = _shifted(targets, shift, ignore_index)
             token_weight = None if token_weight is None else _shifted(token_weight, shift, 0)
-        columns = losses.columns(targets.reshape(-1), ignore_index, c.shape[0])
+        columns = losses.columns(_flat(targets), ignore_index, c.shape[0])
         weights = None if class_weight is None else class_weight.to(torch.promote_types(e.dtype, torch.float32))
-        numbers = run(e.reshape(-1, e.shape[-1]), c, bias, columns, weights, with_sum=label_smoothing > 0, **head)
-        flat = None if token_weight is None else token_weight.reshape(-1)
-        loss, lse = losses.loss(numbers, columns, weights, flat, num_items, vocabulary=c.shape[0], **arithmetic)
+        numbers = run(_flat(e, 1), c, bias, columns, weights, with_sum=label_smoothing > 0, **head)
+        loss, lse = losses.loss(numbers, columns, weights, _flat(token_weight), num_items, vocabulary=c.shape[0],
+                                **arithmetic)  # fmt: skip
 
     def unshifted(x: Any) -> Any:
         x = x.reshape(targets.shape)
@@ -234,6 +233,11 @@ def _scalar(x: float | Tensor, e: Tensor) -> Tensor:
 def _shifted(x: Tensor, shift: int, fill: float) -> Tensor:
     """x[..., shift:] with `shift` fills after it: e keeps all its rows, and the last ones are ignored."""
     return torch.nn.functional.pad(x[..., shift:], (0, shift), value=fill)
+
+
+def _flat(x: Any, last: int = 0) -> Any:
+    """x with one axis for its tokens before so many last ones; x itself, not a view to differentiate, if it has."""
+    return x if x is None or x.dim() == 1 + last else x.reshape(-1, *x.shape[x.dim() - last :])
 
 
 def _shape(x: Any) -> Any:

@@ -19,11 +19,10 @@ Nothing here blocks the host. On a CPU, `run` waits for the program and hands ou
 """
 
 import ctypes
-import math
 import os
-import struct
 import threading
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 
@@ -37,13 +36,13 @@ from torch import Tensor
 GPU_ALIGNMENT = 16  # bytes; XLA's kernels load as wide as that
 DLPACK_CUDA = 2
 DLPACK_TYPES = {torch.int32: (0, 32), torch.float16: (2, 16), torch.float32: (2, 32), torch.bfloat16: (4, 16)}
-DLPACK_TENSOR = "<QiiiBBHQQQQQ"  # a DLManagedTensor: address, device, rank, type, shape, strides, offset, deleter
 DEFAULT_STREAM = 1  # as DLPack names CUDA's legacy default stream, whose handle is 0
 HELD_SHARE = 0.5  # of the GPU, from which on JAX must have reserved its memory before it was asked for it
 
 Input = Tensor | jax.Array | None
 
 _starting = threading.Lock()
+_of_thread = threading.local()
 
 
 def run(program: Callable, inputs: Sequence[Input], outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -88,23 +87,32 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _run_gpu(program: Callable, inputs: Sequence[Input], outputs: Sequence[Tensor]) -> None:
     index = outputs[0].device.index
-    jax_device = gpu(index)
-    current = torch.cuda.current_stream()
-    stream = jax_device.get_stream_for_external_ready_events()
-    _external(stream, index).wait_stream(current)
+    current = torch._C._cuda_getCurrentRawStream(index)  # torch.cuda.current_stream takes 8 µs
+    stream = gpu(index).get_stream_for_external_ready_events()
+    arrived = _event(index)
+    arrived.record(_stream(current, index))
+    arrived.wait(_stream(stream, index))
     first, *others = outputs
     arrays = [_lent(first, index, stream)]  # fact 1: ready when stream, and so current, has come this far
     arrays += [_lent(x, index) for x in others]
     arrays += [_at(x.data_ptr(), x.shape, x.dtype, index) if isinstance(x, Tensor) else x for x in inputs]
     results = program(*arrays)
-    results[0].__dlpack__(stream=current.cuda_stream or DEFAULT_STREAM)  # fact 2: current waits for the program's end
+    # fact 2: current waits for the program's end, which is all that this capsule is for
+    _jax.buffer_to_dlpack_managed_tensor(results[0], stream=current or DEFAULT_STREAM)
     if any(r.unsafe_buffer_pointer() != x.data_ptr() for r, x in zip(results, outputs, strict=True)):
         raise RuntimeError("JAX did not write its results into the memory that it was given for them")  # fact 3
 
 
+def _event(index: int) -> torch.cuda.Event:
+    """This thread's, to be waited for as soon as it is recorded: who waits for it does not see when it next is."""
+    if not hasattr(_of_thread, "events"):
+        _of_thread.events = defaultdict(torch.cuda.Event)
+    return _of_thread.events[index]
+
+
 @cache
-def _external(stream: int, index: int) -> torch.cuda.ExternalStream:
-    return torch.cuda.ExternalStream(stream, device=index)
+def _stream(handle: int, index: int) -> torch.cuda.Stream:
+    return torch.cuda.ExternalStream(handle, device=index) if handle else torch.cuda.default_stream(index)
 
 
 def _lent(x: Tensor, index: int, stream: int | None = None):
@@ -121,35 +129,29 @@ def _at(address: int, shape: torch.Size, dtype: torch.dtype, index: int):
     return _array(address, shape, dtype, index, None)
 
 
+class DLManagedTensor(ctypes.Structure):
+    """DLPack's. Without strides it is row-major."""
+
+    _fields_ = [
+        ("address", ctypes.c_void_p), ("platform", ctypes.c_int32), ("device", ctypes.c_int32),
+        ("rank", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p), ("offset", ctypes.c_uint64),
+        ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
 def _array(address: int, shape: torch.Size, dtype: torch.dtype, index: int, stream: int | None):
     platform = (DLPACK_CUDA,) if jaxlib_extension_version >= 467 else ()
-    capsule = _capsule(address, shape, dtype, index)
+    sizes = (ctypes.c_int64 * len(shape))(*shape)
+    described = DLManagedTensor(address, DLPACK_CUDA, index, len(shape), *DLPACK_TYPES[dtype], 1,
+                                ctypes.addressof(sizes), deleter=NOTHING)  # fmt: skip
+    capsule = _new_capsule(ctypes.addressof(described), b"dltensor", None)
     return _jax.dlpack_managed_tensor_to_buffer(capsule, gpu(index), stream, None, *platform)
 
 
-def _capsule(address: int, shape: torch.Size, dtype: torch.dtype, index: int):
-    """A DLPack capsule of row-major memory that owns nothing but its few bytes, which its deleter, free, gives back."""
-    rank, (code, bits), size = len(shape), DLPACK_TYPES[dtype], struct.calcsize(DLPACK_TENSOR)
-    strides = [math.prod(shape[k + 1 :]) for k in range(rank)]
-    malloc, free = _heap()
-    place = malloc(size + 16 * rank)
-    head = struct.pack(DLPACK_TENSOR, address, DLPACK_CUDA, index, rank, code, bits, 1, place + size,
-                       place + size + 8 * rank, 0, 0, free)  # fmt: skip
-    body = head + struct.pack(f"<{2 * rank}q", *shape, *strides)
-    ctypes.memmove(place, body, len(body))
-    return _new_capsule(place, b"dltensor", None)
-
-
-@cache
-def _heap() -> tuple[Callable[[int], int], int]:
-    """C's malloc, and the address of its free."""
-    library = ctypes.CDLL(None)
-    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-    address = ctypes.cast(library.free, ctypes.c_void_p).value
-    assert address is not None
-    return library.malloc, address
-
-
+# JAX calls an array's deleter when the array goes, on any thread. What described the array is gone by then; C's labs
+# reads nothing of it.
+NOTHING = ctypes.cast(ctypes.CDLL(None).labs, ctypes.c_void_p).value
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 

@@ -37,9 +37,9 @@ STEPS_PER_OCTAVE = 4
 _choosing = threading.Lock()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
-    """The static part of a call: what a program is compiled for, but for the shapes and types."""
+    """The options of a call; ops.py makes one of each."""
 
     ignore_index: int
     shift: int
@@ -50,12 +50,9 @@ class Call:
     impl: core.Impl
     memory_budget: int
 
-    def static(self, c: Tensor, vocab_axis: int) -> core.Core:
-        """The static part of the core's call."""
-        exact = c.dtype == torch.float32 and (self.precision or torch.get_float32_matmul_precision()) == "highest"
-        precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
-        head = Head(self.scale, self.softcap, vocab_axis, precision)
-        return core.Core(head, self.loss.needs_sum, self.impl, self.memory_budget)
+    def is_exact(self, dtype: torch.dtype) -> bool:
+        """Whether float32 matmuls are."""
+        return dtype == torch.float32 and (self.precision or torch.get_float32_matmul_precision()) == "highest"
 
 
 class Sizes:
@@ -79,10 +76,34 @@ def padded_size(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """What calls have in common whose options, types, device and shapes but for N are the same."""
+
+    call: Call
+    static: core.Core  # the static part of the core's call
+    c_shape: torch.Size  # as it lies in memory
+    dtype: torch.dtype
+    sizes: Sizes
+
+
 @cache
-def sizes(*kind: Any) -> Sizes:
-    """One for each kind of call: shapes but for N, types, device and options."""
-    return Sizes()
+def kind_of(
+    call: Call, c_shape: torch.Size, vocab_axis: int, dtype: torch.dtype, device: torch.device, exact: bool
+) -> Kind:  # fmt: skip
+    """The one Kind of such calls; the first one starts JAX."""
+    bridge.start_for(device)
+    head = Head(call.scale, call.softcap, vocab_axis, lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT)
+    static = core.Core(head, call.loss.needs_sum, call.impl, call.memory_budget)
+    return Kind(call, static, c_shape, dtype, Sizes())
+
+
+@cache
+def _saved_shape(kind: Kind, size: int, with_bias: bool, wanted: Wanted) -> tuple[int, int]:
+    """Of what a call with so many tokens saves for these gradients."""
+    axis, shape = kind.static.head.vocab_axis, (kind.c_shape[0], kind.c_shape[1])
+    tokens = core.saved_tokens((size, shape[1 - axis]), shape, str(kind.dtype)[6:], with_bias, kind.static, wanted)
+    return exponentials.saved_shape(tokens, shape[axis])
 
 
 def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, wanted: Wanted | None, row_length: int,
@@ -93,7 +114,6 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, wanted: 
     class_weight: (V,); token_weight: (N,); num_items: one element; wanted: the gradients that will be asked for, None
     if there is nothing to be saved for them.
     """
-    bridge.start_for(e.device)
     arrays = _Arrays(e, c, call)
     rows = 2 + call.loss.needs_sum
     whole = call.loss.reduction == "none"
@@ -101,11 +121,11 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, wanted: 
         e.new_empty((arrays.size,) if whole else (), dtype=torch.float32),
         e.new_empty((rows, arrays.size), dtype=torch.float32),
     ]
-    to_save = arrays.saved_shape(bias, wanted) if wanted else (0, 0)
+    to_save = _saved_shape(arrays.kind, arrays.size, bias is not None, wanted) if wanted else (0, 0)
     if to_save[0]:
         outputs.append(e.new_empty(to_save))
     value, numbers, *saved = bridge.run(
-        _loss_program(call, arrays.static, wanted is not None, to_save[0]),
+        _loss_program(arrays.kind, wanted is not None, to_save[0]),
         arrays.inputs(e, bias, targets, class_weight, token_weight, num_items, row_length),
         outputs,
     )
@@ -116,8 +136,8 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, wanted: 
 
 def saved_shape(e: Tensor, c: Tensor, bias: Tensor | None, wanted: Wanted, call: Call) -> tuple[int, int]:
     """The shape of what `loss` saves, of tensors that may be fake."""
-    bridge.start()
-    return _Arrays(e, c, call).saved_shape(bias, wanted)
+    arrays = _Arrays(e, c, call)
+    return _saved_shape(arrays.kind, arrays.size, bias is not None, wanted)
 
 
 def gradients(
@@ -143,14 +163,14 @@ def gradients(
     if of_loss is not None and of_loss.dim():
         of_loss = arrays.padded(of_loss, 0)
     results = list(bridge.run(
-        _gradients_program(call, arrays.static, wanted, of_token_weight, bool(overwritten), e.is_cuda),
+        _gradients_program(arrays.kind, wanted, of_token_weight, bool(overwritten), e.is_cuda),
         [_dense(of_loss), arrays.padded(of_numbers, 0, axis=1), arrays.padded(numbers, 0, axis=1),
          *arrays.inputs(e, bias, targets, class_weight, token_weight, num_items, row_length)],
         overwritten + outputs,
     ))[len(overwritten):]  # fmt: skip
     if wanted.e:
         results[0] = results[0][: arrays.tokens]
-    if wanted.c and arrays.static.head.vocab_axis == 1:
+    if wanted.c and arrays.kind.static.head.vocab_axis == 1:
         results[int(wanted.e)] = results[int(wanted.e)].T
     if of_token_weight:
         results[-1] = results[-1][: arrays.tokens].to(token_weight.dtype)
@@ -162,18 +182,10 @@ class _Arrays:
 
     def __init__(self, e: Tensor, c: Tensor, call: Call) -> None:
         axis = 0 if c.is_contiguous() or not c.T.is_contiguous() else 1
-        self.static = call.static(c, axis)
         self.c = _dense(c.T if axis else c)
+        self.kind = kind_of(call, self.c.shape, axis, e.dtype, e.device, call.is_exact(c.dtype))
         self.tokens = e.shape[0]
-        self.size = sizes(c.shape, axis, e.dtype, e.device, call)(self.tokens)
-        self.ignore_index = call.ignore_index
-        self.shifts = call.shift > 0
-
-    def saved_shape(self, bias: Tensor | None, wanted: Wanted) -> tuple[int, int]:
-        axis, shape = self.static.head.vocab_axis, self.c.shape
-        tokens = core.saved_tokens((self.size, shape[1 - axis]), shape, str(self.c.dtype)[6:], bias is not None,
-                                   self.static, wanted)  # fmt: skip
-        return exponentials.saved_shape(tokens, shape[axis])
+        self.size = self.kind.sizes(self.tokens)
 
     def padded(self, x: Any, fill: float, axis: int = 0) -> Any:
         """x with as many tokens as the program is compiled for, the new ones filled with fill."""
@@ -185,8 +197,9 @@ class _Arrays:
 
     def inputs(self, e, bias, targets, class_weight, token_weight, num_items, row_length: int) -> list:
         """The arguments of `_prepared`."""
-        words = self.padded(targets, self.ignore_index).view(torch.int32)  # JAX without x64 has no 64-bit integers
-        length = bridge.constant(row_length, e.device) if self.shifts else None
+        call = self.kind.call
+        words = self.padded(targets, call.ignore_index).view(torch.int32)  # JAX without x64 has no 64-bit integers
+        length = bridge.constant(row_length, e.device) if call.shift else None
         weights = self.padded(_real(token_weight), 0)
         return [self.padded(e, 0), self.c, _dense(bias), words, _dense(_real(class_weight)), weights,
                 _dense(_real(num_items)), length]  # fmt: skip
@@ -202,9 +215,9 @@ def _dense(x: Any) -> Any:
     return None if x is None else x.resolve_neg().contiguous()
 
 
-def _prepared(call: Call, head: Head, c, words, class_weight, token_weight, num_items, row_length):
+def _prepared(kind: Kind, words, class_weight, token_weight, num_items, row_length):
     """columns and the arguments of losses.loss that follow them."""
-    vocabulary = c.shape[head.vocab_axis]
+    call, vocabulary = kind.call, kind.c_shape[kind.static.head.vocab_axis]
     columns = _columns(words, call.ignore_index, vocabulary)
     weights = None if class_weight is None else class_weight.astype(jnp.float32)
     if token_weight is not None:
@@ -242,13 +255,13 @@ def _stacked(numbers: core.Statistics) -> jax.Array:
 
 
 @cache
-def _loss_program(call: Call, static: core.Core, for_gradients: bool, saved_tokens: int) -> Callable:
+def _loss_program(kind: Kind, for_gradients: bool, saved_tokens: int) -> Callable:
     count = 3 if saved_tokens else 2
 
     def torch_loss(*arrays):
         e, c, bias, words, *rest = arrays[count:]  # before them the results' memory
-        columns, weights, token_weight, arithmetic = _prepared(call, static.head, c, words, *rest)
-        numbers, saved = core.forward_pass(e, c, bias, columns, weights, static, for_gradients=for_gradients,
+        columns, weights, token_weight, arithmetic = _prepared(kind, words, *rest)
+        numbers, saved = core.forward_pass(e, c, bias, columns, weights, kind.static, for_gradients=for_gradients,
                                            saved_tokens=saved_tokens)  # fmt: skip
         value, _ = arithmetic(numbers, token_weight=token_weight)
         return value, jnp.where(columns >= 0, _stacked(numbers), 0), *([saved] if saved_tokens else [])
@@ -258,14 +271,14 @@ def _loss_program(call: Call, static: core.Core, for_gradients: bool, saved_toke
 
 @cache
 def _gradients_program(
-    call: Call, static: core.Core, wanted: Wanted, of_token_weight: bool, with_saved: bool, on_gpu: bool
-) -> Callable:
+    kind: Kind, wanted: Wanted, of_token_weight: bool, with_saved: bool, on_gpu: bool
+) -> Callable:  # fmt: skip
     count = with_saved + wanted.e + wanted.c + wanted.bias + of_token_weight
 
     def torch_gradients(*arrays):
         saved = arrays[0] if with_saved else None
         of_loss, of_numbers, numbers, e, c, bias, words, *rest = arrays[count:]  # before them the results' memory
-        columns, weights, token_weight, arithmetic = _prepared(call, static.head, c, words, *rest)
+        columns, weights, token_weight, arithmetic = _prepared(kind, words, *rest)
 
         def statistics(numbers):
             return core.Statistics(*numbers, *[None] * (3 - len(numbers)))
@@ -280,10 +293,10 @@ def _gradients_program(
             jnp.zeros_like(numbers) if of_numbers is None else of_numbers,
         ))  # fmt: skip
         *found, saved = core.gradients(
-            e, c, bias, columns, weights, statistics(numbers), saved, cotangents, static, wanted
+            e, c, bias, columns, weights, statistics(numbers), saved, cotangents, kind.static, wanted
         )
-        if of_token_weight and call.shift:
-            of_weight = _moved(of_weight, call.shift, 0)
+        if of_token_weight and kind.call.shift:
+            of_weight = _moved(of_weight, kind.call.shift, 0)
         results = *(x for x in found if x is not None), *([of_weight] if of_token_weight else [])
         return (saved, *results) if with_saved else results
 
