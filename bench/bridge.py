@@ -79,16 +79,24 @@ def memory(shape: Shape) -> dict[str, float]:
     }
 
 
-def host_microseconds(call: Callable[..., Any], before: Callable[[], tuple] = tuple, rounds: int = 300) -> float:
-    """Median host time of a call on an idle GPU, until it returns."""
-    spent = []
+def host_microseconds(
+    calls: dict[str, tuple[Callable[..., Any], Callable[[], tuple]]], rounds: int = 300
+) -> dict[str, dict[str, float]]:
+    """Host time of each call until it returns, on an idle GPU: median, and what the fastest tenth took at most.
+
+    A call comes with what makes its arguments. They take turns, as hosts are slow and fast for seconds at a time.
+    """
+    spent: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
-        arguments = before()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call(*arguments)
-        spent.append((time.perf_counter() - start) * 1e6)
-    return float(np.median(spent))
+        for name, (call, arguments) in calls.items():
+            given = arguments()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            call(*given)
+            spent[name].append((time.perf_counter() - start) * 1e6)
+    return {
+        name: {"median": float(np.median(x)), "fastest_tenth": float(np.quantile(x, 0.1))} for name, x in spent.items()
+    }
 
 
 class Bare(torch.autograd.Function):
@@ -105,7 +113,7 @@ class Bare(torch.autograd.Function):
         return torch.empty(1, device="cuda"), None
 
 
-def host() -> dict[str, float]:
+def host() -> dict[str, dict[str, float]]:
     arrays, (e, c, targets) = tensors(TINY)
     loss_program, program = jax.jit(ours("auto")), jax.jit(jax.grad(ours("auto"), (0, 1)))
     leaf = torch.ones(1, device="cuda", requires_grad=True)
@@ -119,21 +127,19 @@ def host() -> dict[str, float]:
     def backward(loss: torch.Tensor) -> None:
         torch.autograd.grad(loss, (e, c))
 
-    def bare(run: Callable[[], Any]) -> float:
+    def bare(run: Callable[[], Any]) -> tuple[Callable[..., Any], Callable[[], tuple]]:
         """After a forward call of ours, like a backward call of ours: how long autograd's thread sleeps matters."""
-        return host_microseconds(
-            lambda loss: torch.autograd.grad(loss, leaf), lambda: (Bare.apply(leaf, run), forward())[:1]
-        )
+        return lambda loss: torch.autograd.grad(loss, leaf), lambda: (Bare.apply(leaf, run), forward())[:1]
 
-    return {
+    return host_microseconds({
         "empty_backward_us": bare(lambda: None),
         "bare_program_backward_us": bare(lambda: program(*arrays)),
-        "bare_program_forward_us": host_microseconds(lambda: loss_program(*arrays)),
-        "forward_us": host_microseconds(forward),
-        "backward_us": host_microseconds(backward, lambda: (forward(),)),
-        "eager_full_logits_forward_us": host_microseconds(eager),
-        "eager_full_logits_backward_us": host_microseconds(backward, lambda: (eager(),)),
-    }
+        "bare_program_forward_us": (lambda: loss_program(*arrays), tuple),
+        "forward_us": (forward, tuple),
+        "backward_us": (backward, lambda: (forward(),)),
+        "eager_full_logits_forward_us": (eager, tuple),
+        "eager_full_logits_backward_us": (backward, lambda: (eager(),)),
+    })  # fmt: skip
 
 
 def busy(shape: Shape, rounds: int = 5) -> dict[str, float]:
