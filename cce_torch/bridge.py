@@ -142,16 +142,26 @@ class DLManagedTensor(ctypes.Structure):
 
 def _array(address: int, shape: torch.Size, dtype: torch.dtype, index: int, stream: int | None):
     platform = (DLPACK_CUDA,) if jaxlib_extension_version >= 467 else ()
-    sizes = (ctypes.c_int64 * len(shape))(*shape)
+    malloc, free = _heap()
+    sizes = (ctypes.c_int64 * len(shape))(*shape)  # which JAX copies
     described = DLManagedTensor(address, DLPACK_CUDA, index, len(shape), *DLPACK_TYPES[dtype], 1,
-                                ctypes.addressof(sizes), deleter=NOTHING)  # fmt: skip
-    capsule = _new_capsule(ctypes.addressof(described), b"dltensor", None)
+                                ctypes.addressof(sizes), deleter=free)  # fmt: skip
+    place = malloc(ctypes.sizeof(described))  # JAX reads deleter there, on any thread, when the array goes
+    ctypes.memmove(place, ctypes.addressof(described), ctypes.sizeof(described))
+    capsule = _new_capsule(place, b"dltensor", None)
     return _jax.dlpack_managed_tensor_to_buffer(capsule, gpu(index), stream, None, *platform)
 
 
-# JAX calls an array's deleter when the array goes, on any thread. What described the array is gone by then; C's labs
-# reads nothing of it.
-NOTHING = ctypes.cast(ctypes.CDLL(None).labs, ctypes.c_void_p).value
+@cache
+def _heap() -> tuple[Callable[[int], int], int]:
+    """C's malloc, and the address of its free."""
+    library = ctypes.CDLL(None)
+    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    address = ctypes.cast(library.free, ctypes.c_void_p).value
+    assert address is not None
+    return library.malloc, address
+
+
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 

@@ -1,6 +1,7 @@
 """cce_torch as a citizen of PyTorch: torch.compile, autocast, checkpointing, modules, strides, torch.func, start-up."""
 
 import copy
+import ctypes
 import os
 import pickle
 import subprocess
@@ -144,6 +145,21 @@ def test_inputs_of_any_strides(impl):
     assert_same(gradients(linear_cross_entropy(negated, c, t, impl=impl), negated, c), expected)
     unaligned = torch.zeros(24 * 16 + 1)[1:].view(24, 16).copy_(e.detach()).requires_grad_()
     assert_same(gradients(linear_cross_entropy(unaligned, c, t, impl=impl), unaligned, c), expected)
+
+
+def test_what_describes_a_lent_array_is_there_as_long_as_the_array(monkeypatch):
+    """JAX reads it again when the array goes; by then the memory of Python's own objects would hold something else."""
+    from cce_torch import bridge
+
+    cpu = jax.devices("cpu")[0]
+    monkeypatch.setattr(bridge, "gpu", lambda index: cpu)
+    monkeypatch.setattr(bridge, "DLPACK_CUDA", 1)  # as DLPack numbers the CPU
+    x = torch.arange(12.0).reshape(3, 4)
+    lent = [bridge._lent(x, 0) for _ in range(100)]
+    others = [ctypes.create_string_buffer(b"\xff" * (size - 1)) for size in (24, 32, 80) for _ in range(1000)]
+    assert all(y.unsafe_buffer_pointer() == x.data_ptr() and np.array_equal(y, x) for y in lent)
+    del lent
+    assert len(others) == 3000
 
 
 def test_a_frozen_input_gets_no_gradient_and_costs_none(monkeypatch):
