@@ -6,6 +6,7 @@ from itertools import pairwise, product
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Bbox
 
 LINE, GAP, MARKER = 10, 7, 5  # points: from one label's line to the next, from point to label, and a point's radius
@@ -38,7 +39,8 @@ def place(
         taken += [Bbox.from_bounds(x - pixels, y - pixels, 2 * pixels, 2 * pixels) for x, y in along]
     for name, text in labels.items():
         label = axes.annotate(text, points[name], xytext=(0, 0), textcoords="offset points", va="center", fontsize=8,
-                              color=color(name), weight="bold" if name.startswith("cce_") else None)  # fmt: skip
+                              color=color(name), weight="bold" if name.startswith("cce_") else None,
+                              path_effects=[withStroke(linewidth=2.5, foreground="white")])  # fmt: skip
         size = label.get_window_extent(canvas.get_renderer())
 
         def box(place: tuple[float, float, int], size: Bbox = size, name: str = name) -> Bbox:
