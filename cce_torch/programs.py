@@ -37,9 +37,9 @@ STEPS_PER_OCTAVE = 4
 _choosing = threading.Lock()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Call:
-    """The options of a call; ops.py makes one of each."""
+    """The options of a call."""
 
     ignore_index: int
     shift: int
@@ -87,15 +87,21 @@ class Kind:
     sizes: Sizes
 
 
-@cache
+_kinds: dict[tuple, Kind] = {}
+
+
 def kind_of(
     call: Call, c_shape: torch.Size, vocab_axis: int, dtype: torch.dtype, device: torch.device, exact: bool
 ) -> Kind:  # fmt: skip
-    """The one Kind of such calls; the first one starts JAX."""
-    bridge.start_for(device)
-    head = Head(call.scale, call.softcap, vocab_axis, lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT)
-    static = core.Core(head, call.loss.needs_sum, call.impl, call.memory_budget)
-    return Kind(call, static, c_shape, dtype, Sizes())
+    """The one Kind of such calls, also if threads ask for it at once; the first call starts JAX."""
+    key = call, c_shape, vocab_axis, dtype, device, exact
+    if key not in _kinds:
+        bridge.start_for(device)
+        head = Head(call.scale, call.softcap, vocab_axis, lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT)
+        static = core.Core(head, call.loss.needs_sum, call.impl, call.memory_budget)
+        with _choosing:
+            _kinds.setdefault(key, Kind(call, static, c_shape, dtype, Sizes()))
+    return _kinds[key]
 
 
 @cache

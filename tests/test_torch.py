@@ -6,6 +6,8 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from cce_jax import losses
 from cce_torch import LinearCrossEntropy, linear_cross_entropy, ops
 from tests.tolerance import error
 
@@ -262,14 +265,33 @@ def test_padding_changes_nothing(reduction, monkeypatch):
         return [loss, lse, *gradients(loss.sum() + lse.sum(), e, c, weight)]
 
     monkeypatch.setattr(programs, "EXACT", 0)
-    programs.kind_of.cache_clear()
+    programs._kinds.clear()
     compiled = []
     original = programs.bridge.run
     monkeypatch.setattr(programs.bridge, "run", lambda *a: compiled.append(a[1]) or original(*a))
     padded = run("chunked")
     assert {x.shape[0] for x in compiled[0] if isinstance(x, torch.Tensor) and x.shape[1:] == (16,)} == {512, 70}
-    programs.kind_of.cache_clear()
+    programs._kinds.clear()
     assert_same(padded, run("reference"))
+
+
+def test_threads_that_call_first_at_once_pad_alike(monkeypatch):
+    """A backward pass looks up again, by then perhaps in another thread, to which size its forward pass padded."""
+    from cce_torch import programs
+
+    threads, start = 8, programs.bridge.start_for
+    all_here = threading.Barrier(threads)
+    monkeypatch.setattr(programs.bridge, "start_for", lambda device: (all_here.wait(60), start(device)))
+    monkeypatch.setattr(programs, "_kinds", {})
+    e, c, _ = example()
+
+    def kind(_):
+        call = programs.Call(-100, 0, losses.Loss("mean", 0.0, 0.0), 1.0, None, None, "chunked", 2**28)
+        return programs.kind_of(call, c.shape, 0, e.dtype, e.device, True)
+
+    with ThreadPoolExecutor(threads) as pool:
+        kinds = list(pool.map(kind, range(threads)))
+    assert len({id(k) for k in kinds}) == 1
 
 
 def test_tensors_on_different_devices_are_named():
