@@ -95,13 +95,14 @@ def kind_of(
 ) -> Kind:  # fmt: skip
     """The one Kind of such calls, also if threads ask for it at once; the first call starts JAX."""
     key = call, c_shape, vocab_axis, dtype, device, exact
-    if key not in _kinds:
+    found = _kinds.get(key)
+    if found is None:
         bridge.start_for(device)
         head = Head(call.scale, call.softcap, vocab_axis, lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT)
         static = core.Core(head, call.loss.needs_sum, call.impl, call.memory_budget)
         with _choosing:
-            _kinds.setdefault(key, Kind(call, static, c_shape, dtype, Sizes()))
-    return _kinds[key]
+            found = _kinds.setdefault(key, Kind(call, static, c_shape, dtype, Sizes()))
+    return found
 
 
 @cache
