@@ -161,8 +161,8 @@ def test_what_describes_a_lent_array_is_there_as_long_as_the_array(monkeypatch):
     lent = [bridge._lent(x, 0) for _ in range(100)]
     others = [ctypes.create_string_buffer(b"\xff" * (size - 1)) for size in (24, 32, 80) for _ in range(1000)]
     assert all(y.unsafe_buffer_pointer() == x.data_ptr() and np.array_equal(y, x) for y in lent)
-    del lent
-    assert len(others) == 3000
+    del lent  # while others lie where its descriptions might have been
+    del others
 
 
 def test_a_frozen_input_gets_no_gradient_and_costs_none(monkeypatch):
