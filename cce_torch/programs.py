@@ -90,10 +90,9 @@ class Kind:
 _kinds: dict[tuple, Kind] = {}
 
 
-def kind_of(
-    call: Call, c_shape: torch.Size, vocab_axis: int, dtype: torch.dtype, device: torch.device, exact: bool
-) -> Kind:  # fmt: skip
+def kind_of(call: Call, c_shape: torch.Size, vocab_axis: int, dtype: torch.dtype, device: torch.device) -> Kind:
     """The one Kind of such calls, also if threads ask for it at once; the first call starts JAX."""
+    exact = call.is_exact(dtype)  # by PyTorch's setting, which may change between calls
     key = call, c_shape, vocab_axis, dtype, device, exact
     found = _kinds.get(key)
     if found is None:
@@ -190,7 +189,7 @@ class _Arrays:
     def __init__(self, e: Tensor, c: Tensor, call: Call) -> None:
         axis = 0 if c.is_contiguous() or not c.T.is_contiguous() else 1
         self.c = _dense(c.T if axis else c)
-        self.kind = kind_of(call, self.c.shape, axis, e.dtype, e.device, call.is_exact(c.dtype))
+        self.kind = kind_of(call, self.c.shape, axis, e.dtype, e.device)
         self.tokens = e.shape[0]
         self.size = self.kind.sizes(self.tokens)
 

@@ -287,7 +287,7 @@ def test_threads_that_call_first_at_once_pad_alike(monkeypatch):
 
     def kind(_):
         call = programs.Call(-100, 0, losses.Loss("mean", 0.0, 0.0), 1.0, None, None, "chunked", 2**28)
-        return programs.kind_of(call, c.shape, 0, e.dtype, e.device, True)
+        return programs.kind_of(call, c.shape, 0, e.dtype, e.device)
 
     with ThreadPoolExecutor(threads) as pool:
         kinds = list(pool.map(kind, range(threads)))
