@@ -5,7 +5,9 @@ cannot do without, timed in the same run. Packages that are not installed are li
 """
 
 import argparse
+import math
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +22,8 @@ from bench.calls import KINDS
 from bench.data import DATA, QUICK, SHAPES, SWEEPS, Inputs, Shape, hidden
 from bench.methods import METHODS
 from bench.run import Results, measure
+
+QUICK_SECONDS = 35.0  # for --quick to begin a method in; imports, the last method and the picture take their time too
 
 
 def parse_shape(text: str) -> Shape:
@@ -82,6 +86,7 @@ def arguments() -> argparse.Namespace:
 def run(asked: argparse.Namespace, console: Console) -> Iterator[Results]:
     """The results so far, after each method."""
     rows, failed = [], []
+    until = time.monotonic() + QUICK_SECONDS if asked.quick else math.inf
     with Progress(console=console, disable=not sys.stdout.isatty()) as progress:
         todo = jobs(asked)
         task = progress.add_task("", total=len(todo) * (2 + len(asked.method)))
@@ -91,7 +96,7 @@ def run(asked: argparse.Namespace, console: Console) -> Iterator[Results]:
 
         for job in todo:
             found = Results([], [], [])
-            for found in measure(inputs(job, asked), job.data, asked.method, asked.kind, asked.rounds, tick):
+            for found in measure(inputs(job, asked), job.data, asked.method, asked.kind, asked.rounds, tick, until):
                 for row in found.rows:
                     row["sweep"] = job.sweep
                 yield Results(rows + found.rows, found.missing, failed + found.failed)

@@ -1,5 +1,7 @@
 """All methods on one set of inputs: each checked against float64, then timed, then dropped before the next."""
 
+import math
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,16 +19,17 @@ Tick = Callable[[str], object]  # told what comes next
 
 class Results(NamedTuple):
     rows: list[Row]
-    missing: list[Row]  # methods whose package is not here: method and reason
+    missing: list[Row]  # methods whose package is not here, or that time was over for: method and reason
     failed: list[Row]  # methods that could not do this shape: also shape and test_data
 
 
 def measure(
-    inputs: Inputs, data: str, names: Sequence[str], kinds: Collection[str], rounds: int, tick: Tick
-) -> Iterator[Results]:
+    inputs: Inputs, data: str, names: Sequence[str], kinds: Collection[str], rounds: int, tick: Tick,
+    until: float = math.inf,
+) -> Iterator[Results]:  # fmt: skip
     """One row a method and kind; what there is so far, after each method and once more with the floor of all the run.
 
-    A method that is missing or fails costs its own rows alone.
+    A method that is missing or fails costs its own rows alone. None is begun after `until`, by time.monotonic.
     """
     e, c, _ = inputs
     shape = [*e.shape, c.shape[0]]
@@ -38,6 +41,9 @@ def measure(
     floors = [_floor(inputs, rounds)]
     for name in names:
         tick(name)
+        if time.monotonic() > until:
+            results.missing.append({"method": name, "reason": "the time for methods was over"})
+            continue
         try:
             loss = METHODS[name].load()
         except Exception as error:  # also a package that is there but cannot be imported on this machine

@@ -114,6 +114,14 @@ def test_missing_and_failing_methods(monkeypatch, tmp_path):
     assert "missing: missing" in report.absences(found)[0]
 
 
+def test_no_method_is_begun_when_time_is_over():
+    given = trained(Shape(16, 8, 64), jnp.dtype("float32"))
+    *_, found = measure(given, "trained", ["cce_jax", "full logits (XLA)"], ["loss-fw"], 1, print, time.monotonic())
+    assert found.rows == found.failed == []
+    assert [x["method"] for x in found.missing] == ["cce_jax", "full logits (XLA)"]
+    assert "time" in report.absences(found)[0]
+
+
 def test_a_wrong_result_is_marked():
     e, c, targets = trained(Shape(64, 16, 512), jnp.float32)
     expected = errors.expected(e, c, targets)
