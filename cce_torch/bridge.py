@@ -24,6 +24,7 @@ it would ask for the interpreter when there is none any more, and abort the proc
 
 import ctypes
 import os
+import sys
 import threading
 import warnings
 from collections import defaultdict
@@ -153,31 +154,30 @@ class DLManagedTensor(ctypes.Structure):
     ]  # fmt: skip
 
 
+DESCRIPTION_BYTES, ADDRESS_BYTES = ctypes.sizeof(DLManagedTensor), ctypes.sizeof(ctypes.c_void_p)
+_malloc, _free = ctypes.pythonapi.PyMem_RawMalloc, ctypes.pythonapi.PyMem_RawFree  # which want no interpreter
+_malloc.restype, _malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+
+
 def _array(address: int, shape: torch.Size, dtype: torch.dtype, device: Any, stream: int | None):
     kind = DLPACK_CPU if device.platform == "cpu" else DLPACK_CUDA
     platform = (kind,) if jaxlib_extension_version >= 467 else ()
-    malloc, free = _heap()
-    sizes = (ctypes.c_int64 * len(shape))(*shape)  # which JAX copies
-    described = DLManagedTensor(address, kind, device.local_hardware_id, len(shape), *DLPACK_TYPES[dtype], 1,
-                                ctypes.addressof(sizes), deleter=free)  # fmt: skip
-    place = malloc(ctypes.sizeof(described))  # JAX reads deleter there, on any thread, when the array goes
-    ctypes.memmove(place, ctypes.addressof(described), ctypes.sizeof(described))
+    but_address, _sizes = _described(shape, dtype, kind, device.local_hardware_id)
+    place = _malloc(DESCRIPTION_BYTES)  # JAX reads deleter there, on any thread, when the array goes
+    ctypes.memmove(place, address.to_bytes(ADDRESS_BYTES, sys.byteorder) + but_address, DESCRIPTION_BYTES)
     capsule = _new_capsule(place, b"dltensor", None)
     return _jax.dlpack_managed_tensor_to_buffer(capsule, device, stream, None, *platform)
 
 
-@cache
-def _heap() -> tuple[Callable[[int], int], int]:
-    """C's malloc, and the address of its free."""
-    library = ctypes.CDLL(None)
-    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-    address = ctypes.cast(library.free, ctypes.c_void_p).value
-    assert address is not None
-    return library.malloc, address
-
-
-_new_capsule = ctypes.pythonapi.PyCapsule_New
-_new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+@lru_cache(maxsize=1024)
+def _described(shape: torch.Size, dtype: torch.dtype, kind: int, index: int) -> tuple[bytes, Any]:
+    """What follows the address in a DLManagedTensor, and the sizes that it points to, which JAX copies."""
+    sizes = (ctypes.c_int64 * len(shape))(*shape)
+    whole = DLManagedTensor(None, kind, index, len(shape), *DLPACK_TYPES[dtype], 1, ctypes.addressof(sizes),
+                            deleter=ctypes.cast(_free, ctypes.c_void_p))  # fmt: skip
+    return bytes(whole)[ADDRESS_BYTES:], sizes
 
 
 @lru_cache(maxsize=4096)
