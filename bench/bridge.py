@@ -27,6 +27,7 @@ from cce_torch import bridge, linear_cross_entropy
 
 MIB = 2**20
 TINY = Shape(64, 64, 512)
+Calls = dict[str, tuple[Callable[..., Any], Callable[[], tuple]]]
 SLEEP_CYCLES = 2 * 10**9  # about a second
 
 
@@ -79,12 +80,11 @@ def memory(shape: Shape) -> dict[str, float]:
     }
 
 
-def host_microseconds(
-    calls: dict[str, tuple[Callable[..., Any], Callable[[], tuple]]], rounds: int = 300
-) -> dict[str, dict[str, float]]:
+def host_microseconds(calls: Calls, rounds: int = 300) -> dict[str, dict[str, float]]:
     """Host time of each call until it returns, on an idle GPU: median, and what the fastest tenth took at most.
 
-    A call comes with what makes its arguments. They take turns, as hosts are slow and fast for seconds at a time.
+    A call comes with what makes its arguments. They take turns, as hosts are slow and fast for seconds at a time; each
+    then finds the caches full of the others.
     """
     spent: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
@@ -113,7 +113,8 @@ class Bare(torch.autograd.Function):
         return torch.empty(1, device="cuda"), None
 
 
-def host() -> dict[str, dict[str, float]]:
+def host() -> dict[str, dict[str, dict[str, float]]]:
+    """Of calls with a tiny problem that take turns, and of each in a loop of its own."""
     arrays, (e, c, targets) = tensors(TINY)
     loss_program, program = jax.jit(ours("auto")), jax.jit(jax.grad(ours("auto"), (0, 1)))
     leaf = torch.ones(1, device="cuda", requires_grad=True)
@@ -131,7 +132,7 @@ def host() -> dict[str, dict[str, float]]:
         """After a forward call of ours, like a backward call of ours: how long autograd's thread sleeps matters."""
         return lambda loss: torch.autograd.grad(loss, leaf), lambda: (Bare.apply(leaf, run), forward())[:1]
 
-    return host_microseconds({
+    calls: Calls = {
         "empty_backward_us": bare(lambda: None),
         "bare_program_backward_us": bare(lambda: program(*arrays)),
         "bare_program_forward_us": (lambda: loss_program(*arrays), tuple),
@@ -139,7 +140,9 @@ def host() -> dict[str, dict[str, float]]:
         "backward_us": (backward, lambda: (forward(),)),
         "eager_full_logits_forward_us": (eager, tuple),
         "eager_full_logits_backward_us": (backward, lambda: (eager(),)),
-    })  # fmt: skip
+    }  # fmt: skip
+    alone = {name: host_microseconds({name: call})[name] for name, call in calls.items()}
+    return {"in_turns": host_microseconds(calls), "alone": alone}
 
 
 def busy(shape: Shape, rounds: int = 5) -> dict[str, float]:
