@@ -17,22 +17,22 @@
 All results of a program become ready at its end, together, so waiting for one of them is waiting for the program.
 Nothing here blocks the host.
 
-On a CPU, `run` waits for the program and hands out JAX's results without a copy. There, too, JAX holds no tensor: the
-thread that ran the program lets go of what it was given after `run` has returned, and where a process ends with a call,
-it would ask for the interpreter when there is none any more, and abort the process.
+On a CPU, `run` waits for the program and hands out JAX's results without a copy. JAX holds what it was lent until the
+program has ended, also where Ctrl-C has ended the wait for it, and as numpy arrays: the thread that ran the program may
+let go of them after `run` has returned, and of these it can without the interpreter. To let go of a tensor it would ask
+for the interpreter, and abort a process that was about to end.
 """
 
 import ctypes
 import os
-import sys
 import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
-from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from jax._src import xla_bridge
@@ -40,7 +40,7 @@ from jax._src.lib import _jax, jaxlib_extension_version  # type: ignore[attr-def
 from torch import Tensor
 
 GPU_ALIGNMENT = 16  # bytes; XLA's kernels load as wide as that
-DLPACK_CPU, DLPACK_CUDA = 1, 2
+DLPACK_CUDA = 2
 DLPACK_TYPES = {torch.int32: (0, 32), torch.float16: (2, 16), torch.float32: (2, 32), torch.bfloat16: (4, 16)}
 DEFAULT_STREAM = 1  # as DLPack names CUDA's legacy default stream, whose handle is 0
 HELD_SHARE = 0.5  # of the GPU, from which on JAX must have reserved its memory before it was asked for it
@@ -59,7 +59,10 @@ def run(program: Callable, inputs: Sequence[Input], outputs: Sequence[Tensor]) -
     """
     device = outputs[0].device
     if device.type == "cpu":
-        return _run_cpu(program, inputs, outputs)
+        start()
+        arrays = [_on_cpu(x) if isinstance(x, Tensor) else x for x in (*outputs, *inputs)]
+        results = jax.block_until_ready(program(*arrays))
+        return tuple(torch.from_dlpack(x) for x in results)
     inputs = [_aligned(x) if isinstance(x, Tensor) else x for x in inputs]
     if device.index == torch.cuda.current_device():
         _run_gpu_or_retry(program, inputs, outputs)
@@ -69,14 +72,11 @@ def run(program: Callable, inputs: Sequence[Input], outputs: Sequence[Tensor]) -
     return tuple(outputs)
 
 
-def _run_cpu(program: Callable, inputs: Sequence[Input], outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    arrays = [_lent(x, cpu()) if isinstance(x, Tensor) else x for x in (*outputs, *inputs)]
-    results = jax.block_until_ready(program(*arrays))
-    # JAX 0.11 writes into memory of its own; where it did not, only the output keeps it.
-    return tuple(
-        x if x.data_ptr() == r.unsafe_buffer_pointer() else torch.from_dlpack(r)
-        for x, r in zip(outputs, results, strict=True)
-    )
+def _on_cpu(x: Tensor) -> jax.Array:
+    """A jax.Array on the memory of x, which it holds through a numpy array."""
+    x = x.detach()
+    array = x.view(torch.int16).numpy().view(jnp.bfloat16) if x.dtype == torch.bfloat16 else x.numpy()
+    return jax.device_put(array, jax.local_devices(backend="cpu")[0])
 
 
 def _run_gpu_or_retry(program: Callable, inputs: Sequence[Input], outputs: Sequence[Tensor]) -> None:
@@ -101,15 +101,14 @@ def _is_out_of_memory(error: Exception) -> bool:
 def _run_gpu(program: Callable, inputs: Sequence[Input], outputs: Sequence[Tensor]) -> None:
     index = outputs[0].device.index
     current = torch._C._cuda_getCurrentRawStream(index)  # torch.cuda.current_stream takes 8 µs
-    device = gpu(index)
-    stream = device.get_stream_for_external_ready_events()
+    stream = gpu(index).get_stream_for_external_ready_events()
     arrived = _event(index)
     arrived.record(_stream(current, index))
     arrived.wait(_stream(stream, index))
     first, *others = outputs
-    arrays = [_lent(first, device, stream)]  # fact 1: ready when stream, and so current, has come this far
-    arrays += [_lent(x, device) for x in others]
-    arrays += [_at(x.data_ptr(), x.shape, x.dtype, device) if isinstance(x, Tensor) else x for x in inputs]
+    arrays = [_lent(first, index, stream)]  # fact 1: ready when stream, and so current, has come this far
+    arrays += [_lent(x, index) for x in others]
+    arrays += [_at(x.data_ptr(), x.shape, x.dtype, index) if isinstance(x, Tensor) else x for x in inputs]
     results = program(*arrays)
     # fact 2: current waits for the program's end, which is all that this capsule is for
     _jax.buffer_to_dlpack_managed_tensor(results[0], stream=current or DEFAULT_STREAM)
@@ -129,18 +128,18 @@ def _stream(handle: int, index: int) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(handle, device=index) if handle else torch.cuda.default_stream(index)
 
 
-def _lent(x: Tensor, device: Any, stream: int | None = None):
+def _lent(x: Tensor, index: int, stream: int | None = None):
     """A jax.Array, to be used once, on the memory of x, which it does not keep alive; ready with stream, or at once.
 
     jax.dlpack.from_dlpack would keep x, and takes 60 µs of Python and events.
     """
-    return _array(x.data_ptr(), x.shape, x.dtype, device, stream)
+    return _array(x.data_ptr(), x.shape, x.dtype, index, stream)
 
 
 @lru_cache(maxsize=1024)
-def _at(address: int, shape: torch.Size, dtype: torch.dtype, device: Any):
+def _at(address: int, shape: torch.Size, dtype: torch.dtype, index: int):
     """A jax.Array, to be read alone, on what lies there now or later; ready at once."""
-    return _array(address, shape, dtype, device, None)
+    return _array(address, shape, dtype, index, None)
 
 
 class DLManagedTensor(ctypes.Structure):
@@ -154,55 +153,46 @@ class DLManagedTensor(ctypes.Structure):
     ]  # fmt: skip
 
 
-DESCRIPTION_BYTES, ADDRESS_BYTES = ctypes.sizeof(DLManagedTensor), ctypes.sizeof(ctypes.c_void_p)
-_malloc, _free = ctypes.pythonapi.PyMem_RawMalloc, ctypes.pythonapi.PyMem_RawFree  # which want no interpreter
-_malloc.restype, _malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+def _array(address: int, shape: torch.Size, dtype: torch.dtype, index: int, stream: int | None):
+    platform = (DLPACK_CUDA,) if jaxlib_extension_version >= 467 else ()
+    malloc, free = _heap()
+    sizes = (ctypes.c_int64 * len(shape))(*shape)  # which JAX copies
+    described = DLManagedTensor(address, DLPACK_CUDA, index, len(shape), *DLPACK_TYPES[dtype], 1,
+                                ctypes.addressof(sizes), deleter=free)  # fmt: skip
+    place = malloc(ctypes.sizeof(described))  # JAX reads deleter there, on any thread, when the array goes
+    ctypes.memmove(place, ctypes.addressof(described), ctypes.sizeof(described))
+    capsule = _new_capsule(place, b"dltensor", None)
+    return _jax.dlpack_managed_tensor_to_buffer(capsule, gpu(index), stream, None, *platform)
+
+
+@cache
+def _heap() -> tuple[Callable[[int], int], int]:
+    """C's malloc, and the address of its free."""
+    library = ctypes.CDLL(None)
+    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    address = ctypes.cast(library.free, ctypes.c_void_p).value
+    assert address is not None
+    return library.malloc, address
+
+
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-
-
-def _array(address: int, shape: torch.Size, dtype: torch.dtype, device: Any, stream: int | None):
-    kind = DLPACK_CPU if device.platform == "cpu" else DLPACK_CUDA
-    platform = (kind,) if jaxlib_extension_version >= 467 else ()
-    but_address, _sizes = _described(shape, dtype, kind, device.local_hardware_id)
-    place = _malloc(DESCRIPTION_BYTES)  # JAX reads deleter there, on any thread, when the array goes
-    ctypes.memmove(place, address.to_bytes(ADDRESS_BYTES, sys.byteorder) + but_address, DESCRIPTION_BYTES)
-    capsule = _new_capsule(place, b"dltensor", None)
-    return _jax.dlpack_managed_tensor_to_buffer(capsule, device, stream, None, *platform)
-
-
-@lru_cache(maxsize=1024)
-def _described(shape: torch.Size, dtype: torch.dtype, kind: int, index: int) -> tuple[bytes, Any]:
-    """What follows the address in a DLManagedTensor, and the sizes that it points to, which JAX copies."""
-    sizes = (ctypes.c_int64 * len(shape))(*shape)
-    whole = DLManagedTensor(None, kind, index, len(shape), *DLPACK_TYPES[dtype], 1, ctypes.addressof(sizes),
-                            deleter=ctypes.cast(_free, ctypes.c_void_p))  # fmt: skip
-    return bytes(whole)[ADDRESS_BYTES:], sizes
 
 
 @lru_cache(maxsize=4096)
 def constant(value: int, device: torch.device):
     """An int32 of JAX's on the device, for programs that take a number without being compiled for it."""
-    return jax.device_put(np.int32(value), jax_device(device))
+    place = jax.local_devices(backend="cpu")[0] if device.type == "cpu" else gpu(device.index)
+    return jax.device_put(np.int32(value), place)
 
 
 def _aligned(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % GPU_ALIGNMENT else x
 
 
-def jax_device(device: torch.device):
-    """JAX's name for torch's device; the first call starts JAX's backends as torch wants them."""
-    return cpu() if device.type == "cpu" else gpu(device.index)
-
-
-@cache
-def cpu():
-    start()
-    return jax.local_devices(backend="cpu")[0]
-
-
 @cache
 def gpu(index: int):
+    """JAX's name for torch's cuda:index."""
     with torch.cuda.device(index):  # JAX's start leaves another one the current one
         return _gpu(index)
 
@@ -229,6 +219,14 @@ def _gpu(index: int):
         )
     _warn_if_reserved(found[0])
     return found[0]
+
+
+def start_for(device: torch.device) -> None:
+    """JAX's backends, as torch wants them, before anything else asks for its devices."""
+    if device.type == "cpu":
+        start()
+    else:
+        gpu(device.index)
 
 
 @cache

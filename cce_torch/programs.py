@@ -96,7 +96,7 @@ def kind_of(call: Call, c_shape: torch.Size, vocab_axis: int, dtype: torch.dtype
     key = call, c_shape, vocab_axis, dtype, device, exact
     found = _kinds.get(key)
     if found is None:
-        bridge.jax_device(device)  # before the core asks JAX for its devices
+        bridge.start_for(device)
         head = Head(call.scale, call.softcap, vocab_axis, lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT)
         static = core.Core(head, call.loss.needs_sum, call.impl, call.memory_budget)
         with _choosing:

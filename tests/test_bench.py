@@ -122,6 +122,10 @@ def test_no_method_is_begun_when_time_is_over():
     assert "time" in report.absences(found)[0]
 
 
+def test_lists_of_methods_name_methods():
+    assert {*methods.QUICK, *methods.SWEPT} <= methods.METHODS.keys()
+
+
 def test_a_wrong_result_is_marked():
     e, c, targets = trained(Shape(64, 16, 512), jnp.float32)
     expected = errors.expected(e, c, targets)
