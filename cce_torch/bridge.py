@@ -8,14 +8,15 @@
    wait for the end of the program. Whatever torch's allocator then does with their memory is queued behind it. So
    JAX need not hold them, and does not: it lets go of what it was given late, some at the next call, and a gradient
    would count as allocated until then. An input is an address and a shape to it, and what next lies there in that
-   shape, as a weight does at every step, is the same array.
+   shape, as a weight does at every step, is the same array. Where Ctrl-C comes after the program was started and
+   before torch's stream waits for it, the host waits instead, until all that JAX was given to run has ended.
 3. Outputs are torch's own memory, never JAX's: they are allocated here, on the current stream, and donated to the
    program, which writes its results into them. So torch's allocator, and with it `record_stream`, side streams and
    DDP, know them like any other tensor, and JAX has nothing to hand to someone else too early.
 4. JAX's own memory is scratch alone, taken and given back in the order of JAX's stream.
 
 All results of a program become ready at its end, together, so waiting for one of them is waiting for the program.
-Nothing here blocks the host.
+Nothing else here blocks the host.
 
 On a CPU, `run` waits for the program and hands out JAX's results without a copy. JAX holds what it was lent until the
 program has ended, also where Ctrl-C has ended the wait for it, and as numpy arrays: the thread that ran the program may
@@ -25,11 +26,13 @@ for the interpreter, and abort a process that was about to end.
 
 import ctypes
 import os
+import sys
 import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,11 +112,28 @@ def _run_gpu(program: Callable, inputs: Sequence[Input], outputs: Sequence[Tenso
     arrays = [_lent(first, index, stream)]  # fact 1: ready when stream, and so current, has come this far
     arrays += [_lent(x, index) for x in others]
     arrays += [_at(x.data_ptr(), x.shape, x.dtype, index) if isinstance(x, Tensor) else x for x in inputs]
-    results = program(*arrays)
-    # fact 2: current waits for the program's end, which is all that this capsule is for
-    _jax.buffer_to_dlpack_managed_tensor(results[0], stream=current or DEFAULT_STREAM)
+    try:
+        results = program(*arrays)
+        # fact 2: current waits for the program's end, which is all that this capsule is for
+        _jax.buffer_to_dlpack_managed_tensor(results[0], stream=current or DEFAULT_STREAM)
+    except jax.errors.JaxRuntimeError:  # of a program that did not start, or has ended
+        raise
+    except BaseException:
+        _wait_for_programs(index)
+        raise
     if any(r.unsafe_buffer_pointer() != x.data_ptr() for r, x in zip(results, outputs, strict=True)):
         raise RuntimeError("JAX did not write its results into the memory that it was given for them")  # fact 3
+
+
+def _wait_for_programs(index: int) -> None:
+    """Until all that JAX was given to run on the device has ended: programs run there one after another."""
+    jax.block_until_ready(_last(constant(0, torch.device("cuda", index))))
+
+
+@jax.jit
+def _last(x: jax.Array) -> jax.Array:
+    """Something to run."""
+    return x + 1
 
 
 def _event(index: int) -> torch.cuda.Event:
@@ -153,30 +173,29 @@ class DLManagedTensor(ctypes.Structure):
     ]  # fmt: skip
 
 
+DESCRIPTION_BYTES, ADDRESS_BYTES = ctypes.sizeof(DLManagedTensor), ctypes.sizeof(ctypes.c_void_p)
+_malloc, _free = ctypes.pythonapi.PyMem_RawMalloc, ctypes.pythonapi.PyMem_RawFree  # which want no interpreter
+_malloc.restype, _malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+
+
 def _array(address: int, shape: torch.Size, dtype: torch.dtype, index: int, stream: int | None):
     platform = (DLPACK_CUDA,) if jaxlib_extension_version >= 467 else ()
-    malloc, free = _heap()
-    sizes = (ctypes.c_int64 * len(shape))(*shape)  # which JAX copies
-    described = DLManagedTensor(address, DLPACK_CUDA, index, len(shape), *DLPACK_TYPES[dtype], 1,
-                                ctypes.addressof(sizes), deleter=free)  # fmt: skip
-    place = malloc(ctypes.sizeof(described))  # JAX reads deleter there, on any thread, when the array goes
-    ctypes.memmove(place, ctypes.addressof(described), ctypes.sizeof(described))
+    but_address, _sizes = _described(shape, dtype, index)
+    place = _malloc(DESCRIPTION_BYTES)  # JAX reads deleter there, on any thread, when the array goes
+    ctypes.memmove(place, address.to_bytes(ADDRESS_BYTES, sys.byteorder) + but_address, DESCRIPTION_BYTES)
     capsule = _new_capsule(place, b"dltensor", None)
     return _jax.dlpack_managed_tensor_to_buffer(capsule, gpu(index), stream, None, *platform)
 
 
-@cache
-def _heap() -> tuple[Callable[[int], int], int]:
-    """C's malloc, and the address of its free."""
-    library = ctypes.CDLL(None)
-    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-    address = ctypes.cast(library.free, ctypes.c_void_p).value
-    assert address is not None
-    return library.malloc, address
-
-
-_new_capsule = ctypes.pythonapi.PyCapsule_New
-_new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+@lru_cache(maxsize=1024)
+def _described(shape: torch.Size, dtype: torch.dtype, index: int) -> tuple[bytes, Any]:
+    """What follows the address in a DLManagedTensor, and the sizes that it points to, which JAX copies."""
+    sizes = (ctypes.c_int64 * len(shape))(*shape)
+    whole = DLManagedTensor(None, DLPACK_CUDA, index, len(shape), *DLPACK_TYPES[dtype], 1, ctypes.addressof(sizes),
+                            deleter=ctypes.cast(_free, ctypes.c_void_p))  # fmt: skip
+    return bytes(whole)[ADDRESS_BYTES:], sizes
 
 
 @lru_cache(maxsize=4096)

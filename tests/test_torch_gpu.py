@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 
+import jax
 import pytest
 import torch
 
@@ -81,6 +82,25 @@ def test_outputs_may_be_dropped_while_another_stream_still_reads_them():
         others = [step(*make(seed)) for seed in (1, 2)]  # JAX and torch both allocate
         assert_identical(copies, want)
         del others
+
+
+def test_an_interrupted_call_ends_when_its_program_has():
+    """What it read and wrote is freed by then, and torch's stream was not told to wait for the program."""
+    doubled = jax.jit(lambda out, x: (2 * x,), donate_argnums=0, keep_unused=True)
+
+    def interrupted(*arrays):
+        doubled(*arrays)
+        raise KeyboardInterrupt
+
+    x, out = torch.arange(1024.0, device="cuda"), torch.empty(1024, device="cuda")
+    bridge.run(doubled, [x], [out])  # compiles
+    out.zero_()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10 * SLEEP)
+    with pytest.raises(KeyboardInterrupt):
+        bridge.run(interrupted, [x], [out])
+    assert torch.cuda.current_stream().query()  # the program came after the sleep
+    assert torch.equal(out, 2 * x)
 
 
 def test_results_are_torch_memory_which_record_stream_knows():
