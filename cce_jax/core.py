@@ -27,8 +27,8 @@ is the cotangent of the raw product e_i·c_v + b_v, and, that product being bili
 
 (4) is why nothing of size (N, V) is kept: p is recovered from the logits, which are computed again, and the saved
 lse. So the residuals are the inputs and 2·N numbers. The columns v are independent in (6) and (7), so they are taken a
-group at a time (cce_kernels/groups.py), and a group's logits live only in one reused buffer. Where the memory budget
-allows it, exponentials of some or all tokens are residuals too (cce_kernels/saved.py).
+group at a time (cce_kernels/gradients.py), and a group's logits live only in one reused buffer. Where the memory budget
+allows it, exponentials of some or all tokens are residuals too (cce_kernels/exponentials.py).
 
 A token whose target is negative is ignored: its three numbers are arbitrary, it takes no part in (7), and nothing in
 its row of e, not even a NaN, reaches a gradient. A target of V or more picks no logit: (2) is 0.
@@ -37,131 +37,108 @@ its row of e, not even a NaN, reaches a gradient. A target of V or more picks no
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cce_jax import chunked, reference
-from cce_kernels import backward, budget, forward
-from cce_kernels.config import local_gpu
-from cce_kernels.groups import Wanted
-from cce_kernels.logits import Head, vocabulary_size
-from cce_kernels.saved import saved_shape
-from cce_kernels.tiles import for_hopper, gathered
+from cce_jax import reference
+from cce_kernels import backward, forward
+from cce_kernels.call import Call
+from cce_kernels.device import H200, INTERPRETER, Gpu, local_gpu
+from cce_kernels.exponentials import saved_shape
+from cce_kernels.head import Head
+from cce_kernels.numbers import Cotangents, Gradients, Inputs, Statistics, Wanted
+from cce_kernels.plan import Plan, plan_of
 
 Impl = Literal["auto", "cce", "chunked", "reference"]
 
 
-class Statistics(NamedTuple):
-    """The core's three numbers, each (N,), float32 (float64 for float64 inputs)."""
-
-    lse: jax.Array
-    target: jax.Array
-    sum: jax.Array | None
-
-
 @dataclass(frozen=True)
 class Core:
-    """The static part of a call of the core."""
+    """The static part of a call of the core. gpu: the one that it will run on, None if it is no CUDA device."""
 
     head: Head
     with_sum: bool
     impl: Impl
     memory_budget: int
+    gpu: Gpu | None = None
 
 
-def statistics(e, c, bias, targets, weights, core: Core) -> Statistics:
-    """Equations (1)-(3), differentiable in e, c and bias.
-
-    e: (N, D); c: (V, D), or (D, V) if head.vocab_axis is 1; bias: (V,) or None; targets: (N,) int32;
-    weights: (V,) or None for 1, used by the sum alone. The sum is None unless with_sum.
-    """
+def statistics(inputs: Inputs, core: Core) -> Statistics:
+    """Equations (1)-(3), differentiable in e, c and bias. The sum is None unless with_sum."""
     if core.impl == "reference":
-        numbers = reference.statistics(e, c, bias, targets, weights, head=core.head, with_sum=core.with_sum)
-        return Statistics(*numbers)
-    return _statistics(core, e, c, bias, targets, weights)
+        return reference.statistics(inputs, head=core.head, with_sum=core.with_sum)
+    return _statistics(core, inputs)
 
 
-def saved_tokens(
-    shape: tuple[int, int], c_shape: tuple[int, int], dtype, with_bias: bool, core: Core, wanted: Wanted
-) -> int:
-    """Of how many tokens `forward_pass` is to save the exponentials for `gradients`.
+def plan_for(inputs: Inputs, core: Core, wanted: Wanted | None) -> Plan:
+    """The plan of a call; inputs: arrays or their shapes; wanted: None for evaluation."""
+    gpu = INTERPRETER if core.impl == "cce" and core.gpu is None else core.gpu
+    return _plan(inputs, core, wanted, gpu, core.impl if gpu is not None else "chunked", None)
 
-    shape and dtype: those of e; wanted: the gradients that will be asked for.
+
+def _plan(inputs: Inputs, core: Core, wanted: Wanted | None, gpu: Gpu | None, impl, saved: int | None) -> Plan:
+    e, c = inputs.e, inputs.c
+    call = Call(*e.shape, core.head.vocabulary(c), str(jnp.dtype(e.dtype)), core.head, inputs.bias is not None,
+                core.with_sum, wanted, core.memory_budget)  # fmt: skip
+    return plan_of(call, gpu, impl, saved)
+
+
+def forward_pass(inputs: Inputs, core: Core, wanted: Wanted | None) -> tuple[Statistics, jax.Array | None]:
+    """Equations (1)-(3), and the exponentials that are saved for `gradients`: of e's type, or None.
+
+    wanted: the gradients that will be asked for, None if none will be.
     """
-    if core.impl == "chunked":
-        return 0
-    gpu = local_gpu()
-    if core.impl == "auto" and gpu is None:
-        return 0
-    e, c = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(c_shape, dtype)
-    on_hopper = gpu is not None and for_hopper(gathered(e), c, with_bias or None, core.with_sum, gpu, interpret=False)
-    return budget.saved_tokens(*shape, c_shape[core.head.vocab_axis], dtype, core.head, core.with_sum, wanted,
-                               on_hopper, core.memory_budget)  # fmt: skip
+    saved = saved_shape(plan_for(inputs, core, wanted).saved, core.head.vocabulary(inputs.c))
+
+    def run(plan: Plan, inputs: Inputs):
+        numbers, exponentials = forward.statistics(inputs, plan)
+        if saved[0] and exponentials is None:  # planned for a GPU, run elsewhere
+            exponentials = lax.empty(saved, inputs.e.dtype)
+        return numbers, exponentials
+
+    return _on_platform(run, inputs, core, wanted)(inputs)
 
 
-def forward_pass(
-    e, c, bias, targets, weights, core: Core, *, for_gradients: bool, saved_tokens: int = 0
-) -> tuple[Statistics, jax.Array | None]:
-    """Equations (1)-(3), and what is saved for `gradients`: saved_shape(saved_tokens, V) of e's type, or None.
-
-    for_gradients: whether those will follow, whose scratch is then there for this too.
-    """
-
-    def plain(e, *arrays):
-        numbers = chunked.statistics(e, *arrays, head=core.head, with_sum=core.with_sum,
-                                     memory_budget=core.memory_budget)  # fmt: skip
-        shape = saved_shape(saved_tokens, vocabulary_size(c, core.head))
-        return *numbers, lax.empty(shape, e.dtype) if saved_tokens else None
-
-    kernels = partial(forward.statistics, head=core.head, with_sum=core.with_sum, may_copy=for_gradients,
-                      saved_tokens=saved_tokens)  # fmt: skip
-    *numbers, saved = _on_platform(core.impl, kernels, plain)(e, c, bias, targets, weights)
-    return Statistics(*numbers), saved
-
-
-def gradients(e, c, bias, targets, weights, numbers: Statistics, saved, cotangents, core: Core, wanted: Wanted):
+def gradients(
+    inputs: Inputs, numbers: Statistics, saved: jax.Array | None, cotangents: Cotangents, core: Core, wanted: Wanted
+) -> tuple[Gradients, jax.Array | None]:
     """Equations (6) and (7): de, dc and dbias in the types of e, c and bias, None where not wanted; and saved.
 
-    numbers and saved: what `forward_pass` returned; cotangents: (2 or 3, N), a_i, t̂_i and, with a sum, s_i. saved may
-    have been overwritten, in a way that another call of this does not see.
+    numbers and saved: what `forward_pass` returned. saved may have been overwritten, in a way that another call of this
+    does not see.
     """
 
-    def plain(e, c, bias, targets, weights, lse, target, saved, cotangents):
-        found = chunked.gradients(e, c, bias, targets, weights, lse, cotangents, head=core.head, wanted=wanted,
-                                  memory_budget=core.memory_budget)  # fmt: skip
-        return *found, saved
+    def run(plan: Plan, *arrays):
+        inputs, numbers, saved, cotangents = arrays
+        found, overwritten = backward.gradients(inputs, numbers, saved if plan.saved else None, cotangents, plan)
+        return found, saved if overwritten is None else overwritten
 
-    kernels = partial(backward.gradients, head=core.head, wanted=wanted, memory_budget=core.memory_budget)
-    run = _on_platform(core.impl, kernels, plain)
-    return run(e, c, bias, targets, weights, numbers.lse, numbers.target, saved, cotangents)
+    return _on_platform(run, inputs, core, wanted)(inputs, numbers, saved, cotangents)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _statistics(core: Core, e, c, bias, targets, weights) -> Statistics:
-    return forward_pass(e, c, bias, targets, weights, core, for_gradients=False)[0]
+def _statistics(core: Core, inputs: Inputs) -> Statistics:
+    return forward_pass(inputs, core, None)[0]
 
 
-def _statistics_fwd(core: Core, e, c, bias, targets, weights):
+def _statistics_fwd(core: Core, inputs):
+    e, c, bias = inputs.e, inputs.c, inputs.bias
     wanted = Wanted(e=e.perturbed, c=c.perturbed, bias=bias is not None and bias.perturbed)
-    e, c, bias, targets, weights = jax.tree.map(
-        lambda x: x.value, (e, c, bias, targets, weights), is_leaf=lambda x: hasattr(x, "perturbed")
-    )
-    to_save = saved_tokens(e.shape, c.shape, e.dtype, bias is not None, core, wanted)
-    run = _first_order_only(partial(forward_pass, core=core, for_gradients=True, saved_tokens=to_save))
-    out, saved = run(e, c, bias, targets, weights)
-    return out, (_as_shape(wanted), e, c, bias, targets, weights, out, saved)
+    inputs = jax.tree.map(lambda x: x.value, inputs, is_leaf=lambda x: hasattr(x, "perturbed"))
+    out, saved = _first_order_only(partial(forward_pass, core=core, wanted=wanted))(inputs)
+    return out, (_as_shape(wanted), inputs, out, saved)
 
 
 def _statistics_bwd(core: Core, residuals, cotangents):
-    shape_of_wanted, *arrays, numbers, saved = residuals
-    of_statistics = [x for x in cotangents if x is not None]
-    stacked = jnp.stack([jnp.zeros_like(numbers.lse) if _is_symbolic_zero(x) else x for x in of_statistics])
+    shape_of_wanted, inputs, numbers, saved = residuals
+    zeros = jnp.zeros_like(numbers.lse)
+    of = Cotangents(*[zeros if _is_symbolic_zero(x) else x for x in cotangents])
     run = _first_order_only(partial(gradients, core=core, wanted=_from_shape(shape_of_wanted)))
-    de, dc, db, _ = run(*arrays, numbers, saved, stacked)
-    return de, dc, db, None, None
+    found, _ = run(inputs, numbers, saved, of)
+    return (Inputs(found.e, found.c, found.bias, None, None, None),)  # type: ignore[arg-type]
 
 
 _statistics.defvjp(_statistics_fwd, _statistics_bwd, symbolic_zeros=True)
@@ -184,12 +161,18 @@ def _is_symbolic_zero(x) -> bool:
     return isinstance(x, jax.custom_derivatives.SymbolicZero)
 
 
-def _on_platform(impl: Impl, kernels: Callable, plain: Callable) -> Callable:
-    """The function that runs impl, its choice of kernel, interpreter or plain XLA made for the platform lowered to."""
-    if impl == "chunked":
-        return plain
-    compiled, interpreted = partial(kernels, interpret=False), partial(kernels, interpret=True)
-    return partial(lax.platform_dependent, cuda=compiled, default=interpreted if impl == "cce" else plain)
+def _on_platform(run: Callable, inputs: Inputs, core: Core, wanted: Wanted | None) -> Callable:
+    """run(plan, ...), with the plan of the platform that the program is lowered for.
+
+    A program may be lowered for a platform that this process does not have: CUDA programs are then planned for an H200.
+    """
+    here = plan_for(inputs, core, wanted)
+    if core.impl == "chunked":
+        return partial(run, here)
+    plan = partial(_plan, inputs, core, wanted, saved=here.saved)  # what is saved has one shape on all platforms
+    on_gpu = here if core.gpu is not None else plan(H200, core.impl)
+    elsewhere = plan(INTERPRETER, "cce") if core.impl == "cce" else plan(None, "chunked")
+    return partial(lax.platform_dependent, cuda=partial(run, on_gpu), default=partial(run, elsewhere))
 
 
 def _first_order_only(function: Callable) -> Callable:

@@ -10,7 +10,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from cce_jax.core import Statistics
+from cce_kernels.numbers import Statistics
 
 Reduction = Literal["mean", "sum", "none"]
 

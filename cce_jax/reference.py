@@ -3,14 +3,16 @@
 import jax
 import jax.numpy as jnp
 
-from cce_kernels.logits import Head, vocabulary_size
+from cce_kernels.head import Head
+from cce_kernels.numbers import Inputs, Statistics
 
 
-def statistics(e, c, bias, targets, weights, *, head: Head, with_sum: bool):
+def statistics(inputs: Inputs, *, head: Head, with_sum: bool) -> Statistics:
     """As cce_jax.core.statistics; materialises the logits."""
+    e, c, bias, targets, weights, scale = inputs
     e = jnp.where(targets[:, None] < 0, 0, e)  # a NaN in an ignored token must not reach c's gradient
     raw = head.product(e, c, 1 - head.vocab_axis)
-    z = head.logits(raw, None if bias is None else bias.astype(raw.dtype))
-    is_target = targets[:, None] == jnp.arange(vocabulary_size(c, head))
+    z = head.logits(raw, None if bias is None else bias.astype(raw.dtype), scale)
+    is_target = targets[:, None] == jnp.arange(head.vocabulary(c))
     total = jnp.sum(z if weights is None else jnp.where(weights == 0, 0, weights * z), axis=1) if with_sum else None
-    return jax.nn.logsumexp(z, axis=1), jnp.sum(jnp.where(is_target, z, 0), axis=1), total
+    return Statistics(jax.nn.logsumexp(z, axis=1), jnp.sum(jnp.where(is_target, z, 0), axis=1), total)

@@ -54,16 +54,22 @@ class Groups:
 
 
 def vocabulary_groups(
-    vocabulary: int, budget: int, column_bytes: int, cost: Callable[[int], float] = float,
+    vocabulary: int, budget: int, column_bytes: int, cost: Callable[["Groups", int], float] | None = None,
     multiple: int = COLUMN_MULTIPLE, beyond: bool = False,
 ) -> Groups:  # fmt: skip
     """The groups that cost least of those whose columns fit: column_bytes · V_g ≤ budget, but 1024 columns always do.
 
-    cost(V_g): the relative time of one group of V_g columns. Of groups that cost the same, the fewest and smallest.
+    cost(groups, columns): the relative time of one group of so many columns, by default their number. Of groups that
+    cost the same, the fewest and smallest.
     """
     most = max(budget // max(column_bytes, 1), FEWEST_COLUMNS)
     if vocabulary <= most:
         return Groups(vocabulary, vocabulary, beyond)
+
+    def total(groups: Groups) -> float:
+        if cost is None:
+            return (groups.count - 1) * groups.columns + groups.last
+        return (groups.count - 1) * cost(groups, groups.columns) + cost(groups, groups.last)
+
     sizes = range(min(FEWEST_COLUMNS, most), most + 1, multiple)
-    groups = (Groups(vocabulary, size, beyond) for size in sizes)
-    return min(groups, key=lambda g: ((g.count - 1) * cost(g.columns) + cost(g.last), g.count))
+    return min((Groups(vocabulary, size, beyond) for size in sizes), key=lambda groups: (total(groups), groups.count))

@@ -9,7 +9,7 @@ neighbouring multiprocessors, with 128 rows each and the same columns, of which 
 Edges need no masks: the copies read zeros beyond an array and write nothing there, provided that it is wider than one
 of their tiles (64 columns): seen on an H200, beyond an array as wide as that they write over it.
 
-cce_kernels/hopper_kernels.py says what is multiplied. In JAX 0.11 the kernels run in its GPU interpreter too
+statistics.py, dz.py and products.py beside this file say what is multiplied. In JAX 0.11 the kernels run in its GPU interpreter too
 (tests/test_hopper.py); in 0.10 they only lower.
 """
 
@@ -23,8 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cce_kernels.config import DEPTH, PAIR_ROWS, PairTiles
-from cce_kernels.tiles import TMA_ROWS
+from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS, TMA_ROWS, PairTiles
 
 BLOCK = PAIR_ROWS // 2  # rows of a program
 ROWS = BLOCK // 2  # of a warpgroup, the height of the tensor cores' tiles
@@ -111,6 +110,16 @@ class Warpgroup(NamedTuple):
             first += part.shape[1]
 
 
+def quotient(a, b) -> jax.Array:
+    """a // b of numbers that are not negative, in 32 bits also where JAX's default integers have 64."""
+    return lax.div(jnp.asarray(a, jnp.int32), jnp.asarray(b, jnp.int32))
+
+
+def remainder(a, b) -> jax.Array:
+    """a % b, as `quotient`."""
+    return lax.rem(jnp.asarray(a, jnp.int32), jnp.asarray(b, jnp.int32))
+
+
 def multiple(x, of: int):
     """x, which the compiler may take to be a multiple."""
     return x if isinstance(x, int) else pl.multiple_of(x, of)
@@ -158,7 +167,7 @@ def _copies(shared: _Shared, multiply: Multiply, operands, work: Work) -> None:
 
         def step(k, carry):
             i = first + k
-            slot = lax.rem(i, stages)
+            slot = remainder(i, stages)
             inner = left_inner + k * DEPTH
             if of.limit is not None:
                 inner = multiple(jnp.where(inner < of.limit, inner, OUTSIDE), DEPTH)
@@ -183,7 +192,7 @@ def _copies(shared: _Shared, multiply: Multiply, operands, work: Work) -> None:
         return carry
 
     def drain(i, carry):  # the other program of the pair writes into this one's shared memory until then
-        plgpu.barrier_wait(shared.free.at[lax.rem(i, stages)])
+        plgpu.barrier_wait(shared.free.at[remainder(i, stages)])
         return carry
 
     total = work.tiles * work.steps
@@ -201,13 +210,13 @@ def _product(warpgroup: Warpgroup, work: Work, tile) -> jax.Array:
     def run(accumulator):
         def step(k, carry):
             i = first + k
-            slot = lax.rem(i, stages)
+            slot = remainder(i, stages)
             plgpu.barrier_wait(shared.full.at[slot])
             left = shared.left.at[slot, own] if multiply.left_axis else shared.left.at[slot, :, own].transpose((1, 0))
             right = shared.right.at[slot].transpose((1, 0)) if multiply.right_axis else shared.right.at[slot]
             plgpu.wgmma(accumulator, left, right)
             plgpu.wgmma_wait(1)
-            pl.when(k > 0)(lambda: plgpu.barrier_arrive(shared.free.at[lax.rem(i + stages - 1, stages)]))
+            pl.when(k > 0)(lambda: plgpu.barrier_arrive(shared.free.at[remainder(i + stages - 1, stages)]))
             if multiply.tiles.lead:
                 pl.when((number == 0) & (i == multiply.tiles.lead))(lambda: plgpu.barrier_arrive(shared.begun))
             return carry
@@ -217,7 +226,7 @@ def _product(warpgroup: Warpgroup, work: Work, tile) -> jax.Array:
 
     accumulator = plgpu.ACC((ROWS, multiply.tiles.columns), jnp.float32)  # type: ignore[reportPrivateImportUsage]
     product = pl.run_scoped(run, accumulator)
-    pl.when(steps > 0)(lambda: plgpu.barrier_arrive(shared.free.at[lax.rem(first + steps - 1 + stages, stages)]))
+    pl.when(steps > 0)(lambda: plgpu.barrier_arrive(shared.free.at[remainder(first + steps - 1 + stages, stages)]))
     return product
 
 
@@ -243,7 +252,7 @@ def _body(operands, multiply: Multiply, work_of, compute, shared: _Shared) -> No
 
 def launch(
     operands: Sequence[tuple[jax.Array, jax.Array]],
-    others: Sequence[jax.Array | None],
+    others: Any,
     outputs: Sequence[jax.Array | jax.ShapeDtypeStruct | None],
     multiply: Multiply,
     kernel: Callable[..., tuple[Callable[..., Work], Callable[..., None]]],
@@ -255,14 +264,16 @@ def launch(
 ) -> list[jax.Array | None]:
     """Runs a kernel in so many pairs of programs. operands: pairs of left and right, as many as a Work has sums.
 
-    outputs: arrays are written in place. written: the type of what `Warpgroup.write` gets, None if it is not called.
-    kernel(*refs), of others and outputs, None where one is, gives work_of(pair, program of the pair) and
+    others: a tree of arrays. outputs: arrays are written in place. written: the type of what `Warpgroup.write` gets,
+    None if it is not called.
+    kernel(others, *outputs), of refs, None where an array is None, gives work_of(pair, program of the pair) and
     compute(warpgroup, work, product), which is to call product(n) once for each of its tiles, in order.
     """
     multiplied = [x for pair in operands for x in pair]
-    given, inputs = (*multiplied, *others, *outputs), len(multiplied) + len(others)
-    present = [x is not None for x in given]
-    begun = [lax.empty(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x for x in given if x is not None]
+    given = multiplied, others, tuple(outputs)
+    begun = jax.tree.map(lambda x: lax.empty(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, given)
+    arrays, tree = jax.tree.flatten(begun)
+    inputs = len(arrays) - len(jax.tree.leaves(outputs))
     dtype = multiplied[0].dtype
     mesh = plgpu.Mesh(grid=(pairs,), grid_names=("pair",), cluster=(2,), cluster_names=("cluster",), num_threads=3,
                       thread_name="warpgroup")  # fmt: skip
@@ -285,12 +296,11 @@ def launch(
     @jax.custom_batching.sequential_vmap
     def call(*arrays):
         def stateful(refs):
-            found = iter(refs)
-            every = [next(found) if there else None for there in present]
+            multiplied_refs, of_others, of_outputs = jax.tree.unflatten(tree, refs)
 
             def body(*_):
-                pairs_of_refs = list(zip(every[: len(multiplied) : 2], every[1 : len(multiplied) : 2], strict=True))
-                work_of, compute = kernel(*every[len(multiplied) :])
+                pairs_of_refs = list(zip(multiplied_refs[::2], multiplied_refs[1::2], strict=True))
+                work_of, compute = kernel(of_others, *of_outputs)
                 pl.run_scoped(
                     lambda *shared: _body(pairs_of_refs, multiply, work_of, compute, _Shared(*shared)),
                     *scratch, collective_axes="warpgroup",
@@ -302,10 +312,10 @@ def launch(
             else:
                 pl.kernel(body, mesh=mesh, **options)()  # type: ignore[reportCallIssue]
 
-        return pl.run_state(stateful)(arrays)[sum(present[:inputs]) :]
+        return pl.run_state(stateful)(arrays)[inputs:]
 
-    found = iter(call(*begun))
-    return [next(found) if there else None for there in present[inputs:]]
+    found = iter(call(*arrays))
+    return [None if x is None else next(found) for x in outputs]
 
 
 def _swizzled(dtype) -> tuple[Any, ...]:

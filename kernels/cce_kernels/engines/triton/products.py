@@ -4,12 +4,12 @@
 
 Read: dz once per tile of columns, c_g or e once per tile of rows, from L2 where programs that run together share them;
 c where it lies. Written: de once a group, dc once. Never made: a copy of c_g or dc_g.
-In place of dz may stand exponentials that were saved (cce_kernels/saved.py). XLA's take less time for the same tokens
-(docs/performance.md), but always run for all, and copy the group's part of c and of dc (cce_kernels/groups.py). Those
-for Hopper (cce_kernels/hopper_kernels.py) do neither, and take no longer than XLA's.
+Saved exponentials may stand in dz's place (cce_kernels/exponentials.py). XLA's matmuls take less time for the same
+tokens (docs/performance.md), but they always run for all tokens, and copy the group's part of c and of dc.
 """
 
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,29 +17,30 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from cce_kernels.config import TileConfig, Tiles
-from cce_kernels.groups import Products
-from cce_kernels.logits import Head, vocabulary_size
-from cce_kernels.tiles import cdiv, grouped_order, inside, launch, load_tile, tile_index, tile_mask
+from cce_kernels.engines.order import cdiv, grouped_order
+from cce_kernels.engines.triton.loads import indices, inside, launch, load_tile, tile_index, tile_mask
+from cce_kernels.engines.triton.tiles import TileConfig
+from cce_kernels.gradients import Products
+from cce_kernels.head import Head
 
 ROW_GROUP = 8  # row blocks that go through all columns before the next ones
 
 
-def _product_kernel(
+def _kernel(
     left_ref, right_ref, start_ref, count_ref, unit_ref, _, out_ref,
-    *, head: Head, tiles: TileConfig, shape: tuple[int, int, int], kind: str, adding: bool, splits: int,
+    *, head: Head, tiles: TileConfig, shape: tuple[int, int, int], kind: Literal["de", "dc"], adding: bool, splits: int,
 ):  # fmt: skip
     """A tile of out (rows, columns) of the product over `inner`; kind says which axis is the group of the vocabulary.
 
-    "de": dz (N, V_g) and c, for de (N, D), of which each split of the group adds to one of its own, below another.
+    "de": dz (N, V_g) and c, for de (N, D). Each of `splits` parts of the group adds to an (N, D) sum of its own; the
+    sums lie one below the other in out.
     "dc": dzᵀ and e, or eᵀ and dz, for dc (V, D) or (D, V).
     """
     row_count, column_count, inner_count = shape
     row_blocks, column_blocks = cdiv(row_count, tiles.rows), cdiv(column_count, tiles.columns)
     split, block = pl.program_id(0) // (row_blocks * column_blocks), pl.program_id(0) % (row_blocks * column_blocks)
     row_block, column_block = grouped_order(block, row_blocks, column_blocks, ROW_GROUP)
-    rows = row_block * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
-    columns = column_block * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
+    rows, columns = indices(row_block, tiles.rows), indices(column_block, tiles.columns)
     rows_ok, columns_ok = inside(rows, row_count, tiles.rows), inside(columns, column_count, tiles.columns)
     start, count = start_ref[0], count_ref[0]
     if kind == "de":  # in rows from count on anything may be added: nothing reads them
@@ -52,7 +53,7 @@ def _product_kernel(
         first, last = jnp.int32(0), (count + tiles.depth - 1) // tiles.depth
 
     def step(k, total):  # what is loaded ends where the arrays do: saved exponentials at a multiple of 8 columns
-        inner = k * tiles.depth + jnp.arange(tiles.depth, dtype=jnp.int32)
+        inner = indices(k, tiles.depth)
         if kind == "dc":
             ok = inner < count
             left = load_tile(left_ref, inner, rows, ok, inside(rows, left_ref.shape[1], tiles.rows))
@@ -95,34 +96,31 @@ def splits_of(tokens: int, width: int, tiles: TileConfig, multiprocessors: int) 
     return max(1, multiprocessors // _blocks((tokens, width), tiles))
 
 
-def kernel_products(
-    e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None, count: jax.Array, tiles: Tiles,
-    interpret: bool, adding: bool = False, splits: int = 1,
+def products(
+    e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None, count: jax.Array, de: TileConfig, dc: TileConfig,
+    splits: int, adding: bool, interpret: bool,
 ) -> Products:  # fmt: skip
-    """Both for the first `count` tokens alone. unit: what dz is to be multiplied by in dc; adding: to what is in dc.
+    """engine.Engine.products. Both for the first `count` tokens alone."""
+    width, vocabulary = e.shape[1], head.vocabulary(c)
 
-    splits: as how many parts, (splits · N, D), de is summed.
-    """
-    width, vocabulary = e.shape[1], vocabulary_size(c, head)
-
-    def run(kind: str, tiles: TileConfig, left, right, window, out, shape, unit, adding, splits):
+    def run(kind, tiles: TileConfig, left, right, window, out, shape, unit, adding, splits):
         return launch(
-            partial(_product_kernel, head=head, tiles=tiles, shape=shape, kind=kind, adding=adding, splits=splits),
+            partial(_kernel, head=head, tiles=tiles, shape=shape, kind=kind, adding=adding, splits=splits),
             left, right, window.start.reshape(1), count, unit, out,
             out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
             programs=_blocks(shape, tiles) * splits, tiles=tiles, interpret=interpret, name=f"cce_{kind}", in_place=out,
         )  # fmt: skip
 
-    def add_de(de, dz, window):
-        de = jnp.zeros((splits * e.shape[0], width), jnp.float32) if de is None else de
+    def add_de(sums, dz, window):
+        sums = jnp.zeros((splits * e.shape[0], width), jnp.float32) if sums is None else sums
         shape = *e.shape, min(dz.shape[1], vocabulary)
-        return run("de", tiles.de, dz, c, window, de, shape, None, True, splits)
+        return run("de", de, dz, c, window, sums, shape, None, True, splits)
 
-    def put_dc(dc, dz, window):
+    def put_dc(out, dz, window):
         left, right = (dz, e) if head.vocab_axis == 0 else (e, dz)
         columns = min(dz.shape[1], vocabulary)
         shape = (columns, width) if head.vocab_axis == 0 else (width, columns)
         scale = None if unit is None else unit.reshape(1)
-        return run("dc", tiles.dc, left, right, window, dc, (*shape, e.shape[0]), scale, adding, 1)
+        return run("dc", dc, left, right, window, out, (*shape, e.shape[0]), scale, adding, 1)
 
     return Products(add_de, put_dc)

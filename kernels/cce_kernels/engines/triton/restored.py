@@ -1,4 +1,7 @@
-"""Kept tokens' rows back to where the tokens are, within the one array that holds them."""
+"""The restored kernel: the rows of kept tokens back to where the tokens are, within the one array that holds them.
+
+    x_i ← x_place(i), or 0 where token i is ignored
+"""
 
 from functools import partial
 
@@ -8,20 +11,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from cce_kernels.config import TileConfig
-from cce_kernels.tiles import cdiv, inside, launch, load_tile, load_vector, tile_index, tile_mask
+from cce_kernels.engines.order import cdiv
+from cce_kernels.engines.triton.loads import indices, inside, launch, load_tile, load_vector, tile_index, tile_mask
+from cce_kernels.engines.triton.tiles import RESTORED, TileConfig, other_tiles
 from cce_kernels.tokens import Kept
 
 
 def _kernel(_, place_ref, count_ref, x_ref, *, tiles: TileConfig, interpret: bool):
     """Some columns of all rows, from the last block of rows to the first: no token's row lies after its place."""
     tokens, width = place_ref.shape[0], x_ref.shape[1]
-    columns = pl.program_id(0) * tiles.columns + jnp.arange(tiles.columns, dtype=jnp.int32)
+    columns = indices(pl.program_id(0), tiles.columns)
     columns_ok = inside(columns, width, tiles.columns)
     blocks = cdiv(tokens, tiles.rows)
 
     def block(k, carry):
-        rows = (blocks - 1 - k) * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
+        rows = indices(blocks - 1 - k, tiles.rows)
         rows_ok = inside(rows, tokens, tiles.rows)
         place = load_vector(place_ref, rows, rows_ok, other=-1)
         x = load_tile(x_ref, place, columns, place >= 0, columns_ok)
@@ -37,7 +41,7 @@ def _kernel(_, place_ref, count_ref, x_ref, *, tiles: TileConfig, interpret: boo
 
 def restored(x: jax.Array, kept: Kept, *, interpret: bool) -> jax.Array:
     """tokens.Kept.restored of x, (N or more, D), in place: its first N rows."""
-    tiles = TileConfig(rows=32 if interpret else 1024, columns=16, depth=16, warps=8, stages=1)
+    tiles = other_tiles(RESTORED, interpret)
     return launch(
         partial(_kernel, tiles=tiles, interpret=interpret), x, jnp.where(kept.live, kept.place, -1), kept.count,
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), programs=cdiv(x.shape[1], tiles.columns), tiles=tiles,

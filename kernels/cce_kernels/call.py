@@ -1,0 +1,32 @@
+"""What is known of a call before it runs."""
+
+from dataclasses import dataclass
+
+from cce_kernels.head import Head
+from cce_kernels.numbers import Wanted
+
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True)
+class Call:
+    """All that a plan depends on, but for the GPU."""
+
+    tokens: int
+    width: int
+    vocabulary: int
+    dtype: str  # of e and c
+    head: Head
+    with_bias: bool
+    with_sum: bool  # whether the weighted sum of the logits is asked for
+    wanted: Wanted | None  # the gradients that will be asked for; None for evaluation
+    memory_budget: int  # bytes
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def wide(self) -> int:
+        """Bytes of an element of sums."""
+        return max(self.itemsize, 4)

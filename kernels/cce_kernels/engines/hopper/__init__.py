@@ -1,0 +1,105 @@
+"""Pallas kernels lowered through Mosaic GPU, for Hopper GPUs (compute capability 9.0), with JAX 0.11.
+
+The modules that name Mosaic GPU are imported at the first launch: they take a quarter of a second.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+
+from cce_kernels.call import Call
+from cce_kernels.device import Gpu
+from cce_kernels.engines.engine import Multiplying
+from cce_kernels.engines.hopper import tiles
+from cce_kernels.engines.order import cdiv, vocabulary_splits
+from cce_kernels.tokens import MANY
+from cce_kernels.windows import Groups, vocabulary_groups
+
+MOSAIC = jax.__version_info__ >= (0, 11)  # in JAX 0.10 the kernels lower, but never ran on a GPU
+
+
+def _interpret(gpu: Gpu):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.InterpretGPUParams(detect_races=True) if gpu.interpreted else None
+
+
+def units_of(gpu: Gpu) -> int:
+    """Pairs of multiprocessors, each of which runs a pair of programs."""
+    return gpu.multiprocessors // 2
+
+
+class Hopper:
+    name = "hopper"
+    offers = frozenset(["sums", "form_dz", "products", "de_of_saved"])
+    finds_target, stops, in_place, multiplies_fastest = False, True, True, True
+
+    def serves(self, call: Call, gpu: Gpu | None) -> bool:
+        """Many tokens of 16 bits, no bias, no weighted sum, and a D and V that TMA copies: wider than one of its tiles.
+
+        Beyond an array as wide as one tile TMA writes over the array: seen on an H200.
+        """
+        sizes = call.width, call.vocabulary
+        tiled = all(size % tiles.TMA_COLUMNS == 0 and size > tiles.TMA_COLUMNS for size in sizes)
+        plain = not call.with_bias and not call.with_sum and call.itemsize == 2
+        here = MOSAIC and gpu is not None and gpu.compute_capability == "9.0"
+        return here and plain and tiled and call.tokens >= MANY
+
+    def tile(self, role: str, call: Call, gpu: Gpu, tokens: int = 0) -> tiles.PairTiles:
+        if role != "de_of_saved":
+            return tiles.LOGITS
+        return tiles.cheapest(tiles.SAVED_DE, cdiv(tokens, tiles.PAIR_ROWS), call.width, units_of(gpu))
+
+    def splits(self, call: Call, rows: int, gpu: Gpu) -> int:
+        blocks = cdiv(rows, tiles.PAIR_ROWS // 2), cdiv(call.vocabulary, tiles.LOGITS.columns)
+        splits = vocabulary_splits(*blocks, rows, gpu.multiprocessors)
+        return min(splits, 2) if gpu.interpreted else splits
+
+    def block_rows(self, _: tiles.PairTiles) -> int:
+        return tiles.PAIR_ROWS // 2
+
+    def dz_bytes(self, call: Call, tokens: int) -> int:
+        return call.itemsize * tokens
+
+    def groups(self, call: Call, tokens: int, of_dc: int, room: int, column: int, gpu: Gpu) -> Groups:
+        cost = partial(tiles.group_cost, tokens, of_dc, call.width, call.head.vocab_axis, units_of(gpu))
+        groups = vocabulary_groups(call.vocabulary, room, column, cost, tiles.PAIR_ROWS, beyond=True)
+        return replace(groups, columns=min(groups.columns, 2 * tiles.PAIR_ROWS)) if gpu.interpreted else groups
+
+    def multiplying(self, call: Call, tokens: int, groups: Groups, split: bool, gpu: Gpu) -> Multiplying:
+        """In the cheapest tiles, for dc of those that write no column of another group."""
+        axis, units = call.head.vocab_axis, units_of(gpu)
+        splits = tiles.splits_of(tokens, call.width, units) if split else 1
+        de = tiles.cheapest(tiles.DE, cdiv(tokens, tiles.PAIR_ROWS) * splits, call.width, units)
+        sizes = tiles.dc_sizes(groups.columns, call.width, axis)
+        dc = tiles.cheapest(tiles.dc_tiles(groups.columns, groups.count, axis), *sizes, units)
+        return Multiplying(self, de, dc, splits)
+
+    def sums(self, inputs, at, reference, saved_tokens, *, head, with_sum, tiles, splits, gpu):
+        from cce_kernels.engines.hopper import statistics
+
+        return statistics.sums(inputs, at, reference, saved_tokens, head=head, tiles=tiles, splits=splits,
+                               interpret=_interpret(gpu))  # fmt: skip
+
+    def form_dz(self, inputs, lse, cotangents, count, *, head, groups, wanted, tiles, gpu):
+        from cce_kernels.engines.hopper import dz
+
+        return dz.former(inputs, lse, cotangents, count, head=head, groups=groups, tiles=tiles,
+                         units=units_of(gpu), interpret=_interpret(gpu))  # fmt: skip
+
+    def products(self, e, c, *, head, unit, count, how: Multiplying, groups, adding=False, beside=None, gpu):
+        from cce_kernels.engines.hopper import products
+
+        return products.products(e, c, head=head, unit=unit, count=count, de_tiles=how.de, dc_tiles=how.dc,
+                                 splits=how.splits, groups=groups, adding=adding, beside=beside,
+                                 units=units_of(gpu), interpret=_interpret(gpu))  # fmt: skip
+
+    def de_of_saved(self, saved, r, c, count, place, *, head, tiles, gpu):
+        from cce_kernels.engines.hopper import products
+
+        return products.de_of_saved(saved, r, c, count, place, head=head, tiles=tiles, units=units_of(gpu),
+                                    interpret=_interpret(gpu))  # fmt: skip
+
+
+HOPPER = Hopper()

@@ -1,0 +1,63 @@
+"""The dz kernel for Hopper GPUs: the cotangents of one group of logits, from logits that it computes again.
+
+As cce_kernels/engines/triton/dz.py says. Read: e once per 256 columns, c where it lies once per 256 rows, from L2
+wherever programs that run together share them. Written: dz once, 2 bytes an element. Of a group the kernel takes the
+number alone, the counter of XLA's loop, so that nothing else is launched to say where the group starts.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from cce_kernels.engines.hopper.every_tile import PAIR_GROUP, Extent, every_tile, live_pairs, padded
+from cce_kernels.engines.hopper.logits import LOG2_E, logits
+from cce_kernels.engines.hopper.matmul import Multiply, Place, Sum, along_rows, column_numbers, parts_of, vector_of
+from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS, PairTiles
+from cce_kernels.engines.order import row_group
+from cce_kernels.gradients import FormDz
+from cce_kernels.head import Head
+from cce_kernels.numbers import Cotangents, Inputs
+from cce_kernels.windows import Groups, Window
+
+
+def former(
+    inputs: Inputs, lse: jax.Array, cotangents: Cotangents, count: jax.Array,
+    *, head: Head, groups: Groups, tiles: PairTiles, units: int, interpret,
+) -> FormDz:  # fmt: skip
+    """engine.Engine.form_dz. groups.columns: a multiple of DEPTH."""
+    e, c = inputs.e, inputs.c
+    cotangents = jax.tree.map(padded, cotangents)
+    of_tokens = padded(lse * LOG2_E), padded(inputs.targets), cotangents, count, inputs.scale  # once for all groups
+
+    def extent(others) -> Extent:
+        (*_, count_ref, _scale_ref), number_ref = others
+        start = groups.window(number_ref[0]).start
+        left = jnp.minimum(groups.columns, groups.vocabulary - start)
+        logits_sum = Sum(e.shape[1] // DEPTH, lambda row, column: Place(row, start + column))
+        return Extent(live_pairs(count_ref[0]), left, [logits_sum])
+
+    def write(warpgroup, product, row, column, dz_ref, others):
+        (lse_ref, targets_ref, cotangents_refs, _, scale_ref), number_ref = others
+        start = groups.window(number_ref[0]).start
+        lse, targets, of = jax.tree.map(lambda ref: vector_of(ref, row), (lse_ref, targets_ref, cotangents_refs))
+        scale = None if scale_ref is None else scale_ref[0]
+
+        def parts():
+            for first, raw in parts_of(product(), e.dtype):
+                z, shape = logits(raw, head, scale), raw.shape
+                p = jnp.exp2(z * LOG2_E - along_rows(lse, shape))
+                is_target = column_numbers(shape) == along_rows(targets - (start + column + first), shape)
+                of_part = jax.tree.map(lambda x, shape=shape: along_rows(x, shape), of)
+                yield head.cotangent(z, p, is_target, of_part, None, scale).astype(e.dtype)
+
+        warpgroup.write(parts(), dz_ref, row, column)
+
+    def form(window: Window) -> tuple[jax.Array, None]:
+        dz = every_tile(
+            [(e, c)], (of_tokens, window.number.reshape(1)),
+            jax.ShapeDtypeStruct((e.shape[0], groups.columns), e.dtype),
+            Multiply(tiles, right_axis=1 - head.vocab_axis), extent, write, units=units,
+            group=row_group(e.shape[1], e.dtype.itemsize, PAIR_ROWS, PAIR_GROUP), name="cce_dz", interpret=interpret,
+        )  # fmt: skip
+        return dz, None
+
+    return form

@@ -1,0 +1,86 @@
+"""Kernels that write each tile of a product once: what dz and both products of the gradient have in common."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from cce_kernels.engines.hopper.matmul import BLOCK, Multiply, Sum, Work, launch, quotient
+from cce_kernels.engines.hopper.tiles import PAIR_ROWS
+from cce_kernels.engines.order import grouped_order
+
+PAIR_GROUP = 8  # pairs of row blocks that go through all columns before the next ones, at most
+
+
+def padded(x: jax.Array) -> jax.Array:
+    """Numbers of tokens up to a multiple of PAIR_ROWS of them: kernels load them without TMA, which would fill in 0."""
+    return jnp.pad(x, (0, -x.size % PAIR_ROWS))
+
+
+def live_pairs(count: jax.Array) -> jax.Array:
+    """How many pairs of row blocks have some of the first `count` tokens; at least one."""
+    return jnp.maximum(quotient(count + (PAIR_ROWS - 1), PAIR_ROWS), 1)
+
+
+def spread(unit, units: int, pairs, column_tiles: int | jax.Array, group: int):
+    """How many of pairs · column_tiles tiles the unit-th of the units computes; and a function: where its n-th lies.
+
+    Tiles that run together lie side by side, however many pairs of row blocks the device finds.
+    """
+    tiles = quotient(pairs * column_tiles - unit + (units - 1), units)
+    return tiles, lambda n: grouped_order(unit + n * units, pairs, column_tiles, group)
+
+
+class Extent(NamedTuple):
+    """Of a product: pairs of row blocks; columns; and its sums, one for each pair of operands."""
+
+    pairs: Any
+    columns: Any
+    sums: Sequence[Sum]
+
+
+def every_tile(
+    operands: Sequence[tuple[jax.Array, jax.Array]], others: Any, out: jax.Array | jax.ShapeDtypeStruct,
+    multiply: Multiply, extent: Callable[[Any], Extent], write: Callable[..., None],
+    *, units: int, group: int, name: str, interpret,
+) -> jax.Array:  # fmt: skip
+    """Runs a kernel that writes each tile of the sum of products of pairs of operands once.
+
+    others: a tree of arrays, which extent and write get as refs. write(warpgroup, product, row, column, out, others):
+    product() gives the tile of a warpgroup whose first row and column these are.
+    """
+
+    def kernel(others, out_ref):
+        shape = extent(others)
+        column_tiles = quotient(shape.columns + (multiply.tiles.columns - 1), multiply.tiles.columns)
+        of_unit = partial(spread, units=units, pairs=shape.pairs, column_tiles=column_tiles, group=group)
+
+        def work(unit, program) -> Work:
+            tiles, at = of_unit(unit)
+
+            def first(n):
+                pair, column = at(n)
+                return pair * PAIR_ROWS + program * BLOCK, column * multiply.tiles.columns
+
+            return Work(tiles, first, shape.sums)
+
+        def compute(warpgroup, work, product):
+            program, (_, at) = lax.axis_index("cluster"), of_unit(lax.axis_index("pair"))
+
+            def tile(n, carry):
+                pair, column = at(n)
+                row = warpgroup.first_row(pair * PAIR_ROWS + program * BLOCK)
+                write(warpgroup, partial(product, n), row, column * multiply.tiles.columns, out_ref, others)
+                return carry
+
+            lax.fori_loop(jnp.int32(0), work.tiles, tile, None)
+
+        return work, compute
+
+    (written,) = launch(operands, others, (out,), multiply, kernel, pairs=units, name=name, written=out.dtype,
+                        interpret=interpret)  # fmt: skip
+    assert written is not None
+    return written

@@ -1,0 +1,120 @@
+"""The matmuls of the gradient on Hopper GPUs.
+
+    de           dz·c_g     added to de, float32, by the memory system
+    saved_de     r·(P·c)    written once, of the tokens that are saved (cce_kernels/exponentials.py)
+    dc           dzᵀ·e      written once; or Pᵀ·(r·e) of all columns; or, a group of columns, both in one sum
+
+Read: left once per 256 columns, right once per 256 rows, from L2 wherever programs that run together share them. Never
+made: a copy of c_g, dc_g or any part of an array. de is added to where it lies by the memory system, each element once
+a launch, so that the sum has one order. Each stops at the last kept token.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from cce_kernels.engines.hopper.every_tile import PAIR_GROUP, Extent, every_tile, live_pairs, padded
+from cce_kernels.engines.hopper.matmul import (
+    Multiply,
+    Place,
+    Sum,
+    along_rows,
+    parts_of,
+    quotient,
+    remainder,
+    vector_of,
+)
+from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS, PairTiles
+from cce_kernels.gradients import Beside, Products
+from cce_kernels.head import Head
+from cce_kernels.windows import Groups
+
+
+def de_of_saved(
+    p: jax.Array, r: jax.Array, c: jax.Array, count: jax.Array, place: jax.Array,
+    *, head: Head, tiles: PairTiles, units: int, interpret,
+) -> jax.Array:  # fmt: skip
+    """engine.Engine.de_of_saved. P: (N_s, V), r: (N_s,); N_s ≤ N. It may write to the rows of place after N_s too."""
+    vocabulary, width = head.vocabulary(c), place.shape[1]
+
+    def extent(others) -> Extent:
+        _, count_ref = others
+        return Extent(live_pairs(count_ref[0]), width, [Sum(vocabulary // DEPTH, Place)])
+
+    def write(warpgroup, product, row, column, out_ref, others):
+        r = vector_of(others[0], row)
+        parts = (x * along_rows(r, x.shape) for _, x in parts_of(product(), out_ref.dtype))
+        warpgroup.write((x.astype(out_ref.dtype) for x in parts), out_ref, row, column)
+
+    return every_tile([(p, c)], (padded(r), count), place, Multiply(tiles, right_axis=head.vocab_axis), extent, write,
+                      units=units, group=PAIR_GROUP, name="cce_saved_de", interpret=interpret)  # fmt: skip
+
+
+def products(
+    e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None, count: jax.Array, de_tiles: PairTiles,
+    dc_tiles: PairTiles, splits: int, groups: Groups, adding: bool, beside: Beside | None, units: int, interpret,
+) -> Products:  # fmt: skip
+    """engine.Engine.products; de is never None."""
+    (tokens, width), vocabulary, axis = e.shape, head.vocabulary(c), head.vocab_axis
+    run = partial(every_tile, units=units, group=PAIR_GROUP, interpret=interpret)
+
+    def start_of(number_ref):
+        return groups.window(number_ref[0]).start
+
+    def add_de(de, dz, window):
+        def extent(others) -> Extent:
+            count_ref, number_ref = others
+            start = start_of(number_ref)
+            left = jnp.minimum(dz.shape[1], vocabulary - start)  # of the group's columns the vocabulary's
+            steps, live = quotient(left + (DEPTH * splits - 1), DEPTH * splits), live_pairs(count_ref[0])
+
+            def place(row, column) -> Place:
+                inner = quotient(row, live * PAIR_ROWS) * steps * DEPTH
+                return Place(remainder(row, live * PAIR_ROWS), column, inner, start + inner)
+
+            return Extent(live * splits, width, [Sum(steps, place, None if splits == 1 else left)])
+
+        def write(warpgroup, product, row, column, de_ref, others):
+            count_ref, _ = others
+            live = live_pairs(count_ref[0]) * PAIR_ROWS
+            below = quotient(row, live) * tokens + remainder(row, live)
+            warpgroup.write((x for _, x in parts_of(product(), de_ref.dtype)), de_ref, below, column, add=True)
+
+        multiply = Multiply(de_tiles, right_axis=axis)
+        return run([(dz, c)], (count, window.number.reshape(1)), de, multiply, extent, write, name="cce_de")
+
+    def put_dc(dc, dz, window):
+        def in_layout(of_vocabulary, of_width):
+            """(for rows and left, for columns and right) of dc, which lies as c does."""
+            return (of_vocabulary, of_width) if axis == 0 else (of_width, of_vocabulary)
+
+        def extent(others) -> Extent:
+            count_ref, number_ref, _, saved_count_ref = others
+            start = start_of(number_ref)
+            rows, columns = in_layout(jnp.minimum(dz.shape[1], vocabulary - start), width)
+
+            def of_tokens(count_ref, first) -> Sum:
+                first_row, first_column = in_layout(first, 0)
+                return Sum(quotient(count_ref[0] + (DEPTH - 1), DEPTH),
+                           lambda row, column: Place(first_row + row, first_column + column))  # fmt: skip
+
+            sums = [of_tokens(count_ref, 0)]
+            if beside is not None:
+                sums.append(of_tokens(saved_count_ref, start))
+            return Extent(quotient(rows + (PAIR_ROWS - 1), PAIR_ROWS), columns, sums)
+
+        def write(warpgroup, product, row, column, dc_ref, others):
+            _, number_ref, unit_ref, _ = others
+            parts = (x if unit_ref is None else x * unit_ref[0] for _, x in parts_of(product(), dc_ref.dtype))
+            first_row, first_column = in_layout(start_of(number_ref), 0)
+            warpgroup.write((x.astype(dc_ref.dtype) for x in parts), dc_ref, first_row + row, first_column + column,
+                            add=adding)  # fmt: skip
+
+        multiply = Multiply(dc_tiles, left_axis=0, right_axis=0)
+        operands = [in_layout(dz, e)] + ([] if beside is None else [in_layout(beside.exponentials, beside.e)])
+        scale, of_saved = None if unit is None else unit.reshape(1), None if beside is None else beside.count
+        others = count, window.number.reshape(1), scale, of_saved
+        return run(operands, others, dc, multiply, extent, write, name="cce_dc")
+
+    return Products(add_de, put_dc)

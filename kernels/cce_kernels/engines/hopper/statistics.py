@@ -1,0 +1,117 @@
+"""The statistics kernel for Hopper GPUs: e·cᵀ, of which only sums leave, and exponentials that are to be saved.
+
+As cce_kernels/engines/triton/statistics.py says. A pair of programs owns 256 tokens and a run of the vocabulary.
+Read: e once per 256 columns, c once per 256 rows, from L2 wherever programs that run together share them.
+Written: 4 bytes a token and split; 2 bytes an element of what is saved. Never written: a logit.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from cce_kernels.engines.engine import Sums
+from cce_kernels.engines.hopper.every_tile import PAIR_GROUP, padded
+from cce_kernels.engines.hopper.logits import LOG2_E, logits
+from cce_kernels.engines.hopper.matmul import (
+    BLOCK,
+    ROWS,
+    Multiply,
+    Place,
+    Sum,
+    Work,
+    along_rows,
+    column_numbers,
+    launch,
+    parts_of,
+    quotient,
+    vector_of,
+    zero_vector,
+)
+from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS, PairTiles
+from cce_kernels.engines.order import cdiv, grouped_order, row_group
+from cce_kernels.head import Head
+from cce_kernels.numbers import Inputs
+from cce_kernels.tokens import Rows
+
+FLOAT32_MAX = 3e38  # stands for an infinite reference, from which differences are not NaN
+
+
+def sums(
+    inputs: Inputs, at: Rows, reference: jax.Array, saved_tokens: int, *, head: Head, tiles: PairTiles, splits: int,
+    interpret,
+) -> Sums:  # fmt: skip
+    """engine.Engine.sums.
+
+    With at.starts, of blocks of BLOCK tokens: blocks whose tokens do not lie side by side in e are not written.
+    """
+    e, c, columns = inputs.e, inputs.c, tiles.columns
+    tokens, width, vocabulary = reference.size, e.shape[1], head.vocabulary(c)
+    pairs, column_tiles = cdiv(tokens, PAIR_ROWS), cdiv(vocabulary, columns)
+    reference = jnp.clip(reference * LOG2_E, -FLOAT32_MAX, FLOAT32_MAX)
+    starts, count = at.starts, at.count
+    if starts is not None:
+        assert starts.size == cdiv(tokens, BLOCK), "the kernel of scattered tokens has blocks of another size"
+        starts = jnp.pad(starts, (0, 2 * pairs - starts.size), constant_values=-1)
+    count = jnp.full(1, tokens, jnp.int32) if count is None else count
+
+    def kernel(others, total_ref, saved_ref):
+        reference_ref, starts_ref, count_ref, scale_ref = others
+
+        def run(unit):
+            pair, split = grouped_order(unit, pairs, splits, row_group(width, e.dtype.itemsize, PAIR_ROWS, PAIR_GROUP))
+            first = quotient(split * column_tiles, splits)
+            return pair, split, first, quotient((split + 1) * column_tiles, splits) - first
+
+        def work(unit, program) -> Work:
+            pair, _split, first, length = run(unit)
+            row = pair * PAIR_ROWS + program * BLOCK
+            length = jnp.where(pair * PAIR_ROWS < count_ref[0], length, 0)
+            if starts_ref is not None:
+                row = jnp.maximum(starts_ref[pair * 2 + program], 0)
+            return Work(length, lambda n: (row, (first + n) * columns), [Sum(width // DEPTH, Place)])
+
+        def compute(warpgroup, work, product):
+            program = lax.axis_index("cluster")
+            pair, split, first = run(lax.axis_index("pair"))[:3]
+            row = warpgroup.first_row(pair * PAIR_ROWS + program * BLOCK)
+            shift = vector_of(reference_ref, row)
+            scale = None if scale_ref is None else scale_ref[0]
+
+            def tile(n, total):
+                column = (first + n) * columns
+                sums: list[jax.Array] = [total]
+
+                def exponentials():
+                    for begin, raw in parts_of(product(n), e.dtype):
+                        p = jnp.exp2(logits(raw, head, scale) * LOG2_E - along_rows(shift, raw.shape))
+                        if vocabulary % columns:
+                            p = jnp.where(column_numbers(p.shape) < vocabulary - column - begin, p, 0.0)
+                        sums.append(jnp.sum(p, axis=1))
+                        yield p.astype(e.dtype)
+
+                if saved_ref is None:
+                    for _ in exponentials():
+                        pass
+                else:  # beyond its rows nothing is written
+                    warpgroup.write(exponentials(), saved_ref, row, column)
+                return sum(sums[1:], sums[0])
+
+            total = lax.fori_loop(jnp.int32(0), work.tiles, tile, zero_vector())
+            here = True if starts_ref is None else starts_ref[pair * 2 + program] >= 0
+
+            @pl.when(here)
+            def _():
+                total_ref[split, pl.ds(row, ROWS)] = total
+
+        return work, compute
+
+    saved = jax.ShapeDtypeStruct((saved_tokens, vocabulary), e.dtype) if saved_tokens else None
+    total, p = launch(
+        [(e, c)], (padded(reference), starts, count, inputs.scale),
+        (jax.ShapeDtypeStruct((splits, pairs * PAIR_ROWS), jnp.float32), saved),
+        Multiply(tiles, right_axis=1 - head.vocab_axis), kernel, pairs=pairs * splits, name="cce_statistics",
+        written=None if saved is None else saved.dtype, interpret=interpret,
+    )  # fmt: skip
+    assert total is not None
+    return Sums((reference + jnp.log2(total[:, :tokens])) / LOG2_E, None, None, p)

@@ -1,0 +1,92 @@
+"""Pallas kernels lowered through Triton: NVIDIA GPUs of compute capability 8.0 and up, and Pallas' interpreter."""
+
+from dataclasses import replace
+
+from cce_kernels.call import Call
+from cce_kernels.device import Gpu
+from cce_kernels.engines.engine import Multiplying
+from cce_kernels.engines.order import cdiv, vocabulary_splits
+from cce_kernels.engines.triton import dz, products, restored, saved, statistics, target, tiles
+from cce_kernels.windows import Groups, vocabulary_groups
+
+
+class Triton:
+    name = "triton"
+    offers = frozenset(
+        ["target", "sums", "again", "replaced", "form_dz", "form_dz_of_saved", "products", "ready", "restored"]
+    )
+    finds_target, stops, in_place, multiplies_fastest = False, True, True, False
+
+    def serves(self, call: Call, gpu: Gpu | None) -> bool:
+        """float64 is not computed here."""
+        return gpu is not None and gpu.supported and call.itemsize <= 4
+
+    def tile(self, role: str, call: Call, gpu: Gpu, tokens: int = 0) -> tiles.TileConfig:
+        if role in ("target", "saved_dz"):
+            return tiles.other_tiles(tiles.SAVED_DZ, gpu.interpreted) if role == "saved_dz" else tiles.TARGET
+        found = tiles.tiles_for(call.itemsize, call.width, gpu)
+        return found.statistics if role == "sums" else found.dz
+
+    def splits(self, call: Call, rows: int, gpu: Gpu) -> int:
+        tile = self.tile("sums", call, gpu)
+        blocks = cdiv(rows, tile.rows), cdiv(call.vocabulary, tile.columns)
+        splits = vocabulary_splits(*blocks, rows, gpu.multiprocessors)
+        return min(splits, 2) if gpu.interpreted else splits
+
+    def block_rows(self, tiles: tiles.TileConfig) -> int:
+        return tiles.rows
+
+    def dz_bytes(self, call: Call, tokens: int) -> int:
+        return call.itemsize * tokens
+
+    def groups(self, call: Call, tokens: int, of_dc: int, room: int, column: int, gpu: Gpu) -> Groups:
+        tile = self.tile("form_dz", call, gpu)
+
+        def waves(_: Groups, columns: int) -> float:
+            """In tiles: the dz kernel's waves of programs, and what each group costs besides."""
+            return cdiv(cdiv(tokens, tile.rows) * cdiv(columns, tile.columns), gpu.multiprocessors) + tiles.GROUP_COST
+
+        groups = vocabulary_groups(call.vocabulary, room, column, waves)
+        return replace(groups, columns=min(groups.columns, 3 * tile.columns)) if gpu.interpreted else groups
+
+    def multiplying(self, call: Call, tokens: int, groups: Groups, split: bool, gpu: Gpu) -> Multiplying:
+        found = tiles.tiles_for(call.itemsize, call.width, gpu)
+        splits = products.splits_of(tokens, call.width, found.de, gpu.multiprocessors) if split else 1
+        return Multiplying(self, found.de, found.dc, splits)
+
+    def target(self, inputs, order, *, head, tiles, gpu):
+        return target.target(inputs, order, head=head, tiles=tiles, interpret=gpu.interpreted)
+
+    def sums(self, inputs, at, reference, saved_tokens, *, head, with_sum, tiles, splits, gpu):
+        return statistics.sums(inputs, at, reference, saved_tokens, head=head, with_sum=with_sum, tiles=tiles,
+                               splits=splits, interpret=gpu.interpreted)  # fmt: skip
+
+    def again(self, inputs, at, reference, before, *, head, tiles, gpu):
+        return statistics.again(inputs, at, reference, before, head=head, tiles=tiles, interpret=gpu.interpreted)
+
+    def replaced(self, inputs, lse, by_lse, saved, *, head, tiles, splits, gpu):
+        return statistics.replaced(inputs, lse, by_lse, saved, head=head, tiles=tiles, splits=splits,
+                                   interpret=gpu.interpreted)  # fmt: skip
+
+    def form_dz(self, inputs, lse, cotangents, count, *, head, groups, wanted, tiles, gpu):
+        return dz.former(inputs, lse, cotangents, count, head=head, groups=groups, with_sums=wanted.bias, tiles=tiles,
+                         interpret=gpu.interpreted)  # fmt: skip
+
+    def form_dz_of_saved(self, exponentials, inputs, reference, lse, cotangents, *, head, groups, wanted, tiles, gpu):
+        return saved.former_of_saved(exponentials, inputs, reference, lse, cotangents, head=head, groups=groups,
+                                     with_sums=wanted.bias, tiles=tiles, interpret=gpu.interpreted)  # fmt: skip
+
+    def products(self, e, c, *, head, unit, count, how: Multiplying, groups, adding=False, beside=None, gpu):
+        assert beside is None, "dc of two pairs of operands is another engine's"
+        return products.products(e, c, head=head, unit=unit, count=count, de=how.de, dc=how.dc, splits=how.splits,
+                                 adding=adding, interpret=gpu.interpreted)  # fmt: skip
+
+    def ready(self, exponentials, targets, at_target, clear, *, vocabulary, gpu):
+        filled = saved.with_targets(exponentials, targets, at_target, vocabulary=vocabulary, interpret=gpu.interpreted)
+        return filled if clear is None else saved.cleared(filled, targets, clear, interpret=gpu.interpreted)
+
+    def restored(self, x, kept, *, gpu):
+        return restored.restored(x, kept, interpret=gpu.interpreted)
+
+
+TRITON = Triton()

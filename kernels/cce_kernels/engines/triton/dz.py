@@ -1,0 +1,108 @@
+"""The dz kernel: the cotangents of one group of logits, from logits that it computes again.
+
+    dz_iv = (a_i·p_iv + t̂_i·[v = t_i] + s_i·w_v) · ∂z_iv/∂(e_i·c_v)        p_iv = exp(z_iv − lse_i)
+
+Fused: the matmul e·c_gᵀ, bias, scale, softcap, the softmax, all three cotangents, the chain rule, dz's column sums.
+Read: e once per 256 columns and c_g once per 128 rows, from L2 wherever programs that run together share them.
+Written: dz once, 2 bytes an element for 16-bit inputs, into the one buffer every group reuses. Never written: a logit,
+a probability, or dz of more of the vocabulary than fits in the scratch.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from cce_kernels.engines.order import cdiv, grouped_order, row_group
+from cce_kernels.engines.triton.loads import (
+    LOG2_E,
+    dz_shapes,
+    exp2_shifted,
+    indices,
+    inside,
+    launch,
+    load_scalar,
+    load_vector,
+    logits_tile,
+    store_dz,
+)
+from cce_kernels.engines.triton.tiles import TileConfig
+from cce_kernels.gradients import FormDz
+from cce_kernels.head import Head
+from cce_kernels.numbers import Cotangents, Inputs
+from cce_kernels.windows import Groups, Window
+
+
+def window_numbers(window: Window) -> jax.Array:
+    """Where a window starts and the first column that it counts, (2,), as kernels take them."""
+    return jnp.stack([window.start, window.owned])
+
+
+def load_cotangents(cotangents: Cotangents, rows: jax.Array, rows_ok) -> Cotangents:
+    """Each as a column, (rows, 1); of refs."""
+    return jax.tree.map(lambda ref: load_vector(ref, rows, rows_ok)[:, None], cotangents)
+
+
+def load_weights(weights_ref, columns: jax.Array, columns_ok) -> jax.Array | None:
+    return None if weights_ref is None else load_vector(weights_ref, columns, columns_ok)[None, :]
+
+
+def _kernel(
+    inputs: Inputs, lse_ref, cotangents: Cotangents, window_ref, count_ref, dz_ref, sums_ref,
+    *, head: Head, tiles: TileConfig, groups: Groups, interpret: bool,
+):  # fmt: skip
+    """One tile of dz. With count_ref, nothing is computed or written for blocks of tokens from there on."""
+    tokens, group_columns = dz_ref.shape
+    column_blocks = cdiv(group_columns, tiles.columns)
+    height = row_group(inputs.e.shape[1], inputs.e.dtype.itemsize, tiles.rows)
+    row_block, column_block = grouped_order(pl.program_id(0), cdiv(tokens, tiles.rows), column_blocks, height)
+
+    def tile() -> None:
+        rows, local = indices(row_block, tiles.rows), indices(column_block, tiles.columns)
+        rows_ok = inside(rows, tokens, tiles.rows)
+        local_ok = inside(local, group_columns, tiles.columns)
+        columns = window_ref[0] + local
+
+        # What the epilogue needs is asked for before the K loop, which hides the wait.
+        lse = load_vector(lse_ref, rows, rows_ok)[:, None] * LOG2_E
+        targets = load_vector(inputs.targets, rows, rows_ok, other=-1)[:, None]
+        weights = load_weights(inputs.weights, columns, local_ok)
+        of = load_cotangents(cotangents, rows, rows_ok)
+
+        z = logits_tile(inputs, rows, columns, rows_ok, local_ok, head=head, tiles=tiles)
+        p = exp2_shifted(z, lse, interpret=interpret)
+        dz = head.cotangent(z, p, columns[None, :] == targets, of, weights, load_scalar(inputs.scale))
+        if groups.overlap:
+            dz = jnp.where((columns >= window_ref[1])[None, :], dz, 0.0)
+        store_dz(dz_ref, sums_ref, dz, row_block, rows, local, rows_ok, local_ok)
+
+    if count_ref is None:
+        tile()
+    else:
+        pl.when(row_block * tiles.rows < count_ref[0])(tile)
+
+
+def former(
+    inputs: Inputs, lse: jax.Array, cotangents: Cotangents, count: jax.Array | None,
+    *, head: Head, groups: Groups, with_sums: bool, tiles: TileConfig, interpret: bool,
+) -> FormDz:  # fmt: skip
+    """engine.Engine.form_dz. count: from which token on nothing need be written; None for all."""
+    tokens = inputs.e.shape[0]
+    row_blocks, column_blocks = cdiv(tokens, tiles.rows), cdiv(groups.columns, tiles.columns)
+
+    def form(window: Window) -> tuple[jax.Array, jax.Array | None]:
+        dz, sums = launch(
+            partial(_kernel, head=head, tiles=tiles, groups=groups, interpret=interpret),
+            inputs, lse, cotangents, window_numbers(window), count,
+            out_shape=dz_shapes(tokens, groups.columns, inputs.e.dtype, tiles.rows, with_sums),
+            programs=row_blocks * column_blocks, tiles=tiles, interpret=interpret, name="cce_dz",
+        )  # fmt: skip
+        if sums is None:
+            return dz, None
+        if count is not None:
+            computed = jnp.arange(row_blocks, dtype=jnp.int32) * tiles.rows < count
+            sums = jnp.where(computed[:, None], sums, 0)
+        return dz, jnp.sum(sums, axis=0)
+
+    return form

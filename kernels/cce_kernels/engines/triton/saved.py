@@ -1,0 +1,129 @@
+"""Kernels that work on saved exponentials P (cce_kernels/exponentials.py): dz from them, and P made ready in place.
+
+    dz        as the dz kernel's, with p_iv = P_iv · exp(ρ_i − lse_i) and z_iv = ρ_i + log P_iv
+    targets   P_i,t_i ← a given number           clear   P_i ← 0 where token i is ignored
+
+dz: read and written, 2 bytes an element each. targets: written, 2 bytes a token. clear: written, the rows of ignored
+tokens.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from cce_kernels.engines.order import cdiv
+from cce_kernels.engines.triton.dz import load_cotangents, load_weights, window_numbers
+from cce_kernels.engines.triton.loads import (
+    dz_shapes,
+    indices,
+    inside,
+    launch,
+    load_scalar,
+    load_tile,
+    load_vector,
+    store_dz,
+    tile_index,
+    tile_mask,
+)
+from cce_kernels.engines.triton.tiles import CLEARED, SAVED_TARGETS, TileConfig, other_tiles
+from cce_kernels.gradients import FormDz
+from cce_kernels.head import Head
+from cce_kernels.numbers import Cotangents, Inputs
+from cce_kernels.windows import Groups, Window
+
+
+def _dz_kernel(
+    saved_ref, inputs: Inputs, reference_ref, lse_ref, cotangents: Cotangents, window_ref, dz_ref, sums_ref,
+    *, head: Head, tiles: TileConfig, groups: Groups,
+):  # fmt: skip
+    tokens, group_columns = dz_ref.shape
+    program, column_blocks = pl.program_id(0), cdiv(group_columns, tiles.columns)
+    row_block, column_block = program // column_blocks, program % column_blocks
+    rows, local = indices(row_block, tiles.rows), indices(column_block, tiles.columns)
+    rows_ok = inside(rows, tokens, tiles.rows)
+    local_ok = inside(local, group_columns, tiles.columns)
+    columns = window_ref[0] + local
+    reference, lse = (load_vector(x, rows, rows_ok)[:, None] for x in (reference_ref, lse_ref))
+    targets = load_vector(inputs.targets, rows, rows_ok, other=-1)[:, None]
+    weights = load_weights(inputs.weights, columns, local_ok)
+    of = load_cotangents(cotangents, rows, rows_ok)
+
+    saved = load_tile(saved_ref, rows, columns, rows_ok, local_ok).astype(jnp.float32)
+    saved = jnp.where(targets >= 0, saved, 0.0)  # the rows of ignored tokens hold anything
+    z = None if head.softcap is None else jnp.maximum(reference + jnp.log(saved), -head.softcap)
+    p = saved * jnp.exp(reference - lse)
+    dz = head.cotangent(z, p, columns[None, :] == targets, of, weights, load_scalar(inputs.scale))
+    if groups.overlap:
+        dz = jnp.where((columns >= window_ref[1])[None, :], dz, 0.0)
+    store_dz(dz_ref, sums_ref, dz, row_block, rows, local, rows_ok, local_ok)
+
+
+def former_of_saved(
+    saved: jax.Array, inputs: Inputs, reference: jax.Array, lse: jax.Array, cotangents: Cotangents,
+    *, head: Head, groups: Groups, with_sums: bool, tiles: TileConfig, interpret: bool,
+) -> FormDz:  # fmt: skip
+    """engine.Engine.form_dz_of_saved."""
+    tokens = saved.shape[0]
+    inputs = Inputs(None, None, None, inputs.targets, inputs.weights, inputs.scale)  # type: ignore[arg-type]
+
+    def form(window: Window) -> tuple[jax.Array, jax.Array | None]:
+        dz, sums = launch(
+            partial(_dz_kernel, head=head, tiles=tiles, groups=groups),
+            saved, inputs, reference, lse, cotangents, window_numbers(window),
+            out_shape=dz_shapes(tokens, groups.columns, saved.dtype, tiles.rows, with_sums),
+            programs=cdiv(tokens, tiles.rows) * cdiv(groups.columns, tiles.columns),
+            tiles=tiles, interpret=interpret, name="cce_saved_dz",
+        )  # fmt: skip
+        return dz, None if sums is None else jnp.sum(sums, axis=0)
+
+    return form
+
+
+def _targets_kernel(_, targets_ref, values_ref, saved_ref, *, tiles: TileConfig, vocabulary: int):
+    rows = indices(pl.program_id(0), tiles.rows)
+    rows_ok = rows < saved_ref.shape[0]
+    targets = load_vector(targets_ref, rows, rows_ok, other=-1)
+    value = load_vector(values_ref, rows, rows_ok)
+    named = (targets >= 0) & (targets < vocabulary)  # P's rows may be longer: a target of V names none of their columns
+    plgpu.store(saved_ref.at[rows, jnp.where(named, targets, 0)], value.astype(saved_ref.dtype), mask=named)
+
+
+def _clear_kernel(_, targets_ref, clear_ref, saved_ref, *, tiles: TileConfig):
+    """Zeros in the rows of ignored tokens among the first clear_ref[0] rows."""
+    tokens, columns_of_p = saved_ref.shape
+    rows = indices(pl.program_id(0), tiles.rows)
+    ignored = (load_vector(targets_ref, rows, rows < tokens) < 0) & (rows < clear_ref[0])
+    last = jnp.where(jnp.max(ignored.astype(jnp.int32)) > 0, jnp.int32(cdiv(columns_of_p, tiles.columns)), jnp.int32(0))
+    shape = tiles.rows, tiles.columns
+
+    def clear(j, carry):
+        columns = indices(j, tiles.columns)
+        mask = tile_mask(ignored, inside(columns, columns_of_p, tiles.columns), shape)
+        plgpu.store(saved_ref.at[tile_index(rows, columns)], jnp.zeros(shape, saved_ref.dtype), mask=mask)
+        return carry
+
+    lax.fori_loop(jnp.int32(0), last, clear, 0)
+
+
+def _in_place(kernel, saved, *operands, name: str, tiles: TileConfig, interpret: bool):
+    return launch(
+        partial(kernel, tiles=tiles), saved, *operands, out_shape=jax.ShapeDtypeStruct(saved.shape, saved.dtype),
+        programs=cdiv(saved.shape[0], tiles.rows), tiles=tiles, interpret=interpret, name=name, in_place=saved,
+    )  # fmt: skip
+
+
+def with_targets(saved: jax.Array, targets: jax.Array, values: jax.Array, *, vocabulary: int, interpret: bool):
+    """saved, in place, with each token's value at its target; targets, values: (N_s,)."""
+    kernel = partial(_targets_kernel, vocabulary=vocabulary)
+    tiles = other_tiles(SAVED_TARGETS, interpret)
+    return _in_place(kernel, saved, targets, values, name="cce_targets", tiles=tiles, interpret=interpret)
+
+
+def cleared(saved: jax.Array, targets: jax.Array, rows: jax.Array, *, interpret: bool) -> jax.Array:
+    """saved, in place, with zeros for ignored tokens among so many first rows; rows: (1,) int32."""
+    tiles = other_tiles(CLEARED, interpret)
+    return _in_place(_clear_kernel, saved, targets, rows, name="cce_clear", tiles=tiles, interpret=interpret)

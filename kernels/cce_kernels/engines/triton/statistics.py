@@ -1,0 +1,201 @@
+"""The statistics kernel: log-sum-exp and weighted sum of the logits of every token; and its variants.
+
+    lse_i = log Σ_v exp z_iv        sum_i = Σ_v w_v z_iv
+
+It needs no maximum: it sums exp(z − target_i), which float32 holds unless some logit exceeds the target's by 88. A row
+where one does comes out as inf, and the rescue kernel, which the same code makes, repeats that block of rows with a
+running maximum; programs with nothing to rescue read 4 bytes a token and end.
+Where e is not copied with the kept tokens first, a twin takes the blocks whose tokens are no neighbours in e: to look
+up where each row lies takes registers, and 2 to 4 % of the time.
+Where something is saved, the replace kernel writes again the exponentials of tokens for which lse is the reference.
+
+Fused: the matmul e·cᵀ, bias, scale, softcap, exponential, both sums.
+Read: e once per 256 columns and c once per 128 rows, from L2 wherever programs that run together share them.
+Written: 4 bytes a token and split for lse (and for sum); where asked for, the exponentials of the first tokens, 2
+bytes each (cce_kernels/exponentials.py). Never written: a logit.
+A program owns `tiles.rows` tokens and one of `splits` equal runs of the vocabulary, which it walks tile by tile.
+Tokens that are ignored come last, and programs that have none but those end at once (cce_kernels/tokens.py).
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from cce_kernels.engines.engine import Sums
+from cce_kernels.engines.order import cdiv, grouped_order, row_group
+from cce_kernels.engines.triton.loads import (
+    FLOAT32_MAX,
+    LOG2_E,
+    exp2_shifted,
+    indices,
+    inside,
+    launch,
+    load_vector,
+    logits_tile,
+    tile_index,
+    tile_mask,
+    token_rows,
+)
+from cce_kernels.engines.triton.tiles import TileConfig
+from cce_kernels.head import Head
+from cce_kernels.numbers import Inputs
+from cce_kernels.tokens import Rows
+
+
+def _run_of(inputs: Inputs, tokens: int, *, head: Head, tiles: TileConfig, splits: int):
+    """Of this program: its block of rows, its number among the splits, and its first and last tile of columns."""
+    column_tiles = cdiv(head.vocabulary(inputs.c), tiles.columns)
+    height = row_group(inputs.e.shape[1], inputs.e.dtype.itemsize, tiles.rows)
+    row_block, split = grouped_order(pl.program_id(0), cdiv(tokens, tiles.rows), splits, height)
+    return row_block, split, split * column_tiles // splits, (split + 1) * column_tiles // splits
+
+
+def _store_exponentials(saved_ref, p: jax.Array, rows: jax.Array, columns: jax.Array, rows_ok) -> None:
+    """p: 0 from column V on. Written to the end of P's rows: a mask that ends at any V would store columns singly."""
+    mask = tile_mask(rows_ok, inside(columns, saved_ref.shape[1], columns.size), (rows.size, columns.size))
+    plgpu.store(saved_ref.at[tile_index(rows, columns)], p.astype(saved_ref.dtype), mask=mask)
+
+
+def _kernel(
+    inputs: Inputs, at: Rows, reference_ref, before_ref, lse_ref, sum_ref, saved_ref,
+    *, head: Head, tiles: TileConfig, splits: int, interpret: bool, rescue: bool = False, scattered: bool = False,
+):  # fmt: skip
+    """Statistics relative to the reference; or, to rescue, relative to a running maximum where before_ref, which
+    lse_ref overwrites, is not finite. With at.starts, only of blocks whose tokens are neighbours in e, or scattered.
+    """
+    tokens, vocabulary = lse_ref.shape[1], head.vocabulary(inputs.c)
+    row_block, split, first, last = _run_of(inputs, tokens, head=head, tiles=tiles, splits=splits)
+    rows = indices(row_block, tiles.rows)
+    rows_ok = inside(rows, tokens, tiles.rows)
+    slot = jnp.full((tiles.rows,), split, jnp.int32), rows
+    source, source_ok = token_rows(rows, rows_ok, at.order)
+    if at.count is not None:
+        last = jnp.where(row_block * tiles.rows < at.count[0], last, first)
+        rows_ok = rows < at.count[0]
+    written = rows_ok
+    if at.starts is not None:
+        start = at.starts[row_block]
+        here = start < 0 if scattered else start >= 0
+        last = jnp.where(here, last, first)
+        written = rows_ok & here
+        if not scattered:
+            # The compiler, told that it is small, reads rows at constant distances from one address.
+            small = start & jnp.int32(2 ** tokens.bit_length() - 1)
+            source = small + jnp.arange(tiles.rows, dtype=jnp.int32)
+    saved_ok = rows_ok
+    if saved_ref is not None and saved_ref.shape[0] < tokens:
+        saved_ok = rows < (saved_ref.shape[0] if at.count is None else jnp.minimum(at.count[0], saved_ref.shape[0]))
+    if rescue:
+        failed = ~(plgpu.load(before_ref.at[slot], mask=rows_ok, other=None if rows_ok is None else 0.0) < jnp.inf)
+        written = failed if rows_ok is None else rows_ok & failed
+        last = jnp.where(jnp.max(failed.astype(jnp.int32)) > 0, last, first)
+        reference = jnp.full((tiles.rows,), -FLOAT32_MAX, jnp.float32)
+    else:
+        reference = jnp.clip(load_vector(reference_ref, rows, rows_ok) * LOG2_E, -FLOAT32_MAX, FLOAT32_MAX)
+
+    def tile(j, carry):
+        reference, total, weighted = carry  # total: Σ exp2(z·log₂e − reference)
+        columns = indices(j, tiles.columns)
+        columns_ok = inside(columns, vocabulary, tiles.columns)
+        z = logits_tile(inputs, source, columns, source_ok, columns_ok, head=head, tiles=tiles)
+        if sum_ref is not None:
+            valid = jnp.ones_like(columns, jnp.float32) if columns_ok is None else columns_ok.astype(jnp.float32)
+            weights = valid if inputs.weights is None else load_vector(inputs.weights, columns, columns_ok)
+            weighted += jnp.sum(jnp.where(weights[None, :] == 0, 0.0, weights[None, :] * z), axis=1)
+        if columns_ok is not None:
+            z = jnp.where(columns_ok[None, :], z, -jnp.inf)
+        if rescue:
+            peak = jnp.maximum(reference, jnp.minimum(jnp.max(z, axis=1) * LOG2_E, FLOAT32_MAX))
+            reference, total = peak, total * jnp.exp2(reference - peak)
+        p = exp2_shifted(z, reference[:, None], interpret=interpret)
+        total += jnp.sum(p, axis=1)
+        if saved_ref is not None:
+            _store_exponentials(saved_ref, p, rows, columns, saved_ok)
+        return reference, total, weighted
+
+    zeros = jnp.zeros((tiles.rows,), jnp.float32)
+    reference, total, weighted = lax.fori_loop(first, last, tile, (reference, zeros, zeros))
+
+    # A run of the vocabulary all of whose exponentials underflow has total 0 and lse -inf.
+    plgpu.store(lse_ref.at[slot], (reference + jnp.log2(total)) / LOG2_E, mask=written)
+    if sum_ref is not None:
+        plgpu.store(sum_ref.at[slot], weighted, mask=rows_ok)
+
+
+def sums(
+    inputs: Inputs, at: Rows, reference: jax.Array, saved_tokens: int, *, head: Head, with_sum: bool,
+    tiles: TileConfig, splits: int, interpret: bool,
+) -> Sums:  # fmt: skip
+    """engine.Engine.sums. With at.starts, only blocks whose tokens are neighbours in e are written."""
+    tokens, vocabulary = reference.size, head.vocabulary(inputs.c)
+    partials = jax.ShapeDtypeStruct((splits, tokens), jnp.float32)
+    columns = cdiv(vocabulary, 8) * 8
+    saved = jax.ShapeDtypeStruct((saved_tokens, columns), inputs.e.dtype) if saved_tokens else None
+    lse, total, p = launch(
+        partial(_kernel, head=head, tiles=tiles, splits=splits, interpret=interpret),
+        inputs._replace(targets=None), at, reference, None,
+        out_shape=(partials, partials if with_sum else None, saved), programs=cdiv(tokens, tiles.rows) * splits,
+        tiles=tiles, interpret=interpret, name="cce_statistics",
+    )  # fmt: skip
+    return Sums(lse, None, total, p)
+
+
+def again(
+    inputs: Inputs, at: Rows, reference: jax.Array | None, before: jax.Array, *, head: Head, tiles: TileConfig,
+    interpret: bool,
+) -> jax.Array:  # fmt: skip
+    """before, partial log-sum-exps (splits, rows), with some written again.
+
+    With a reference: those of blocks whose tokens are scattered in e. Without: those that are not finite.
+    """
+    kind = {"rescue": True} if reference is None else {"scattered": True}
+    splits, tokens = before.shape
+    lse, _, _ = launch(
+        partial(_kernel, head=head, tiles=tiles, splits=splits, interpret=interpret, **kind),
+        inputs._replace(targets=None, weights=None), at, reference, before,
+        out_shape=(jax.ShapeDtypeStruct(before.shape, jnp.float32), None, None),
+        programs=cdiv(tokens, tiles.rows) * splits, tiles=tiles, interpret=interpret,
+        name="cce_rescue" if reference is None else "cce_scattered", in_place=before,
+    )  # fmt: skip
+    return lse
+
+
+def _replace_kernel(
+    inputs: Inputs, lse_ref, by_lse_ref, _, saved_ref, *, head: Head, tiles: TileConfig, splits: int, interpret: bool
+):  # fmt: skip
+    """The saved exponentials of those tokens for which they are relative to lse; blocks without any are not touched."""
+    tokens, vocabulary = saved_ref.shape[0], head.vocabulary(inputs.c)
+    row_block, _, first, last = _run_of(inputs, tokens, head=head, tiles=tiles, splits=splits)
+    rows = indices(row_block, tiles.rows)
+    rows_ok = inside(rows, tokens, tiles.rows)
+    written = load_vector(by_lse_ref, rows, rows_ok) > 0
+    lse = load_vector(lse_ref, rows, rows_ok)[:, None] * LOG2_E
+    last = jnp.where(jnp.max(written.astype(jnp.int32)) > 0, last, first)
+
+    def tile(j, carry):
+        columns = indices(j, tiles.columns)
+        columns_ok = inside(columns, vocabulary, tiles.columns)
+        z = logits_tile(inputs, rows, columns, rows_ok, columns_ok, head=head, tiles=tiles)
+        if columns_ok is not None:
+            z = jnp.where(columns_ok[None, :], z, -jnp.inf)
+        _store_exponentials(saved_ref, exp2_shifted(z, lse, interpret=interpret), rows, columns, written)
+        return carry
+
+    lax.fori_loop(first, last, tile, 0)
+
+
+def replaced(
+    inputs: Inputs, lse: jax.Array, by_lse: jax.Array, saved: jax.Array, *, head: Head, tiles: TileConfig, splits: int,
+    interpret: bool,
+) -> jax.Array:  # fmt: skip
+    """saved, (N_s, V), with exponentials relative to lse, (rows,), where by_lse, (rows,) bool; e: gathered."""
+    return launch(
+        partial(_replace_kernel, head=head, tiles=tiles, splits=splits, interpret=interpret),
+        inputs._replace(targets=None, weights=None), lse, by_lse.astype(jnp.int32), saved,
+        programs=cdiv(saved.shape[0], tiles.rows) * splits, out_shape=jax.ShapeDtypeStruct(saved.shape, saved.dtype),
+        tiles=tiles, interpret=interpret, name="cce_replace", in_place=saved,
+    )  # fmt: skip

@@ -1,0 +1,61 @@
+"""The target kernel: the logit of each token's target.
+
+    target_i = z_i,t_i
+
+Gathers the row of c that each token's target names and dots it with the token's row of e.
+Read: e once, and one row of c a token. Written: 4 bytes a token.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from cce_kernels.engines.order import cdiv
+from cce_kernels.engines.triton.loads import (
+    FLOAT32_MAX,
+    indices,
+    inside,
+    launch,
+    load_scalar,
+    load_vector,
+    product_tile,
+    token_rows,
+)
+from cce_kernels.engines.triton.tiles import TileConfig
+from cce_kernels.head import Head
+from cce_kernels.numbers import Inputs
+
+
+def _kernel(inputs: Inputs, order_ref, target_ref, *, head: Head, tiles: TileConfig):
+    tokens, vocabulary = target_ref.shape[0], head.vocabulary(inputs.c)
+    rows = indices(pl.program_id(0), tiles.rows)
+    rows_ok = inside(rows, tokens, tiles.rows)
+    targets = load_vector(inputs.targets, rows, rows_ok, other=-1)
+    named = (targets >= 0) & (targets < vocabulary)
+    columns = jnp.where(named, targets, 0)
+
+    source, source_ok = token_rows(rows, rows_ok, order_ref)
+    products = product_tile(inputs.e, inputs.c, source, columns, source_ok, None, head=head, depth=tiles.depth)
+    own = jnp.arange(tiles.rows)
+    raw = jnp.sum(jnp.where(own[:, None] == own[None, :], products, 0.0), axis=1)  # of each row with its own target
+    bias = None if inputs.bias is None else load_vector(inputs.bias, columns, None).astype(jnp.float32)
+    logit = head.logits(raw, bias, load_scalar(inputs.scale))
+    target = jnp.where(named, logit, jnp.where(targets < 0, FLOAT32_MAX, -FLOAT32_MAX))
+    plgpu.store(target_ref.at[rows], target, mask=rows_ok)
+
+
+def target(inputs: Inputs, order: jax.Array | None, *, head: Head, tiles: TileConfig, interpret: bool) -> jax.Array:
+    """Each token's reference, (rows,) float32: its target's logit.
+
+    A large number where the token is ignored, so that no sum relative to it is large; minus that number where the
+    target names no column. inputs.targets: of the kept tokens first, (rows,); order: tokens.Rows.order.
+    """
+    tokens = inputs.targets.size
+    return launch(
+        partial(_kernel, head=head, tiles=tiles), inputs._replace(weights=None), order,
+        out_shape=jax.ShapeDtypeStruct((tokens,), jnp.float32), programs=cdiv(tokens, tiles.rows), tiles=tiles,
+        interpret=interpret, name="cce_target",
+    )  # fmt: skip

@@ -1,0 +1,89 @@
+"""How large a tile one program of Triton's kernels computes, with how many warps, and how much it copies ahead.
+
+TABLE has them by GPU. The 16-bit rows for compute capability 9.0 were measured on an H200: `python -m bench.tune`
+measures them again. The others are the largest tiles whose kernels fit shared memory and spill no registers, which
+tests/test_lowering.py holds every row to. Nothing is tuned at run time.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from cce_kernels.device import Gpu
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """One program's tile of logits: rows × columns, its K loop in steps of depth; all powers of two."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "columns", "depth", "warps"):
+            value = getattr(self, name)
+            if value <= 0 or value & (value - 1):
+                raise ValueError(f"TileConfig: {name}={value} must be a power of two")
+        if min(self.rows, self.columns, self.depth) < 16:
+            raise ValueError(f"TileConfig: {self.rows=}, {self.columns=}, {self.depth=} must be at least 16")
+        if self.stages < 1:
+            raise ValueError(f"TileConfig: {self.stages=} must be positive")
+
+
+class Tiles(NamedTuple):
+    """The tiles of the kernels that multiply matrices, by role."""
+
+    statistics: TileConfig  # and of the kernels that repeat part of it
+    dz: TileConfig
+    de: TileConfig  # its rows and columns are those of de, its depth is of the vocabulary
+    dc: TileConfig  # its rows and columns are those of dc, its depth is of tokens
+
+    @classmethod
+    def same(cls, tiles: TileConfig) -> "Tiles":
+        return cls(tiles, tiles, tiles, tiles)
+
+
+INTERPRETED = TileConfig(rows=16, columns=32, depth=16, warps=4, stages=1)
+TARGET = TileConfig(rows=16, columns=16, depth=128, warps=4, stages=3)  # the target's logit: no columns of its own
+SAVED_DZ = TileConfig(rows=16, columns=512, depth=16, warps=4, stages=1)
+SAVED_TARGETS = TileConfig(rows=16, columns=16, depth=16, warps=4, stages=1)
+CLEARED = replace(SAVED_TARGETS, columns=1024)
+RESTORED = TileConfig(rows=1024, columns=16, depth=16, warps=8, stages=1)
+
+SQUARE = TileConfig(rows=128, columns=128, depth=64, warps=8, stages=3)
+WIDE = replace(SQUARE, columns=256)
+FLOAT32 = replace(SQUARE, depth=32)
+
+# By compute capability and the bytes of an element.
+TABLE = {
+    ("8.0", 2): Tiles.same(SQUARE),
+    ("8.6", 2): Tiles.same(SQUARE),
+    ("8.9", 2): Tiles.same(SQUARE),
+    ("9.0", 2): Tiles.same(WIDE),
+    ("10.0", 2): Tiles.same(SQUARE),  # with 256 columns dz and de spill
+    ("12.0", 2): Tiles.same(SQUARE),
+    **{(gpu, 4): Tiles.same(FLOAT32) for gpu in ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")},
+}
+GROUP_COST = 4.0  # in tiles: reading and writing the sum for de, copies of c_g and dc_g, launches
+NARROW = 1024  # D: of the two tiles for dz on 9.0 the smaller was faster at 768 and slower at 2304
+NARROW_TABLE = {("9.0", 2): TABLE["9.0", 2]._replace(dz=SQUARE)}
+SAFE = {
+    2: Tiles.same(TileConfig(rows=128, columns=128, depth=32, warps=8, stages=3)),
+    4: Tiles.same(TileConfig(rows=64, columns=64, depth=32, warps=8, stages=3)),
+}
+
+
+def tiles_for(itemsize: int, width: int, gpu: Gpu) -> Tiles:
+    """The tiles for this type and D on this GPU; some that fit every supported GPU where it is not in the table."""
+    if gpu.interpreted:
+        return Tiles.same(INTERPRETED)
+    key = gpu.compute_capability, itemsize
+    narrow = NARROW_TABLE.get(key) if width <= NARROW else None
+    return narrow or TABLE.get(key) or SAFE[itemsize]
+
+
+def other_tiles(tiles: TileConfig, interpret: bool) -> TileConfig:
+    """Tiles of a kernel that multiplies no matrices: those given; tiny ones in the interpreter."""
+    return TileConfig(rows=min(tiles.rows, 32), columns=16, depth=16, warps=4, stages=1) if interpret else tiles

@@ -1,0 +1,29 @@
+"""The two matmuls of the gradient by XLA: of all tokens, with copies of the group's part of c and of dc."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from cce_kernels.gradients import Products, unscaled
+from cce_kernels.head import Head
+
+
+def products(e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None) -> Products:
+    """engine.Engine.products."""
+    axis, wide = head.vocab_axis, jnp.promote_types(e.dtype, jnp.float32)
+
+    def matmul(left, right, left_axis: int, right_axis: int, out) -> jax.Array:
+        contract = (((left_axis,), (right_axis,)), ((), ()))
+        return lax.dot_general(left, right, contract, precision=head.precision, preferred_element_type=out)
+
+    def add_de(de, dz, window):
+        c_g = lax.dynamic_slice_in_dim(c, window.start, dz.shape[1], axis)
+        product = matmul(dz, c_g, 1, axis, wide)
+        return product if de is None else de + product
+
+    def put_dc(dc, dz, window):
+        left, right = (dz, e) if axis == 0 else (e, dz)
+        dc_g = matmul(left, right, 0, 0, c.dtype if unit is None else wide)
+        return lax.dynamic_update_slice_in_dim(dc, unscaled(dc_g, unit, c.dtype), window.start, axis)
+
+    return Products(add_de, put_dc)

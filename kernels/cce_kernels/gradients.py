@@ -1,0 +1,117 @@
+"""The gradient of the classifier and of the embeddings, one group of the vocabulary at a time.
+
+For a group of columns an engine forms the logit cotangents dz, (N, V_g); two plain matmuls then give
+
+    de += dz · c_g     float32, (N, D)          dc_g = dzᵀ · e     written once, in the type of c
+
+One (N, V_g) buffer is reused by every group. No atomics, no float32 copy of dc: the same call is bit-identical.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from cce_kernels.head import Head
+from cce_kernels.numbers import Cotangents, Gradients, Inputs, Wanted
+from cce_kernels.windows import FLOAT16_LARGEST, Groups, Window
+
+ALL_COLUMNS = Window(*[np.int32(0)] * 3)  # the window of a group that is all of the vocabulary
+
+# window -> dz of its group, (N, V_g), and the sums of its columns, (V_g,), or None if dbias is not wanted
+FormDz = Callable[[Window], tuple[jax.Array, jax.Array | None]]
+
+
+class Products(NamedTuple):
+    """The two matmuls of a group: of dz (N, V_g) with the group's columns of c, and with e.
+
+    put_dc writes the group's part of dc, or adds to it, as the engine was asked.
+    """
+
+    add_de: Callable[[jax.Array | None, jax.Array, Window], jax.Array]  # (de or None for 0, dz, window) -> de
+    put_dc: Callable[[jax.Array, jax.Array, Window], jax.Array]  # (dc, dz, window) -> dc
+
+
+class Beside(NamedTuple):
+    """Saved exponentials, (N_s, V), and the e, (N, D), that they are multiplied with: a second term of the sum for dc.
+
+    Of both the first `count` rows count; the rows after them are 0 up to a multiple of 64.
+    """
+
+    exponentials: jax.Array
+    e: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # (1,) int32
+
+
+def begun(inputs: Inputs, head: Head, wanted: Wanted) -> Gradients:
+    """de and dbias as sums of nothing, at least float32; dc uninitialised, as its groups write every row of it."""
+    e, c = inputs.e, inputs.c
+    wide = jnp.promote_types(e.dtype, jnp.float32)
+    return Gradients(
+        jnp.zeros(e.shape, wide) if wanted.e else None,
+        lax.empty(c.shape, c.dtype) if wanted.c else None,
+        jnp.zeros((head.vocabulary(c),), wide) if wanted.bias else None,
+    )
+
+
+def over_groups(body: Callable[[Any, Window], Any], carry: Any, groups: Groups) -> Any:
+    """body(carry, window) -> carry for each group; window: of int32.
+
+    A table of windows to scan over would be copied from at each step, and that copy keeps XLA from making the loop part
+    of a CUDA graph.
+    """
+    return lax.fori_loop(0, groups.count, lambda i, carry: body(carry, groups.window(i.astype(jnp.int32))), carry)
+
+
+def add_groups(gradients: Gradients, form_dz: FormDz, groups: Groups, products: Products) -> Gradients:
+    """gradients with what these groups of the vocabulary give."""
+
+    def group(gradients: Gradients, window: Window) -> Gradients:
+        de, dc, dbias = gradients
+        dz, dz_sum = form_dz(window)
+        if de is not None:
+            de = products.add_de(de, dz, window)
+        if de is not None and dc is not None:  # so that XLA's copies of c_g and dc_g are never there together
+            de, dz = lax.optimization_barrier((de, dz))
+        if dc is not None:
+            dc = products.put_dc(dc, dz, window)
+        if dbias is not None and dz_sum is not None:
+            before = lax.dynamic_slice_in_dim(dbias, window.start, dz_sum.size)
+            dbias = lax.dynamic_update_slice_in_dim(dbias, before + dz_sum, window.start, 0)
+        return Gradients(de, dc, dbias)
+
+    return over_groups(group, gradients, groups)
+
+
+def without_ignored(inputs: Inputs, lse: jax.Array, cotangents: Cotangents) -> tuple[Inputs, jax.Array, Cotangents]:
+    """Inputs, lse and cotangents with which ignored tokens take no part: their e and cotangents are 0, their lse is inf.
+
+    With lse = inf they have p = 0. With 0 a large bias would make p inf, and 0 · inf is NaN.
+    """
+    live = inputs.targets >= 0
+    cotangents = jax.tree.map(lambda x: jnp.where(live, x, 0), cotangents)
+    return inputs._replace(e=jnp.where(live[:, None], inputs.e, 0)), jnp.where(live, lse, jnp.inf), cotangents
+
+
+def unscaled(x: jax.Array, unit: jax.Array | None, dtype) -> jax.Array:
+    return (x if unit is None else x * unit).astype(dtype)
+
+
+def fitted(cotangents: Cotangents, inputs: Inputs) -> tuple[Cotangents, jax.Array | None]:
+    """Cotangents divided by a unit with which float16 holds dz; the unit, None for the other types.
+
+    The largest possible |dz| becomes FLOAT16_LARGEST: nothing overflows, and the fewest small elements underflow.
+    """
+    if inputs.e.dtype != jnp.float16:
+        return cotangents, None
+    scale = 1.0 if inputs.scale is None else inputs.scale
+    sizes = jax.tree.map(lambda x: jnp.abs(x * scale), cotangents)
+    if sizes.sum is not None and inputs.weights is not None:
+        sizes = sizes._replace(sum=sizes.sum * jnp.max(jnp.abs(inputs.weights)))
+    bound = sum(jax.tree.leaves(sizes))
+    largest = jnp.max(jnp.where(jnp.isfinite(bound), bound, 0.0), initial=0.0)
+    unit = jnp.where(largest > 0, largest, 1.0) / FLOAT16_LARGEST
+    return jax.tree.map(lambda x: x / unit, cotangents), unit

@@ -1,0 +1,197 @@
+"""Which engine computes a call, what is saved, in which groups and tiles: the one place that decides.
+
+`plan_of` is pure arithmetic: it launches nothing and asks no device.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from cce_kernels.call import Call
+from cce_kernels.device import Gpu
+from cce_kernels.engines.engine import Engine, Multiplying
+from cce_kernels.engines.hopper import HOPPER
+from cce_kernels.engines.triton import TRITON
+from cce_kernels.engines.xla import XLA
+from cce_kernels.exponentials import can_be_saved
+from cce_kernels.plan.budget import GROUP_BYTES, Bytes
+from cce_kernels.plan.plan import Backward, Forward, Part, Plan, Step
+from cce_kernels.tokens import MANY, gathered_rows
+from cce_kernels.windows import Groups
+
+Impl = Literal["auto", "cce", "chunked"]
+KERNELS = (HOPPER, TRITON)  # Pallas; of those that serve a call the first is the fastest
+SAVED_MULTIPLE = 64  # tokens: the depth that matmuls over them step by
+LEAST_PART = 1 / 5  # of the tokens: with fewer saved, XLA's matmuls of all are the faster
+
+
+def engines(call: Call, impl: Impl) -> Sequence[Engine]:
+    """The engines that may compute a call, fastest first (docs/performance.md, Engines)."""
+    if impl == "chunked":
+        return (XLA,)
+    if impl == "cce":
+        return KERNELS
+    return (XLA,) if call.itemsize > 2 else (*KERNELS, XLA)  # float32 takes Triton two to four times XLA's time
+
+
+@lru_cache(maxsize=4096)
+def plan_of(call: Call, gpu: Gpu | None, impl: Impl, saved: int | None = None) -> Plan:
+    """The plan of a call on this GPU, None for another device. ValueError if no engine of impl serves it.
+
+    saved: of how many tokens exponentials are saved, where the plan for another platform has decided that.
+    """
+    rows = call.tokens if call.wanted is None else gathered_rows(call.tokens)
+    serving = tuple(engine for engine in engines(call, impl) if engine.serves(replace(call, tokens=rows), gpu))
+    if not serving:
+        raise ValueError(f"impl={impl!r} has no engine for {call} on {gpu}")
+    setting = _Setting(call, gpu, serving)
+    if saved is None or not setting.engine.stops:
+        saved = _saved_tokens(setting)
+    backward, held, least = None, 0, 0
+    if call.wanted is not None:
+        backward, held = _backward(setting, saved)
+        least = setting.bytes.least()
+    return Plan(call, gpu, setting.rows, setting.looks, saved, _forward(setting), backward, held, least)
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """A call, and the engines that serve it: the first computes its logits, the others have what it lacks."""
+
+    call: Call
+    gpu: Gpu | None
+    serving: tuple[Engine, ...]
+
+    @property
+    def engine(self) -> Engine:
+        return self.serving[0]
+
+    @cached_property
+    def looks(self) -> bool:
+        """Whether ignored tokens are looked for: by engines that stop at the last kept one, if there are many."""
+        many = 32 if self.gpu is not None and self.gpu.interpreted else MANY
+        return self.engine.stops and self.call.tokens >= many
+
+    @cached_property
+    def rows(self) -> int:
+        return gathered_rows(self.call.tokens) if self.looks and self.call.wanted is not None else self.call.tokens
+
+    @cached_property
+    def bytes(self) -> Bytes:
+        return Bytes(self.call, self.rows, self.engine, self.products)
+
+    def offering(self, method: str) -> Engine:
+        return next(engine for engine in self.serving if method in engine.offers)
+
+    @property
+    def products(self) -> Engine:
+        """Who multiplies all tokens fastest, where nothing is saved."""
+        return self.engine if self.engine.multiplies_fastest else XLA
+
+    @property
+    def stopping(self) -> Engine:
+        """Who multiplies the kept tokens alone and reads and writes parts of c and dc where they lie."""
+        return next(engine for engine in self.serving if engine.stops)
+
+
+def _forward(x: _Setting) -> Forward:
+    gathered = x.looks and x.call.wanted is not None
+    if x.engine.finds_target:
+        groups, _ = _groups(x, x.call.tokens, x.call.memory_budget - x.bytes.always, x.engine)
+        return Forward(Step(x.engine, groups), 1, gathered)
+    tiles = x.engine.tile("sums", x.call, x.gpu)
+    kernels = x.offering("again")
+    others = kernels.tile("sums", x.call, x.gpu)
+    scattered = None
+    # Blocks of tokens that lie side by side in e are read at once, the others by a twin of the kernel. With a weighted
+    # sum there is no twin: every row is looked up.
+    if x.looks and not gathered and not x.call.with_sum:
+        scattered = Step(kernels, replace(others, rows=x.engine.block_rows(tiles)))
+    target = Step(kernels, kernels.tile("target", x.call, x.gpu))
+    return Forward(Step(x.engine, tiles), x.engine.splits(x.call, x.rows, x.gpu), gathered, target, scattered,
+                   Step(kernels, others))  # fmt: skip
+
+
+def _saved_tokens(x: _Setting) -> int:
+    """Of how many tokens the forward pass is to save the exponentials for the backward pass."""
+    call, tokens, count = x.call, x.rows, x.bytes
+    if call.wanted is None or not x.engine.stops or not can_be_saved(call.dtype, call.head):
+        return 0
+    budget = call.memory_budget - count.gathered
+    whole = math.inf
+    if count.together:
+        whole = count.saved(tokens) + count.beside_saved(tokens)
+    elif count.direct:
+        whole = count.everything() - count.gathered
+    if budget >= whole:
+        return tokens
+
+    def fits(saved: int) -> bool:
+        least = count.least_group(tokens, copies=True, of_saved=True)
+        group = count.wanted_group(tokens - saved) if count.direct else max(GROUP_BYTES, least)
+        beside = count.beside_groups(saved) + group
+        if count.direct and not count.together:  # XLA's matmuls with what is saved come before the groups
+            beside = max(beside, count.beside_matmuls(saved))
+        return count.saved(saved) + beside <= budget
+
+    most = min((tokens - count.direct) // SAVED_MULTIPLE, budget // count.saved(SAVED_MULTIPLE))
+    found = next((n * SAVED_MULTIPLE for n in range(most, 0, -1) if fits(n * SAVED_MULTIPLE)), 0)
+    return found if found > LEAST_PART * tokens else 0
+
+
+def _backward(x: _Setting, saved: int) -> tuple[Backward, int]:
+    """The backward pass's plan, and the bytes that it holds."""
+    call, count, tokens = x.call, x.bytes, x.rows - saved
+    all_by_xla = saved == x.rows and count.direct and call.memory_budget >= count.everything()
+    together = saved > 0 and count.together and not all_by_xla
+    of_saved, others, held, beside = None, None, 0, count.always
+    if saved:
+        beside = count.saved(saved) + count.beside_groups(saved)
+    room = call.memory_budget - count.gathered - beside
+    if saved and count.direct:
+        of_saved = _whole(x, saved, together)
+        held = count.saved(saved) + (count.beside_saved(saved) if together else count.beside_matmuls(saved))
+    elif saved:
+        forming = x.offering("form_dz_of_saved")
+        groups, size = _groups(x, saved, room, XLA, of_saved=forming)
+        few = _multiplying(x, x.offering("form_dz_of_saved"), saved, groups) if x.looks else None
+        step = Step(forming, forming.tile("saved_dz", call, x.gpu))
+        of_saved, held = Part(saved, groups, step, _multiplying(x, XLA, saved, groups), few), beside + size
+    if tokens:
+        products = x.stopping if saved else x.products
+        groups, size = _groups(x, tokens, room, products, of_dc=x.rows if together else tokens)
+        few = None if products.stops or not x.looks else _multiplying(x, x.stopping, tokens, groups)
+        others = Part(tokens, groups, Step(x.engine, x.engine.tile("form_dz", call, x.gpu)),
+                      _multiplying(x, products, tokens, groups, split=saved > 0), few)  # fmt: skip
+        held = max(held, beside + size)
+    de_of_saved = Step(x.engine, x.engine.tile("de_of_saved", call, x.gpu, saved)) if together else None
+    return Backward(of_saved, others, de_of_saved), count.gathered + held
+
+
+def _whole(x: _Setting, saved: int, together: bool) -> Part:
+    """Saved exponentials that are multiplied as they are."""
+    everything = Groups(x.call.vocabulary, x.call.vocabulary, beyond=together)
+    if together:
+        return Part(saved, everything, None, _multiplying(x, x.engine, saved, everything))
+    few = _multiplying(x, x.offering("ready"), saved, everything)
+    if x.bytes.saved(1) != 2 * x.call.vocabulary:  # P's rows are longer than the vocabulary: XLA would copy P
+        return Part(saved, everything, None, few)
+    return Part(saved, everything, None, _multiplying(x, XLA, saved, everything), few if x.looks else None)
+
+
+def _multiplying(x: _Setting, engine: Engine, tokens: int, groups: Groups, split: bool = False) -> Multiplying:
+    return engine.multiplying(x.call, tokens, groups, split, x.gpu)
+
+
+def _groups(
+    x: _Setting, tokens: int, room: int, products: Engine, *, of_saved: Engine | None = None, of_dc: int = 0
+) -> tuple[Groups, int]:  # fmt: skip
+    """The groups that dz of so many tokens is formed in, in so much room, and the bytes of one.
+
+    of_saved: who forms it from exponentials; of_dc: the tokens that dc sums over, where not these.
+    """
+    column = x.bytes.column(tokens, copies=not products.in_place, of_saved=of_saved is not None)
+    groups = (of_saved or x.engine).groups(x.call, tokens, of_dc or tokens, room, column, x.gpu)
+    return groups, groups.columns * column
