@@ -46,7 +46,7 @@ from jax import lax
 from cce_jax import reference
 from cce_kernels import backward, forward
 from cce_kernels.call import Call
-from cce_kernels.device import H200, INTERPRETER, Gpu, local_gpu
+from cce_kernels.device import H200, INTERPRETER, Gpu
 from cce_kernels.exponentials import saved_shape
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Gradients, Inputs, Statistics, Wanted

@@ -5,7 +5,7 @@ import hypothesis
 import jax
 import pytest
 
-from cce_kernels import budget
+from cce_kernels.plan import choose
 
 hypothesis.settings.register_profile("all", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("all")
@@ -35,7 +35,11 @@ def budget_in_tokens(monkeypatch):
     """memory_budget is the number of tokens to save, if there are so many, up to 1000: at small shapes any real one
     saves all.
     """
-    real = budget.saved_tokens
+    real = choose._saved_tokens
     monkeypatch.setattr(
-        budget, "saved_tokens", lambda *call: min(call[0], call[-1]) if call[-1] <= 1000 else real(*call)
-    )
+        choose, "_saved_tokens",
+        lambda x: min(x.rows, x.call.memory_budget) if x.call.memory_budget <= 1000 else real(x),
+    )  # fmt: skip
+    choose.plan_of.cache_clear()
+    yield
+    choose.plan_of.cache_clear()

@@ -1,6 +1,6 @@
 """The restored kernel: the rows of kept tokens back to where the tokens are, within the one array that holds them.
 
-    x_i ← x_place(i), or 0 where token i is ignored
+x_i ← x_place(i), or 0 where token i is ignored
 """
 
 from functools import partial

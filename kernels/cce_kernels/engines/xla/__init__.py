@@ -6,7 +6,6 @@ from cce_kernels.engines.engine import Multiplying
 from cce_kernels.engines.xla import products, statistics
 from cce_kernels.windows import Groups, vocabulary_groups
 
-
 BLOCK_BYTES = 64 * 2**20  # of logits at a time where there is no GPU: more is no faster
 BLOCKS = 3  # of logits and what XLA makes of them, that are there at a time
 
