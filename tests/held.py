@@ -103,7 +103,9 @@ def _h200() -> Iterator[None]:
 @contextlib.contextmanager
 def _optimizing() -> Iterator[None]:
     """tests/conftest.py has XLA optimise little, which would change what a program holds."""
-    before = jax.config.jax_disable_most_optimizations
+    from jax._src import compiler
+
+    before = compiler._DISABLE_MOST_OPTIMIZATIONS.value
     jax.config.update("jax_disable_most_optimizations", False)
     try:
         yield
