@@ -95,9 +95,9 @@ def _h200() -> Iterator[None]:
     from cce_jax import core
     from cce_kernels import config
 
-    with mock.patch.object(core, "local_gpu", lambda: config.H200):
-        with mock.patch.object(config, "local_gpu", lambda: config.H200):
-            yield
+    there = {"return_value": config.H200}
+    with mock.patch.object(core, "local_gpu", **there), mock.patch.object(config, "local_gpu", **there):
+        yield
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """Memory budgets held to XLA's own count of the bytes of a compiled program, at shapes up to real models'."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -85,14 +86,39 @@ def drawn(seed: int, count: int) -> list[Call]:
     return [Call.drawn(draw) for _ in range(count)]
 
 
-@pytest.mark.parametrize("call", drawn(0, CALLS), ids=str)
+# Each held more than its budget once; beside it, why.
+FOUND = [
+    (12000, 2304, 256000, {}),  # XLA fused both passes' gathers of e, and so held a second copy
+    (30000, 4096, 128256, {"memory_budget": 1024 * MIB}),
+    (1024, 1024, 128264, {}),  # XLA split de's sum in 4, and padded what is saved and c to a multiple of 32
+    (15092, 256, 151936, {"bias": True}),  # XLA split dc's sum in 2, and padded dz and e to a multiple of 16
+    (32763, 4096, 128256, {"dtype": "float32", "memory_budget": 1600 * MIB}),  # e gathered, counted as of 16 bits
+    (8192, 512, 128256, {"bias": True, "softcap": 30.0, "memory_budget": 4121 * MIB}),  # dz's column sums not counted
+]
+
+
+def found(tokens: int, width: int, vocabulary: int, of: dict) -> Call:
+    wanted = (0, 1, 3) if "softcap" in of else (0, 1)
+    plain = Call(tokens, width, vocabulary, "bfloat16", 0, False, wanted, None, 0.0, 300 * MIB)
+    return replace(plain, **of)
+
+
+@pytest.mark.parametrize("call", [found(*x) for x in FOUND] + drawn(0, CALLS), ids=str)
 def test_a_call_holds_what_its_budget_or_the_least_plan_allows(call):
     allowed = max(call.memory_budget, least(call))
-    found = call.held()
-    assert found <= allowed, f"{found / MIB:.1f} MiB of {allowed / MIB:.1f}"
+    actual = call.held()
+    assert actual <= allowed, f"{actual / MIB:.1f} MiB of {allowed / MIB:.1f}"
 
 
 def test_the_default_budget_at_a_real_head():
     """As measured on an H200."""
     call = Call(8192, 2304, 256000, "bfloat16", 0, False, (0, 1), None, 0.0, 300 * MIB)
     assert round(call.held() / MIB, 1) == 276.2
+
+
+def test_evaluation_holds_no_copy_of_e():
+    """Under label smoothing too."""
+    e, c = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8187, 4096), (128256, 4096)))
+    targets = jax.ShapeDtypeStruct((8187,), jnp.int32)
+    loss = partial(linear_cross_entropy, label_smoothing=0.1, impl="cce")
+    assert held(loss, e, c, targets).bytes < 6 * MIB
