@@ -95,8 +95,8 @@ def _h200() -> Iterator[None]:
     from cce_jax import core
     from cce_kernels import config
 
-    there = {"return_value": config.H200}
-    with mock.patch.object(core, "local_gpu", **there), mock.patch.object(config, "local_gpu", **there):
+    there = mock.Mock(return_value=config.H200)
+    with mock.patch.object(core, "local_gpu", there), mock.patch.object(config, "local_gpu", there):
         yield
 
 

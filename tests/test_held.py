@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ class Call:
     width: int
     vocabulary: int
     dtype: str
-    vocab_axis: int
+    vocab_axis: Literal[0, 1]
     bias: bool
     wanted: tuple[int, ...]  # of NAMES, by number
     softcap: float | None
