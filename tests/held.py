@@ -72,7 +72,10 @@ def held(function: Callable, *arguments: Any, as_h200: bool = True) -> Held:
     with use_abstract_mesh(gpu), _optimizing(), _h200() if as_h200 else contextlib.nullcontext():
         lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
         compiled = lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
-    return Held(compiled.memory_analysis().temp_size_in_bytes, compiled.as_text())
+    memory, hlo = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None
+    assert hlo is not None
+    return Held(memory.temp_size_in_bytes, hlo)
 
 
 @lru_cache(None)
