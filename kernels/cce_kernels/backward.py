@@ -152,7 +152,7 @@ def _one_after_another(run: _Pass, everyone: _Tokens, saved: _Saved | None, few:
 
 
 def _decided(few: jax.Array | None, part: Part, found: Callable[[Multiplying], Gradients]) -> Gradients:
-    """found(who multiplies): where few tokens are kept, products that stop at the last one, if the plan has a choice."""
+    """found(who multiplies): products that stop at the last kept token where few are kept, if the plan has them."""
     if few is None or part.few is None:
         return found(part.products)
     return lax.cond(few, lambda: found(part.few), lambda: found(part.products))

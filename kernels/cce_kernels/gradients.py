@@ -87,7 +87,7 @@ def add_groups(gradients: Gradients, form_dz: FormDz, groups: Groups, products: 
 
 
 def without_ignored(inputs: Inputs, lse: jax.Array, cotangents: Cotangents) -> tuple[Inputs, jax.Array, Cotangents]:
-    """Inputs, lse and cotangents with which ignored tokens take no part: their e and cotangents are 0, their lse is inf.
+    """Inputs, lse and cotangents in which ignored tokens take no part: their e and cotangents are 0, their lse is inf.
 
     With lse = inf they have p = 0. With 0 a large bias would make p inf, and 0 · inf is NaN.
     """

@@ -48,7 +48,7 @@ class Kept(NamedTuple):
         return cls(order, jnp.maximum(place, 0), live, place[-1:] + 1)
 
     def starts(self, block: int) -> jax.Array:
-        """For each block of so many kept tokens, (blocks,), the row of e from which the whole block can be read at once.
+        """For each block of so many kept tokens, (blocks,), the row of e from which all of it can be read at once.
 
         -1 where the tokens of a block do not lie side by side, or the row is no multiple of 8.
         """
@@ -60,7 +60,7 @@ class Kept(NamedTuple):
         return jnp.where(side_by_side, start, -1)
 
     def gathered(self, x: Any, fill: float) -> Any:
-        """x with the kept tokens first and fill after them; x: an array, or a tuple of arrays, of tokens along axis 0."""
+        """x, an array or a tree of arrays of tokens along axis 0, with the kept tokens first and fill after them."""
 
         def gather(x):
             valid = (jnp.arange(self.order.size, dtype=jnp.int32) < self.count).reshape(-1, *[1] * (x.ndim - 1))

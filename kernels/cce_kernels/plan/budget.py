@@ -58,7 +58,7 @@ class Bytes:
         return self.call.wide * tokens * self.call.width
 
     def column(self, tokens: int, *, copies: bool, of_saved: bool = False) -> int:
-        """A column of a group: what forming dz of so many tokens holds, copies of c_g or dc_g, partial sums of dbias."""
+        """Of a group: what forming dz of so many tokens holds, copies of c_g or dc_g, partial sums of dbias."""
         call, bias = self.call, self.call.wanted is not None and self.call.wanted.bias
         dz = call.itemsize * tokens if of_saved else self.engine.dz_bytes(call, tokens)
         sums = 4 * -(-tokens // (SAVED_DZ_ROWS if of_saved else DZ_ROWS)) * bias

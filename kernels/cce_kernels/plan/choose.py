@@ -144,24 +144,31 @@ def _saved_tokens(x: _Setting) -> int:
 def _backward(x: _Setting, saved: int) -> tuple[Backward, int]:
     """The backward pass's plan, and the bytes that it holds."""
     call, count, tokens = x.call, x.bytes, x.rows - saved
-    all_by_xla = saved == x.rows and count.direct and call.memory_budget >= count.everything()
+    longer = count.saved(1) != 2 * call.vocabulary  # rows of P than the vocabulary: XLA would copy P
+    by_xla = count.direct and not longer and not _xla_copies(x, saved, call.vocabulary)
+    all_by_xla = by_xla and saved == x.rows and call.memory_budget >= count.everything()
     together = saved > 0 and count.together and not all_by_xla
     of_saved, others, held, beside = None, None, 0, count.always
     if saved:
         beside = count.saved(saved) + count.beside_groups(saved)
     room = call.memory_budget - count.gathered - beside
     if saved and count.direct:
-        of_saved = _whole(x, saved, together)
+        of_saved = _whole(x, saved, by_xla, together)
         held = count.saved(saved) + (count.beside_saved(saved) if together else count.beside_matmuls(saved))
     elif saved:
         forming = x.offering("form_dz_of_saved")
         groups, size = _groups(x, saved, room, XLA, of_saved=forming)
-        few = _multiplying(x, x.offering("form_dz_of_saved"), saved, groups) if x.looks else None
+        few, most = _multiplying(x, forming, saved, groups), _multiplying(x, XLA, saved, groups)
+        if _xla_copies(x, saved, groups.columns):
+            few, most = None, few
         step = Step(forming, forming.tile("saved_dz", call, x.gpu))
-        of_saved, held = Part(saved, groups, step, _multiplying(x, XLA, saved, groups), few), beside + size
+        of_saved, held = Part(saved, groups, step, most, few if x.looks else None), beside + size
     if tokens:
         products = x.stopping if saved else x.products
         groups, size = _groups(x, tokens, room, products, of_dc=x.rows if together else tokens)
+        if products is XLA and x.engine.stops and _xla_copies(x, tokens, groups.columns):
+            products = x.stopping
+            groups, size = _groups(x, tokens, room, products)
         few = None if products.stops or not x.looks else _multiplying(x, x.stopping, tokens, groups)
         others = Part(tokens, groups, Step(x.engine, x.engine.tile("form_dz", call, x.gpu)),
                       _multiplying(x, products, tokens, groups, split=saved > 0), few)  # fmt: skip
@@ -170,13 +177,18 @@ def _backward(x: _Setting, saved: int) -> tuple[Backward, int]:
     return Backward(of_saved, others, de_of_saved), count.gathered + held
 
 
-def _whole(x: _Setting, saved: int, together: bool) -> Part:
+def _xla_copies(x: _Setting, tokens: int, columns: int) -> bool:
+    """Whether XLA's matmuls with dz of so many columns, or with saved exponentials, would copy their operands."""
+    return tokens > 0 and XLA.pads(x.call, tokens, columns, x.gpu)
+
+
+def _whole(x: _Setting, saved: int, by_xla: bool, together: bool) -> Part:
     """Saved exponentials that are multiplied as they are."""
     everything = Groups(x.call.vocabulary, x.call.vocabulary, beyond=together)
     if together:
         return Part(saved, everything, None, _multiplying(x, x.engine, saved, everything))
     few = _multiplying(x, x.offering("ready"), saved, everything)
-    if x.bytes.saved(1) != 2 * x.call.vocabulary:  # P's rows are longer than the vocabulary: XLA would copy P
+    if not by_xla:
         return Part(saved, everything, None, few)
     return Part(saved, everything, None, _multiplying(x, XLA, saved, everything), few if x.looks else None)
 

@@ -9,8 +9,8 @@ neighbouring multiprocessors, with 128 rows each and the same columns, of which 
 Edges need no masks: the copies read zeros beyond an array and write nothing there, provided that it is wider than one
 of their tiles (64 columns): seen on an H200, beyond an array as wide as that they write over it.
 
-statistics.py, dz.py and products.py beside this file say what is multiplied. In JAX 0.11 the kernels run in its GPU interpreter too
-(tests/test_hopper.py); in 0.10 they only lower.
+statistics.py, dz.py and products.py beside this file say what is multiplied. In JAX 0.11 the kernels run in its GPU
+interpreter too (tests/test_hopper.py); in 0.10 they only lower.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -4,10 +4,11 @@ from cce_kernels.call import Call
 from cce_kernels.device import Gpu
 from cce_kernels.engines.engine import Multiplying
 from cce_kernels.engines.xla import products, statistics
+from cce_kernels.engines.xla.splitk import pads
 from cce_kernels.windows import Groups, vocabulary_groups
 
 BLOCK_BYTES = 64 * 2**20  # of logits at a time where there is no GPU: more is no faster
-BLOCKS = 3  # of logits and what XLA makes of them, that are there at a time
+GROUP_COST = 100  # in columns: reading and writing de's sum, and a dozen launches
 
 
 class Xla:
@@ -28,12 +29,24 @@ class Xla:
         raise NotImplementedError
 
     def dz_bytes(self, call: Call, tokens: int) -> int:
-        return BLOCKS * call.wide * tokens
+        """Logits, in whose place dz lies where it has their type; on a CPU their exponentials too."""
+        return call.wide * tokens + (call.itemsize * tokens if call.itemsize < call.wide else 0)
 
     def groups(self, call: Call, tokens: int, of_dc: int, room: int, column: int, gpu) -> Groups:
-        """The fewest that may be."""
-        room = room if gpu is not None else min(room, BLOCKS * BLOCK_BYTES)
-        return vocabulary_groups(call.vocabulary, room, column)
+        if gpu is None:
+            room, column = min(room // 3, BLOCK_BYTES), call.wide * tokens
+
+        def cost(_: Groups, columns: int) -> float:
+            return columns + GROUP_COST
+
+        return vocabulary_groups(call.vocabulary, room, column, cost if gpu is not None else None)
+
+    def pads(self, call: Call, tokens: int, columns: int, gpu: Gpu | None) -> bool:
+        """Whether XLA would copy dz, or saved exponentials, with c or e for one of the two matmuls."""
+        assert call.wanted is not None
+        width, itemsize = call.width, call.itemsize
+        de = call.wanted.e and pads(tokens, width, columns, itemsize, call.wide, gpu)
+        return de or (call.wanted.c and pads(columns, width, tokens, itemsize, itemsize, gpu))
 
     def multiplying(self, call: Call, tokens: int, groups: Groups, split: bool, gpu) -> Multiplying:
         return Multiplying(self, None, None)

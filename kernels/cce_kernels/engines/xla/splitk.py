@@ -1,0 +1,47 @@
+"""Which matmuls XLA cuts along the axis that they sum over, and for which of them it copies both operands to do so.
+
+XLA's SplitkRewriter cuts a matmul whose result has too few tiles to fill the GPU. Where the length of the sum is no
+multiple of what the parts need, it pads both operands: copies of whole arrays. This is its rule in JAX 0.11, checked
+against what XLA compiles (tests/test_held.py); no option of a program turns it off.
+"""
+
+from cce_kernels.device import Gpu
+from cce_kernels.engines.order import cdiv
+
+TILE = 128
+FLOPS = 200.0  # the cost of a multiplication, in the rule's own unit
+# By the major compute capability: the cost of a byte that is read, of one that is reduced, and of the reduction.
+WEIGHTS = {
+    8: (0.0666955, 467.815, 5.65307e7),
+    9: (0.194136, 193.1384, 4.36e7),
+    10: (0.0848863, 189.711, 1.21563e8),
+}
+MOST_SPLITS = 2**11
+
+
+def splits(m: int, n: int, k: int, itemsize: int, out: int, gpu: Gpu) -> int:
+    """Into how many parts XLA cuts the sum over k of an (m, k) · (k, n) matmul; out: bytes of an element of the result.
+
+    1 where it does not.
+    """
+    major = int(gpu.compute_capability.partition(".")[0] or 9)
+    byte, reduced, launch = WEIGHTS[min(max(major, min(WEIGHTS)), max(WEIGHTS))]
+    tile_rows, tile_columns = min(m, TILE), min(n, TILE)
+    tiles = cdiv(m, TILE) * cdiv(n, TILE)
+    slots = gpu.multiprocessors * TILE * TILE / (tile_rows * tile_columns)
+
+    def cost(parts: int) -> float:
+        compute = FLOPS * tile_rows * tile_columns * cdiv(k, parts) * max(1.0, parts * tiles / slots)
+        memory = ((m + n) * k * itemsize + m * n * parts * (4 if parts > 1 else out)) * byte
+        added = launch + (4 * parts * m * n + m * n * out) * reduced if parts > 1 else 0
+        return max(compute, memory) + added
+
+    return min((2**i for i in range(MOST_SPLITS.bit_length())), key=cost)
+
+
+def pads(m: int, n: int, k: int, itemsize: int, out: int, gpu: Gpu | None) -> bool:
+    """Whether XLA copies both operands of the matmul, padded along k; never on a CPU."""
+    if gpu is None or gpu.interpreted or cdiv(m, TILE) * cdiv(n, TILE) >= gpu.multiprocessors:
+        return False
+    parts = splits(m, n, k, itemsize, out, gpu)
+    return parts > 1 and k % max(parts * 16 // itemsize, 1) > 0
