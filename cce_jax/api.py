@@ -1,5 +1,6 @@
 """The contract of linear cross-entropy: checks of what a user passes, the shift, and the call."""
 
+import sys
 from functools import partial
 from typing import Any, Literal
 
@@ -10,11 +11,13 @@ from jax.core import Tracer
 
 from cce_jax import losses
 from cce_jax.core import Core, Impl, Statistics, statistics
+from cce_jax.reverse_mode import reverse_mode_only
 from cce_kernels import contract
 from cce_kernels.config import local_gpu
 from cce_kernels.logits import Head
 
 INT32 = np.iinfo(np.int32)
+ARRAYS = ("e", "c", "bias", "targets", "class_weight", "token_weight", "num_items")
 
 
 def linear_cross_entropy(
@@ -36,7 +39,7 @@ def linear_cross_entropy(
     num_items=None,
     vocab_axis: Literal[0, 1] = 0,
     impl: Impl = "auto",
-    memory_budget: int = contract.MEMORY_BUDGET,
+    memory_budget: float | Literal["all"] = contract.MEMORY_BUDGET,
     precision: jax.lax.PrecisionLike = None,
     check_targets: bool = False,
 ) -> Any:
@@ -56,7 +59,8 @@ def linear_cross_entropy(
     Differentiable once in e, c, bias and token_weight with any impl, and by `return_lse` through lse.
 
     Args:
-      e: embeddings, (..., D), bfloat16, float16 or float32 (float64 with impl "chunked" and "reference").
+      e: embeddings, (..., D), bfloat16, float16 or float32 (float64 with impl "chunked" and "reference"). Any argument
+        that is an array may also be an object with `__jax_array__`, such as Flax NNX's Param.
       c: classifier, of e's type: (V, D), or (D, V) with vocab_axis=1.
       targets: integers of shape (...). One outside [0, V) that is not ignore_index makes that token's loss NaN, and
         so every gradient it reaches.
@@ -65,27 +69,28 @@ def linear_cross_entropy(
       softcap: positive; logits become softcap·tanh(logit / softcap).
       reduction: "mean", "sum", or "none" for a loss per token.
       shift: k in [0, T), or True for 1: token i of the last axis of targets predicts target i + k. e is not copied.
+        1 is allowed for T = 1 and T = 0 too: no token has a target then, and the loss is 0.
       return_lse: return (loss, lse), lse of the shape of targets after the shift, 0 where ignored.
       logit_scale: a number that multiplies the logits before softcap. A learned one: multiply e instead.
       class_weight: (V,), a weight for each class; a constant to differentiation.
       label_smoothing: in [0, 1], the share of the target that is spread evenly over the vocabulary.
       z_loss: weight of lse² in each token's loss (PaLM's auxiliary loss; Chowdhery et al. 2022).
       token_weight: a weight for each token's loss, of the shape of targets (before the shift: it goes with the target).
-      num_items: what "mean" divides by, a number or scalar array; by default the sum over the tokens that are not
-        ignored of class_weight[target]·token_weight. Where it is 0 the loss and its gradients are 0.
+      num_items: what "mean" divides by, a number of at least 0 or a scalar array; by default the sum over the tokens
+        that are not ignored of class_weight[target]·token_weight. Where it is 0 the loss and its gradients are 0. The
+        other reductions take none.
       vocab_axis: the axis of c that is the vocabulary. The gradient of c has c's layout.
       impl: "cce": the Pallas kernels, for CUDA GPUs of compute capability 8.0 and up (elsewhere Pallas' interpreter
         runs them, for tests). "chunked": plain XLA on any device. "reference": full logits, differentiable any
         number of times in either mode. "auto": "cce" where it can run, "chunked" elsewhere.
-      memory_budget: bytes that the call may hold beyond its inputs, its results and O(N) numbers, between forward and
-        backward pass or within one; 300 MiB unless given. More is faster, the gradients stay the same. At the least a
-        backward pass holds a float32 sum of the shape of e, 1024 columns of dz, c and dc, and 32 MiB of XLA's. With the
-        next 256 MiB it takes larger groups of columns at a time. With more, for bfloat16 inputs, the forward pass saves
-        exponentials, V·2 bytes a token, of a fifth of the tokens or more, whose logits the backward pass then does not
-        compute again: none at all with 2·N·V + 2·N·D + 256·N bytes and 32 MiB, where the gradient of c is wanted and V
-        is at least 2·N, else 2·N·V + 6·N·D + 256·N and 32 MiB; which is faster than holding the logits. Under a softcap
-        outside of [2, 36] nothing is saved. "chunked" takes smaller blocks where the budget is below 4·N·D bytes + 192
-        MiB and saves nothing; "reference" does not follow it.
+      memory_budget: a whole number of bytes, such as 2e9, or "all"; 300 MiB unless given. It bounds what the call holds
+        beyond its inputs, its results and O(N) numbers. More memory makes the call faster; the gradients stay the same.
+        A backward pass needs at least a float32 sum of the shape of e (4·N·D bytes), 1024 columns of dz, c and dc, and
+        32 MiB for XLA; it takes these from any smaller budget too. The next 256 MiB make the groups of columns larger.
+        Memory beyond those holds exponentials of logits from the forward to the backward pass, for bfloat16 inputs
+        without softcap or with one in [2, 36]: 2·V bytes for each token whose logits need not be computed again. "all"
+        saves those of every token, 2·N·V + 6·N·D + 256·N bytes and 32 MiB at most. "chunked" saves nothing, and takes
+        smaller blocks where the budget is below 4·N·D bytes + 192 MiB. "reference" does not follow the budget.
       precision: of the matmuls, as in `jax.lax.dot_general`; float32 inputs follow jax_default_matmul_precision
         unless it is given.
       check_targets: raise if a target is outside [0, V) and not ignore_index. Waits for targets; not under jit.
@@ -113,8 +118,11 @@ def linear_cross_entropy(
         z_loss=contract.number("z_loss", z_loss),
     )
     ignore_index = contract.integer("ignore_index", ignore_index)
-    memory_budget = contract.memory_budget(memory_budget)
+    budget = contract.memory_budget(memory_budget)
     shift = contract.integer("shift", shift)
+    contract.num_items(num_items, reduction)
+    given = (e, c, bias, targets, class_weight, token_weight, num_items)
+    e, c, bias, targets, class_weight, token_weight, num_items = map(_array, ARRAYS, given)
     _check_types(e, c, bias, targets, class_weight, token_weight)
     contract.shapes(
         e.shape, c.shape, targets.shape, vocab_axis=vocab_axis, shift=shift, bias=_shape(bias),
@@ -127,7 +135,7 @@ def linear_cross_entropy(
     targets, ignore_index = _int32(targets, ignore_index)
     loss, lse = _loss(
         e, c, bias, targets, class_weight, token_weight, num_items,
-        core=Core(head, options.needs_sum, _resolve(impl, e.dtype), memory_budget), options=options,
+        core=Core(head, options.needs_sum, _resolve(impl, e.dtype), budget), options=options,
         ignore_index=ignore_index, shift=shift,
     )  # fmt: skip
     return (loss, lse) if return_lse else loss
@@ -157,6 +165,8 @@ def _statistics(e, c, bias, targets, weights, core: Core) -> Statistics:
     if targets.size == 0:
         zeros = jnp.zeros(shape, jnp.promote_types(e.dtype, jnp.float32))
         return Statistics(zeros, zeros, zeros if core.with_sum else None)
+    if core.impl != "reference":
+        e, c, bias = jax.tree.map(reverse_mode_only, (e, c, bias))
     flat = statistics(e.reshape(-1, e.shape[-1]), c, bias, targets.reshape(-1), weights, core)
     return jax.tree.map(lambda x: x.reshape(shape), flat)
 
@@ -168,6 +178,17 @@ def _shifted(x: jax.Array, shift: int, fill: int) -> jax.Array:
 
 def _shape(x: Any) -> tuple[int, ...] | None:
     return None if x is None else x.shape
+
+
+def _array(name: str, x: Any) -> Any:
+    """The array that x stands for, or x; TypeError if x is a torch.Tensor."""
+    torch = sys.modules.get("torch")  # where it was not imported there are no tensors
+    if torch is not None and isinstance(x, getattr(torch, "Tensor", ())):
+        raise TypeError(
+            f"{name} is a torch.Tensor: cce_torch.linear_cross_entropy takes those; this function takes arrays"
+        )
+    convert = getattr(x, "__jax_array__", None)  # None on JAX's tracers
+    return x if convert is None else convert()
 
 
 def _check_types(e, c, bias, targets, class_weight, token_weight) -> None:
@@ -182,7 +203,7 @@ def _check_types(e, c, bias, targets, class_weight, token_weight) -> None:
         if arrays[name] is not None and arrays[name].dtype.name not in allowed:
             raise TypeError(f"{name} must be one of {', '.join(allowed)}, got {name} {arrays[name].dtype}")
         if arrays[name] is not None and arrays[name].dtype != e.dtype:
-            raise TypeError(f"{name} must be of e's type, got {name} {arrays[name].dtype} and e {e.dtype}")
+            raise contract.other_type(name, arrays[name].dtype, e.dtype, "astype")
     if e.dtype.name == "float64" and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
         raise TypeError(
             "e is float64, which JAX holds only with jax_enable_x64; enable it and use impl='chunked' or 'reference', "

@@ -12,6 +12,7 @@ REDUCTIONS = ("mean", "sum", "none")
 IMPLS = ("auto", "cce", "chunked", "reference")
 KERNEL_TYPES = ("bfloat16", "float16", "float32")
 MEMORY_BUDGET = 300 * 2**20  # bytes; the default
+EVERYTHING = 2**62  # bytes; what memory_budget="all" becomes: a PyTorch operator's int64 holds it
 
 Shape = tuple[int, ...]
 
@@ -32,17 +33,41 @@ def number(name: str, value: object, *, low: float = -LARGEST, high: float = LAR
         raise TypeError(f"{name} must be a Python number, got {type(value).__name__}")
     x = float(value)
     if not low <= x <= high or (above and x == low):  # NaN is in no interval
-        bounds = f"in [{low:g}, {high:g}]" if high < LARGEST else "positive" if above else "a number"
+        if high < LARGEST:
+            bounds = f"in [{low:g}, {high:g}]"
+        elif low > -LARGEST:
+            bounds = "positive" if above else f"at least {low:g}"
+        else:
+            bounds = "a number"
         raise ValueError(f"{name}={value!r} must be finite and {bounds}")
     return x
 
 
 def memory_budget(value: object) -> int:
-    """memory_budget as an int; ValueError if negative."""
-    value = integer("memory_budget", value)
-    if value < 0:
-        raise ValueError(f"memory_budget must be a number of bytes, at least 0, got {value}")
-    return value
+    """memory_budget in bytes; "all" becomes EVERYTHING."""
+    if type(value) is str and value == "all":
+        return EVERYTHING
+    allowed = "must be a whole number of bytes, at least 0, such as 2e9, or 'all' to save everything"
+    if type(value) is not int and (not isinstance(value, Real) or isinstance(value, bool)):
+        raise TypeError(f"memory_budget={value!r} {allowed}; leave it out for the default of {MEMORY_BUDGET} bytes")
+    if not 0 <= value < float("inf") or value != int(value):  # NaN is in no interval
+        raise ValueError(f"memory_budget={value!r} {allowed}")
+    return min(int(value), EVERYTHING)
+
+
+def num_items(value: object, reduction: str) -> None:
+    """Raise unless "mean" can divide by num_items. Reads no array: it would have to wait for a GPU."""
+    if value is None:
+        return
+    if reduction != "mean":
+        raise ValueError(
+            f"num_items divides the loss with reduction='mean' only, got reduction={reduction!r}: leave num_items out, "
+            "and divide the loss yourself"
+        )
+    if type(value) in (int, float) or isinstance(value, Real):
+        number("num_items", value, low=0.0)
+    elif not any(hasattr(value, name) for name in ("shape", "__float__", "__index__")):
+        raise TypeError(f"num_items must be a number or a scalar array, got {type(value).__name__}")
 
 
 def softcap(value: object) -> float | None:
@@ -69,7 +94,11 @@ def shapes(
         raise ValueError(f"c must have shape {layout} with V, D >= 1 for vocab_axis={vocab_axis}, got c {c}")
     vocabulary, width = c[vocab_axis], c[1 - vocab_axis]
     if not e or e[-1] != width:
-        raise ValueError(f"e must have shape (..., D) with D = {width} as c's {layout}, got e {e} and c {c}")
+        transposed = "" if not e or e[-1] != vocabulary else f": did you mean vocab_axis={1 - vocab_axis}?"
+        raise ValueError(
+            f"e must have shape (..., D) with D = {width} as c's {layout} for vocab_axis={vocab_axis}, got e {e} and "
+            f"c {c}{transposed}"
+        )
     if targets != e[:-1]:
         raise ValueError(
             f"targets must have the shape of e without its last axis, {e[:-1]}, got targets {targets} and e {e}"
@@ -81,9 +110,18 @@ def shapes(
         raise ValueError(
             f"token_weight must have the shape of targets, got token_weight {token_weight} and targets {targets}"
         )
+    if not shift:
+        return
     last = targets[-1] if targets else 0
-    if shift and not 0 < shift < last:
+    nothing_left = shift == 1 and last <= 1 and targets != ()  # sequences of one token, and batches of no tokens
+    if not nothing_left and not 0 < shift < last:
         raise ValueError(f"shift={shift} must be in [0, T) with T = {last}, the last axis of targets {targets}")
+
+
+def other_type(name: str, given: object, of_e: object, cast: str) -> TypeError:
+    """The error for c or bias of another type than e; cast: the framework's method that casts, "astype" or "to"."""
+    also = f" or e.{cast}(c.dtype)" if name == "c" else ""
+    return TypeError(f"{name} must be of e's type, got {name} {given} and e {of_e}: write {name}.{cast}(e.dtype){also}")
 
 
 def bad_target(position: Sequence[int], value: int, vocabulary: int, ignore_index: int) -> ValueError:
