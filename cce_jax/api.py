@@ -120,9 +120,9 @@ def linear_cross_entropy(
     ignore_index = contract.integer("ignore_index", ignore_index)
     budget = contract.memory_budget(memory_budget)
     shift = contract.integer("shift", shift)
-    contract.num_items(num_items, reduction)
     given = (e, c, bias, targets, class_weight, token_weight, num_items)
     e, c, bias, targets, class_weight, token_weight, num_items = map(_array, ARRAYS, given)
+    contract.num_items(num_items, reduction)
     _check_types(e, c, bias, targets, class_weight, token_weight)
     contract.shapes(
         e.shape, c.shape, targets.shape, vocab_axis=vocab_axis, shift=shift, bias=_shape(bias),
