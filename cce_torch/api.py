@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cce_kernels import contract
-from cce_torch import compiled, losses, ops, reference
+from cce_torch import compiled, losses, ops, reference, tensors
 
 IMPLS = (*contract.IMPLS, "torch_compile")
 PRECISIONS = ("highest", "high", "medium")
@@ -121,8 +121,8 @@ def linear_cross_entropy(
     budget = contract.memory_budget(memory_budget)
     shift = contract.integer("shift", shift)
     contract.num_items(num_items, reduction)
-    tensors = dict(e=e, c=c, targets=targets, bias=bias, class_weight=class_weight, token_weight=token_weight)
-    _check_tensors(tensors, num_items)
+    given = dict(e=e, c=c, targets=targets, bias=bias, class_weight=class_weight, token_weight=token_weight)
+    _check_tensors(given, num_items)
     e, c, bias = _autocast(e), _autocast(c), _autocast(bias)
     _check_types(e, c, bias, targets, class_weight, token_weight)
     contract.shapes(
@@ -263,18 +263,14 @@ def _autocast(x: Any) -> Any:
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
-def _check_tensors(tensors: dict[str, Tensor | None], num_items: float | Tensor | None) -> None:
-    for name, x in (*tensors.items(), ("num_items", num_items)):
+def _check_tensors(given: dict[str, Tensor | None], num_items: float | Tensor | None) -> None:
+    for name, x in (*given.items(), ("num_items", num_items)):
         if not isinstance(x, Tensor):
             _check_other(name, x)
         elif x.layout != torch.strided:
             raise TypeError(f"{name} is a sparse tensor of layout {x.layout}: pass {name}.to_dense()")
-        elif x.device.type == "meta":
-            raise TypeError(
-                f"{name} is on the meta device and holds no numbers, got {name} {tuple(x.shape)}: load the weights "
-                "onto a real device first"
-            )
-    present = {name: x for name, x in tensors.items() if x is not None}
+    tensors.check({**given, "num_items": num_items if isinstance(num_items, Tensor) else None})
+    present = {name: x for name, x in given.items() if x is not None}
     device = present["e"].device
     if any(x.device != device for x in present.values()):
         found = ", ".join(f"{name} {x.device}" for name, x in present.items())
