@@ -1,5 +1,6 @@
 """The contract of linear cross-entropy on torch tensors: checks of what a user passes, the choice of impl, the call."""
 
+import sys
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cce_kernels import contract
-from cce_torch import compiled, losses, ops, reference
+from cce_torch import compiled, losses, ops, reference, tensors
 
 IMPLS = (*contract.IMPLS, "torch_compile")
 PRECISIONS = ("highest", "high", "medium")
@@ -36,7 +37,7 @@ def linear_cross_entropy(
     num_items: float | Tensor | None = None,
     vocab_axis: Literal[0, 1] = 0,
     impl: Impl = "auto",
-    memory_budget: int = contract.MEMORY_BUDGET,
+    memory_budget: float | Literal["all"] = contract.MEMORY_BUDGET,
     precision: Literal["highest", "high", "medium"] | None = None,
     check_targets: bool = False,
 ) -> Any:
@@ -67,28 +68,30 @@ def linear_cross_entropy(
       softcap: positive; logits become softcap·tanh(logit / softcap).
       reduction: "mean", "sum", or "none" for a loss per token.
       shift: k in [0, T), or True for 1: token i of the last axis of targets predicts target i + k. e is not copied.
+        1 is allowed for T = 1 and T = 0 too: no token has a target then, and the loss is 0.
       return_lse: return (loss, lse), lse of the shape of targets after the shift, 0 where ignored.
       logit_scale: a number that multiplies the logits before softcap. A learned one: multiply e instead.
       class_weight: (V,), a weight for each class; a constant to differentiation.
       label_smoothing: in [0, 1], the share of the target that is spread evenly over the vocabulary.
       z_loss: weight of lse² in each token's loss (PaLM's auxiliary loss; Chowdhery et al. 2022).
       token_weight: a weight for each token's loss, of the shape of targets (before the shift: it goes with the target).
-      num_items: what "mean" divides by, a number or a tensor of one element; by default the sum over the tokens that
-        are not ignored of class_weight[target]·token_weight. Where it is 0 the loss and its gradients are 0.
+      num_items: what "mean" divides by, a number of at least 0 or a tensor of one element; by default the sum over the
+        tokens that are not ignored of class_weight[target]·token_weight. Where it is 0 the loss and its gradients are
+        0. The other reductions take none.
       vocab_axis: the axis of c that is the vocabulary. The gradient of c has c's layout.
       impl: "cce": the Pallas kernels, for CUDA GPUs of compute capability 8.0 and up (on a CPU Pallas' interpreter
         runs them, for tests). "chunked": XLA, CUDA and CPU. "torch_compile": PyTorch alone, on any device, without JAX.
         "reference": full logits in PyTorch, differentiable any number of times. "auto": "cce" where it can run,
         "chunked" on a CPU, "torch_compile" for float64, older GPUs and other devices.
-      memory_budget: bytes that the call may hold beyond its inputs, its results and O(N) numbers, between forward and
-        backward pass or within one; 300 MiB unless given. More is faster, the gradients stay the same. At the least a
-        backward pass holds a float32 sum of the shape of e, 1024 columns of dz, c and dc, and 32 MiB of XLA's. With the
-        next 256 MiB it takes larger groups of columns at a time. With more, for bfloat16 inputs, the forward pass saves
-        exponentials, V·2 bytes a token, of a fifth of the tokens or more, whose logits the backward pass then does not
-        compute again: none at all with 2·N·V + 2·N·D + 256·N bytes and 32 MiB, where the gradient of c is wanted and V
-        is at least 2·N, else 2·N·V + 6·N·D + 256·N and 32 MiB; which is faster than holding the logits. Under a softcap
-        outside of [2, 36] nothing is saved. "chunked" and "torch_compile" take smaller blocks where it is below 4·N·D,
-        or for the latter 8·N·D, bytes + 192 MiB, and save nothing; "reference" does not follow it.
+      memory_budget: a whole number of bytes, such as 2e9, or "all"; 300 MiB unless given. It bounds what the call holds
+        beyond its inputs, its results and O(N) numbers. More memory makes the call faster; the gradients stay the same.
+        A backward pass needs at least a float32 sum of the shape of e (4·N·D bytes), 1024 columns of dz, c and dc, and
+        32 MiB for XLA; it takes these from any smaller budget too. The next 256 MiB make the groups of columns larger.
+        Memory beyond those holds exponentials of logits from the forward to the backward pass, for bfloat16 inputs
+        without softcap or with one in [2, 36]: 2·V bytes for each token whose logits need not be computed again. "all"
+        saves those of every token, 2·N·V + 6·N·D + 256·N bytes and 32 MiB at most. "chunked" and "torch_compile" save
+        nothing, and take smaller blocks where the budget is below 4·N·D bytes + 192 MiB ("torch_compile": 8·N·D bytes).
+        "reference" does not follow the budget.
       precision: of float32 matmuls on a GPU, as in `torch.set_float32_matmul_precision`, whose setting is the default;
         "high" and "medium" are TF32.
       check_targets: raise if a target is outside [0, V) and not ignore_index. Waits for targets; not under
@@ -115,16 +118,19 @@ def linear_cross_entropy(
     label_smoothing = contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0)
     z_loss = contract.number("z_loss", z_loss)
     ignore_index = contract.integer("ignore_index", ignore_index)
-    memory_budget = contract.memory_budget(memory_budget)
+    budget = contract.memory_budget(memory_budget)
     shift = contract.integer("shift", shift)
-    tensors = dict(e=e, c=c, targets=targets, bias=bias, class_weight=class_weight, token_weight=token_weight)
-    _check_tensors(tensors, num_items)
+    contract.num_items(num_items, reduction)
+    given = dict(e=e, c=c, targets=targets, bias=bias, class_weight=class_weight, token_weight=token_weight)
+    _check_tensors(given, num_items)
     e, c, bias = _autocast(e), _autocast(c), _autocast(bias)
     _check_types(e, c, bias, targets, class_weight, token_weight)
     contract.shapes(
         _shape(e), _shape(c), _shape(targets), vocab_axis=vocab_axis, shift=shift, bias=_shape(bias),
         class_weight=_shape(class_weight), token_weight=_shape(token_weight),
     )  # fmt: skip
+    if shift and not targets.shape[-1]:
+        shift = 0  # there is nothing to shift, and the results are as empty without
     if vocab_axis == 1:
         c = c.T
     targets = targets.long()  # a narrower type would wrap an ignore_index that it does not hold into one that it does
@@ -139,13 +145,13 @@ def linear_cross_entropy(
         loss, numbers = ops.loss(
             _flat(e, 1), c, bias, _flat(targets), class_weight, _flat(token_weight), num_items,
             row_length=targets.shape[-1] if shift else 1, ignore_index=ignore_index, shift=shift, precision=precision,
-            impl=impl, memory_budget=memory_budget, **arithmetic, **head,
+            impl=impl, memory_budget=budget, **arithmetic, **head,
         )  # fmt: skip
         lse = numbers[0] if return_lse else None
     else:
         run = reference.statistics
         if impl == "torch_compile":
-            run = partial(compiled.statistics, memory_budget=memory_budget)
+            run = partial(compiled.statistics, memory_budget=budget)
         if shift:
             targets = _shifted(targets, shift, ignore_index)
             token_weight = None if token_weight is None else _shifted(token_weight, shift, 0)
@@ -167,8 +173,8 @@ def linear_cross_entropy(
 class LinearCrossEntropy(torch.nn.Module):
     """`linear_cross_entropy` as a module: the options once, the tensors at each call.
 
-    The options are the function's keyword arguments. class_weight becomes a buffer; token_weight and num_items belong
-    to a batch and go to the call.
+    The options are the function's keyword arguments. class_weight becomes a buffer; bias, token_weight and num_items
+    go to the call.
     """
 
     def __init__(
@@ -184,6 +190,11 @@ class LinearCrossEntropy(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.class_weight: Tensor | None
+        for name in OF_CALL & options.keys():
+            raise TypeError(
+                f"{name} belongs to a batch, not to LinearCrossEntropy(...): give it to the call, as in "
+                f"LinearCrossEntropy()(e, c, targets, {name}={name})"
+            )
         unknown = options.keys() - OPTIONS
         if unknown:
             raise TypeError(f"unknown options {sorted(unknown)}; allowed: {', '.join(sorted(OPTIONS))}")
@@ -209,6 +220,7 @@ class LinearCrossEntropy(torch.nn.Module):
         return ", ".join(f"{k}={v!r}" for k, v in self.options.items())
 
 
+OF_CALL = {"bias", "token_weight", "num_items"}
 OPTIONS = {
     "logit_scale",
     "label_smoothing",
@@ -251,17 +263,36 @@ def _autocast(x: Any) -> Any:
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
-def _check_tensors(tensors: dict[str, Tensor | None], num_items: float | Tensor | None) -> None:
-    for name, x in tensors.items():
-        if not isinstance(x, Tensor) and (x is not None or name in ("e", "c", "targets")):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    present = {name: x for name, x in tensors.items() if x is not None}
+def _check_tensors(given: dict[str, Tensor | None], num_items: float | Tensor | None) -> None:
+    for name, x in (*given.items(), ("num_items", num_items)):
+        if not isinstance(x, Tensor):
+            _check_other(name, x)
+        elif x.layout != torch.strided:
+            raise TypeError(f"{name} is a sparse tensor of layout {x.layout}: pass {name}.to_dense()")
+    tensors.check({**given, "num_items": num_items if isinstance(num_items, Tensor) else None})
+    present = {name: x for name, x in given.items() if x is not None}
     device = present["e"].device
     if any(x.device != device for x in present.values()):
         found = ", ".join(f"{name} {x.device}" for name, x in present.items())
         raise ValueError(f"all tensors must be on one device, got {found}")
     if isinstance(num_items, Tensor) and num_items.numel() != 1:
         raise ValueError(f"num_items must be a number or a tensor of one element, got shape {tuple(num_items.shape)}")
+
+
+def _check_other(name: str, x: Any) -> None:
+    """Raise unless x, which is no tensor, may be given for the argument of this name."""
+    if (x is None and name not in ("e", "c", "targets")) or (name == "num_items" and type(x) in (int, float)):
+        return
+    jax, numpy = sys.modules.get("jax"), sys.modules.get("numpy")  # without an import there are no arrays of its
+    if jax is not None and isinstance(x, getattr(jax, "Array", ())):
+        raise TypeError(
+            f"{name} is a jax.Array: cce_jax.linear_cross_entropy takes those; or write torch.from_dlpack({name})"
+        )
+    if name == "num_items":
+        return
+    if numpy is not None and isinstance(x, numpy.ndarray):
+        raise TypeError(f"{name} must be a torch.Tensor, got a numpy.ndarray: write torch.from_numpy({name})")
+    raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
 
 
 def _check_types(e, c, bias, targets, class_weight, token_weight) -> None:
@@ -275,7 +306,7 @@ def _check_types(e, c, bias, targets, class_weight, token_weight) -> None:
             allowed = ", ".join((*contract.KERNEL_TYPES, "float64"))
             raise TypeError(f"{name} must be one of {allowed}, got {name} {_name(x)}")
         if x is not None and x.dtype != e.dtype:
-            raise TypeError(f"{name} must be of e's type outside autocast, got {name} {_name(x)} and e {_name(e)}")
+            raise contract.other_type(name, _name(x), _name(e), "to")
 
 
 def _name(x: Tensor) -> str:

@@ -36,7 +36,8 @@ def statistics(
 
     Raises NotImplementedError where a second derivative is asked for.
     """
-    return _Statistics.apply(e, c, bias, columns, weights, scale, softcap, with_sum, memory_budget)  # type: ignore[no-any-return]
+    function = _StatisticsOfFunctions if torch._C._are_functorch_transforms_active() else _Statistics
+    return function.apply(e, c, bias, columns, weights, scale, softcap, with_sum, memory_budget)  # type: ignore[no-any-return]
 
 
 class _Statistics(torch.autograd.Function):
@@ -57,8 +58,25 @@ class _Statistics(torch.autograd.Function):
         return (*(g if w else None for g, w in zip(gradients, wanted, strict=True)), *[None] * 6)
 
 
+def _refuse(ctx: Any, *tangents_or_cotangents: Any) -> Any:
+    raise NotImplementedError(
+        "linear_cross_entropy has first derivatives in reverse mode only with impl='torch_compile'; impl='reference' "
+        "has forward-mode and higher-order derivatives, and holds the full logits"
+    )
+
+
+class _StatisticsOfFunctions(_Statistics):
+    """_Statistics in the form that torch.func takes. torch.compile refuses a Function with a jvp."""
+
+    generate_vmap_rule = True
+    jvp = staticmethod(_refuse)
+
+
 class _Gradients(torch.autograd.Function):
     """_gradients, whose own derivative is an error. Not the operator's autograd rule, which torch.func cannot use."""
+
+    generate_vmap_rule = True
+    backward = jvp = staticmethod(_refuse)
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,13 +85,6 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         pass
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Any:
-        raise NotImplementedError(
-            "linear_cross_entropy has first derivatives only with impl='torch_compile'; impl='reference' has "
-            "higher-order derivatives, and holds the full logits"
-        )
 
 
 @torch.library.custom_op("cce_torch::compiled_statistics", mutates_args=())
@@ -142,6 +153,23 @@ def _(e, c, bias, columns, weights, scale, softcap, with_sum, memory_budget):
 @_gradients.register_fake
 def _(cotangents, e, c, bias, columns, weights, output, scale, softcap, memory_budget, want_e, want_c, want_bias):
     return _new_gradients(e, c, bias, want_e, want_c, want_bias)
+
+
+@_statistics.register_vmap
+def _(info, in_dims, *arguments):
+    return torch.stack([_statistics(*one) for one in _examples(info, in_dims, arguments)]), 0
+
+
+@_gradients.register_vmap
+def _(info, in_dims, *arguments):
+    found = zip(*(_gradients(*one) for one in _examples(info, in_dims, arguments)), strict=True)
+    return tuple(torch.stack(each) for each in found), (0, 0, 0)
+
+
+def _examples(info: Any, in_dims: tuple[int | None, ...], arguments: tuple) -> Iterator[list]:
+    """The arguments of each example of a torch.vmap."""
+    for i in range(info.batch_size):
+        yield [x if axis is None else x.select(axis, i) for x, axis in zip(arguments, in_dims, strict=True)]
 
 
 def _new_gradients(e: Tensor, c: Tensor, bias: Tensor | None, want_e: bool, want_c: bool, want_bias: bool):

@@ -41,7 +41,7 @@ def loss(
         whole = vocabulary if class_weight is None else class_weight.sum()
         ce = (1 - label_smoothing) * ce + label_smoothing / vocabulary * (whole * lse - weighted[0])
     weight = kept.to(lse.dtype) if token_weight is None else torch.where(kept, token_weight.to(lse.dtype), 0)
-    poison = torch.where(columns == vocabulary, torch.nan, 1.0)  # and it multiplies the gradient too
+    poison = torch.where(columns == vocabulary, torch.nan, torch.ones_like(lse))  # and it multiplies the gradient too
     total = ce + z_loss * lse**2 if z_loss else ce
     total = torch.where(kept, poison * weight * total, 0)
     if reduction == "none":

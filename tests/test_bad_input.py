@@ -1,13 +1,17 @@
 """The bad-input table, in both packages: each row raises, names its argument and prints what it got."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cce_torch
 from cce_jax import linear_cross_entropy
+from cce_kernels import contract
 from tests.call_torch import tensor
 
 N, D, V = 6, 4, 9
@@ -18,8 +22,9 @@ ROWS = [
     ({"targets": np.zeros((2, 2), np.int32)}, ValueError, r"targets.*\(2, 2\)"),
     ({"targets": np.zeros(6, np.int32)}, ValueError, r"targets.*\(6,\)"),
     ({"c": np.ones((V, D + 1), np.float32)}, ValueError, r"e .*\(2, 3, 4\).*c \(9, 5\)"),
-    ({"c": np.ones((D, V), np.float32)}, ValueError, r"e .*c \(4, 9\)"),
-    ({"vocab_axis": 1}, ValueError, r"e .*\(2, 3, 4\).*c \(9, 4\)"),
+    ({"c": np.ones((D, V), np.float32)}, ValueError, r"e .*\(2, 3, 4\).*c \(4, 9\): did you mean vocab_axis=1\?"),
+    ({"vocab_axis": 1}, ValueError, r"e .*\(2, 3, 4\).*c \(9, 4\): did you mean vocab_axis=0\?"),
+    ({"c": np.ones((D + 1, V), np.float32)}, ValueError, r"e .*c \(5, 9\)$"),
     ({"c": np.ones((1, V, D), np.float32)}, ValueError, r"c must have shape \(V, D\).*\(1, 9, 4\)"),
     ({"c": np.ones((0, D), np.float32)}, ValueError, r"V, D >= 1.*\(0, 4\)"),
     ({"bias": np.ones(D, np.float32)}, ValueError, r"bias.*\(9,\).*\(4,\)"),
@@ -28,14 +33,24 @@ ROWS = [
     ({"shift": 3}, ValueError, r"shift=3.*\[0, T\).*T = 3"),
     ({"shift": -1}, ValueError, r"shift=-1.*\[0, T\)"),
     ({"shift": 1.0}, TypeError, r"shift must be an integer.*float"),
+    ({"e": E[0, 0], "targets": np.array(0), "shift": 1}, ValueError, r"shift=1.*\[0, T\).*targets \(\)"),
+    ({"e": E[:, :1], "targets": T[:, :1], "shift": 2}, ValueError, r"shift=2.*\[0, T\).*T = 1"),
     ({"num_items": np.ones(2)}, ValueError, r"num_items.*\(2,\)"),
+    ({"num_items": -1}, ValueError, r"num_items=-1.*at least 0"),
+    ({"num_items": np.float32(-2)}, ValueError, r"num_items=.*-2\.0.*at least 0"),
+    ({"num_items": float("nan")}, ValueError, r"num_items=nan.*at least 0"),
+    ({"num_items": "3"}, TypeError, r"num_items must be a number.*str"),
+    ({"num_items": 3, "reduction": "sum"}, ValueError, r"num_items.*reduction='mean' only.*reduction='sum'"),
+    ({"num_items": np.ones(()), "reduction": "none"}, ValueError, r"num_items.*reduction='mean' only.*'none'"),
     ({"targets": T.astype(np.float32)}, TypeError, r"targets.*integer.*float32"),
     ({"targets": T.astype(bool)}, TypeError, r"targets.*integer.*bool"),
     ({"targets": T.tolist()}, TypeError, r"targets must be a.*list"),
     ({"e": E.astype(np.int32)}, TypeError, r"e must be one of.*int32"),
     ({"c": C.astype(np.int8)}, TypeError, r"c must be one of.*int8"),
-    ({"c": jnp.ones((V, D), jnp.bfloat16)}, TypeError, r"c must be of e's type.*bfloat16.*float32"),
-    ({"bias": jnp.ones(V, jnp.float16)}, TypeError, r"bias must be of e's type.*float16.*float32"),
+    ({"c": jnp.ones((V, D), jnp.bfloat16)}, TypeError,
+     r"c must be of e's type.*bfloat16.*float32: write c\.(astype|to)\(e\.dtype\) or e\.(astype|to)\(c\.dtype\)$"),
+    ({"bias": jnp.ones(V, jnp.float16)}, TypeError,
+     r"bias must be of e's type.*float16.*float32: write bias\.(astype|to)\(e\.dtype\)$"),
     ({"bias": np.ones(V, np.int32)}, TypeError, r"bias must be one of.*int32"),
     ({"e": None}, TypeError, r"e must be a.*NoneType"),
     ({"reduction": "avg"}, ValueError, r"reduction='avg'.*'mean', 'sum', 'none'"),
@@ -53,10 +68,14 @@ ROWS = [
     ({"label_smoothing": -0.1}, ValueError, r"label_smoothing=-0\.1.*\[0, 1\]"),
     ({"label_smoothing": float("nan")}, ValueError, r"label_smoothing=nan.*\[0, 1\]"),
     ({"ignore_index": None}, TypeError, r"ignore_index must be an integer.*NoneType"),
-    ({"memory_budget": -1}, ValueError, r"memory_budget .*bytes.*at least 0.*-1"),
-    ({"memory_budget": 2.0**30}, TypeError, r"memory_budget must be an integer.*float"),
-    ({"memory_budget": "300 MiB"}, TypeError, r"memory_budget must be an integer.*str"),
-    ({"memory_budget": None}, TypeError, r"memory_budget must be an integer.*NoneType"),
+    ({"memory_budget": -1}, ValueError, r"memory_budget=-1 .*bytes, at least 0.*'all'"),
+    ({"memory_budget": -2e9}, ValueError, r"memory_budget=-2000000000\.0 .*at least 0"),
+    ({"memory_budget": 1.5}, ValueError, r"memory_budget=1\.5 must be a whole number of bytes"),
+    ({"memory_budget": float("nan")}, ValueError, r"memory_budget=nan must be a whole number"),
+    ({"memory_budget": float("inf")}, ValueError, r"memory_budget=inf .*'all'"),
+    ({"memory_budget": "300 MiB"}, TypeError, r"memory_budget='300 MiB' must be a whole number.*2e9, or 'all'"),
+    ({"memory_budget": None}, TypeError, r"memory_budget=None .*'all' .*; leave it out for the default"),
+    ({"memory_budget": True}, TypeError, r"memory_budget=True .*'all'"),
     ({"class_weight": np.ones(V, np.complex64)}, TypeError, r"class_weight must be real.*complex64"),
 ]  # fmt: skip
 
@@ -76,6 +95,58 @@ def test_raises(changed, error, message, call):
     arguments = {"e": E, "c": C, "targets": T, **changed}
     with pytest.raises(error, match=message):
         call(arguments.pop("e"), arguments.pop("c"), arguments.pop("targets"), **arguments)
+
+
+@pytest.mark.parametrize("name", ["e", "c", "targets", "bias", "class_weight", "token_weight", "num_items"])
+def test_an_array_of_the_other_framework_is_named(name):
+    arrays = {"e": E, "c": C, "targets": T, "bias": C[:, 0], "class_weight": C[:, 0], "token_weight": E[:, :, 0],
+              "num_items": np.ones((), np.float32)}  # fmt: skip
+    tensors = {key: torch.tensor(x) for key, x in arrays.items()}
+    with pytest.raises(TypeError, match=rf"^{name} is a torch\.Tensor: cce_torch\.linear_cross_entropy takes those"):
+        linear_cross_entropy(**{**arrays, name: tensors[name]})
+    with pytest.raises(TypeError, match=rf"^{name} is a jax\.Array: cce_jax\.linear_cross_entropy .*from_dlpack"):
+        cce_torch.linear_cross_entropy(**{**tensors, name: jnp.asarray(arrays[name])})
+    if name != "num_items":  # NumPy's numbers are numbers
+        with pytest.raises(TypeError, match=rf"^{name} must be a torch\.Tensor.*torch\.from_numpy\({name}\)"):
+            cce_torch.linear_cross_entropy(**{**tensors, name: arrays[name]})
+
+
+@pytest.mark.parametrize("name", ["e", "c", "targets", "bias", "class_weight", "token_weight", "num_items"])
+def test_a_tensor_without_plain_numbers_is_named(name):
+    tensors = {"e": E, "c": C, "targets": T, "bias": C[:, 0], "class_weight": C[:, 0], "token_weight": E[:, :, 0],
+               "num_items": np.ones(())}  # fmt: skip
+    tensors = {key: torch.tensor(x) for key, x in tensors.items()}
+    shape = re.escape(str(tuple(tensors[name].shape)))
+    with pytest.raises(TypeError, match=rf"^{name} of shape {shape} on meta has no memory"):
+        cce_torch.linear_cross_entropy(**{**tensors, name: tensors[name].to("meta")})
+    with pytest.raises(TypeError, match=rf"^{name} is a sparse tensor.*sparse_coo: pass {name}\.to_dense\(\)"):
+        cce_torch.linear_cross_entropy(**{**tensors, name: tensors[name].to_sparse()})
+
+
+def test_tensors_on_different_devices_are_named():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        e, c = torch.ones(6, D), torch.ones(V, D, device="cuda")
+        with pytest.raises(ValueError, match=r"one device.*e cpu, c cuda"):
+            cce_torch.linear_cross_entropy(e, c, torch.zeros(6, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("name", ["bias", "token_weight", "num_items"])
+def test_the_module_says_what_goes_to_the_call(name):
+    with pytest.raises(TypeError, match=rf"^{name} belongs to a batch.*\(e, c, targets, {name}={name}\)"):
+        cce_torch.LinearCrossEntropy(**{name: 3})
+
+
+@pytest.mark.parametrize("call", [linear_cross_entropy, in_torch])
+@pytest.mark.parametrize("budget", [0, 2e9, np.int64(2**31), np.float32(2**31), 10**30, "all"])
+def test_a_memory_budget_is_any_whole_number_or_all(budget, call):
+    assert call(E, C, T, memory_budget=budget) == call(E, C, T)
+
+
+def test_all_is_more_than_any_machine_has_and_an_operator_takes_it():
+    assert contract.memory_budget("all") == contract.memory_budget(10**30) == contract.EVERYTHING
+    assert 2**60 < contract.EVERYTHING < 2**63
+    assert contract.memory_budget(2e9) == 2 * 10**9
+    assert type(contract.memory_budget(np.int32(7))) is int
 
 
 def test_float64_names_what_can_hold_it():

@@ -197,3 +197,79 @@ def test_float64_where_it_can_be_held():
         np.testing.assert_allclose(loss, results[0][0], rtol=1e-13)
         for actual, want in zip(gradients, results[0][1], strict=True):
             np.testing.assert_allclose(actual, want, atol=1e-14)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("length", [0, 1])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_sequences_too_short_for_a_shift_of_one_have_no_loss(impl, length, reduction):
+    e, c = np.ones((4, length, 16), np.float32), np.ones((70, 16), np.float32)
+    targets, weight = np.full((4, length), 3, np.int32), np.ones((4, length), np.float32)
+
+    def total(e, c):
+        loss, lse = linear_cross_entropy(e, c, targets, impl=impl, reduction=reduction, shift=1, return_lse=True,
+                                         token_weight=weight, label_smoothing=0.1)  # fmt: skip
+        assert loss.shape == ((4, 0) if reduction == "none" else ())
+        assert lse.shape == (4, 0)
+        return jnp.sum(loss) + jnp.sum(lse)
+
+    value, gradients = jax.value_and_grad(total, (0, 1))(e, c)
+    assert value == 0
+    assert [g.shape for g in gradients] == [e.shape, c.shape]
+    assert not any(np.asarray(g).any() for g in gradients)
+
+
+class Wrapped:
+    """An array by its `__jax_array__` alone, and a pytree, as a framework's parameter is."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __jax_array__(self):
+        return self.value
+
+
+jax.tree_util.register_pytree_node(Wrapped, lambda x: ((x.value,), None), lambda _, values: Wrapped(*values))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_anything_with_jax_array_is_an_array(impl):
+    given = inputs(Case("wrapped", (24,), 16, 70, arrays=("bias", "class_weight", "token_weight")))
+    optional = {k: jnp.asarray(v) for k, v in given.optional.items()}
+    arrays = {"e": jnp.asarray(given.e), "c": jnp.asarray(given.c), "targets": jnp.asarray(given.targets),
+              "num_items": jnp.float32(12), **optional}  # fmt: skip
+    want = linear_cross_entropy(**arrays, impl=impl)
+    wrapped = {k: Wrapped(x) for k, x in arrays.items()}
+    assert linear_cross_entropy(**wrapped, impl=impl) == want
+    np.testing.assert_allclose(jax.jit(lambda a: linear_cross_entropy(**a, impl=impl))(wrapped), want, rtol=1e-6)
+
+    def loss(leaves):
+        return linear_cross_entropy(**{**arrays, **leaves}, impl=impl)
+
+    leaves = {k: arrays[k] for k in ("e", "c", "bias")}
+    gradients = jax.grad(loss)(leaves)
+    for transform in (jax.grad, lambda f: jax.jit(jax.grad(f))):
+        for name, gradient in transform(loss)({k: wrapped[k] for k in leaves}).items():
+            assert error(gradient.value, gradients[name]) < 1e-6
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_parameters_of_flax_nnx(impl):
+    nnx = pytest.importorskip("flax.nnx")
+    given = inputs(Case("nnx", (24,), 16, 70))
+
+    class Head(nnx.Module):
+        def __init__(self):
+            self.kernel, self.bias = nnx.Param(jnp.asarray(given.c.T)), nnx.Param(jnp.zeros(70))
+
+    def loss(head):
+        return linear_cross_entropy(given.e, head.kernel, given.targets, bias=head.bias, vocab_axis=1, impl=impl)
+
+    def of_arrays(kernel, bias):
+        return linear_cross_entropy(given.e, kernel, given.targets, bias=bias, vocab_axis=1, impl=impl)
+
+    want = jax.grad(of_arrays, (0, 1))(jnp.asarray(given.c.T), jnp.zeros(70))
+    for transform in (nnx.grad, lambda f: nnx.jit(nnx.grad(f))):
+        gradients = transform(loss)(Head())
+        assert error(gradients["kernel"][...], want[0]) < 1e-6
+        assert error(gradients["bias"][...], want[1]) < 1e-6

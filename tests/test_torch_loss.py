@@ -163,3 +163,89 @@ def test_num_items_is_a_number_or_a_tensor(make, impl):
     total = linear_cross_entropy(e, c, t, impl=impl, reduction="sum")
     torch.testing.assert_close(linear_cross_entropy(e, c, t, impl=impl, num_items=make(12.0)), total / 12)
     assert linear_cross_entropy(e, c, t, impl=impl, num_items=make(0.0)) == 0
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("length", [0, 1])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_sequences_too_short_for_a_shift_of_one_have_no_loss(impl, length, reduction):
+    e, c = torch.ones(4, length, 8, requires_grad=True), torch.ones(40, 8, requires_grad=True)
+    targets, weight = torch.full((4, length), 3), torch.ones(4, length)
+    loss, lse = linear_cross_entropy(e, c, targets, impl=impl, reduction=reduction, shift=True, return_lse=True,
+                                     token_weight=weight, label_smoothing=0.1)  # fmt: skip
+    assert loss.shape == ((4, 0) if reduction == "none" else ())
+    assert lse.shape == (4, 0)
+    assert not loss.any()
+    for x, gradient in zip((e, c), torch.autograd.grad(loss.sum() + lse.sum(), (e, c)), strict=True):
+        assert gradient.shape == x.shape
+        assert not gradient.any()
+
+
+@pytest.fixture
+def float64_by_default():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"reduction": "none"}, {"label_smoothing": 0.1, "z_loss": 0.1, "softcap": 3.0}]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_default_dtype_changes_nothing(impl, dtype, options, float64_by_default):
+    given = inputs(Case("edge", (24,), 16, 70, arrays=("class_weight",)), dtype)
+    e, c, t, weight = (tensor(x) for x in (given.e, given.c, given.targets, given.optional["class_weight"]))
+    e.requires_grad_(), c.requires_grad_()
+    for more in ({}, {"class_weight": weight}):
+        loss, lse = linear_cross_entropy(e, c, t, impl=impl, return_lse=True, **options, **more)
+        assert loss.dtype == lse.dtype == torch.float32
+        gradients = torch.autograd.grad(loss.sum() + lse.sum(), (e, c))
+        assert [g.dtype for g in gradients] == [e.dtype, c.dtype]
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "softcap": 3.0}])
+@pytest.mark.parametrize("impl", ["torch_compile", "reference"])
+def test_vmap_and_its_gradients_are_those_of_a_loop(impl, options):
+    given = inputs(Case("batch", (3, 10), 8, 70, arrays=("bias",)))
+    e, c, t, bias = (tensor(x) for x in (given.e, given.c, given.targets, given.optional["bias"]))
+    arrays = (e, c, t, bias)
+
+    def loss(e, c, t, bias):
+        return linear_cross_entropy(e, c, t, bias, impl=impl, **options)
+
+    def looped(function):
+        return [torch.stack(x) for x in zip(*(function(e[i], c, t[i], bias) for i in range(3)), strict=True)]
+
+    axes = (0, None, 0, None)
+    grad = torch.func.grad(loss, (0, 1, 3))
+    torch.testing.assert_close(torch.func.vmap(loss, axes)(*arrays), looped(lambda *a: (loss(*a),))[0])
+    torch.testing.assert_close(list(torch.func.vmap(grad, axes)(*arrays)), looped(grad))
+    total = torch.func.grad(lambda *a: torch.func.vmap(loss, axes)(*a).sum(), (0, 1, 3))(*arrays)
+    want = looped(grad)
+    torch.testing.assert_close(total, (want[0], want[1].sum(0), want[2].sum(0)))
+
+
+@pytest.mark.parametrize("impl", ["torch_compile", "reference"])
+def test_several_cotangents_at_once(impl):
+    given = inputs(Case("edge", (6,), 8, 70))
+    e, c, t = (tensor(x) for x in (given.e, given.c, given.targets))
+    e.requires_grad_(), c.requires_grad_()
+    losses = linear_cross_entropy(e, c, t, impl=impl, reduction="none")
+    found = torch.autograd.grad(losses, (e, c), torch.eye(6), is_grads_batched=True, retain_graph=True)
+    for i, one in enumerate(torch.eye(6)):
+        torch.testing.assert_close(
+            [x[i] for x in found], list(torch.autograd.grad(losses, (e, c), one, retain_graph=True))
+        )
+
+
+@pytest.mark.parametrize(
+    "function", [lambda f, e: torch.func.jvp(f, (e,), (e,)), lambda f, e: torch.func.hessian(f)(e)]
+)
+def test_forward_mode_names_the_reference(function):
+    given = inputs(Case("edge", (6,), 8, 70))
+    e, c, t = (tensor(x) for x in (given.e, given.c, given.targets))
+    with pytest.raises(NotImplementedError, match="impl='reference'"):
+        function(lambda e: linear_cross_entropy(e, c, t, impl="torch_compile"), e)
+    assert function(lambda e: linear_cross_entropy(e, c, t, impl="reference"), e) is not None
