@@ -107,11 +107,9 @@ def linear_cross_entropy(
         vocab_axis=vocab_axis,
         precision=precision,
     )
-    options = losses.Loss(
-        reduction,
-        label_smoothing=contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0),
-        z_loss=contract.number("z_loss", z_loss),
-    )
+    label_smoothing = contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0)
+    z_loss = contract.number("z_loss", z_loss)
+    options = losses.Loss(reduction, smooths=label_smoothing > 0, has_z_loss=z_loss != 0)
     ignore_index = contract.integer("ignore_index", ignore_index)
     memory_budget = contract.memory_budget(memory_budget)
     shift = contract.integer("shift", shift)
@@ -127,16 +125,16 @@ def linear_cross_entropy(
     targets, ignore_index = _int32(targets, ignore_index)
     loss, lse = _loss(
         e, c, bias, targets, class_weight, token_weight, num_items,
-        core=Core(head, options.needs_sum, _resolve(impl, e.dtype), memory_budget), options=options,
-        ignore_index=ignore_index, shift=shift,
+        core=Core(head, options.smooths, _resolve(impl, e.dtype), memory_budget), options=options,
+        label_smoothing=label_smoothing, z_loss=z_loss, ignore_index=ignore_index, shift=shift,
     )  # fmt: skip
     return (loss, lse) if return_lse else loss
 
 
-@partial(jax.jit, static_argnames=("core", "options", "ignore_index", "shift"))
+@partial(jax.jit, static_argnames=("core", "options", "label_smoothing", "z_loss", "ignore_index", "shift"))
 def _loss(
     e, c, bias, targets, class_weight, token_weight, num_items,
-    *, core: Core, options: losses.Loss, ignore_index: int, shift: int,
+    *, core: Core, options: losses.Loss, label_smoothing: float, z_loss: float, ignore_index: int, shift: int,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The loss and lse."""
     vocabulary = c.shape[core.head.vocab_axis]
@@ -146,7 +144,8 @@ def _loss(
     weights = None if class_weight is None else jax.lax.stop_gradient(class_weight.astype(jnp.float32))
     columns = losses.columns(targets, ignore_index, vocabulary)
     numbers = _statistics(e, c, bias, columns, weights, core)
-    loss, lse = losses.loss(numbers, columns, weights, token_weight, num_items, vocabulary=vocabulary, options=options)
+    loss, lse = losses.loss(numbers, columns, weights, token_weight, num_items, vocabulary=vocabulary, options=options,
+                            label_smoothing=label_smoothing, z_loss=z_loss)  # fmt: skip
     unshifted = (..., slice(None, columns.shape[-1] - shift)) if shift else ...
     return loss[unshifted] if options.reduction == "none" else loss, lse[unshifted]
 

@@ -71,11 +71,10 @@ def test_the_bits_are_those_of_cce_jax(saving, saved):
 def test_padded_to_another_size(saving, options, saved, monkeypatch):
     monkeypatch.setattr(programs, "EXACT", 0)
     monkeypatch.setattr(programs, "SMALLEST", 16)
-    programs._kinds.clear()
+    monkeypatch.setattr(programs, "_kinds", {})
     given = some(("bias",), options)
     expected, reference = truth(given, options), call_torch.run(given, options, "reference")
     actual = call_torch.run(given, options, "cce", memory_budget=saving)
-    programs._kinds.clear()
     assert saved == [(saving, V)]
     for k, what in enumerate(("loss", "lse")):
         assert_rounded(actual[k], expected[k], reference[k], what, roundings=2)
