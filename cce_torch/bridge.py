@@ -87,12 +87,6 @@ def _run(
         for output, result in zip(outputs, results[len(scratch) :], strict=True):
             output.copy_(torch.from_dlpack(result))
         return tuple(outputs)
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "linear_cross_entropy cannot be captured in a CUDA graph with impl='cce' and 'chunked', because JAX runs "
-            "them: call it outside of torch.cuda.graph, or use impl='torch_compile'. Code that is compiled by "
-            "torch.compile(mode='reduce-overhead') calls it between its CUDA graphs, not in one"
-        )
     inputs = [_aligned(x) if isinstance(x, Tensor) else x for x in inputs]
     if device.index == torch.cuda.current_device():
         _run_gpu_or_retry(program, inputs, donated)
@@ -313,13 +307,20 @@ def _gpu(index: int):
     return found[0]
 
 
-def check_process() -> None:
-    """An error in place of waiting for ever: a forked process has JAX's locks and queues, but not its threads."""
+def check_can_run(device: torch.device) -> None:
+    """An error where JAX would wait for ever or end the process, before it is asked for anything."""
     if _is_child:
+        # It has JAX's locks and queues, but not the threads that serve them.
         raise RuntimeError(
             "this process was forked from one in which JAX had started, so JAX cannot run here: start processes by "
             "spawn (torch.multiprocessing.set_start_method('spawn'), DataLoader(multiprocessing_context='spawn')), or "
             "use impl='torch_compile', which needs no JAX"
+        )
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "linear_cross_entropy cannot be captured in a CUDA graph with impl='cce' and 'chunked', because JAX runs "
+            "them: call it outside of torch.cuda.graph, or use impl='torch_compile'. Code that is compiled by "
+            "torch.compile(mode='reduce-overhead') calls it between its CUDA graphs, not in one"
         )
 
 

@@ -127,7 +127,7 @@ def kind_of(
     call: Call, scale: float, c_shape: torch.Size, vocab_axis: int, dtype: torch.dtype, device: torch.device
 ) -> Kind:
     """The one Kind of such calls, also if threads ask for it at once; the first call starts JAX."""
-    bridge.check_process()
+    bridge.check_can_run(device)
     exact = call.is_exact(dtype)  # by PyTorch's setting, which may change between calls
     key = call, scale, c_shape, vocab_axis, dtype, device, exact
     found = _kinds.get(key)
