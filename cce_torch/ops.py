@@ -98,7 +98,7 @@ def _gradients_operator(*arguments: Any) -> tuple[Tensor | None, ...]:
 
 def _is_batched(x: Tensor | None) -> bool:
     """Whether torch.autograd.grad(is_grads_batched=True) maps over x, whose type is Tensor all the same."""
-    return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
+    return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)  # type: ignore[attr-defined]
 
 
 PLAIN = {Tensor, torch.nn.Parameter, type(None)}

@@ -116,7 +116,7 @@ class Kind:
     static: core.Core  # the static part of the core's call
     c_shape: torch.Size  # as it lies in memory
     dtype: torch.dtype
-    device: jax.Device
+    device: Any  # JAX's name for it
     sizes: Sizes
 
 

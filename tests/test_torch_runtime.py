@@ -291,6 +291,8 @@ def test_the_users_jax_settings_change_nothing_and_stay(users, monkeypatch):
         assert all(torch.equal(x, y) for x, y in zip(call(budget), expected, strict=True))
     assert before == [state.value for state in settings._STATES]
     if users == "jax_debug_nans":
+        t[1] = 70  # outside the vocabulary: the loss is NaN
+        assert linear_cross_entropy(e, c, t, impl="chunked", memory_budget=budget).isnan()
         with pytest.raises(FloatingPointError):
             jax.numpy.log(-1.0 * jax.numpy.ones(3))
 
