@@ -109,11 +109,9 @@ def linear_cross_entropy(
     contract.choice("vocab_axis", vocab_axis, (0, 1))
     head = Head(softcap=contract.softcap(softcap), vocab_axis=vocab_axis, precision=precision)
     scale = 1.0 if logit_scale is None else contract.number("logit_scale", logit_scale)
-    options = losses.Loss(
-        reduction,
-        label_smoothing=contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0),
-        z_loss=contract.number("z_loss", z_loss),
-    )
+    label_smoothing = contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0)
+    z_loss = contract.number("z_loss", z_loss)
+    options = losses.Loss(reduction, smooths=label_smoothing > 0, has_z_loss=z_loss != 0)
     ignore_index = contract.integer("ignore_index", ignore_index)
     budget = contract.memory_budget(memory_budget)
     shift = contract.integer("shift", shift)
@@ -131,10 +129,11 @@ def linear_cross_entropy(
         _check_targets(targets, c.shape[vocab_axis], ignore_index, shift)
     targets, ignore_index = _int32(targets, ignore_index)
     gpu = None if impl == "reference" else local_gpu()
-    core = Core(head, options.needs_sum, _resolve(impl, e.dtype, gpu), budget, gpu)
+    core = Core(head, options.smooths, _resolve(impl, e.dtype, gpu), budget, gpu)
     scales = None if scale == 1.0 else np.full(1, scale, jnp.promote_types(e.dtype, jnp.float32))
     loss, lse = _loss(
         e, c, bias, targets, class_weight, token_weight, num_items, scales,
+        label_smoothing if options.smooths else None, z_loss if options.has_z_loss else None,
         core=core, options=options, ignore_index=ignore_index, shift=shift,
     )  # fmt: skip
     return (loss, lse) if return_lse else loss
@@ -142,7 +141,7 @@ def linear_cross_entropy(
 
 @partial(jax.jit, static_argnames=("core", "options", "ignore_index", "shift"))
 def _loss(
-    e, c, bias, targets, class_weight, token_weight, num_items, scale,
+    e, c, bias, targets, class_weight, token_weight, num_items, scale, label_smoothing, z_loss,
     *, core: Core, options: losses.Loss, ignore_index: int, shift: int,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The loss and lse."""
@@ -153,7 +152,8 @@ def _loss(
     weights = None if class_weight is None else jax.lax.stop_gradient(class_weight.astype(jnp.float32))
     columns = losses.columns(targets, ignore_index, vocabulary)
     numbers = _statistics(Inputs(e, c, bias, columns, weights, scale), core)
-    loss, lse = losses.loss(numbers, columns, weights, token_weight, num_items, vocabulary=vocabulary, options=options)
+    loss, lse = losses.loss(numbers, columns, weights, token_weight, num_items, vocabulary=vocabulary, options=options,
+                            label_smoothing=label_smoothing, z_loss=z_loss)  # fmt: skip
     unshifted = (..., slice(None, columns.shape[-1] - shift)) if shift else ...
     return loss[unshifted] if options.reduction == "none" else loss, lse[unshifted]
 

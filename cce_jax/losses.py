@@ -17,16 +17,11 @@ Reduction = Literal["mean", "sum", "none"]
 
 @dataclass(frozen=True)
 class Loss:
-    """The static part of a loss; `linear_cross_entropy` says what each means."""
+    """The static part of a loss, for which a program is compiled; `linear_cross_entropy` says what each means."""
 
     reduction: Reduction = "mean"
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-
-    @property
-    def needs_sum(self) -> bool:
-        """Whether it needs the core's weighted sum of the logits."""
-        return self.label_smoothing > 0
+    smooths: bool = False  # whether label_smoothing is above 0, which needs the core's weighted sum of the logits
+    has_z_loss: bool = False  # whether z_loss is not 0
 
 
 def columns(targets: jax.Array, ignore_index: int, vocabulary: int) -> jax.Array:
@@ -43,20 +38,23 @@ def loss(
     *,
     vocabulary: int,
     options: Loss,
+    label_smoothing: jax.Array | float | None = None,
+    z_loss: jax.Array | float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The loss, of the shape of columns for "none", and lse, 0 where ignored.
 
-    numbers: each of the shape of columns; class_weight: (V,) float32; token_weight: of the shape of columns.
+    numbers: each of the shape of columns; class_weight: (V,) float32; token_weight: of the shape of columns;
+    label_smoothing, z_loss: numbers or scalar arrays, None where options say that there is none.
     """
     kept = columns >= 0
     lse, target = jnp.where(kept, numbers.lse, 0), jnp.where(kept, numbers.target, 0)
     target_weight = 1.0 if class_weight is None else class_weight[jnp.clip(columns, 0, vocabulary - 1)]
     ce = target_weight * (lse - target)
-    if numbers.sum is not None:
+    if options.smooths:
         whole = vocabulary if class_weight is None else jnp.sum(class_weight)
         smooth = (whole * lse - jnp.where(kept, numbers.sum, 0)) / vocabulary
-        ce = (1 - options.label_smoothing) * ce + options.label_smoothing * smooth
-    total = ce + options.z_loss * lse**2 if options.z_loss else ce
+        ce = (1 - label_smoothing) * ce + label_smoothing * smooth
+    total = ce + z_loss * lse**2 if options.has_z_loss else ce
     weight = jnp.ones_like(lse) if token_weight is None else jnp.where(kept, token_weight.astype(lse.dtype), 0)
     poison = jnp.where(columns == vocabulary, jnp.nan, 1.0).astype(lse.dtype)  # and it multiplies the gradient too
     total = jnp.where(kept, poison * weight * total, 0)

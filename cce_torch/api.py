@@ -234,12 +234,16 @@ OPTIONS = {
 
 
 def _scalar(x: float | Tensor, e: Tensor) -> Tensor:
-    """num_items as a scalar tensor beside e, a constant to differentiation."""
+    """num_items as a scalar tensor beside e, a constant to differentiation. Waits for no GPU."""
     dtype = torch.promote_types(e.dtype, torch.float32)
-    if isinstance(x, Tensor):
-        on_gpu = e.is_cuda  # where a number from the CPU need not be waited for
-        return x.detach().to(e.device, dtype, non_blocking=on_gpu).reshape(())
-    return torch.full((), float(x), dtype=dtype, device=e.device)
+    if not isinstance(x, Tensor):
+        if torch.compiler.is_compiling():  # it compiles once for all numbers that multiply, else once for each number
+            return torch.ones((), dtype=dtype, device=e.device) * x
+        return torch.full((), float(x), dtype=dtype, device=e.device)
+    x = x.detach()
+    if e.is_cuda and not x.is_cuda:
+        x = x.clone()  # into memory that is not pinned: the copy to the GPU has read it before the caller changes x
+    return x.to(e.device, dtype, non_blocking=e.is_cuda).reshape(())
 
 
 def _shifted(x: Tensor, shift: int, fill: float) -> Tensor:

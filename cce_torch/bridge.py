@@ -18,10 +18,12 @@
 All results of a program become ready at its end, together, so waiting for one of them is waiting for the program.
 Nothing else here blocks the host.
 
-On a CPU, `run` waits for the program and hands out JAX's results without a copy. JAX holds what it was lent until the
-program has ended, also where Ctrl-C has ended the wait for it, and as numpy arrays: the thread that ran the program may
-let go of them after `run` has returned, and of these it can without the interpreter. To let go of a tensor it would ask
-for the interpreter, and abort a process that was about to end.
+On a CPU, `run` waits for the program and copies JAX's results into outputs, torch's own memory, which unlike JAX's can
+be resized. JAX holds what it was lent until the program has ended, also where Ctrl-C has ended the wait for it, and as
+numpy arrays: the thread that ran the program may let go of them after `run` has returned, and of these it can without
+the interpreter. To let go of a tensor it would ask for the interpreter, and abort a process that was about to end. The
+numpy arrays come from DLPack: `Tensor.numpy` would make the tensor's storage unresizable for good, and FSDP resizes the
+storage of its weights.
 """
 
 import ctypes
@@ -42,44 +44,79 @@ from jax._src import xla_bridge
 from jax._src.lib import _jax, jaxlib_extension_version  # type: ignore[attr-defined]
 from torch import Tensor
 
+from cce_torch import settings
+
 GPU_ALIGNMENT = 16  # bytes; XLA's kernels load as wide as that
-DLPACK_CUDA = 2
+DLPACK_CPU, DLPACK_CUDA = 1, 2
 DLPACK_TYPES = {torch.int32: (0, 32), torch.float16: (2, 16), torch.float32: (2, 32), torch.bfloat16: (4, 16)}
 DEFAULT_STREAM = 1  # as DLPack names CUDA's legacy default stream, whose handle is 0
 HELD_SHARE = 0.5  # of the GPU, from which on JAX must have reserved its memory before it was asked for it
 
-Input = Tensor | jax.Array | None
+CONSTANTS = 1024  # scalars that stay on their device for the next call
+
+Input = Tensor | float | int | None
 
 _starting = threading.Lock()
 _of_thread = threading.local()
+_is_child = False  # of a process that had started JAX
 
 
-def run(program: Callable, inputs: Sequence[Input], outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Run a jitted program(*outputs, *inputs) -> results like outputs, whose donated arguments are the outputs.
+def run(
+    program: Callable, inputs: Sequence[Input], outputs: Sequence[Tensor], scratch: Sequence[Tensor] = ()
+) -> tuple[Tensor, ...]:
+    """Run a jitted program(*scratch, *outputs, *inputs) -> results like scratch and outputs, which are donated to it.
 
-    Inputs and outputs are row-major, on one device, of types that JAX holds as they are; inputs that are not tensors
-    reach the program as they are. Returns the results: on a GPU in the memory of outputs.
+    Inputs and outputs are row-major, on one device, of types that JAX holds as they are. An input that is an int or a
+    float reaches the program as an int32 or a float32 scalar, None as None. Returns outputs, which hold the results.
+    What the program returns for scratch is of no use: on a GPU it is written there, on a CPU nothing is.
     """
-    device = outputs[0].device
+    if settings.are_default():
+        return _run(program, inputs, outputs, scratch)
+    with settings.defaults():
+        return _run(program, inputs, outputs, scratch)
+
+
+def _run(
+    program: Callable, inputs: Sequence[Input], outputs: Sequence[Tensor], scratch: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    device, donated = outputs[0].device, (*scratch, *outputs)
     if device.type == "cpu":
         start()
-        arrays = [_on_cpu(x) if isinstance(x, Tensor) else x for x in (*outputs, *inputs)]
+        arrays = [_on_cpu(x) if isinstance(x, Tensor) else constant(x, device) for x in (*donated, *inputs)]
         results = jax.block_until_ready(program(*arrays))
-        return tuple(torch.from_dlpack(x) for x in results)
+        for output, result in zip(outputs, results[len(scratch) :], strict=True):
+            output.copy_(torch.from_dlpack(result))
+        return tuple(outputs)
     inputs = [_aligned(x) if isinstance(x, Tensor) else x for x in inputs]
     if device.index == torch.cuda.current_device():
-        _run_gpu_or_retry(program, inputs, outputs)
+        _run_gpu_or_retry(program, inputs, donated)
     else:
         with torch.cuda.device(device):
-            _run_gpu_or_retry(program, inputs, outputs)
+            _run_gpu_or_retry(program, inputs, donated)
     return tuple(outputs)
+
+
+class _Memory:
+    """A tensor on a CPU as numpy.from_dlpack takes it, in a fifth of the time that the tensor itself takes."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.capsule = torch._C._to_dlpack(x)
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return self.capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return DLPACK_CPU, 0
 
 
 def _on_cpu(x: Tensor) -> jax.Array:
     """A jax.Array on the memory of x, which it holds through a numpy array."""
     x = x.detach()
-    array = x.view(torch.int16).numpy().view(jnp.bfloat16) if x.dtype == torch.bfloat16 else x.numpy()
-    return jax.device_put(array, jax.local_devices(backend="cpu")[0])
+    if x.dtype == torch.bfloat16:  # which numpy has not
+        array = np.from_dlpack(_Memory(x.view(torch.int16))).view(jnp.bfloat16)  # type: ignore[arg-type]
+    else:
+        array = np.from_dlpack(_Memory(x))  # type: ignore[arg-type]
+    return jax.device_put(array, cpu())
 
 
 def _run_gpu_or_retry(program: Callable, inputs: Sequence[Input], outputs: Sequence[Tensor]) -> None:
@@ -111,7 +148,9 @@ def _run_gpu(program: Callable, inputs: Sequence[Input], outputs: Sequence[Tenso
     first, *others = outputs
     arrays = [_lent(first, index, stream)]  # fact 1: ready when stream, and so current, has come this far
     arrays += [_lent(x, index) for x in others]
-    arrays += [_at(x.data_ptr(), x.shape, x.dtype, index) if isinstance(x, Tensor) else x for x in inputs]
+    device = first.device
+    arrays += [_at(x.data_ptr(), x.shape, x.dtype, index) if isinstance(x, Tensor) else constant(x, device)
+               for x in inputs]  # fmt: skip
     try:
         results = program(*arrays)
         # fact 2: current waits for the program's end, which is all that this capsule is for
@@ -156,10 +195,23 @@ def _lent(x: Tensor, index: int, stream: int | None = None):
     return _array(x.data_ptr(), x.shape, x.dtype, index, stream)
 
 
-@lru_cache(maxsize=1024)
 def _at(address: int, shape: torch.Size, dtype: torch.dtype, index: int):
     """A jax.Array, to be read alone, on what lies there now or later; ready at once."""
+    return _not_deleted(_kept_at, address, shape, dtype, index)
+
+
+@lru_cache(maxsize=1024)
+def _kept_at(address: int, shape: torch.Size, dtype: torch.dtype, index: int):
     return _array(address, shape, dtype, index, None)
+
+
+def _not_deleted(kept, *key: Any):
+    """kept(*key), an array; made again where the user has deleted it, as one of jax.live_arrays()."""
+    found = kept(*key)
+    if found.is_deleted():
+        kept.cache_clear()
+        found = kept(*key)
+    return found
 
 
 class DLManagedTensor(ctypes.Structure):
@@ -198,21 +250,36 @@ def _described(shape: torch.Size, dtype: torch.dtype, index: int) -> tuple[bytes
     return bytes(whole)[ADDRESS_BYTES:], sizes
 
 
-@lru_cache(maxsize=4096)
-def constant(value: int, device: torch.device):
-    """An int32 of JAX's on the device, for programs that take a number without being compiled for it."""
-    place = jax.local_devices(backend="cpu")[0] if device.type == "cpu" else gpu(device.index)
-    return jax.device_put(np.int32(value), place)
+def constant(value: int | float | None, device: torch.device):
+    """An int32 or float32 of JAX's on the device, for programs that take a number without being compiled for it."""
+    return None if value is None else _not_deleted(_kept_constant, value, device)
+
+
+@lru_cache(maxsize=CONSTANTS, typed=True)
+def _kept_constant(value: int | float, device: torch.device):
+    return jax.device_put(np.float32(value) if isinstance(value, float) else np.int32(value), jax_device(device))
 
 
 def _aligned(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % GPU_ALIGNMENT else x
 
 
+def jax_device(device: torch.device):
+    """JAX's name for the device; starts JAX."""
+    return cpu() if device.type == "cpu" else gpu(device.index)
+
+
+@cache
+def cpu():
+    """JAX's name for torch's cpu."""
+    start()
+    return jax.local_devices(backend="cpu")[0]
+
+
 @cache
 def gpu(index: int):
     """JAX's name for torch's cuda:index."""
-    with torch.cuda.device(index):  # JAX's start leaves another one the current one
+    with torch.cuda.device(index), settings.defaults():  # JAX's start leaves another device the current one
         return _gpu(index)
 
 
@@ -240,12 +307,30 @@ def _gpu(index: int):
     return found[0]
 
 
-def start_for(device: torch.device) -> None:
-    """JAX's backends, as torch wants them, before anything else asks for its devices."""
-    if device.type == "cpu":
-        start()
-    else:
-        gpu(device.index)
+def check_can_run(device: torch.device) -> None:
+    """An error where JAX would wait for ever or end the process, before it is asked for anything."""
+    if _is_child:
+        # It has JAX's locks and queues, but not the threads that serve them.
+        raise RuntimeError(
+            "this process was forked from one in which JAX had started, so JAX cannot run here: start processes by "
+            "spawn (torch.multiprocessing.set_start_method('spawn'), DataLoader(multiprocessing_context='spawn')), or "
+            "use impl='torch_compile', which needs no JAX"
+        )
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "linear_cross_entropy cannot be captured in a CUDA graph with impl='cce' and 'chunked', because JAX runs "
+            "them: call it outside of torch.cuda.graph, or use impl='torch_compile'. Code that is compiled by "
+            "torch.compile(mode='reduce-overhead') calls it between its CUDA graphs, not in one"
+        )
+
+
+def _after_fork() -> None:
+    global _is_child
+    _is_child = xla_bridge.backends_are_initialized()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @cache

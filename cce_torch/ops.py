@@ -6,11 +6,14 @@ one program each way (programs.py). A Function around an operator costs a quarte
 with the operator costs a call.
 """
 
-from functools import cache
+from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from cce_torch import tensors
 
 OPTIONS = (
     "SymInt row_length, int ignore_index, int shift, str reduction, float label_smoothing, float z_loss, float scale, "
@@ -19,11 +22,10 @@ OPTIONS = (
 TENSORS = (
     "Tensor e, Tensor c, Tensor? bias, Tensor targets, Tensor? class_weight, Tensor? token_weight, Tensor? num_items"
 )
+NAMES = "e", "c", "bias", "targets", "class_weight", "token_weight", "num_items"
 
 _library = torch.library.Library("cce_torch", "FRAGMENT")
-_tags = [torch.Tag.needs_fixed_stride_order]
-if hasattr(torch.Tag, "cudagraph_unsafe"):  # which PyTorch 2.6 has not
-    _tags.append(torch.Tag.cudagraph_unsafe)
+_tags = [torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe]
 _library.define(f"loss({TENSORS}, bool[] saving_for, {OPTIONS}) -> (Tensor, Tensor, Tensor)", tags=_tags)
 _library.define(
     f"gradients(Tensor? of_loss, Tensor? of_numbers, {TENSORS}, Tensor numbers, Tensor? saved, bool of_e, bool of_c, "
@@ -50,11 +52,20 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, row_leng
     return function.apply(e, c, bias, targets, class_weight, token_weight, num_items, saving_for, row_length, options)
 
 
+def _kind(e: Tensor, c: Tensor, *others: Any) -> Any:
+    """The call's programs.Kind, to be held by the graph: it knows to which size the forward pass padded."""
+    from cce_torch import programs
+
+    return programs.kind_of_tensors(e, c, _call(*others[-1])[0])
+
+
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         value, numbers, saved = _loss_operator(*arguments)
         _save(ctx, arguments, numbers, saved)
+        if saved.numel():
+            ctx.kind = _kind(*arguments)
         return value, numbers
 
     @staticmethod
@@ -74,20 +85,30 @@ class _Loss(torch.autograd.Function):
 
 def _loss_operator(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     *others, options = arguments
-    run = _run_loss if _is_plain(arguments[0]) else torch.ops.cce_torch.loss.default
+    run = _run_loss if _is_plain(others[:7]) else torch.ops.cce_torch.loss.default
     return run(*others, *options)
 
 
 def _gradients_operator(*arguments: Any) -> tuple[Tensor | None, ...]:
-    run = _found_gradients if _is_plain(arguments[2]) else torch.ops.cce_torch.gradients.default
+    given, cotangents = arguments[:11], arguments[:2]
+    plain = _is_plain(given) and not any(_is_batched(x) for x in cotangents)
+    run = _found_gradients if plain else torch.ops.cce_torch.gradients.default
     return run(*arguments)
 
 
-def _is_plain(e: Tensor) -> bool:
+def _is_batched(x: Tensor | None) -> bool:
+    """Whether torch.autograd.grad(is_grads_batched=True) maps over x, whose type is Tensor all the same."""
+    return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)  # type: ignore[attr-defined]
+
+
+PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+
+
+def _is_plain(given: Iterable[Tensor | None]) -> bool:
     """Whether nothing watches operators, so that one may be called past the dispatcher, which takes 50 µs of it."""
     return (
         not torch.compiler.is_compiling()
-        and type(e) in (Tensor, torch.nn.Parameter)
+        and PLAIN.issuperset(map(type, given))
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
         and not torch._C._autograd._profiler_enabled()  # type: ignore[attr-defined]
@@ -143,11 +164,18 @@ def _run_loss(
     if not e.shape[0]:
         return tuple(x.zero_() for x in _fake_loss(e, c, bias, targets, class_weight, token_weight, num_items, [],
                                                    row_length, *options))  # type: ignore[return-value]  # fmt: skip
-    from cce_kernels.groups import Wanted
+    from cce_kernels.numbers import Wanted
     from cce_torch import programs  # imports JAX
 
-    return programs.loss(e, c, bias, targets, class_weight, token_weight, num_items, row_length=row_length,
-                         wanted=Wanted(*saving_for) if saving_for else None, call=_call(*options))  # fmt: skip
+    call, numbers = _call(*options)
+    return programs.loss(e, c, bias, targets, class_weight, token_weight, num_items, row_length=row_length, call=call,
+                         numbers=numbers, wanted=Wanted(*saving_for) if saving_for else None)  # fmt: skip
+
+
+def _run_loss_of_compiled(*arguments) -> tuple[Tensor, Tensor, Tensor]:
+    """_run_loss of tensors that the public function has not looked at, or while torch.compile traced it."""
+    tensors.check(dict(zip(NAMES, arguments, strict=False)))
+    return _run_loss(*arguments)
 
 
 def _run_gradients(*arguments) -> tuple[Tensor, ...]:
@@ -160,26 +188,33 @@ def _found_gradients(of_loss, of_numbers, e, c, bias, targets, class_weight, tok
                      of_e, of_c, of_bias, of_token_weight, row_length, *options
                      ) -> tuple[Tensor | None, ...]:  # fmt: skip
     wanted = of_e, of_c, of_bias, of_token_weight
+    given = e, c, bias, targets, class_weight, token_weight, num_items
+    tensors.check(dict(zip(NAMES, given, strict=True)))  # again, as FSDP may have freed one since the forward pass
     if not e.shape[0] or not any(wanted):
         return tuple(x.zero_() for x in _like(e, c, bias, token_weight, *wanted))
-    from cce_kernels.groups import Wanted
+    from cce_kernels.numbers import Wanted
     from cce_torch import programs
 
+    call, of_call = _call(*options)
     found = iter(programs.gradients(
         of_loss, of_numbers, e, c, bias, targets, class_weight, token_weight, num_items, numbers, saved,
         wanted=Wanted(of_e, of_c, of_bias), of_token_weight=of_token_weight, row_length=row_length,
-        call=_call(*options),
+        call=call, numbers=of_call,
     ))  # fmt: skip
     return tuple(next(found) if w else None for w in wanted)
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _call(ignore_index, shift, reduction, label_smoothing, z_loss, scale, softcap, precision, impl, memory_budget):
+    """The programs.Call and programs.Numbers of the options."""
     from cce_jax.losses import Loss
-    from cce_torch.programs import Call
+    from cce_torch.programs import Call, Numbers
 
-    return Call(ignore_index, shift, Loss(reduction, label_smoothing, z_loss), scale, softcap, precision, impl,
-                memory_budget)  # fmt: skip
+    smooths, has_z_loss = label_smoothing > 0, z_loss != 0
+    call = Call(ignore_index, shift, Loss(reduction, smooths, has_z_loss), softcap, precision, impl, memory_budget)
+    numbers = Numbers(float(label_smoothing) if smooths else None, float(z_loss) if has_z_loss else None,
+                      float(scale) if scale != 1 else None)  # fmt: skip
+    return call, numbers
 
 
 def _fake_loss(e, c, bias, targets, class_weight, token_weight, num_items, saving_for, row_length,
@@ -190,10 +225,10 @@ def _fake_loss(e, c, bias, targets, class_weight, token_weight, num_items, savin
     if saving_for and not all(type(n) is int for n in (*e.shape, *c.shape)):  # known when it runs
         saved = torch.library.get_ctx().new_dynamic_size(), torch.library.get_ctx().new_dynamic_size()
     elif saving_for:
-        from cce_kernels.groups import Wanted
+        from cce_kernels.numbers import Wanted
         from cce_torch import programs
 
-        saved = programs.saved_shape(e, c, bias, Wanted(*saving_for), _call(*options))
+        saved = programs.saved_shape(e, c, bias, Wanted(*saving_for), _call(*options)[0])
     return (e.new_empty(shape, dtype=torch.float32), e.new_empty((rows, e.shape[0]), dtype=torch.float32),
             e.new_empty(saved))  # fmt: skip
 
@@ -214,7 +249,10 @@ def _like(e, c, bias, token_weight, of_e: bool, of_c: bool, of_bias: bool, of_to
     return row_major(e, of_e), dc, row_major(bias, of_bias), row_major(token_weight, of_token_weight)
 
 
-for _name, _run, _fake in (("loss", _run_loss, _fake_loss), ("gradients", _run_gradients, _fake_gradients)):
+for _name, _run, _fake in (
+    ("loss", _run_loss_of_compiled, _fake_loss),
+    ("gradients", _run_gradients, _fake_gradients),
+):
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _run, _key)
     torch.library.register_fake(f"cce_torch::{_name}", _fake, lib=_library)

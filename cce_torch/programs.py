@@ -4,13 +4,17 @@ JAX compiles a program for each shape, and the number of tokens N differs from b
 of tokens that come along get a program of their own; after that N is padded with ignored tokens to the next multiple of
 256, above 1024 to the next of four sizes an octave (…, 4096, 5120, 6144, 7168, 8192, 10240, …). So a process compiles
 few programs and pads little.
+
+It keeps the PROGRAMS of either direction that were called last, and frees the others. Numbers that change from step to
+step (label_smoothing, z_loss, scale) are arguments of a program: it is compiled for whether there is one.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +23,10 @@ from jax import lax
 from torch import Tensor
 
 from cce_jax import core, losses
-from cce_kernels import saved as exponentials
-from cce_kernels.groups import Wanted
-from cce_kernels.logits import Head
+from cce_kernels.device import gpu_of
+from cce_kernels.exponentials import saved_shape as shape_of_saved
+from cce_kernels.head import Head
+from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
 from cce_torch import bridge
 
 # The backward pass chooses by the number of kept tokens between kernels. As part of a CUDA graph, of which these become
@@ -33,18 +38,18 @@ ON_GPU = {
 EXACT = 4
 SMALLEST = 256
 STEPS_PER_OCTAVE = 4
+PROGRAMS = 256  # a process on a CPU ended at some 2,000: each takes several of its 65,530 mappings of memory
 
 _choosing = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Call:
-    """The options of a call."""
+    """The options of a call for which its programs are compiled."""
 
     ignore_index: int
     shift: int
     loss: losses.Loss
-    scale: float
     softcap: float | None
     precision: str | None
     impl: core.Impl
@@ -52,7 +57,23 @@ class Call:
 
     def is_exact(self, dtype: torch.dtype) -> bool:
         """Whether float32 matmuls are."""
-        return dtype == torch.float32 and (self.precision or torch.get_float32_matmul_precision()) == "highest"
+        return dtype == torch.float32 and (self.precision or _float32_precision()) == "highest"
+
+
+class Numbers(NamedTuple):
+    """The options of a call that are arguments of its programs; None where there is no such term."""
+
+    label_smoothing: float | None
+    z_loss: float | None
+    scale: float | None
+
+
+def _float32_precision() -> str:
+    """PyTorch's setting for float32 matmuls, by whichever of its two interfaces it was set last."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # since PyTorch 2.9, where the newer interface has set what the older cannot say
+        return "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
 
 
 class Sizes:
@@ -78,50 +99,70 @@ def padded_size(tokens: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """What calls have in common whose options, types, device and shapes but for N are the same."""
+    """What calls have in common whose options, types, device and shapes but for N are the same.
+
+    It lives as long as one of its programs is kept, or a graph has saved something whose size it chose.
+    """
 
     call: Call
     static: core.Core  # the static part of the core's call
     c_shape: torch.Size  # as it lies in memory
     dtype: torch.dtype
+    device: Any  # JAX's name for it
     sizes: Sizes
 
 
-_kinds: dict[tuple, Kind] = {}
+_kinds: MutableMapping[tuple, Kind] = WeakValueDictionary()
 
 
 def kind_of(call: Call, c_shape: torch.Size, vocab_axis: int, dtype: torch.dtype, device: torch.device) -> Kind:
     """The one Kind of such calls, also if threads ask for it at once; the first call starts JAX."""
+    bridge.check_can_run(device)
     exact = call.is_exact(dtype)  # by PyTorch's setting, which may change between calls
     key = call, c_shape, vocab_axis, dtype, device, exact
     found = _kinds.get(key)
     if found is None:
-        bridge.start_for(device)
-        head = Head(call.scale, call.softcap, vocab_axis, lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT)
-        static = core.Core(head, call.loss.needs_sum, call.impl, call.memory_budget)
+        on = bridge.jax_device(device)
+        head = Head(call.softcap, vocab_axis, lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT)
+        gpu = gpu_of(on) if device.type == "cuda" else None
+        static = core.Core(head, call.loss.smooths, call.impl, call.memory_budget, gpu)
         with _choosing:
-            found = _kinds.setdefault(key, Kind(call, static, c_shape, dtype, Sizes()))
+            found = _kinds.setdefault(key, Kind(call, static, c_shape, dtype, on, Sizes()))
     return found
 
 
-@cache
+def kind_of_tensors(e: Tensor, c: Tensor, call: Call) -> Kind:
+    """The Kind of a call on these."""
+    axis = _vocab_axis(c)
+    return kind_of(call, (c.T if axis else c).shape, axis, e.dtype, e.device)
+
+
+def _vocab_axis(c: Tensor) -> int:
+    """The axis of the vocabulary in memory."""
+    return 0 if c.is_contiguous() or not c.T.is_contiguous() else 1
+
+
+@lru_cache(maxsize=PROGRAMS)
 def _saved_shape(kind: Kind, size: int, with_bias: bool, wanted: Wanted) -> tuple[int, int]:
     """Of what a call with so many tokens saves for these gradients."""
-    axis, shape = kind.static.head.vocab_axis, (kind.c_shape[0], kind.c_shape[1])
-    tokens = core.saved_tokens((size, shape[1 - axis]), shape, str(kind.dtype)[6:], with_bias, kind.static, wanted)
-    return exponentials.saved_shape(tokens, shape[axis])
+    shape, dtype = (kind.c_shape[0], kind.c_shape[1]), str(kind.dtype)[6:]
+    axis = kind.static.head.vocab_axis
+    e, c = jax.ShapeDtypeStruct((size, shape[1 - axis]), dtype), jax.ShapeDtypeStruct(shape, dtype)
+    bias = jax.ShapeDtypeStruct(shape[axis : axis + 1], dtype) if with_bias else None
+    inputs = Inputs(e, c, bias, None)  # type: ignore[arg-type]
+    return shape_of_saved(core.plan_for(inputs, kind.static, wanted).saved, shape[axis])
 
 
 def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, wanted: Wanted | None, row_length: int,
-         call: Call):  # fmt: skip
-    """The loss, () or (N,), the core's numbers, (2 or 3, N), 0 where ignored, float32; and what is saved.
+         call: Call, numbers: Numbers):  # fmt: skip
+    """The loss, () or (N,), the core's statistics, (2 or 3, N), 0 where ignored, float32; and what is saved.
 
     e: (N, D), N ≥ 1; c: (V, D), bias: (V,); targets: (N,) int64, before the shift along rows of row_length;
     class_weight: (V,); token_weight: (N,); num_items: one element; wanted: the gradients that will be asked for, None
     if there is nothing to be saved for them.
     """
-    arrays = _Arrays(e, c, call)
-    rows = 2 + call.loss.needs_sum
+    arrays = _Arrays(e, c, call, numbers)
+    rows = 2 + call.loss.smooths
     whole = call.loss.reduction == "none"
     outputs = [
         e.new_empty((arrays.size,) if whole else (), dtype=torch.float32),
@@ -130,32 +171,32 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, wanted: 
     to_save = _saved_shape(arrays.kind, arrays.size, bias is not None, wanted) if wanted else (0, 0)
     if to_save[0]:
         outputs.append(e.new_empty(to_save))
-    value, numbers, *saved = bridge.run(
-        _loss_program(arrays.kind, wanted is not None, to_save[0]),
+    value, statistics, *saved = bridge.run(
+        _loss_program(arrays.kind, arrays.size, wanted, to_save[0] > 0),
         arrays.inputs(e, bias, targets, class_weight, token_weight, num_items, row_length),
         outputs,
     )
     if arrays.size != arrays.tokens:
-        value, numbers = value[: arrays.tokens] if whole else value, numbers[:, : arrays.tokens].contiguous()
-    return value, numbers, saved[0] if saved else e.new_empty(to_save)
+        statistics = statistics[:, : arrays.tokens].contiguous()
+    return arrays.cut(value) if whole else value, statistics, saved[0] if saved else e.new_empty(to_save)
 
 
 def saved_shape(e: Tensor, c: Tensor, bias: Tensor | None, wanted: Wanted, call: Call) -> tuple[int, int]:
     """The shape of what `loss` saves, of tensors that may be fake."""
-    arrays = _Arrays(e, c, call)
-    return _saved_shape(arrays.kind, arrays.size, bias is not None, wanted)
+    kind = kind_of_tensors(e, c, call)
+    return _saved_shape(kind, kind.sizes(e.shape[0]), bias is not None, wanted)
 
 
 def gradients(
-    of_loss, of_numbers, e, c, bias, targets, class_weight, token_weight, num_items, numbers, saved,
-    *, wanted: Wanted, of_token_weight: bool, row_length: int, call: Call,
+    of_loss, of_statistics, e, c, bias, targets, class_weight, token_weight, num_items, statistics, saved,
+    *, wanted: Wanted, of_token_weight: bool, row_length: int, call: Call, numbers: Numbers,
 ) -> list[Tensor]:  # fmt: skip
     """de, dc, dbias and the gradient of token_weight, those that are wanted: like e, c, bias and token_weight.
 
-    of_loss, of_numbers: the cotangents of what `loss` returned, None for zero; numbers, saved: what it returned. The
-    program writes into saved, but nothing that another call of this reads: cce_kernels/saved.py.
+    of_loss, of_statistics: the cotangents of what `loss` returned, None for zero; statistics, saved: what it returned.
+    The program writes into saved, but nothing that another call of this reads: cce_kernels/exponentials.py.
     """
-    arrays = _Arrays(e, c, call)
+    arrays = _Arrays(e, c, call, numbers)
     overwritten = [] if saved is None or not saved.numel() else [saved]
     outputs = []
     if wanted.e:
@@ -169,26 +210,27 @@ def gradients(
     if of_loss is not None and of_loss.dim():
         of_loss = arrays.padded(of_loss, 0)
     results = list(bridge.run(
-        _gradients_program(arrays.kind, wanted, of_token_weight, bool(overwritten), e.is_cuda),
-        [_dense(of_loss), arrays.padded(of_numbers, 0, axis=1), arrays.padded(numbers, 0, axis=1),
+        _gradients_program(arrays.kind, wanted, of_token_weight, bool(overwritten), arrays.size),
+        [_dense(of_loss), arrays.padded(of_statistics, 0, axis=1), arrays.padded(statistics, 0, axis=1),
          *arrays.inputs(e, bias, targets, class_weight, token_weight, num_items, row_length)],
-        overwritten + outputs,
-    ))[len(overwritten):]  # fmt: skip
+        outputs, scratch=overwritten,
+    ))  # fmt: skip
     if wanted.e:
-        results[0] = results[0][: arrays.tokens]
+        results[0] = arrays.cut(results[0])
     if wanted.c and arrays.kind.static.head.vocab_axis == 1:
         results[int(wanted.e)] = results[int(wanted.e)].T
     if of_token_weight:
-        results[-1] = results[-1][: arrays.tokens].to(token_weight.dtype)
+        results[-1] = arrays.cut(results[-1]).to(token_weight.dtype)
     return results
 
 
 class _Arrays:
     """The tensors of a call in the form that its program takes: row-major, and padded to a number of tokens."""
 
-    def __init__(self, e: Tensor, c: Tensor, call: Call) -> None:
-        axis = 0 if c.is_contiguous() or not c.T.is_contiguous() else 1
+    def __init__(self, e: Tensor, c: Tensor, call: Call, numbers: Numbers) -> None:
+        axis = _vocab_axis(c)
         self.c = _dense(c.T if axis else c)
+        self.numbers = numbers
         self.kind = kind_of(call, self.c.shape, axis, e.dtype, e.device)
         self.tokens = e.shape[0]
         self.size = self.kind.sizes(self.tokens)
@@ -201,14 +243,18 @@ class _Arrays:
         shape[axis] = self.size - self.tokens
         return torch.cat([x, x.new_full(shape, fill)], axis)
 
+    def cut(self, x: Tensor) -> Tensor:
+        """x without the tokens that it was padded with. Not as a view, which autograd lets nobody change in place."""
+        return x if self.size == self.tokens else x.resize_(self.tokens, *x.shape[1:])
+
     def inputs(self, e, bias, targets, class_weight, token_weight, num_items, row_length: int) -> list:
         """The arguments of `_prepared`."""
         call = self.kind.call
         words = self.padded(targets, call.ignore_index).view(torch.int32)  # JAX without x64 has no 64-bit integers
-        length = bridge.constant(row_length, e.device) if call.shift else None
+        length = row_length if call.shift else None
         weights = self.padded(_real(token_weight), 0)
         return [self.padded(e, 0), self.c, _dense(bias), words, _dense(_real(class_weight)), weights,
-                _dense(_real(num_items)), length]  # fmt: skip
+                _dense(_real(num_items)), length, *self.numbers]  # fmt: skip
 
 
 def _real(x: Tensor | None) -> Tensor | None:
@@ -221,8 +267,9 @@ def _dense(x: Any) -> Any:
     return None if x is None else x.resolve_neg().contiguous()
 
 
-def _prepared(kind: Kind, words, class_weight, token_weight, num_items, row_length):
-    """columns and the arguments of losses.loss that follow them."""
+def _prepared(kind: Kind, e, c, bias, words, class_weight, token_weight, num_items, row_length, label_smoothing, z_loss,
+              scale):  # fmt: skip
+    """The core's inputs, token_weight, and losses.loss but for the core's numbers and token_weight."""
     call, vocabulary = kind.call, kind.c_shape[kind.static.head.vocab_axis]
     columns = _columns(words, call.ignore_index, vocabulary)
     weights = None if class_weight is None else class_weight.astype(jnp.float32)
@@ -234,8 +281,9 @@ def _prepared(kind: Kind, words, class_weight, token_weight, num_items, row_leng
         token_weight = None if token_weight is None else _moved(token_weight, -call.shift, 0)
     items = None if num_items is None else num_items.reshape(())
     arithmetic = partial(losses.loss, columns=columns, class_weight=weights, num_items=items, vocabulary=vocabulary,
-                         options=call.loss)  # fmt: skip
-    return columns, weights, token_weight, arithmetic
+                         options=call.loss, label_smoothing=label_smoothing, z_loss=z_loss)  # fmt: skip
+    inputs = Inputs(e, c, bias, columns, weights, None if scale is None else scale.reshape(1))
+    return inputs, token_weight, arithmetic
 
 
 def _columns(words: jax.Array, ignore_index: int, vocabulary: int) -> jax.Array:
@@ -256,55 +304,68 @@ def _signed(word: int) -> int:
     return word - 2**32 if word >= 2**31 else word
 
 
-def _stacked(numbers: core.Statistics) -> jax.Array:
-    return jnp.stack([x for x in numbers if x is not None])
+def _stacked(statistics: Statistics) -> jax.Array:
+    return jnp.stack([x for x in statistics if x is not None])
 
 
-@cache
-def _loss_program(kind: Kind, for_gradients: bool, saved_tokens: int) -> Callable:
-    count = 3 if saved_tokens else 2
+def _jitted(program: Callable, outputs: int, options: dict[str, Any] | None = None) -> Callable:
+    """jax.jit(program), the first arguments being the memory of so many results, which nothing reads.
+
+    JAX would drop them as unused. keep_unused=True prevents that, but under it JAX 0.11.2 never frees a program: the
+    cache of _dce_jaxpr then holds its own key. A function with a rule of its own for derivatives keeps its arguments,
+    whether it uses them or not.
+    """
+    opaque = jax.custom_jvp(program)
+    opaque.defjvp(_never_differentiated)
+    return jax.jit(opaque, donate_argnums=range(outputs), compiler_options=options)
+
+
+def _never_differentiated(*_: Any) -> Any:
+    raise NotImplementedError("torch differentiates the loss, by another program")
+
+
+@lru_cache(maxsize=PROGRAMS)
+def _loss_program(kind: Kind, size: int, wanted: Wanted | None, saves: bool) -> Callable:
+    """size: the number of tokens, by which programs are kept and freed one by one; wanted: None for evaluation."""
+    count = 3 if saves else 2
 
     def torch_loss(*arrays):
-        e, c, bias, words, *rest = arrays[count:]  # before them the results' memory
-        columns, weights, token_weight, arithmetic = _prepared(kind, words, *rest)
-        numbers, saved = core.forward_pass(e, c, bias, columns, weights, kind.static, for_gradients=for_gradients,
-                                           saved_tokens=saved_tokens)  # fmt: skip
-        value, _ = arithmetic(numbers, token_weight=token_weight)
-        return value, jnp.where(columns >= 0, _stacked(numbers), 0), *([saved] if saved_tokens else [])
+        inputs, token_weight, arithmetic = _prepared(kind, *arrays[count:])  # before them the results' memory
+        statistics, saved = core.forward_pass(inputs, kind.static, wanted)
+        value, _ = arithmetic(statistics, token_weight=token_weight)
+        return value, jnp.where(inputs.targets >= 0, _stacked(statistics), 0), *([saved] if saves else [])
 
-    return jax.jit(torch_loss, donate_argnums=range(count), keep_unused=True)
+    return _jitted(torch_loss, count)
 
 
-@cache
-def _gradients_program(
-    kind: Kind, wanted: Wanted, of_token_weight: bool, with_saved: bool, on_gpu: bool
-) -> Callable:  # fmt: skip
+@lru_cache(maxsize=PROGRAMS)
+def _gradients_program(kind: Kind, wanted: Wanted, of_token_weight: bool, with_saved: bool, size: int) -> Callable:
+    """size: as for _loss_program."""
     count = with_saved + wanted.e + wanted.c + wanted.bias + of_token_weight
 
     def torch_gradients(*arrays):
         saved = arrays[0] if with_saved else None
-        of_loss, of_numbers, numbers, e, c, bias, words, *rest = arrays[count:]  # before them the results' memory
-        columns, weights, token_weight, arithmetic = _prepared(kind, words, *rest)
+        of_loss, of_statistics, stacked, *rest = arrays[count:]  # before them the results' memory
+        inputs, token_weight, arithmetic = _prepared(kind, *rest)
 
-        def statistics(numbers):
-            return core.Statistics(*numbers, *[None] * (3 - len(numbers)))
+        def named(kind_of_numbers, stacked):
+            return kind_of_numbers(*stacked, *[None] * (3 - len(stacked)))
 
-        def outputs(numbers, token_weight):
-            value, _ = arithmetic(statistics(numbers), token_weight=token_weight)
-            return value, numbers
+        def outputs(stacked, token_weight):
+            value, _ = arithmetic(named(Statistics, stacked), token_weight=token_weight)
+            return value, stacked
 
-        (value, _), pullback = jax.vjp(outputs, numbers, token_weight)
+        (value, _), pullback = jax.vjp(outputs, stacked, token_weight)
         cotangents, of_weight = pullback((
             jnp.zeros_like(value) if of_loss is None else of_loss,
-            jnp.zeros_like(numbers) if of_numbers is None else of_numbers,
+            jnp.zeros_like(stacked) if of_statistics is None else of_statistics,
         ))  # fmt: skip
-        *found, saved = core.gradients(
-            e, c, bias, columns, weights, statistics(numbers), saved, cotangents, kind.static, wanted
+        found, saved = core.gradients(
+            inputs, named(Statistics, stacked), saved, named(Cotangents, cotangents), kind.static, wanted
         )
         if of_token_weight and kind.call.shift:
             of_weight = _moved(of_weight, kind.call.shift, 0)
         results = *(x for x in found if x is not None), *([of_weight] if of_token_weight else [])
         return (saved, *results) if with_saved else results
 
-    options = ON_GPU if on_gpu else None
-    return jax.jit(torch_gradients, donate_argnums=range(count), keep_unused=True, compiler_options=options)
+    return _jitted(torch_gradients, count, ON_GPU if kind.device.platform != "cpu" else None)

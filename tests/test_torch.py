@@ -281,13 +281,13 @@ def test_padding_changes_nothing(reduction, monkeypatch):
         return [loss, lse, *gradients(loss.sum() + lse.sum(), e, c, weight)]
 
     monkeypatch.setattr(programs, "EXACT", 0)
-    programs._kinds.clear()
+    monkeypatch.setattr(programs, "_kinds", {})
     compiled = []
     original = programs.bridge.run
     monkeypatch.setattr(programs.bridge, "run", lambda *a: compiled.append(a[1]) or original(*a))
     padded = run("chunked")
     assert {x.shape[0] for x in compiled[0] if isinstance(x, torch.Tensor) and x.shape[1:] == (16,)} == {512, 70}
-    programs._kinds.clear()
+    monkeypatch.setattr(programs, "_kinds", {})
     assert_same(padded, run("reference"))
 
 
@@ -295,15 +295,15 @@ def test_threads_that_call_first_at_once_pad_alike(monkeypatch):
     """A backward pass looks up again, by then perhaps in another thread, to which size its forward pass padded."""
     from cce_torch import programs
 
-    threads, start = 8, programs.bridge.start_for
+    threads, found = 8, programs.bridge.jax_device
     all_here = threading.Barrier(threads)
-    monkeypatch.setattr(programs.bridge, "start_for", lambda device: (all_here.wait(60), start(device)))
+    monkeypatch.setattr(programs.bridge, "jax_device", lambda device: (all_here.wait(60), found(device))[1])
     monkeypatch.setattr(programs, "_kinds", {})
     e, c, _ = example()
 
     def kind(_):
-        call = programs.Call(-100, 0, losses.Loss("mean", 0.0, 0.0), 1.0, None, None, "chunked", 2**28)
-        return programs.kind_of(call, c.shape, 0, e.dtype, e.device)
+        call = programs.Call(-100, 0, losses.Loss(), None, None, "chunked", 2**28)
+        return programs.kind_of(call, 1.0, c.shape, 0, e.dtype, e.device)
 
     with ThreadPoolExecutor(threads) as pool:
         kinds = list(pool.map(kind, range(threads)))

@@ -1,5 +1,9 @@
 """cce_torch with saved exponentials: cce_jax's bits, nothing saved in vain, and every way to run a backward pass."""
 
+import gc
+from functools import lru_cache
+from weakref import WeakValueDictionary
+
 import numpy as np
 import pytest
 import torch
@@ -71,16 +75,37 @@ def test_the_bits_are_those_of_cce_jax(saving, saved):
 def test_padded_to_another_size(saving, options, saved, monkeypatch):
     monkeypatch.setattr(programs, "EXACT", 0)
     monkeypatch.setattr(programs, "SMALLEST", 16)
-    programs._kinds.clear()
+    monkeypatch.setattr(programs, "_kinds", {})
     given = some(("bias",), options)
     expected, reference = truth(given, options), call_torch.run(given, options, "reference")
     actual = call_torch.run(given, options, "cce", memory_budget=saving)
-    programs._kinds.clear()
     assert saved == [(saving, V)]
     for k, what in enumerate(("loss", "lse")):
         assert_rounded(actual[k], expected[k], reference[k], what, roundings=2)
     for name, gradient in actual[2].items():
         assert_rounded(gradient, expected[2][name], reference[2][name], f"gradient of {name}", roundings=3)
+
+
+def test_a_graph_knows_to_which_size_it_was_padded_when_its_programs_have_been_freed(monkeypatch):
+    for name in ("_loss_program", "_gradients_program", "_saved_shape"):
+        monkeypatch.setattr(programs, name, lru_cache(getattr(programs, name).__wrapped__))
+    monkeypatch.setattr(programs, "_kinds", WeakValueDictionary())
+    monkeypatch.setattr(programs, "SMALLEST", 16)
+    monkeypatch.setattr(programs, "EXACT", 0)
+    e, c, t = example()
+    value = loss(e, c, t, PART)
+    expected = gradients(value, e, c, retain_graph=True)
+    for name in ("_loss_program", "_gradients_program", "_saved_shape"):
+        getattr(programs, name).cache_clear()
+    gc.collect()
+    monkeypatch.setattr(programs, "EXACT", 4)  # another Kind would not pad
+    (kind,) = programs._kinds.values()
+    assert kind.sizes(TOKENS) > TOKENS
+    assert_equal(gradients(value, e, c), expected)
+    del value, kind
+    gc.collect()
+    programs._gradients_program.cache_clear()
+    assert not programs._kinds
 
 
 def test_only_what_a_backward_pass_will_read_is_saved(saved):

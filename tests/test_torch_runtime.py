@@ -1,0 +1,431 @@
+"""cce_torch among other things that run in the process: FSDP, forks, the user's JAX settings, PyTorch's settings."""
+
+import gc
+import os
+import subprocess
+import sys
+from functools import lru_cache
+
+import jax
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
+
+from cce_torch import bridge, linear_cross_entropy, programs, settings, tensors
+from tests.call_torch import array
+from tests.test_torch import assert_same, example, gradients
+from tests.tolerance import assert_close
+
+
+class Named(torch.Tensor):
+    """A subclass that only has a name: its memory is its own."""
+
+
+def run(code: str, **environment: str) -> str:
+    """What a process prints that runs the code."""
+    own = {k: v for k, v in os.environ.items() if not k.startswith("XLA_")} | environment
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=own,
+                          timeout=300)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def without(x: torch.Tensor, count: int | None = None) -> torch.Tensor:
+    """x, a view or not, so many bytes of whose storage have been freed, or all."""
+    storage = x.untyped_storage()
+    storage.resize_(0 if count is None else storage.nbytes() - count)
+    return x
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.rand(3, 4),
+        torch.rand(3, 4).T,
+        torch.rand(9)[3:],
+        torch.rand(3, 1).expand(3, 4),
+        torch.rand(4)[::2],
+        torch.empty(0),
+        without(torch.rand(3, 4)[:0]),
+        torch.tensor(1.0),
+        torch.nn.Parameter(torch.rand(3)),
+        torch.rand(3).as_subclass(Named),
+        FakeTensorMode().from_tensor(torch.rand(3)),
+        torch.sparse_coo_tensor([[0]], [1.0], (3,)),
+        None,
+    ],
+)
+def test_tensors_that_can_be_read_are_taken(x):
+    tensors.check({"e": x})
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        without(torch.rand(3, 4)),
+        without(torch.rand(9)[3:]),
+        without(torch.rand(3, 4), 1),
+        without(torch.rand(9)[::2], 1),
+        without(torch.rand(3, 4).T),
+        torch.nn.Parameter(without(torch.rand(3))),
+        torch.empty(3, device="meta"),
+    ],
+)
+def test_a_tensor_without_its_memory_is_named(x):
+    with pytest.raises(TypeError, match=r"^c of shape .* has no memory.*forward of the module that FSDP wraps"):
+        tensors.check({"e": torch.rand(2), "bias": None, "c": x})
+
+
+def test_a_tensor_of_a_type_that_is_not_understood_is_named():
+    with pytest.raises(TypeError, match=r"^bias is a TwoTensor.*forward of the module that FSDP wraps"):
+        tensors.check({"e": torch.rand(2), "bias": TwoTensor(torch.rand(2), torch.rand(2))})
+
+
+def test_what_functorch_wraps_is_taken():
+    def function(x):
+        tensors.check({"e": x})
+        return x.sum()
+
+    torch.func.vmap(torch.func.grad(function))(torch.rand(2, 3))
+
+
+def test_the_result_of_a_collective_is_taken():
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    tensors.check({"e": AsyncCollectiveTensor(torch.rand(3))})
+
+
+def test_a_weight_that_is_freed_before_the_backward_pass_is_named():
+    e, c, t = example()
+    loss = linear_cross_entropy(e, c, t, impl="chunked")
+    without(c)
+    with pytest.raises(TypeError, match=r"^c of shape .* has no memory"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("name", ["c", "targets", "class_weight", "token_weight", "num_items"])
+@pytest.mark.parametrize("kind", [Named, "collective"])
+def test_any_argument_may_be_of_a_subclass_that_is_understood(name, kind):
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    wrapped = AsyncCollectiveTensor if kind == "collective" else lambda x: x.as_subclass(Named)
+    e, c, t = example()
+    given = {"c": c.detach(), "targets": t, "class_weight": torch.rand(70), "token_weight": torch.rand(24),
+             "num_items": torch.tensor(3.0)}  # fmt: skip
+    expected = linear_cross_entropy(e, **given, impl="chunked")
+    actual = linear_cross_entropy(e, **given | {name: wrapped(given[name])}, impl="chunked")
+    assert torch.equal(torch.Tensor(actual), expected)
+    assert_same(gradients(actual, e), gradients(expected, e))
+
+
+def test_cotangents_may_be_batched():
+    e, c, t = example()
+    loss = linear_cross_entropy(e, c, t, impl="chunked", reduction="none")
+    cotangents = torch.rand(3, 24)
+    expected = [torch.autograd.grad(loss, (e, c), x, retain_graph=True) for x in cotangents]
+    actual = torch.autograd.grad(loss, (e, c), cotangents, is_grads_batched=True)
+    assert_same(actual, [torch.stack(x) for x in zip(*expected, strict=True)])
+
+
+FSDP = """
+import tempfile, torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from cce_torch import linear_cross_entropy
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 12)
+
+    def forward(self, x, t):
+        return linear_cross_entropy(self.body(x), self.head.weight, t, self.head.bias, impl="chunked")
+
+def losses(sharded):
+    torch.manual_seed(0)
+    model, x, t = Model(), torch.arange(40.0).reshape(5, 8).sin(), torch.arange(5)
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    for _ in range(3):
+        loss = model(x, t)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()
+
+with tempfile.NamedTemporaryFile() as file:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
+    assert list(losses(True)) == list(losses(False))
+    torch.distributed.destroy_process_group()
+"""
+
+
+def test_fsdp_with_the_loss_in_the_forward_that_it_wraps():
+    run(FSDP)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_storages_can_be_resized_after_a_call(dtype):
+    e, c, t = example(dtype=dtype)
+    leaves = [torch.nn.Parameter(x.detach().clone()) for x in (e, c)]
+    loss, lse = linear_cross_entropy(*leaves, t, impl="chunked", return_lse=True)
+    results = [loss.detach(), lse.detach(), *gradients(loss, *leaves)]
+    for x in (*leaves, t, *results):
+        before, storage = x.detach().clone(), x.untyped_storage()
+        bytes_of = storage.nbytes()
+        storage.resize_(0)
+        storage.resize_(bytes_of)
+        x.detach().copy_(before)
+    again = linear_cross_entropy(*leaves, t, impl="chunked")
+    assert torch.equal(again, results[0])
+    assert again.detach().resize_(3).shape == (3,)
+
+
+def test_results_can_be_changed_in_place_however_many_tokens_were_padded(monkeypatch):
+    monkeypatch.setattr(programs, "EXACT", 0)
+    monkeypatch.setattr(programs, "_kinds", {})
+    e, c, t = example()
+    weight = torch.rand(24, requires_grad=True)
+    options = dict(token_weight=weight, impl="chunked", reduction="none")
+    expected = gradients(linear_cross_entropy(e, c, t, **options).sum() * 2, e, c, weight)
+    loss = linear_cross_entropy(e, c, t, **options)
+    loss *= 2
+    assert loss.shape == (24,)
+    actual = gradients(loss.sum(), e, c, weight)
+    for x, y in zip(actual, expected, strict=True):
+        assert torch.equal(x, y)
+        x *= 3
+        assert torch.equal(x, 3 * y)
+    with torch.no_grad():
+        loss, lse = linear_cross_entropy(e, c, t, **options, return_lse=True)
+        loss *= 2
+        lse *= 2
+
+
+@pytest.mark.parametrize("given", [{"z_loss": 0.02}, {"label_smoothing": 0.2}, {"z_loss": 0.01, "label_smoothing": 1}])
+def test_numbers_that_change_from_step_to_step_compile_nothing(given):
+    e, c, t = example()
+
+    def step(impl, factor, leaves=(e, c)):
+        options = {k: v * factor for k, v in given.items()}
+        loss = linear_cross_entropy(*leaves, t, impl=impl, memory_budget=2**27, **options)
+        return [array(x) for x in (loss, *gradients(loss, *leaves))]
+
+    step("chunked", 0.5)
+    before = programs._loss_program.cache_info().misses, programs._gradients_program.cache_info().misses
+    wide = e.detach().double().requires_grad_(), c.detach().double().requires_grad_()
+    for factor in (0.3, 0.7, 1.0):
+        actual, reference, truth = (step("chunked", factor), step("reference", factor),
+                                    step("reference", factor, wide))  # fmt: skip
+        for k, what in enumerate(("loss", "de", "dc")):
+            assert_close(actual[k], truth[k], reference[k], what)
+    assert (programs._loss_program.cache_info().misses, programs._gradients_program.cache_info().misses) == before
+
+
+def test_programs_that_were_not_called_of_late_are_freed(monkeypatch):
+    for name in ("_loss_program", "_gradients_program", "_saved_shape"):
+        monkeypatch.setattr(programs, name, lru_cache(maxsize=2)(getattr(programs, name).__wrapped__))
+    e, c, t = example()
+    client = jax.devices("cpu")[0].client
+
+    def call(number):
+        linear_cross_entropy(e, c, t, impl="chunked", logit_scale=1.5 + number).backward()
+        gc.collect()
+        return len(client.live_executables()), len(programs._kinds)
+
+    call(0)
+    before = call(1)
+    assert [call(2 + k) for k in range(4)] == [before] * 4
+
+
+USERS = [
+    ("jax_numpy_dtype_promotion", "strict"),
+    ("jax_numpy_rank_promotion", "raise"),
+    ("jax_disable_jit", True),
+    ("jax_debug_nans", True),
+    ("jax_debug_infs", True),
+    ("jax_enable_x64", True),
+    ("jax_default_matmul_precision", "bfloat16"),
+    ("jax_transfer_guard", "disallow_explicit"),
+    ("mesh", None),
+]
+
+
+@pytest.fixture
+def users(request):
+    """One of the user's settings of JAX."""
+    name, value = request.param
+    if name == "mesh":
+        with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+            yield name
+        return
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    yield name
+    jax.config.update(name, before)
+    if name == "jax_transfer_guard":
+        for direction in ("host_to_device", "device_to_device", "device_to_host"):
+            jax.config.update(f"jax_transfer_guard_{direction}", None)
+
+
+@pytest.mark.parametrize("users", USERS, indirect=True, ids=[name for name, _ in USERS])
+def test_the_users_jax_settings_change_nothing_and_stay(users, monkeypatch):
+    budget = 2**26 + [name for name, _ in USERS].index(users)  # so that the programs are traced here
+    e, c, t = example()
+    monkeypatch.setattr(bridge, "_kept_constant", lru_cache(typed=True)(bridge._kept_constant.__wrapped__))
+    weight = torch.rand(24, requires_grad=True)
+    options = dict(shift=1, label_smoothing=0.1, z_loss=0.1, token_weight=weight, softcap=3.0, bias=torch.zeros(70))
+
+    def call(budget):
+        loss = linear_cross_entropy(e, c, t, **options, impl="chunked", memory_budget=budget)
+        return [loss, *gradients(loss, e, c, weight)]
+
+    with settings.defaults():
+        expected = call(2**25)
+    before = [state.value for state in settings._STATES]
+    assert not settings.are_default()
+    for _ in range(2):
+        assert all(torch.equal(x, y) for x, y in zip(call(budget), expected, strict=True))
+    assert before == [state.value for state in settings._STATES]
+    if users == "jax_debug_nans":
+        t[1] = 70  # outside the vocabulary: the loss is NaN
+        assert linear_cross_entropy(e, c, t, impl="chunked", memory_budget=budget).isnan()
+        with pytest.raises(FloatingPointError):
+            jax.numpy.log(-1.0 * jax.numpy.ones(3))
+
+
+def test_settings_are_put_back_after_an_error():
+    @settings.defaults()
+    def fails():
+        assert settings._post_hook.value is None
+        raise ZeroDivisionError
+
+    before = [state.get_local() for state in settings._STATES]
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert [state.get_local() for state in settings._STATES] == before
+
+
+@pytest.mark.parametrize(("setting", "exact"), [("tf32", False), ("ieee", True), ("none", True)])
+@pytest.mark.parametrize("place", [torch.backends, torch.backends.cuda.matmul])
+def test_pytorchs_newer_setting_for_float32_matmuls_is_followed(place, setting, exact):
+    e, c, t = example()
+    before = place.fp32_precision
+    place.fp32_precision = setting
+    try:
+        linear_cross_entropy(e, c, t, impl="chunked").backward()
+        call = programs.Call(-100, 0, programs.losses.Loss(), None, None, "chunked", 2**28)
+        assert call.is_exact(torch.float32) is exact
+    finally:
+        place.fp32_precision = before
+
+
+@pytest.mark.parametrize(("setting", "exact"), [("highest", True), ("high", False), ("medium", False)])
+def test_pytorchs_older_setting_for_float32_matmuls_is_followed(setting, exact):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(setting)
+    try:
+        call = programs.Call(-100, 0, programs.losses.Loss(), None, None, "chunked", 2**28)
+        assert call.is_exact(torch.float32) is exact
+        assert not call.is_exact(torch.bfloat16)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+FORK = """
+import os, torch, cce_torch
+e, c, t = torch.ones(5, 4), torch.ones(9, 4), torch.arange(5)
+{before}
+child = os.fork()
+if not child:
+    try:
+        print(cce_torch.linear_cross_entropy(e, c, t, impl="chunked").item(), flush=True)
+    except RuntimeError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_call_in_a_forked_process_says_what_to_do():
+    said = run(FORK.format(before='cce_torch.linear_cross_entropy(e, c, t, impl="chunked")'))
+    assert "forked" in said
+    assert "spawn" in said
+    assert "impl='torch_compile'" in said
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_process_that_was_forked_before_jax_started_may_call():
+    assert float(run(FORK.format(before="from cce_torch import bridge"))) == pytest.approx(np.log(9))
+
+
+def test_a_cuda_graph_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    bridge.check_can_run(torch.device("cpu"))
+    with pytest.raises(RuntimeError, match=r"captured in a CUDA graph.*impl='torch_compile'"):
+        bridge.check_can_run(torch.device("cuda", 0))
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_is_refused_on_a_gpu():
+    e, c, t = (x.cuda() for x in example())
+    with pytest.raises(RuntimeError, match="captured in a CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        linear_cross_entropy(e, c, t)
+    assert linear_cross_entropy(e, c, t).isfinite()
+
+
+@pytest.mark.gpu
+def test_a_pinned_number_of_items_may_be_changed_after_the_call():
+    e, c, t = (x.detach().cuda() for x in example())
+    expected = linear_cross_entropy(e, c, t, num_items=8.0)
+    number = torch.tensor(8.0).pin_memory()
+    torch.cuda._sleep(2**30)
+    actual = linear_cross_entropy(e, c, t, num_items=number)
+    number.fill_(1)
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("kind", [float, int])
+def test_a_number_of_items_compiles_no_graph_for_each_value(backend, kind):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    e, c, t = example()
+    step = torch.compile(
+        lambda number: linear_cross_entropy(e, c, t, num_items=number, impl="chunked"), fullgraph=True, backend=backend
+    )
+    for number in range(3, 15):
+        given = kind(number) + (0.25 if kind is float else 0)
+        actual, expected = step(given), linear_cross_entropy(e, c, t, num_items=given, impl="chunked")
+        assert_same([actual, *gradients(actual, e)], [expected, *gradients(expected, e)])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+DELETED = """
+import jax, torch, cce_torch
+e, c, t = torch.ones(5, 4), torch.ones(9, 4), torch.arange(5)
+for _ in range(3):
+    loss = cce_torch.linear_cross_entropy(e, c, t, shift=1, label_smoothing=0.1, impl="chunked")
+    for x in jax.live_arrays():
+        x.delete()
+"""
+
+
+def test_the_user_may_delete_all_arrays_of_jax():
+    run(DELETED)
+
+
+def test_what_was_lent_and_deleted_is_lent_again(monkeypatch):
+    cpu = jax.devices("cpu")[0]
+    monkeypatch.setattr(bridge, "gpu", lambda index: cpu)
+    monkeypatch.setattr(bridge, "DLPACK_CUDA", bridge.DLPACK_CPU)
+    x = torch.arange(12.0)
+    key = x.data_ptr(), x.shape, x.dtype, 0
+    bridge._at(*key).delete()
+    assert np.array_equal(bridge._at(*key), x)
+    assert bridge._at(*key) is bridge._at(*key)
+    bridge._kept_at.cache_clear()
