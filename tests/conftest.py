@@ -5,7 +5,7 @@ import hypothesis
 import jax
 import pytest
 
-from cce_kernels import budget
+from cce_kernels.plan import choose
 
 hypothesis.settings.register_profile("all", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("all")
@@ -15,6 +15,11 @@ hypothesis.settings.load_profile("all")
 if platform.machine() == "x86_64":
     flags = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_max_isa=AVX"
     os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
+
+# In Mosaic's GPU interpreter the threads of a kernel wait for each other in the thread pool of XLA's CPU client, which
+# has one thread a core: with fewer threads than the kernel's it waits forever. XLA reads the number from NPROC, JAX's
+# plugins from PJRT_NPROC, when the first backend starts.
+os.environ["NPROC"] = os.environ["PJRT_NPROC"] = str(max(32, os.cpu_count() or 1))
 
 
 def pytest_collection_modifyitems(config, items):
@@ -35,7 +40,15 @@ def budget_in_tokens(monkeypatch):
     """memory_budget is the number of tokens to save, if there are so many, up to 1000: at small shapes any real one
     saves all.
     """
-    real = budget.saved_tokens
-    monkeypatch.setattr(
-        budget, "saved_tokens", lambda *call: min(call[0], call[-1]) if call[-1] <= 1000 else real(*call)
-    )
+    real = choose._saved_tokens
+
+    def saved_tokens(setting: choose._Setting) -> int:
+        call = setting.call
+        if call.memory_budget > 1000:
+            return real(setting)
+        return min(call.memory_budget, setting.rows) if call.wanted is not None and setting.engine.stops else 0
+
+    monkeypatch.setattr(choose, "_saved_tokens", saved_tokens)
+    choose.plan_of.cache_clear()
+    yield
+    choose.plan_of.cache_clear()
