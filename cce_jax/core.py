@@ -37,7 +37,7 @@ its row of e, not even a NaN, reaches a gradient. A target of V or more picks no
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -73,13 +73,15 @@ def statistics(inputs: Inputs, core: Core) -> Statistics:
     return _statistics(core, inputs)
 
 
-def plan_for(inputs: Inputs, core: Core, wanted: Wanted | None) -> Plan:
-    """The plan of a call; inputs: arrays or their shapes; wanted: None for evaluation."""
+def plan_for(inputs: Inputs, core: Core, wanted: Wanted | None, saved: int | None = None) -> Plan:
+    """The plan of a call of arrays or their shapes. wanted: None for evaluation; saved: tokens, if decided before."""
     gpu = INTERPRETER if core.impl == "cce" and core.gpu is None else core.gpu
-    return _plan(inputs, core, wanted, gpu, core.impl if gpu is not None else "chunked", None)
+    return _plan(inputs, core, wanted, saved, gpu, core.impl if gpu is not None else "chunked")
 
 
-def _plan(inputs: Inputs, core: Core, wanted: Wanted | None, gpu: Gpu | None, impl, saved: int | None) -> Plan:
+def _plan(
+    inputs: Inputs, core: Core, wanted: Wanted | None, saved: int | None, gpu: Gpu | None, impl: Any
+) -> Plan:  # fmt: skip
     e, c = inputs.e, inputs.c
     call = Call(*e.shape, core.head.vocabulary(c), str(jnp.dtype(e.dtype)), core.head, inputs.bias is not None,
                 core.with_sum, wanted, core.memory_budget)  # fmt: skip
@@ -116,7 +118,8 @@ def gradients(
         found, overwritten = backward.gradients(inputs, numbers, saved if plan.saved else None, cotangents, plan)
         return found, saved if overwritten is None else overwritten
 
-    return _on_platform(run, inputs, core, wanted)(inputs, numbers, saved, cotangents)
+    held = 0 if saved is None else saved.shape[0]  # less than planned where a forward pass could not save
+    return _on_platform(run, inputs, core, wanted, held)(inputs, numbers, saved, cotangents)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -161,15 +164,17 @@ def _is_symbolic_zero(x) -> bool:
     return isinstance(x, jax.custom_derivatives.SymbolicZero)
 
 
-def _on_platform(run: Callable, inputs: Inputs, core: Core, wanted: Wanted | None) -> Callable:
+def _on_platform(
+    run: Callable, inputs: Inputs, core: Core, wanted: Wanted | None, saved: int | None = None
+) -> Callable:
     """run(plan, ...), with the plan of the platform that the program is lowered for.
 
     A program may be lowered for a platform that this process does not have: CUDA programs are then planned for an H200.
     """
-    here = plan_for(inputs, core, wanted)
+    here = plan_for(inputs, core, wanted, saved)
     if core.impl == "chunked":
         return partial(run, here)
-    plan = partial(_plan, inputs, core, wanted, saved=here.saved)  # what is saved has one shape on all platforms
+    plan = partial(_plan, inputs, core, wanted, here.saved)  # what is saved has one shape on all platforms
     on_gpu = here if core.gpu is not None else plan(H200, core.impl)
     elsewhere = plan(INTERPRETER, "cce") if core.impl == "cce" else plan(None, "chunked")
     return partial(lax.platform_dependent, cuda=partial(run, on_gpu), default=partial(run, elsewhere))

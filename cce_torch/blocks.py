@@ -49,7 +49,7 @@ def _groups(e: Tensor, c: Tensor, memory_budget: int) -> Iterator[slice]:
     itemsize = torch.promote_types(e.dtype, torch.float32).itemsize
     column_bytes, sums = itemsize * max(e.shape[0], width), 2 * itemsize * e.shape[0] * width
     block = min(BLOCK_BYTES, (memory_budget - sums) // 3)
-    columns = vocabulary_groups(vocabulary, block, column_bytes, cost=lambda _: 1.0).columns
+    columns = vocabulary_groups(vocabulary, block, column_bytes, cost=lambda *_: 1.0).columns
     return (slice(start, min(start + columns, vocabulary)) for start in range(0, vocabulary, columns))
 
 

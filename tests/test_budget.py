@@ -11,8 +11,11 @@ import pytest
 
 from cce_jax import linear_cross_entropy
 from cce_kernels import backward, forward
-from cce_kernels.groups import Wanted
-from cce_kernels.logits import Head
+from cce_kernels import numbers as core
+from cce_kernels.call import Call
+from cce_kernels.device import INTERPRETER
+from cce_kernels.head import Head
+from cce_kernels.plan import plan_of
 from tests.call import run
 from tests.cases import ARRAYS, Case, Inputs, inputs
 from tests.tolerance import assert_rounded, error
@@ -213,25 +216,25 @@ def test_the_gradient_of_lse_is_finite_and_right_for_a_target_out_of_range(savin
 def test_another_backward_pass_has_the_bits_of_the_first(saving):
     """With what the one before left of what was saved, after other cotangents, and among tokens that are ignored."""
     given = Way(saving, TOKENS).inputs()
-    options = dict(head=Head(), interpret=True)
-    start = jax.jit(partial(forward.statistics, with_sum=False, saved_tokens=min(saving, TOKENS), **options))
-    follow = jax.jit(partial(backward.gradients, wanted=Wanted(True, True, True), memory_budget=0, **options))
+    wanted = core.Wanted(True, True, True)
+    plan = plan_of(Call(TOKENS, D, V, "bfloat16", Head(), False, False, wanted, saving), INTERPRETER, "cce")
+    assert plan.saved == min(saving, TOKENS)
+    start, follow = (jax.jit(partial(run, plan=plan)) for run in (forward.statistics, backward.gradients))
     rng = np.random.default_rng(0)
     x, y = (jnp.float32(rng.standard_normal((2, TOKENS))) for _ in "xy")
     y = y.at[0, ::3].set(0)  # whose target's element is then of another size
     for hidden in (ignored(TOKENS)[what] for what in ("few", "most")):
-        targets = np.where(hidden, -1, given.targets)
-        lse, target, _, saved = start(given.e, given.c, None, targets, None)
+        arrays = core.Inputs(given.e, given.c, None, np.where(hidden, -1, given.targets))
+        numbers, saved = start(arrays)
 
-        def gradients(saved, cotangents, known=(targets, None, lse, target)):
-            *found, left = follow(given.e, given.c, None, *known, saved, cotangents)
-            return found, left
+        def gradients(saved, cotangents, arrays=arrays, numbers=numbers):
+            return follow(arrays, numbers, saved, core.Cotangents(*cotangents, None))
 
         first, left = gradients(saved, x)
         other, left = gradients(left, y)
         jax.tree.map(np.testing.assert_array_equal, gradients(left, x)[0], first)
         jax.tree.map(np.testing.assert_array_equal, gradients(saved, y)[0], other)
-        assert error(other[0], first[0]) > 0.1
+        assert error(other.e, first.e) > 0.1
 
 
 @pytest.mark.parametrize("saving", [PART, ALL])

@@ -1,5 +1,6 @@
 """Every kernel lowers for CUDA without a GPU, and every shipped tile configuration fits the GPUs it is for."""
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -10,13 +11,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from cce_jax import linear_cross_entropy
-from cce_kernels import backward, config, forward
-from cce_kernels.budget import whole_bytes
-from cce_kernels.config import NARROW, NARROW_TABLE, SAFE, TABLE, Gpu, Tiles, tile_config
-from cce_kernels.groups import Wanted
-from cce_kernels.logits import Head
-from cce_kernels.saved import saved_shape
+from cce_jax import api, linear_cross_entropy
+from cce_kernels import backward, forward
+from cce_kernels.device import Gpu
+from cce_kernels.engines import hopper
+from cce_kernels.engines.triton.tiles import NARROW, NARROW_TABLE, SAFE, TABLE, Tiles, tiles_for
+from cce_kernels.exponentials import saved_shape
+from cce_kernels.head import Head
+from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
+from cce_kernels.plan import plan_of
 from tests.lowering import (
     LIMITS,
     REGISTERS,
@@ -26,6 +29,7 @@ from tests.lowering import (
     resources,
     stack_accesses_in_loops,
 )
+from tests.plans import call_of, whole_bytes
 
 S = jax.ShapeDtypeStruct
 MIB = 2**20
@@ -34,9 +38,12 @@ MIB = 2**20
 @pytest.fixture(autouse=True, scope="module")
 def on_a_gpu_that_only_triton_serves():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config, "local_gpu", lambda: Gpu("8.9", 132))
+        patch.setattr(api, "local_gpu", lambda: Gpu("8.9", 132))
+        patch.setattr(hopper, "MOSAIC", False)
+        plan_of.cache_clear()
         jax.clear_caches()
         yield
+    plan_of.cache_clear()
     jax.clear_caches()
 
 
@@ -80,7 +87,7 @@ def test_the_kernels_of_a_gradient_with_saved_exponentials():
     part = gradient(jnp.bfloat16, *shape, memory_budget=300 * MIB + whole_bytes(*shape) // 2, softcap=30.0)
     kinds = {*FORWARD, "replace", *DZ, *SAVED_DZ}
     assert set(names(part)) == kinds
-    assert names(part).count("saved_dz") == names(part).count("dz") == 2
+    assert (names(part).count("saved_dz"), names(part).count("dz")) == (2, 1)  # beside those saved no matmul is XLA's
     assert names(gradient(jnp.float16, *shape, memory_budget=10**10)).count("replace") == 0
 
 
@@ -164,33 +171,37 @@ class Variant(NamedTuple):
     softcap: float | None = None
     saved: int = 0  # tokens
     spilled: int = 0  # bytes, at most, and never in a loop over D
-    twins: bool = False  # compile dz of all tokens too, beside the one that stops at the last kept one
+    twins: bool = False  # compile every kernel of a name: dz of all tokens too, beside the one that stops; and, with
+    # every option, the statistics of evaluation, which look up every row of e, beside those of training
 
 
 @cache
 def launched(variant: Variant, tiles: Tiles) -> list:
-    """The kernels of the forward and the backward pass as the packages above launch them, with these tiles."""
-    (n, d, v), dtype, f32 = variant.shape, variant.dtype, jnp.float32
-    head = Head(softcap=variant.softcap, vocab_axis=variant.vocab_axis, precision=variant.precision)  # type: ignore[arg-type]
-    if variant.every:
-        head = Head(scale=2.0, softcap=30.0, vocab_axis=variant.vocab_axis)
+    """The kernels of the forward and the backward pass as the packages above launch them on a GPU with these tiles."""
+    (n, d, v), f32 = variant.shape, jnp.float32
+    dtype, every = jnp.dtype(variant.dtype), variant.every
+    softcap = 30.0 if every else variant.softcap
+    head = Head(softcap, variant.vocab_axis, variant.precision)  # type: ignore[arg-type]
+    call = call_of(variant.shape, 300 * MIB, head, dtype=dtype.name, with_sum=every, wanted=Wanted(True, True, every))
+    gpus = (Gpu(capability, 132) for capability in (*LIMITS, *UNKNOWN))
+    gpu = next(gpu for gpu in gpus if tiles_for(dtype.itemsize, d, gpu) == tiles)
+    plan = plan_of(replace(call, memory_budget=300 * MIB + 2 * v * variant.saved), gpu, "cce", variant.saved)
+    evaluation = plan_of(replace(call, wanted=None), gpu, "cce")
 
-    def both(e, c, bias, targets, weights, lse, target, saved, cotangents):
-        if not variant.every:
-            bias, weights = None, None
-        options: dict[str, Any] = {"head": head, "interpret": False}
-        stats = forward.statistics(e, c, bias, targets, weights, with_sum=variant.every, saved_tokens=variant.saved,
-                                   tiles=tiles.statistics, **options)  # fmt: skip
-        wanted = Wanted(True, True, variant.every)
-        return stats, backward.gradients(
-            e, c, bias, targets, weights, lse, target, saved if variant.saved else None, cotangents,
-            wanted=wanted, memory_budget=300 * MIB + 2 * v * variant.saved, tiles=tiles, **options,
-        )  # fmt: skip
+    def both(e, c, bias, targets, weights, scale, numbers, saved, cotangents):
+        if not every:
+            bias, weights, scale = None, None, None
+            numbers, cotangents = numbers._replace(sum=None), cotangents._replace(sum=None)
+        inputs = Inputs(e, c, bias, targets, weights, scale)
+        forward_plans = [plan] if variant.saved else [plan, evaluation] if every else [evaluation]
+        found = backward.gradients(inputs, numbers, saved if variant.saved else None, cotangents, plan)
+        return [forward.statistics(inputs, x) for x in forward_plans], found
 
     c = S((v, d) if variant.vocab_axis == 0 else (d, v), dtype)
+    each = [S((n,), f32)] * 3
     return kernels(
-        both, S((n, d), dtype), c, S((v,), dtype), S((n,), jnp.int32), S((v,), f32), S((n,), f32), S((n,), f32),
-        S(saved_shape(max(variant.saved, 1), v), dtype), S((3 if variant.every else 2, n), f32),
+        both, S((n, d), dtype), c, S((v,), dtype), S((n,), jnp.int32), S((v,), f32), S((1,), f32), Statistics(*each),
+        S(saved_shape(max(variant.saved, 1), v), dtype), Cotangents(*each),
     )  # fmt: skip
 
 
@@ -206,7 +217,7 @@ VARIANTS = {
     "some saved, softcap": Variant(BF16, ("replace", "saved_dz"), saved=4096, softcap=30.0, spilled=8),
     "all saved": Variant(BF16, ("targets", "clear"), saved=8192),
     "every option, some saved": Variant(BF16, ("saved_dz",), saved=4096, **RAGGED),
-    "float16, every option": Variant(F16, ("statistics", "dz", "dc"), **RAGGED),
+    "float16, every option": Variant(F16, ("statistics", "dz", "dc"), twins=True, **RAGGED),
     "float32": Variant(F32, ("statistics", "dz", *PRODUCTS)),
     # Matmuls on the CUDA cores: the tiles that suit TF32 leave few registers to what comes after the loop.
     "float32, highest": Variant(F32, ("statistics", "dz", "dc"), precision="highest", spilled=64),
@@ -235,8 +246,8 @@ def hold(variant: Variant, tiles: Tiles, capability: str) -> None:
 @pytest.mark.parametrize(("capability", "name"), SHIPPED)
 def test_shipped_tiles_fit_their_gpu(capability, name):
     variant = VARIANTS[name]
-    tiles = tile_config(variant.dtype, variant.shape[1], Gpu(capability, 100))
     itemsize = jnp.dtype(variant.dtype).itemsize
+    tiles = tiles_for(itemsize, variant.shape[1], Gpu(capability, 100))
     assert tiles is (SAFE[itemsize] if capability in UNKNOWN else TABLE[capability, itemsize])
     hold(variant, tiles, capability)
 
@@ -244,18 +255,18 @@ def test_shipped_tiles_fit_their_gpu(capability, name):
 @pytest.mark.parametrize("capability", [capability for capability, _ in NARROW_TABLE])
 def test_tiles_for_a_narrow_d_fit_their_gpu(capability):
     gpu = Gpu(capability, 100)
-    tiles = tile_config(BF16, NARROW, gpu)
+    tiles = tiles_for(2, NARROW, gpu)
     assert tiles is NARROW_TABLE[capability, 2]
-    assert tile_config(BF16, NARROW + 1, gpu) is TABLE[capability, 2]
+    assert tiles_for(2, NARROW + 1, gpu) is TABLE[capability, 2]
     hold(Variant(BF16, ("dz",), (32768, 768, 128256), twins=True), tiles, capability)
 
 
 def test_the_table_reaches_the_kernels(monkeypatch):
     """What the GPU at hand is decides the launches of a call."""
     for gpu, width in (("9.0", 2304), ("9.0", 768), ("8.9", 768), ("13.0", 768)):
-        monkeypatch.setattr(config, "local_gpu", lambda gpu=gpu: Gpu(gpu, 100))
+        monkeypatch.setattr(api, "local_gpu", lambda gpu=gpu: Gpu(gpu, 100))
         jax.clear_caches()
-        tiles = tile_config(BF16, width, Gpu(gpu, 100))
+        tiles = tiles_for(2, width, Gpu(gpu, 100))
         found = gradient(BF16, d=width, v=1000, memory_budget=0)  # a V that no other kernel is for
         role = {"statistics": tiles.statistics, "rescue": tiles.statistics, "dz": tiles.dz, "de": tiles.de,
                 "dc": tiles.dc}  # fmt: skip

@@ -1,37 +1,37 @@
 """The gradient's two matmuls for a number of tokens that only the device knows, against NumPy's of those tokens."""
 
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cce_kernels.config import target_of
-from cce_kernels.logits import Head
-from cce_kernels.products import kernel_products
+from cce_kernels.engines.triton.products import products
+from cce_kernels.engines.triton.tiles import INTERPRETED
+from cce_kernels.head import Head
 from cce_kernels.windows import Window
 from tests.cases import DTYPES
 from tests.tolerance import error
 
 TOKENS, WIDTH, COLUMNS, VOCABULARY = 53, 40, 72, 120  # the interpreter's tiles are of 16 and 32
 START = 31
+TILES = {"de": INTERPRETED, "dc": INTERPRETED, "interpret": True}
 COUNTS = (0, 1, 15, 16, 17, 32, 48, TOKENS - 1, TOKENS)
 
 
 @cache
-def program(axis: int, dtype: str, with_unit: bool):
+def program(axis: int, with_unit: bool):
     """de and dc as the products leave them, of arrays, the count and the unit."""
-    tiles = target_of(DTYPES[dtype], WIDTH, interpret=True)[1]
 
     @jax.jit
-    def products(e, c, dz, de, dc, count, unit):
-        made = partial(kernel_products, e, c, head=Head(vocab_axis=axis, precision="highest"), tiles=tiles)
-        run = made(unit=unit if with_unit else None, count=count.reshape(1), interpret=True)
+    def both(e, c, dz, de, dc, count, unit):
+        run = products(e, c, head=Head(vocab_axis=axis, precision="highest"), unit=unit if with_unit else None,
+                       count=count.reshape(1), splits=1, adding=False, **TILES)  # fmt: skip
         window = Window(*[jnp.int32(START)] * 3)
         return run.add_de(None, dz, window), run.add_de(de, dz, window), run.put_dc(dc, dz, window)
 
-    return products
+    return both
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -46,7 +46,7 @@ def test_products_of_the_first_tokens(axis, dtype, unit, count):
     dz[count:], e[count:] = np.nan, 0  # what lies there is arbitrary in dz, and e was gathered with zeros
     before = rng.standard_normal((TOKENS, WIDTH)).astype(np.float32)
     dc = rng.standard_normal((VOCABULARY, WIDTH)).astype(kind)
-    first, more, put = program(axis, dtype, unit is not None)(
+    first, more, put = program(axis, unit is not None)(
         e, c.T if axis else c, dz, before, dc.T if axis else dc, np.int32(count), np.float32(unit or 1)
     )
     put = np.float64(put.T if axis else put)
@@ -66,16 +66,15 @@ def test_products_of_the_first_tokens(axis, dtype, unit, count):
 @cache
 def adding_program(axis: int, splits: int):
     """dc with the product added, and the parts of de, each added to one of its own."""
-    tiles = target_of(DTYPES["bfloat16"], WIDTH, interpret=True)[1]
 
     @jax.jit
-    def products(e, c, dz, de, dc, count):
-        run = kernel_products(e, c, head=Head(vocab_axis=axis), unit=None, tiles=tiles, count=count.reshape(1),
-                              interpret=True, adding=True, splits=splits)  # fmt: skip
+    def both(e, c, dz, de, dc, count):
+        run = products(e, c, head=Head(vocab_axis=axis), unit=None, count=count.reshape(1), splits=splits, adding=True,
+                       **TILES)  # fmt: skip
         window = Window(*[jnp.int32(START)] * 3)
         return run.add_de(None, dz, window), run.add_de(de, dz, window), run.put_dc(dc, dz, window)
 
-    return products
+    return both
 
 
 @pytest.mark.parametrize("count", COUNTS)

@@ -7,13 +7,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cce_kernels import budget
-from cce_kernels.config import H200, SAFE, Gpu, TileConfig, tile_config
-from cce_kernels.groups import Wanted
-from cce_kernels.logits import Head
-from cce_kernels.tiles import SCRATCH_BYTES, grouped_order, vocabulary_splits
+from cce_kernels.device import H200, Gpu
+from cce_kernels.engines import hopper
+from cce_kernels.engines.order import SCRATCH_BYTES, grouped_order, vocabulary_splits
+from cce_kernels.engines.triton.tiles import SAFE, TileConfig, tiles_for
+from cce_kernels.head import Head
+from cce_kernels.numbers import Wanted
+from cce_kernels.plan import Plan, plan_of
+from cce_kernels.plan.budget import GROUP_BYTES
 from cce_kernels.tokens import Kept
 from cce_kernels.windows import FEWEST_COLUMNS, Groups, vocabulary_groups
+from tests.plans import call_of, whole_bytes
+
+
+@pytest.fixture(autouse=True, scope="module")
+def with_jax_that_runs_the_kernels_for_hopper():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper, "MOSAIC", True)
+        plan_of.cache_clear()
+        yield
+    plan_of.cache_clear()
 
 
 @given(st.integers(1, 500), st.integers(1, 500))
@@ -43,7 +56,7 @@ def test_groups_fit_their_budget(vocabulary, budget, column_bytes, beyond):
 def test_what_a_short_last_group_costs():
     """One that ends with the vocabulary costs what its columns do; one that overlaps its neighbour, what all do."""
 
-    def waves(columns: int) -> float:
+    def waves(_: Groups, columns: int) -> float:
         return -(-columns // 2500) + 0.1
 
     assert vocabulary_groups(5000, 4096, 1, waves, 1024, beyond=True) == Groups(5000, 3072, beyond=True)
@@ -79,119 +92,74 @@ def test_a_tile_config_is_validated(change):
 
 
 def test_an_unknown_gpu_gets_tiles_that_fit_every_gpu():
-    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
-        itemsize = jnp.dtype(dtype).itemsize
-        tiles = tile_config(dtype, 4096, Gpu("99.0", 1))
+    for itemsize in (2, 4):
+        tiles = tiles_for(itemsize, 4096, Gpu("99.0", 1))
         assert tiles is SAFE[itemsize]
-        assert all(tile.shared_memory(itemsize) <= 99 * 1024 for tile in tiles)
+        for tile in tiles:  # what the pipelined loads of both operands take of shared memory
+            assert (tile.rows + tile.columns) * tile.depth * itemsize * tile.stages <= 99 * 1024
 
 
-MIB = 2**20
 HEADS = st.builds(Head, softcap=st.sampled_from([None, 30.0]))
 SIZES = st.builds(lambda power, part: int(2**power * part), st.integers(0, 17), st.floats(1, 2))
 VOCABULARIES = SIZES | SIZES.map(lambda n: -(-n // 256) * 256) | SIZES.map(lambda n: -(-n // 8) * 8)
 SHAPES = st.tuples(SIZES, st.integers(1, 16_384), VOCABULARIES)
+MULTIPLES = st.integers(2, 256).map(lambda n: 64 * n)
+HOPPER_SHAPES = st.tuples(st.integers(256, 2**18), MULTIPLES, MULTIPLES | st.integers(2, 2048).map(lambda n: 128 * n))
 SHARES = st.floats(0, 1.5)  # of what saving everything and larger groups take
-EVERY = Wanted(True, True, True)
 WANTED = st.builds(Wanted, *[st.booleans()] * 3)
+OTHER = Gpu("8.9", 132)  # of the engines for GPUs Triton alone serves it
 
 
-def share_of(shape, share: float) -> int:
-    return int(share * (budget.whole_bytes(*shape) + budget.GROUP_BYTES))
-
-
-def saved(shape, head, with_sum, memory_budget, wanted=EVERY, on_hopper=False, dtype=jnp.bfloat16) -> int:
-    return budget.saved_tokens(*shape, dtype, head, with_sum, wanted, on_hopper, memory_budget)
-
-
-def exponentials(tokens: int, vocabulary: int) -> int:
-    """Bytes; rows start at multiples of 16."""
-    return 16 * tokens * -(-vocabulary // 8)
-
-
-def gathered(tokens: int) -> int:
-    return tokens if tokens < 256 else -(-tokens // 8) * 8
-
-
-def least(tokens: int, width: int) -> int:
-    """What any backward pass holds: the sum for de, numbers of each token, XLA's workspace, a group of 1024 columns."""
-    return 4 * tokens * width + 256 * tokens + 32 * MIB + 2 * FEWEST_COLUMNS * (tokens + width)
-
-
-def matmuls_hold(tokens: int, width: int, vocabulary: int, of_c: bool) -> int:
-    """Beside P of so many tokens, a workspace and de, rounded or not; de in float32 lies where dc will, if it can."""
-    if of_c and vocabulary >= 2 * tokens:
-        return 2 * tokens * width + 32 * MIB
-    return 4 * tokens * width + max(2 * tokens * width, 32 * MIB)
+def planned(shape, memory_budget: int, head: Head | None = None, *, gpu: Gpu = OTHER, **call) -> Plan:
+    return plan_of(call_of(shape, memory_budget, head, **call), gpu, "cce")
 
 
 @settings(max_examples=300)
-@given(SHAPES, HEADS, st.booleans(), WANTED, st.booleans(), SHARES)
-def test_what_is_held_is_within_the_budget(shape, head, with_sum, wanted, on_hopper, share):
-    """Groups of columns, and what is saved, beside what any backward pass holds."""
-    (tokens, width, vocabulary), memory_budget = (gathered(shape[0]), *shape[1:]), share_of(shape, share)
-    count = saved(shape, head, with_sum, memory_budget, wanted, on_hopper)
-    assert 0 <= count <= tokens
-    direct = count > 0 and budget.linear(head, with_sum)
-    held = exponentials(count, vocabulary)
-    scaled = 2 * tokens * width if wanted.c and not wanted.e else 0  # in de's place otherwise, on Hopper
-    if direct:
-        held += scaled if on_hopper else 256 * tokens + matmuls_hold(count, width, vocabulary, wanted.c)
-    if not direct or count < tokens:
-        others = tokens - count if direct else tokens
-        groups = budget.group_of(
-            others, tokens=tokens, saved=count, width=width, vocabulary=vocabulary, dtype=jnp.bfloat16, direct=direct,
-            wanted=wanted, memory_budget=memory_budget, copies=not direct, on_hopper=on_hopper, interpret=False,
-            tiles=tile_config(jnp.bfloat16, width, H200).dz,
-        )  # fmt: skip
-        assert (groups.vocabulary, groups.beyond) == (vocabulary, on_hopper)
-        if direct:  # rounded de of what is saved, and e, a sum in parts and dz of the others; nothing is copied
-            of_saved = scaled if on_hopper else 2 * count * width
-            beside = of_saved + 6 * others * width + 256 * tokens + 2 * groups.columns * others
-        else:
-            workspace = 0 if on_hopper and count == 0 else 32 * MIB  # of XLA's matmuls, as are copies
-            copied = 0 if on_hopper else width
-            beside = 4 * tokens * width + 256 * tokens + workspace + 2 * groups.columns * (tokens + copied)
-        held = max(held, exponentials(count, vocabulary) + beside)
-    assert held <= max(memory_budget, least(tokens, width))
-
-
-@settings(max_examples=300)
-@given(SHAPES, HEADS, st.booleans(), WANTED, st.booleans(), SHARES, SHARES)
-def test_a_larger_budget_saves_no_less(shape, head, with_sum, wanted, on_hopper, one, other):
-    less, more = (share_of(shape, share) for share in sorted((one, other)))
-    rest = wanted, on_hopper
-    assert saved(shape, head, with_sum, less, *rest) <= saved(shape, head, with_sum, more, *rest)
+@given(SHAPES | HOPPER_SHAPES, HEADS, st.booleans(), WANTED, st.sampled_from([OTHER, H200]), SHARES, SHARES)
+def test_a_larger_budget_saves_no_less(shape, head, with_sum, wanted, gpu, one, other):
+    budgets = (int(share * (whole_bytes(*shape) + GROUP_BYTES)) for share in sorted((one, other)))
+    less, more = (
+        planned(shape, budget, head, gpu=gpu, with_sum=with_sum, wanted=wanted).saved for budget in budgets
+    )  # fmt: skip
+    assert less <= more
 
 
 @settings(max_examples=300)
 @given(SHAPES, HEADS, st.booleans(), WANTED)
 def test_all_is_saved_from_whole_bytes_on(shape, head, with_sum, wanted):
-    tokens, enough = gathered(shape[0]), budget.whole_bytes(*shape, wanted.c)
-    if budget.linear(head, with_sum):
-        assert saved(shape, head, with_sum, enough, wanted) == tokens
-        assert saved(shape, head, with_sum, enough - 1, wanted) < tokens
+    enough, kind = whole_bytes(*shape, wanted.c), {"with_sum": with_sum, "wanted": wanted}
+    if head.softcap is None and not with_sum:
+        plan = planned(shape, enough, head, **kind)
+        assert plan.saved == plan.rows
+        assert planned(shape, enough - 1, head, **kind).saved < plan.rows
     else:
-        assert tokens - 128 < saved(shape, head, with_sum, 2 * enough + 2**30, wanted) <= tokens
+        plan = planned(shape, 2 * enough + 2**30, head, **kind)
+        assert plan.rows - 128 < plan.saved <= plan.rows
 
 
-@given(SHAPES, st.booleans())
+@given(HOPPER_SHAPES, st.booleans())
 def test_on_hopper_all_is_saved_from_its_own_bytes_on(shape, of_e):
     """Nothing lies beside it if the scaled e has the place of de, but e's rows where they have no place there."""
-    tokens, wanted = gathered(shape[0]), Wanted(of_e, True, False)
-    enough = exponentials(tokens, shape[2]) + 2 * tokens * shape[1] * ((tokens != shape[0]) + (not of_e))
-    assert saved(shape, Head(), False, enough, wanted, on_hopper=True) == tokens
-    assert saved(shape, Head(), False, enough - 1, wanted, on_hopper=True) < tokens
+    (tokens, width, vocabulary), wanted = shape, Wanted(of_e, True, False)
+    rows = -(-tokens // 8) * 8
+    enough = 2 * rows * vocabulary + 2 * rows * width * ((rows != tokens) + (not of_e))
+    assert planned(shape, enough, gpu=H200, wanted=wanted).saved == rows
+    assert planned(shape, enough - 1, gpu=H200, wanted=wanted).saved < rows
 
 
 @pytest.mark.parametrize(("softcap", "tokens"), [(1.9, 0), (2.0, 128), (36.0, 128), (36.1, 0), (1e4, 0)])
 def test_under_a_softcap_whose_exponentials_lose_the_logit_nothing_is_saved(softcap, tokens):
-    assert saved((128, 16, 4096), Head(softcap=softcap), False, 2**40) == tokens
+    assert planned((128, 16, 4096), 2**40, Head(softcap=softcap)).saved == tokens
 
 
-@given(SHAPES, HEADS, st.booleans(), st.sampled_from([jnp.float16, jnp.float32]))
+@given(SHAPES, HEADS, st.booleans(), st.sampled_from(["float16", "float32"]))
 def test_other_types_save_nothing(shape, head, with_sum, dtype):
-    assert saved(shape, head, with_sum, 2**60, dtype=dtype) == 0
+    assert planned(shape, 2**60, head, dtype=dtype, with_sum=with_sum).saved == 0
+
+
+@given(SHAPES | HOPPER_SHAPES, HEADS, st.booleans(), st.sampled_from([OTHER, H200]))
+def test_without_a_gradient_nothing_is_saved(shape, head, with_sum, gpu):
+    assert planned(shape, 2**60, head, gpu=gpu, with_sum=with_sum, wanted=None).saved == 0
 
 
 @given(st.lists(st.integers(-3, 5), min_size=24, max_size=24))

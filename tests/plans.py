@@ -1,0 +1,26 @@
+"""Calls to be planned, and what saving everything of one takes."""
+
+from cce_kernels.call import Call
+from cce_kernels.engines.triton import TRITON
+from cce_kernels.engines.xla import XLA
+from cce_kernels.head import Head
+from cce_kernels.numbers import Wanted
+from cce_kernels.plan.budget import Bytes
+from cce_kernels.tokens import gathered_rows
+
+BOTH = Wanted(e=True, c=True, bias=False)
+
+
+def call_of(
+    shape: tuple[int, int, int], memory_budget: int, head: Head | None = None, *, dtype: str = "bfloat16",
+    with_sum: bool = False, wanted: Wanted | None = BOTH,
+) -> Call:  # fmt: skip
+    """shape: tokens, width, vocabulary. There is a bias if its gradient is wanted."""
+    with_bias = wanted is not None and wanted.bias
+    return Call(*shape, dtype, head or Head(), with_bias, with_sum, wanted, memory_budget)
+
+
+def whole_bytes(tokens: int, width: int, vocabulary: int, of_c: bool = True) -> int:
+    """What saving everything takes at most; of_c: whether the gradient of c is wanted."""
+    call = call_of((tokens, width, vocabulary), 0, wanted=Wanted(e=True, c=of_c, bias=False))
+    return Bytes(call, gathered_rows(tokens), TRITON, XLA).everything()
