@@ -28,7 +28,7 @@ def check(tensors: dict[str, Tensor | None]) -> None:
         if type(x) not in PLAIN:
             if isinstance(x, TRACED) or _is_awaited(x):
                 continue
-            if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # type: ignore[attr-defined]
                 raise TypeError(
                     f"{name} is a {type(x).__name__}, a subclass of torch.Tensor whose memory is not its own: pass a "
                     f"plain tensor. If {name} is a weight that is sharded by FSDP, {ADVICE}. Of another DTensor pass "
