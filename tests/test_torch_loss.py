@@ -181,6 +181,18 @@ def test_sequences_too_short_for_a_shift_of_one_have_no_loss(impl, length, reduc
         assert not gradient.any()
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_budget_all_is_that_of_more_than_enough_bytes(impl):
+    given = inputs(Case("all", (24,), 16, 70), "bfloat16")
+    e, c, t = (tensor(x) for x in (given.e, given.c, given.targets))
+    e.requires_grad_(), c.requires_grad_()
+    found = [linear_cross_entropy(e, c, t, impl=impl, memory_budget=budget) for budget in ("all", 2e12)]
+    (de, dc), (de_of_bytes, dc_of_bytes) = (torch.autograd.grad(x, (e, c)) for x in found)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(de, de_of_bytes)
+    assert torch.equal(dc, dc_of_bytes)
+
+
 @pytest.fixture
 def float64_by_default():
     before = torch.get_default_dtype()

@@ -49,7 +49,7 @@ def memory_budget(value: object) -> int:
         return EVERYTHING
     allowed = "must be a whole number of bytes, at least 0, such as 2e9, or 'all' to save everything"
     if type(value) is not int and (not isinstance(value, Real) or isinstance(value, bool)):
-        raise TypeError(f"memory_budget={value!r} {allowed}; leave it out for the default of {MEMORY_BUDGET} bytes")
+        raise TypeError(f"memory_budget={value!r} {allowed}; leave it out for {MEMORY_BUDGET // 2**20} MiB")
     size = value if type(value) is int else float(value)
     if not 0 <= size < float("inf") or size != int(size):  # NaN is in no interval
         raise ValueError(f"memory_budget={value!r} {allowed}")
