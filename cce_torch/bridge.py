@@ -41,6 +41,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax._src import xla_bridge
+from jax._src.interpreters import pxla
 from jax._src.lib import _jax, jaxlib_extension_version  # type: ignore[attr-defined]
 from torch import Tensor
 
@@ -81,7 +82,6 @@ def _run(
 ) -> tuple[Tensor, ...]:
     device, donated = outputs[0].device, (*scratch, *outputs)
     if device.type == "cpu":
-        start()
         arrays = [_on_cpu(x) if isinstance(x, Tensor) else constant(x, device) for x in (*donated, *inputs)]
         results = jax.block_until_ready(program(*arrays))
         for output, result in zip(outputs, results[len(scratch) :], strict=True):
@@ -116,7 +116,14 @@ def _on_cpu(x: Tensor) -> jax.Array:
         array = np.from_dlpack(_Memory(x.view(torch.int16))).view(jnp.bfloat16)  # type: ignore[arg-type]
     else:
         array = np.from_dlpack(_Memory(x))  # type: ignore[arg-type]
-    return jax.device_put(array, cpu())
+    device, sharding = _cpu()
+    # What jax.device_put(array, device) ends in, which takes 30 µs more.
+    return pxla.batched_device_put(_aval(array.shape, array.dtype), sharding, [array], [device])
+
+
+@lru_cache(maxsize=1024)
+def _aval(shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    return jax.core.ShapedArray(shape, dtype)
 
 
 def _run_gpu_or_retry(program: Callable, inputs: Sequence[Input], outputs: Sequence[Tensor]) -> None:
@@ -266,14 +273,15 @@ def _aligned(x: Tensor) -> Tensor:
 
 def jax_device(device: torch.device):
     """JAX's name for the device; starts JAX."""
-    return cpu() if device.type == "cpu" else gpu(device.index)
+    return _cpu()[0] if device.type == "cpu" else gpu(device.index)
 
 
 @cache
-def cpu():
-    """JAX's name for torch's cpu."""
+def _cpu():
+    """JAX's name for torch's cpu, and for what lies there."""
     start()
-    return jax.local_devices(backend="cpu")[0]
+    device = jax.local_devices(backend="cpu")[0]
+    return device, jax.sharding.SingleDeviceSharding(device)
 
 
 @cache
