@@ -16,7 +16,6 @@ from cce_kernels.device import H200, INTERPRETER, Gpu
 from cce_kernels.engines import hopper
 from cce_kernels.engines.engine import Multiplying
 from cce_kernels.engines.hopper import HOPPER, tiles
-from cce_kernels.engines.triton import TRITON
 from cce_kernels.engines.triton.tiles import TABLE
 from cce_kernels.engines.xla import XLA
 from cce_kernels.head import Head
