@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.search_calls import SHARED, Call, draw
+from tests.search_calls import SHARED, draw
 
 PROGRAMS_HELD = 8  # compiled programs that a process holds at a time
 

@@ -25,12 +25,13 @@ def drawn_arrays(call: Call) -> Inputs:
 
     weights = rng.uniform(0.0, 2.0, leading).astype(np.float32)
     e = e.reshape(*leading, program.width)
-    if data.poison is not None:  # the shift leaves targets at the start unused, and embeddings at the end
-        last = leading[-1] if leading else 1
-        predicted = np.zeros(leading, bool)
-        predicted[..., : last - program.shift] = ignored[..., program.shift :]
-        e = np.where(predicted[..., None], data.poison, e)
-        weights = np.where(ignored, data.poison, weights).astype(np.float32)
+    if data.poison:  # the shift leaves targets at the start unused, and embeddings at the end
+        predicted = ignored
+        if program.shift:
+            predicted = np.zeros(leading, bool)
+            predicted[..., : -program.shift] = ignored[..., program.shift :]
+        e = np.where(predicted[..., None], float(data.poison), e)
+        weights = np.where(ignored, float(data.poison), weights).astype(np.float32)
     made = {
         "bias": (rng.standard_normal(vocabulary) + data.bias).astype(kind),
         "class_weight": rng.uniform(0.2, 2.0, vocabulary).astype(np.float32),

@@ -15,7 +15,7 @@ from cce_kernels import budget, tiles
 from cce_kernels.config import local_gpu
 from tests.cases import Inputs
 from tests.search_bounds import Check, checks
-from tests.search_calls import TOKENS_AT_MOST, Call, Program
+from tests.search_calls import EVERY_TOKEN, Call, Program
 from tests.search_data import drawn_arrays
 from tests.search_truth import truth
 
@@ -24,14 +24,14 @@ EVERYTHING = 2**60  # bytes
 
 @contextmanager
 def budgets_in_tokens() -> Iterator[None]:
-    """A memory_budget up to TOKENS_AT_MOST is the number of tokens to save; on small shapes any real one saves all.
+    """A memory_budget up to EVERY_TOKEN is the number of tokens to save; on small shapes any real one saves all.
 
     What is never saved, as in float16, is not saved here either.
     """
     real = budget.saved_tokens
 
     def saved(*call: Any) -> int:
-        return min(call[-1], real(*call[:-1], EVERYTHING)) if call[-1] <= TOKENS_AT_MOST else real(*call)
+        return min(call[-1], real(*call[:-1], EVERYTHING)) if call[-1] <= EVERY_TOKEN else real(*call)
 
     with mock.patch.object(budget, "saved_tokens", saved):
         yield

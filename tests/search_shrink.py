@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 
-from tests.search_calls import Call, Program
+from tests.search_calls import EVERY_TOKEN, Call, Program
 
 FIRST = ("package", "arrays", "objective", "reduction", "shift", "leading")  # other options mean less without these
 
@@ -52,8 +52,8 @@ def _simpler(call: Call) -> Iterator[Call]:
             yield Call(_with(program, **{name: keep(getattr(program, name))}), data)
         if program.leading:
             yield Call(_with(program, leading=(*program.leading[:-1], keep(program.leading[-1]))), data)
-    if program.saved and program.saved != program.tokens:
-        yield Call(_with(program, saved=program.tokens), data)
+    if program.saved and program.saved != EVERY_TOKEN:
+        yield Call(_with(program, saved=EVERY_TOKEN), data)
 
 
 def _with(program: Program, **changes) -> Program:
@@ -67,7 +67,6 @@ def _with(program: Program, **changes) -> Program:
         return_lse=found.return_lse or found.objective != "loss",
         num_items=found.num_items if found.reduction == "mean" else None,
         shift=max(0, min(found.shift, length - 1)),
-        saved=None if found.saved is None else min(found.saved, found.tokens),
     )
 
 
