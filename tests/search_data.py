@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from bench.data import CANDIDATES, DECAY, LARGEST_LOGIT
+from bench.data import CANDIDATES, DECAY, LARGEST_LOGIT, Shape, _zipf_rows
 from tests.cases import DTYPES, Inputs
 from tests.search_calls import Call, Data
 
@@ -58,10 +58,8 @@ def _embeddings(
     tokens = targets.size
     c = rng.standard_normal((vocabulary, width), np.float32) / np.float32(np.sqrt(width))
     if data.kind == "trained":
-        ranks = np.arange(1, min(CANDIDATES, vocabulary) + 1)
-        zipf = np.cumsum(1.0 / np.arange(1, vocabulary + 1))
-        likely = np.searchsorted(zipf, rng.uniform(0, zipf[-1], (tokens, ranks.size)))
-        likely = np.minimum(likely, vocabulary - 1)
+        likely = _likely(rng, tokens, vocabulary)
+        ranks = np.arange(1, likely.shape[1] + 1)
         logits = (LARGEST_LOGIT - DECAY * np.log(ranks)).astype(np.float32)
         e = np.zeros((tokens, width), np.float32)
         for k, logit in enumerate(logits):
@@ -74,6 +72,14 @@ def _embeddings(
         e = side * data.size * own / np.maximum(np.sum(own * own, axis=1, keepdims=True), 1e-3)
         return np.clip(e, -6e4, 6e4), c, targets
     return data.size * rng.standard_normal((tokens, width), np.float32), c, targets
+
+
+def _likely(rng: np.random.Generator, tokens: int, vocabulary: int) -> np.ndarray:
+    """(N, up to CANDIDATES) distinct tokens a row, Zipf distributed."""
+    if vocabulary > 16 * CANDIDATES:
+        return _zipf_rows(Shape(tokens, 0, vocabulary), rng)
+    chances = rng.gumbel(size=(tokens, vocabulary)) - np.log(np.arange(1, vocabulary + 1))
+    return np.argsort(-chances, axis=1)[:, :CANDIDATES]
 
 
 def _ignored(rng: np.random.Generator, how: str, tokens: int) -> np.ndarray:

@@ -30,10 +30,10 @@ def shrunk(call: Call, fails: Callable[[Call], bool], seconds: float) -> Call:
 def _simpler(call: Call) -> Iterator[Call]:
     """Calls that differ in one thing, those first that leave out most."""
     program, data = call.program, call.data
-    shapes = {"leading", "width", "vocabulary"}
+    other = {"leading", "width", "vocabulary", "wanted"}  # whose defaults need not be simpler
     for name in (*FIRST, *(f.name for f in fields(Program) if f.name not in FIRST)):
         default = getattr(Program(), name)
-        if name not in shapes and getattr(program, name) != default:
+        if name not in other and getattr(program, name) != default:
             yield Call(_with(program, **{name: default}), data)
     for x in program.arrays:
         yield Call(_with(program, arrays=tuple(y for y in program.arrays if y != x)), data)

@@ -3,11 +3,13 @@
 A test of calls that fails says what `python -m tests.search` is to be given to repeat one.
 """
 
+import os
 from collections import Counter
 from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -24,10 +26,14 @@ from tests.search_shrink import shrunk
 from tests.search_truth import truth
 from tests.test_hopper import INTERPRETED, SMALL, both_interpreters  # noqa: F401
 
+# XLA's threads for a CPU. The interpreter of Mosaic GPU holds one for each kernel of a program that is ready, and with
+# two of them it may wait for ever. Read when the first backend starts.
+os.environ.setdefault("PJRT_NPROC", "16")
+
 SEED = 1
 PROGRAMS = 75  # of SHARED calls each
 TOGETHER = 5  # programs of one test
-HOPPER_PROGRAMS = 6
+HOPPER_PROGRAMS = 8
 
 
 def known(call: Call) -> bool:
@@ -113,7 +119,7 @@ FAULTY = {
     "1 % of de": {"gradients": lambda de, dc, db: (0.99 * de, dc, db)},
     "1 % of dc": {"gradients": lambda de, dc, db: (de, (0.99 * dc).astype(dc.dtype), db)},
     "64 columns of dc": {"gradients": lambda de, dc, db: (de, dc.at[100:164].set(0), db)},
-    "a column of dc": {"gradients": lambda de, dc, db: (de, dc.at[17].set(0), db)},
+    "a column of dc": {"gradients": lambda de, dc, db: (de, dc.at[jnp.argmax(jnp.abs(dc).sum(1))].set(0), db)},
     "a token of de": {"gradients": lambda de, dc, db: (de.at[5].set(0), dc, db)},
     "NaN": {"gradients": lambda de, dc, db: (de.at[5, 3].set(np.nan), dc, db)},
 }
@@ -144,7 +150,7 @@ def test_a_planted_fault_is_found(fault, data, dtype, changed):
     assert bool(found) == (fault != "nothing"), found
 
 
-@pytest.mark.parametrize("largest", [2.0**-10, 2.0**30])
+@pytest.mark.parametrize("largest", [2.0**-16, 2.0**30])
 def test_a_wrong_size_of_dz_in_float16_is_found(largest, monkeypatch, changed):
     """dz underflows, or overflows."""
     monkeypatch.setattr(groups, "FLOAT16_LARGEST", largest)
@@ -171,10 +177,10 @@ def test_everything_is_drawn():
     for name, values in {
         "package": {"jax", "torch"}, "impl": {"cce", "chunked"}, "dtype": {"bfloat16", "float16", "float32"},
         "vocab_axis": {0, 1}, "objective": {"loss", "lse", "both"}, "return_lse": {True, False},
-        "reduction": {"mean", "sum", "none"}, "shift": {0, 1, 2, 5},
+        "reduction": {"mean", "sum", "none"},
     }.items():  # fmt: skip
         assert {getattr(p, name) for p in programs} == values, name
-    for name in ("softcap", "logit_scale", "label_smoothing", "z_loss", "num_items", "saved"):
+    for name in ("shift", "softcap", "logit_scale", "label_smoothing", "z_loss", "num_items", "saved"):
         assert len({getattr(p, name) for p in programs}) > 2, name
     assert {x for p in programs for x in p.arrays} == {"bias", "class_weight", "token_weight"}
     assert len({p.wanted for p in programs}) > 10
@@ -209,7 +215,7 @@ def test_a_failing_call_is_shrunk_to_what_makes_it_fail():
     found = shrunk(call, fails, seconds=60)
     assert fails(found)
     p = found.program
-    assert (p.leading, p.width, p.vocabulary, p.arrays, p.wanted) == ((1,), 1, 10, ("bias",), ("c",))
+    assert (p.leading, p.width, p.vocabulary, p.arrays, p.wanted) == ((1,), 1, 10, ("bias",), ("c",)), found
     assert replace(p, leading=(40,), width=20, vocabulary=229, arrays=(), wanted=("e", "c")) == Program()
     assert found.data == Data(seed=call.data.seed, kind=call.data.kind)
 
