@@ -1,0 +1,152 @@
+"""Whether a result is as close to the truth as rounding allows: the bounds of the random search.
+
+tests/search_truth.py follows the errors of single numbers. A gradient is a sum of dz times rows x of c or e, and of a
+block of BLOCK of its rows (tokens of de, columns of the vocabulary of dc and dbias) this is what may be off:
+
+    slack · √(u²·(Σ (δ dz / u)²·‖x‖²  +  r·‖truth‖²))     roundings to the type, of dz and of the result r times,
+                                                           each independent of the others
+  + F · (√(Σ δdz²·‖x‖²) + ‖Σ ±δdz·x‖)                      float32's errors: independent, and all of one sign
+  + ε·√(n·Σ dz²·‖x‖²) + ε·‖truth‖                          each of the n additions of the sum
+  + the least number that the type holds, once an element
+
+u is the most that a rounding costs; on average it is u/√3 at most. So with slack 1 a block that sums many roundings
+stays below 0.6 of the bound, and a gradient that is off by 1 % fails it, even in bfloat16. Few may all be large:
+
+    slack = 1 + 2/√(rows that count)         rows that count = (Σ r²)² / Σ r⁴,  r² a row's share of the square above
+
+which is 3 for a single row, where up to 9 roundings may fall together. dc in bfloat16 may be rounded twice where saved
+exponentials begin it (r = 2). loss, lse and dtoken_weight are float32, and each element has its own bound, F·δ.
+
+F = 2: δ counts each operation once, as the largest part of what it may cost; the interpreter, XLA and Hopper's tensor
+cores each sum in an order of their own.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from tests.search_calls import Program
+from tests.search_logits import EPS
+from tests.search_truth import Rows, Truth, roundoff
+
+BLOCK = 64  # rows
+F = 2.0
+
+
+@dataclass(frozen=True)
+class Check:
+    """The worst part of a result: its error over what is allowed, and in words."""
+
+    name: str
+    ratio: float
+    words: str
+
+
+def checks(found: dict[str, np.ndarray], truth: Truth, program: Program) -> list[Check]:
+    """One for each result; it passes where its ratio is at most 1.
+
+    found: "loss", "lse" where it is returned, and the gradients by the names of what they are of; that of c is (V, D).
+    """
+    made = []
+    for name, of in (("loss", truth.loss), ("lse", truth.lse), ("token_weight", truth.token_weight)):
+        if name in found and of is not None:
+            made.append(_elements(name, found[name], *of))
+    for name, rows in truth.rows.items():
+        kept = truth.kept.reshape(-1) if name == "e" else None
+        made.append(_rows(name, found[name], rows, program, kept))
+    missing = {"loss", *program.wanted, *(["lse"] if program.return_lse else [])} ^ {x.name for x in made}
+    assert not missing, f"results that are not compared, or not there: {missing}"
+    return made
+
+
+def _ratio(error: np.ndarray, allowed: np.ndarray) -> np.ndarray:
+    """error / allowed, 0 where both are 0; NaN counts as infinite."""
+    with np.errstate(all="ignore"):
+        return np.nan_to_num(np.where(error == 0, 0.0, error / allowed), nan=np.inf, posinf=np.inf)
+
+
+def _elements(name: str, found: np.ndarray, want: np.ndarray, error: np.ndarray) -> Check:
+    found = np.asarray(found, np.float64)
+    if found.shape != want.shape:
+        return Check(name, np.inf, f"{name} has shape {found.shape}, not {want.shape}")
+    if not want.size:
+        return Check(name, 0.0, "nothing to compare")
+    both = np.isnan(found) & np.isnan(want)
+    with np.errstate(invalid="ignore"):
+        off = np.where(both, 0.0, np.abs(found - want))
+    ratios = np.atleast_1d(_ratio(off, F * np.nan_to_num(error)))
+    at = np.unravel_index(int(np.argmax(ratios)), ratios.shape)
+    pairs = [np.atleast_1d(x)[at] for x in (found, want, F * error)]
+    return Check(name, float(ratios[at]), "{}[{}] = {:.9g}, not {:.9g} ± {:.2g}".format(name, at, *pairs))
+
+
+def _rows(name: str, found: np.ndarray, of: Rows, program: Program, kept: np.ndarray | None) -> Check:
+    want = of.value
+    found = np.asarray(found).reshape(-1, found.shape[-1]) if name in ("e", "c") else np.asarray(found)[:, None]
+    if tuple(found.shape) != tuple(want.shape):
+        return Check(name, np.inf, f"the gradient of {name} has shape {found.shape}, not {tuple(want.shape)}")
+    if found.dtype.name != program.dtype:
+        return Check(name, np.inf, f"the gradient of {name} is {found.dtype}, not {program.dtype}")
+    if kept is not None and np.any(np.float32(found[~kept]) != 0):
+        return Check(name, np.inf, f"the gradient of {name} is not 0 for an ignored token")
+    off, size, finite = _squares(found, want)
+    if not want.shape[0]:
+        return Check(name, 0.0, "nothing to compare")
+
+    unit, elements = roundoff(program.dtype), want.shape[1]
+    result = 2.0 if name == "c" and program.may_save else 1.0
+    least = float(ml_dtypes.finfo(program.dtype).tiny if program.dtype != "float16" else 2.0**-24) ** 2 * elements
+    terms = program.vocabulary if name == "e" else program.tokens
+    rounded = np.where(finite, unit**2 * (np.nan_to_num(of.rounded) + result * size) + least, 0.0)
+    float32, alike, summed = (np.where(finite, np.nan_to_num(x), 0.0) for x in (of.float32, of.alike, of.summed))
+    starts = np.arange(0, off.size, BLOCK)
+
+    def blocks(x: np.ndarray) -> np.ndarray:
+        """Sums of blocks of rows, and after them that of all rows."""
+        return np.append(np.add.reduceat(x, starts), np.sum(x))
+
+    largest = np.max(rounded) or 1.0  # so that no square underflows
+    fourth = blocks((rounded / largest) ** 2)
+    count = np.where(fourth > 0, blocks(rounded / largest) ** 2 / np.where(fourth > 0, fourth, 1.0), 1.0)
+    allowed = (1 + 2 / np.sqrt(np.maximum(count, 1.0))) * np.sqrt(blocks(rounded))
+    allowed = allowed + F * (np.sqrt(blocks(float32)) + np.sqrt(blocks(alike)))
+    allowed = allowed + EPS * (np.sqrt(terms * blocks(summed)) + np.sqrt(blocks(size)))
+    errors = np.sqrt(blocks(off))
+    ratios = _ratio(errors, allowed)
+    at = int(np.argmax(ratios))
+    where = "all rows" if at == starts.size else f"rows {at * BLOCK} to {min(at * BLOCK + BLOCK, off.size) - 1}"
+    norm = float(np.sqrt(blocks(size)[at]))
+    return Check(
+        name, float(ratios[at]),
+        f"the gradient of {name}, {where}: off by {errors[at]:.4g}, allowed {allowed[at]:.4g}, norm {norm:.4g}",
+    )  # fmt: skip
+
+
+def _squares(found: np.ndarray, want: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each row the squares of its error and of its norm, and whether the truth is a number there.
+
+    An error is infinite where only one of both is NaN, and 0 where float16 cannot hold what both are beyond.
+    """
+    parts: list[np.ndarray] = []
+    rows = max(1, 2**24 // max(want.shape[1], 1))
+    for i in range(0, want.shape[0], rows):
+        if isinstance(want, np.ndarray):
+            xp, here = np, found[i : i + rows].astype(np.float64)
+        else:
+            import torch as xp
+
+            here = xp.tensor(found[i : i + rows].astype(np.float32), device=want.device).double()
+        true = want[i : i + rows]
+        with np.errstate(invalid="ignore"):
+            off = here - true
+            if found.dtype == np.float16:
+                off = xp.where((xp.abs(true) > 6e4) & (xp.abs(here) > 6e4) & (xp.sign(here) == xp.sign(true)), 0.0, off)
+            off = xp.where(xp.isnan(here) & xp.isnan(true), 0.0, off)
+            off = xp.where(xp.isnan(off), np.inf, off)
+            size = xp.where(xp.isnan(true), 0.0, true)
+            three = (off**2).sum(1), (size**2).sum(1), 1.0 * ~xp.isnan(true).any(1)
+        parts.append(np.stack([x if xp is np else x.cpu().numpy() for x in three]))
+    off, size, finite = np.concatenate(parts, axis=1) if parts else np.zeros((3, 0))
+    return off, size, finite > 0
