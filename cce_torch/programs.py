@@ -351,15 +351,16 @@ def _gradients_program(kind: Kind, wanted: Wanted, of_token_weight: bool, with_s
         def named(kind_of_numbers, stacked):
             return kind_of_numbers(*stacked, *[None] * (3 - len(stacked)))
 
-        def outputs(stacked, token_weight):
-            value, _ = arithmetic(named(Statistics, stacked), token_weight=token_weight)
-            return value, stacked
+        def value(stacked, token_weight):
+            return arithmetic(named(Statistics, stacked), token_weight=token_weight)[0]
 
-        (value, _), pullback = jax.vjp(outputs, stacked, token_weight)
-        cotangents, of_weight = pullback((
-            jnp.zeros_like(value) if of_loss is None else of_loss,
-            jnp.zeros_like(stacked) if of_statistics is None else of_statistics,
-        ))  # fmt: skip
+        # Without a cotangent of the loss there is no way back through it: 0 times the NaN of a token whose target is
+        # out of range would be NaN.
+        cotangents, of_weight = jnp.zeros_like(stacked), jax.tree.map(jnp.zeros_like, token_weight)
+        if of_loss is not None:
+            cotangents, of_weight = jax.vjp(value, stacked, token_weight)[1](of_loss)
+        if of_statistics is not None:
+            cotangents += of_statistics
         found, saved = core.gradients(
             inputs, named(Statistics, stacked), saved, named(Cotangents, cotangents), kind.static, wanted
         )

@@ -1,7 +1,7 @@
 """What a plan promises, held to tens of thousands of calls drawn at random.
 
-Each promise is a function of a Plan that raises if it is broken. It says again, from the rules of the kernels, what must
-hold: nothing here asks the planner's own arithmetic.
+Each promise is a function of a Plan that raises if it is broken. It says again, from the rules of the kernels, what
+must hold: nothing here asks the planner's own arithmetic.
 """
 
 from collections.abc import Callable, Iterator
@@ -195,7 +195,8 @@ def only_a_second_term_of_dc_is_for_hopper(plan: Plan) -> None:
         return
     assert plan.backward.de_of_saved is not None
     assert plan.backward.de_of_saved.engine is HOPPER
-    assert not (plan.call.wanted is None or plan.call.wanted.bias)
+    assert plan.call.wanted is not None
+    assert not plan.call.wanted.bias
     for part in parts(plan):
         assert part.few is None
         assert part.products.engine is HOPPER

@@ -63,8 +63,10 @@ class Engine(Protocol):
         """Into how many runs `sums` cuts the vocabulary."""
         ...
 
-    def block_rows(self, tiles: Any) -> int:
-        """Of how many tokens `sums` asks whether they lie side by side in e."""
+    def blocks(self, tiles: Any) -> tuple[int, int]:
+        """Of how many tokens `sums` asks whether they lie side by side in e, and of how many columns its runs of the
+        vocabulary are multiples. `again` must write the same rows of the same runs.
+        """
         ...
 
     def dz_bytes(self, call: Call, tokens: int) -> int:

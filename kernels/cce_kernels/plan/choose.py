@@ -103,12 +103,13 @@ def _forward(x: _Setting) -> Forward:
         return Forward(Step(x.engine, groups), 1, gathered)
     tiles = x.engine.tile("sums", x.call, x.gpu)
     kernels = x.offering("again")
-    others = kernels.tile("sums", x.call, x.gpu)
+    rows, columns = x.engine.blocks(tiles)
+    others = replace(kernels.tile("sums", x.call, x.gpu), columns=columns)
     scattered = None
     # Blocks of tokens that lie side by side in e are read at once, the others by a twin of the kernel. With a weighted
     # sum there is no twin: every row is looked up.
     if x.looks and not gathered and not x.call.with_sum:
-        scattered = Step(kernels, replace(others, rows=x.engine.block_rows(tiles)))
+        scattered = Step(kernels, replace(others, rows=rows))
     target = Step(kernels, kernels.tile("target", x.call, x.gpu))
     return Forward(Step(x.engine, tiles), x.engine.splits(x.call, x.rows, x.gpu), gathered, target, scattered,
                    Step(kernels, others))  # fmt: skip

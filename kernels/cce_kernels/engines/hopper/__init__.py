@@ -56,8 +56,8 @@ class Hopper:
         splits = vocabulary_splits(*blocks, rows, gpu.multiprocessors)
         return min(splits, 2) if gpu.interpreted else splits
 
-    def block_rows(self, _: tiles.PairTiles) -> int:
-        return tiles.PAIR_ROWS // 2
+    def blocks(self, tile: tiles.PairTiles) -> tuple[int, int]:
+        return tiles.PAIR_ROWS // 2, tile.columns
 
     def dz_bytes(self, call: Call, tokens: int) -> int:
         return call.itemsize * tokens

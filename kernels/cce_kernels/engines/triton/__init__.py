@@ -33,8 +33,8 @@ class Triton:
         splits = vocabulary_splits(*blocks, rows, gpu.multiprocessors)
         return min(splits, 2) if gpu.interpreted else splits
 
-    def block_rows(self, tiles: tiles.TileConfig) -> int:
-        return tiles.rows
+    def blocks(self, tiles: tiles.TileConfig) -> tuple[int, int]:
+        return tiles.rows, tiles.columns
 
     def dz_bytes(self, call: Call, tokens: int) -> int:
         return call.itemsize * tokens

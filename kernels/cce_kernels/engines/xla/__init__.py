@@ -25,7 +25,7 @@ class Xla:
     def splits(self, call: Call, rows: int, gpu) -> int:
         return 1
 
-    def block_rows(self, tiles) -> int:
+    def blocks(self, tiles) -> tuple[int, int]:
         raise NotImplementedError
 
     def dz_bytes(self, call: Call, tokens: int) -> int:

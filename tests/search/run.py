@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -11,13 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import cce_jax
-from cce_kernels import budget, tiles
-from cce_kernels.config import local_gpu
+from cce_jax import core
+from cce_kernels.device import local_gpu
+from cce_kernels.head import Head
+from cce_kernels.numbers import Inputs as Arrays
+from cce_kernels.numbers import Wanted
+from cce_kernels.plan import choose
 from tests.cases import Inputs
-from tests.search_bounds import Check, checks
-from tests.search_calls import EVERY_TOKEN, Call, Program
-from tests.search_data import drawn_arrays
-from tests.search_truth import truth
+from tests.search.bounds import Check, checks
+from tests.search.calls import EVERY_TOKEN, Call, Program
+from tests.search.data import drawn_arrays
+from tests.search.truth import truth
 
 EVERYTHING = 2**60  # bytes
 
@@ -28,29 +33,33 @@ def budgets_in_tokens() -> Iterator[None]:
 
     What is never saved, as in float16, is not saved here either.
     """
-    real = budget.saved_tokens
+    real = choose._saved_tokens
 
-    def saved(*call: Any) -> int:
-        return min(call[-1], real(*call[:-1], EVERYTHING)) if call[-1] <= EVERY_TOKEN else real(*call)
+    def saved(setting: choose._Setting) -> int:
+        asked = setting.call.memory_budget
+        if asked > EVERY_TOKEN:
+            return real(setting)
+        generous = replace(setting, call=replace(setting.call, memory_budget=EVERYTHING))
+        return min(asked, real(generous))
 
-    with mock.patch.object(budget, "saved_tokens", saved):
+    choose.plan_of.cache_clear()
+    with mock.patch.object(choose, "_saved_tokens", saved):
         yield
+    choose.plan_of.cache_clear()
 
 
 def engine(program: Program) -> str:
-    """Which kernels compute this call, as a word for the summary."""
-    gpu = local_gpu()
-    if program.impl == "chunked" or (program.impl == "auto" and gpu is None):
-        return "xla"
-    if gpu is None:
-        return "interpreter"
-    n, d, v = program.tokens, program.width, program.vocabulary
-    e = jax.ShapeDtypeStruct((n, d), program.dtype)
-    e = tiles.gathered(e) if program.wanted else e
-    c = jax.ShapeDtypeStruct((v, d) if program.vocab_axis == 0 else (d, v), program.dtype)
-    bias = "bias" if "bias" in program.arrays else None
-    served = tiles.for_hopper(e, c, bias, program.label_smoothing > 0, gpu, interpret=False)
-    return "hopper" if served else "triton"
+    """Which engine computes this call's logits, as a word for the summary."""
+    d, v = program.width, program.vocabulary
+    shapes = (program.tokens, d), (v, d) if program.vocab_axis == 0 else (d, v)
+    e, c, bias = (jax.ShapeDtypeStruct(shape, program.dtype) for shape in (*shapes, (v,)))
+    arrays = Arrays(e, c, bias if "bias" in program.arrays else None, None)  # type: ignore[arg-type]
+    wanted = Wanted(*(name in program.wanted for name in ("e", "c", "bias")))
+    static = core.Core(Head(program.softcap, program.vocab_axis), program.label_smoothing > 0, program.impl,  # type: ignore[arg-type]
+                       0, local_gpu())  # fmt: skip
+    plan = core.plan_for(arrays, static, wanted if wanted != Wanted(False, False, False) else None)
+    name = plan.forward.sums.engine.name
+    return f"{name}, interpreted" if plan.gpu is not None and plan.gpu.interpreted else name
 
 
 def examine(call: Call) -> list[Check]:
@@ -88,7 +97,7 @@ def _numbers() -> tuple[Any, str]:
 
 
 def run_jax(program: Program, given: Inputs) -> dict[str, np.ndarray]:
-    """loss, lse and the gradients, as tests/search_bounds.py takes them."""
+    """loss, lse and the gradients, as tests/search/bounds.py takes them."""
     every = given.differentiable() | {"c": given.c if program.vocab_axis == 0 else given.c.T}
     arrays = {k: jnp.asarray(v) for k, v in (given.optional | every | {"targets": given.targets}).items()}
     wanted = {k: arrays.pop(k) for k in program.wanted}

@@ -1,8 +1,8 @@
 """Random calls of linear_cross_entropy against float64: `python -m tests.search --cases 300 --seed 0`.
 
-Draws calls (tests/search_calls.py) and their data (tests/search_data.py), runs them on what is there (a GPU, or else
+Draws calls (tests/search/calls.py) and their data (tests/search/data.py), runs them on what is there (a GPU, or else
 Pallas' interpreter) and holds loss, lse and every gradient to bounds that are derived from rounding alone
-(tests/search_truth.py, tests/search_bounds.py). A failure is printed with the options that repeat it, `--seed S --only
+(tests/search/truth.py, tests/search/bounds.py). A failure is printed with the options that repeat it, `--seed S --only
 K`, then as the simplest call that still fails, a literal to make a named test of: `assert not failures(Call(…))`.
 
 On a GPU: `python -m tests.search --cases 3000 --seed 0 --processes 12 --out bench/results/search.txt`. Calls are drawn
@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.search_calls import SHARED, draw
+from tests.search.calls import SHARED, draw
 
 PROGRAMS_HELD = 8  # compiled programs that a process holds at a time
 
@@ -138,8 +138,8 @@ def _prepare() -> None:
 
 def _examined(seed: int, number: int, where: str, shrink: float) -> Report:
     """Runs a call, and shrinks it if it fails."""
-    from tests.search_run import engine, examine, failures
-    from tests.search_shrink import shrunk
+    from tests.search.run import engine, examine, failures
+    from tests.search.shrink import shrunk
 
     call = draw(seed, number, where)
     ratios: dict[str, float] = {}
@@ -160,13 +160,13 @@ def _worker(pipe: Connection, seed: int, where: str, shrink: float) -> None:
     _prepare()
     import jax
 
-    from tests import search_run
+    from tests.search import run
 
     numbers = iter(pipe.recv, None)
     for count, number in enumerate(numbers, 1):
         pipe.send(_examined(seed, number, where, shrink))
         if count % (PROGRAMS_HELD * SHARED) == 0:
-            search_run.forget()
+            run.forget()
             jax.clear_caches()
 
 

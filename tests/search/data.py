@@ -4,7 +4,7 @@ import numpy as np
 
 from bench.data import CANDIDATES, DECAY, LARGEST_LOGIT, Shape, _zipf_rows
 from tests.cases import DTYPES, Inputs
-from tests.search_calls import Call, Data
+from tests.search.calls import Call, Data
 
 
 def drawn_arrays(call: Call) -> Inputs:

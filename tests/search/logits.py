@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tests.cases import Inputs
-from tests.search_calls import Program
+from tests.search.calls import Program
 
 EPS = 2.0**-23
 BLOCK = 2**25  # logits at a time

@@ -24,7 +24,7 @@ is 2¹⁴, and float16 resolves 2⁻²⁵ of it: half of that, 2⁻³⁹ of the 
 add u·|a·p| (but at the target, whose element is replaced by dz's own); the scaled e, which dc is then summed from,
 another u·|dz|; and a softcap κ takes z from them: u·2|z|/κ² of |a·p + …|.
 
-tests/search_bounds.py turns both into what a gradient may be off by.
+tests/search/bounds.py turns both into what a gradient may be off by.
 """
 
 from dataclasses import dataclass
@@ -34,8 +34,8 @@ import ml_dtypes
 import numpy as np
 
 from tests.cases import Inputs
-from tests.search_calls import Program
-from tests.search_logits import EPS, Logits
+from tests.search.calls import Program
+from tests.search.logits import EPS, Logits
 
 FLOAT16_QUANTUM = 2.0**-39
 TINY = 2.0**-124  # float32 has no normal numbers below a quarter of it, and GPUs and XLA may take those for 0

@@ -1,6 +1,6 @@
 """Whether a result is as close to the truth as rounding allows: the bounds of the random search.
 
-tests/search_truth.py follows the errors of single numbers. A gradient is a sum of dz times rows x of c or e, and of a
+tests/search/truth.py follows the errors of single numbers. A gradient is a sum of dz times rows x of c or e, and of a
 block of BLOCK of its rows (tokens of de, columns of the vocabulary of dc and dbias) this is what may be off:
 
     slack · √(u²·(Σ (δ dz / u)²·‖x‖²  +  r·‖truth‖²))     roundings to the type, of dz and of the result r times,
@@ -27,9 +27,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tests.search_calls import Program
-from tests.search_logits import EPS
-from tests.search_truth import Rows, Truth, roundoff
+from tests.search.calls import Program
+from tests.search.logits import EPS
+from tests.search.truth import Rows, Truth, roundoff
 
 BLOCK = 64  # rows
 F = 2.0

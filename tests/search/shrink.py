@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 
-from tests.search_calls import EVERY_TOKEN, Call, Program
+from tests.search.calls import EVERY_TOKEN, Call, Program
 
 FIRST = ("package", "arrays", "objective", "reduction", "shift", "leading")  # other options mean less without these
 
