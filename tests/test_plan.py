@@ -1,7 +1,7 @@
 """What a plan promises, held to tens of thousands of calls drawn at random.
 
-Each promise is a function of a Plan that raises if it is broken. It says again, from the rules of the kernels, what must
-hold: nothing here asks the planner's own arithmetic.
+Each promise is a function of a Plan that raises if it is broken. It says again, from the rules of the kernels, what
+must hold: nothing here asks the planner's own arithmetic.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,6 @@ from cce_kernels.device import H200, INTERPRETER, Gpu
 from cce_kernels.engines import hopper
 from cce_kernels.engines.engine import Multiplying
 from cce_kernels.engines.hopper import HOPPER, tiles
-from cce_kernels.engines.triton import TRITON
 from cce_kernels.engines.triton.tiles import TABLE
 from cce_kernels.engines.xla import XLA
 from cce_kernels.head import Head
@@ -196,7 +195,7 @@ def only_a_second_term_of_dc_is_for_hopper(plan: Plan) -> None:
         return
     assert plan.backward.de_of_saved is not None
     assert plan.backward.de_of_saved.engine is HOPPER
-    assert not (plan.call.wanted is None or plan.call.wanted.bias)
+    assert not plan.call.with_bias
     for part in parts(plan):
         assert part.few is None
         assert part.products.engine is HOPPER
