@@ -89,7 +89,7 @@ class Given(NamedTuple):
     @property
     def shape(self) -> Shape:
         e, c = self.inputs.e, self.inputs.c
-        return Shape(*e.shape, c.shape[0])
+        return Shape(e.shape[0], e.shape[1], c.shape[0])
 
     @property
     def call(self) -> Call:
