@@ -374,10 +374,8 @@ def drawn(rng: np.random.Generator) -> tuple[Call, Gpu | None, str]:
     if for_hopper:
         tokens, width, vocabulary = max(tokens, 256), up(width, 64), up(vocabulary, 64)
         bias, with_sum, impl = False, False, pick(("auto", "cce"))
-        gpu, dtype = (
-            pick([gpu for gpu in GPUS if gpu.compute_capability == "9.0"]),
-            pick(("bfloat16", "bfloat16", "float16")),
-        )
+        gpu = pick([gpu for gpu in GPUS if gpu.compute_capability == "9.0"])
+        dtype = pick(("bfloat16", "bfloat16", "float16"))
     everything = 2 * tokens * vocabulary + 6 * tokens * width + 2**28
     shares = (int(rng.uniform(low, high) * everything) for low, high in ((0, 0.2), (0.2, 1), (0.2, 1.2)))
     budget = pick((0, DEFAULT, DEFAULT, size(10, 38), *shares, 2**62))
