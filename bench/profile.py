@@ -25,7 +25,7 @@ from bench.data import SHAPES, Inputs, trained
 from bench.ignored import call_of, ignoring
 from bench.methods import BUDGETS
 from bench.report import environment
-from cce_kernels.config import local_gpu
+from cce_kernels.device import local_gpu
 from cce_torch import bridge
 
 CALLS = 4

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,26 +10,24 @@ import jax
 import jax.numpy as jnp
 
 from bench.data import Shape, trained
-from cce_kernels import backward, forward, hopper_kernels
-from cce_kernels.budget import group_of
-from cce_kernels.config import (
-    HOPPER,
-    INTERPRETER,
-    PAIR_ROWS,
-    Gpu,
-    HopperTiles,
-    PairTiles,
-    TileConfig,
-    Tiles,
-    local_gpu,
-    target_of,
-)
+from cce_kernels import forward
+from cce_kernels.call import Call
 from cce_kernels.contract import MEMORY_BUDGET
-from cce_kernels.groups import Products, Wanted, over_groups
-from cce_kernels.logits import Head
-from cce_kernels.products import kernel_products
-from cce_kernels.saved import DZ_TILES, dz_of_saved
-from cce_kernels.tiles import cdiv, for_hopper, vocabulary_splits
+from cce_kernels.device import Gpu
+from cce_kernels.engines.engine import Engine
+from cce_kernels.engines.hopper import HOPPER, units_of
+from cce_kernels.engines.hopper.tiles import PairTiles
+from cce_kernels.engines.order import cdiv, vocabulary_splits
+from cce_kernels.engines.triton import TRITON, dz, products, saved
+from cce_kernels.engines.triton.tiles import INTERPRETED, SAVED_DZ, TileConfig, other_tiles, tiles_for
+from cce_kernels.engines.xla import XLA
+from cce_kernels.gradients import FormDz, Products, over_groups
+from cce_kernels.head import Head
+from cce_kernels.numbers import Cotangents, Inputs, Wanted
+from cce_kernels.plan import Plan, plan_of
+from cce_kernels.plan.budget import Bytes
+from cce_kernels.plan.plan import Step
+from cce_kernels.tokens import Rows
 from cce_kernels.windows import Groups
 
 SIXTEEN_BIT = [
@@ -47,7 +46,8 @@ FLOAT32 = [
 ]  # fmt: skip
 SAVED = [TileConfig(rows, columns, 16, warps, 1)
          for rows, columns, warps in itertools.product((16, 32), (256, 512, 1024), (4, 8))]  # fmt: skip
-TINY = [INTERPRETER, TileConfig(32, 32, 16, 4, 1)]
+TINY = [INTERPRETED, TileConfig(32, 32, 16, 4, 1)]
+SAVED_TINY = [other_tiles(SAVED_DZ, interpret=True), TileConfig(32, 32, 16, 4, 1)]
 PAIRS = [
     PairTiles(256, stages=4, slots=2, lead=2), PairTiles(256, 4, 2), PairTiles(256, 4, 1, lead=2),
     PairTiles(256, 3, 2, lead=2), PairTiles(192, 4, 3, lead=2), PairTiles(192, 4, 3), PairTiles(128, 5, 2, lead=2),
@@ -64,173 +64,172 @@ Candidate = TileConfig | PairTiles
 Program = Callable[..., Any]
 
 
+def call_of(shape: Shape, dtype, wanted: Wanted | None = WANTED) -> Call:
+    return Call(*shape, jnp.dtype(dtype).name, HEAD, False, False, wanted, MEMORY_BUDGET)
+
+
 class Given(NamedTuple):
     """What the kernels are run on."""
 
-    e: jax.Array
-    c: jax.Array
-    targets: jax.Array
+    inputs: Inputs
     lse: jax.Array
-    cotangents: jax.Array
+    cotangents: Cotangents
     kept: jax.Array  # (1,), how many tokens are kept: all
 
     @classmethod
-    def of(cls, shape: Shape, dtype, interpret: bool) -> "Given":
+    def of(cls, shape: Shape, dtype, gpu: Gpu) -> "Given":
         e, c, targets = trained(shape, dtype)
-        lse, _ = jax.jit(partial(run_statistics, tiles=None, interpret=interpret))(e, c, targets)
+        inputs = Inputs(e, c, None, targets)
+        plan = plan_of(call_of(shape, dtype, None), gpu, "cce")
+        numbers, _ = jax.jit(partial(forward.statistics, plan=plan))(inputs)
         share = jnp.full(shape.tokens, 1 / shape.tokens)
         count = jnp.full(1, shape.tokens, jnp.int32)
-        return cls(e, c, targets, lse, jnp.stack([share, -share]), count)
+        return cls(inputs, numbers.lse, Cotangents(share, -share, None), count)
 
     @property
     def shape(self) -> Shape:
-        return Shape(self.e.shape[0], self.e.shape[1], self.c.shape[0])
+        e, c = self.inputs.e, self.inputs.c
+        return Shape(e.shape[0], e.shape[1], c.shape[0])
 
-    def target(self, interpret: bool) -> tuple[Gpu, Tiles]:
-        return target_of(self.e.dtype, self.e.shape[1], interpret)
+    @property
+    def call(self) -> Call:
+        return call_of(self.shape, self.inputs.e.dtype)
 
 
-def candidates(role: str, shape: Shape, dtype, interpret: bool) -> Sequence[Candidate]:
+def candidates(role: str, shape: Shape, dtype, gpu: Gpu) -> Sequence[Candidate]:
     """saved dz is of bfloat16 alone; the kernels for Hopper are for calls that they serve."""
     if role in ON_HOPPER:
-        e, c = (jax.ShapeDtypeStruct((rows, shape.width), dtype) for rows in (shape.tokens, shape.vocabulary))
-        gpu, _ = target_of(dtype, shape.width, interpret)
-        return PAIRS if for_hopper(e, c, None, False, gpu, interpret) else []
+        return PAIRS if HOPPER.serves(call_of(shape, dtype), gpu) else []
     if role == "saved dz" and jnp.dtype(dtype) != jnp.bfloat16:
         return []
-    if interpret:
-        return TINY
+    if gpu.interpreted:
+        return SAVED_TINY if role == "saved dz" else TINY
     if role == "saved dz":
         return SAVED
     return FLOAT32 if jnp.dtype(dtype).itemsize == 4 else SIXTEEN_BIT
 
 
-def shipped(role: str, given: Given, interpret: bool) -> Candidate:
-    gpu, tiles = given.target(interpret)
+def shipped(role: str, given: Given, gpu: Gpu) -> Candidate:
+    call = given.call
     if role in ON_HOPPER:
         return _shipped_on_hopper(ON_HOPPER[role], given, gpu)
     if role == "saved dz":
-        return INTERPRETER if interpret else DZ_TILES
-    return getattr(tiles, role)
+        return TRITON.tile("saved_dz", call, gpu)
+    return getattr(tiles_for(call.itemsize, call.width, gpu), role)
 
 
 def _shipped_on_hopper(kernel: str, given: Given, gpu: Gpu) -> PairTiles:
+    call = given.call
     if kernel in ("statistics", "dz"):
-        return HOPPER.logits
-    rows = groups_of(given, None, interpret=False).columns if kernel == "dc" else len(given.e)
-    return hopper_kernels.cheapest(
-        getattr(HOPPER, kernel), cdiv(rows, PAIR_ROWS), given.e.shape[1], gpu.multiprocessors // 2
-    )
+        return HOPPER.tile("sums" if kernel == "statistics" else "form_dz", call, gpu)
+    if kernel == "saved_de":
+        return HOPPER.tile("de_of_saved", call, gpu, call.tokens)
+    how = HOPPER.multiplying(call, call.tokens, groups_of(given, HOPPER, gpu), False, gpu)
+    return getattr(how, kernel)
 
 
-def groups_of(given: Given, tiles: TileConfig | None, interpret: bool) -> Groups:
-    """The groups of a backward pass that saves nothing, with the default budget.
-
-    tiles: those of Triton's dz; None for the kernels for Hopper.
-    """
-    (tokens, width), vocabulary, on_hopper = given.e.shape, given.c.shape[0], tiles is None
-    return group_of(tokens, tokens=tokens, saved=0, width=width, vocabulary=vocabulary, dtype=given.e.dtype,
-                    wanted=WANTED, memory_budget=MEMORY_BUDGET, direct=on_hopper, copies=not on_hopper,
-                    on_hopper=on_hopper, tiles=tiles or given.target(interpret)[1].dz,
-                    interpret=interpret)  # fmt: skip
+def groups_of(given: Given, engine: Engine, gpu: Gpu) -> Groups:
+    """The groups of a backward pass that saves nothing, with the default budget and the tiles that are shipped."""
+    call = given.call
+    count = Bytes(call, call.tokens, engine, engine if engine.multiplies_fastest else XLA)
+    column = count.column(call.tokens, copies=not count.products.in_place)
+    return engine.groups(call, call.tokens, call.tokens, MEMORY_BUDGET - count.always, column, gpu)
 
 
-def _dz_tiles(role: str, given: Given, interpret: bool) -> TileConfig | None:
-    """What the groups that the role's kernels run on are of."""
-    return None if role in ON_HOPPER else given.target(interpret)[1].dz
+def _engine(role: str) -> Engine:
+    return HOPPER if role in ON_HOPPER else TRITON
 
 
-def buffer(role: str, given: Given, interpret: bool) -> jax.Array | None:
+def buffer(role: str, given: Given, gpu: Gpu) -> jax.Array | None:
     """What the role's kernels read besides what is given: dz of a group, or the exponentials of all."""
-    tokens, vocabulary = given.e.shape[0], given.c.shape[0]
+    tokens, vocabulary, dtype = given.shape.tokens, given.shape.vocabulary, given.inputs.e.dtype
     if role == "saved dz":
-        return jnp.ones((tokens, vocabulary), given.e.dtype)
+        return jnp.ones((tokens, vocabulary), dtype)
     if role == "saved de, Hopper":
-        return jnp.exp(jax.random.normal(jax.random.key(0), (tokens, vocabulary), given.e.dtype))
+        return jnp.exp(jax.random.normal(jax.random.key(0), (tokens, vocabulary), dtype))
     if role.split(",")[0] in ("de", "dc"):
-        groups = groups_of(given, _dz_tiles(role, given, interpret), interpret)
-        return jax.random.normal(jax.random.key(0), (tokens, groups.columns), given.e.dtype) / tokens
+        columns = groups_of(given, _engine(role), gpu).columns
+        return jax.random.normal(jax.random.key(0), (tokens, columns), dtype) / tokens
     return None
 
 
-def program(
-    role: str, given: Given, read: jax.Array | None, tiles: Candidate, interpret: bool
-) -> tuple[Program, tuple]:  # fmt: skip
+def program(role: str, given: Given, read: jax.Array | None, tiles: Candidate, gpu: Gpu) -> tuple[Program, tuple]:
     """A function that launches the role's kernels for all of the vocabulary, and its arguments; read: its buffer."""
-    e, c, targets, lse, cotangents, kept = given
+    inputs, lse, cotangents, kept = given
+    groups = groups_of(given, _engine(role), gpu)
     if isinstance(tiles, PairTiles):
-        return _program_on_hopper(ON_HOPPER[role], given, read, HopperTiles(tiles, *[(tiles,)] * 3))
+        return _program_on_hopper(ON_HOPPER[role], given, read, tiles, groups, gpu)
     if role == "statistics":
-        return partial(run_statistics, tiles=tiles, interpret=interpret), (e, c, targets)
-    groups = groups_of(given, tiles if role == "dz" else _dz_tiles(role, given, interpret), interpret)
-    options: dict[str, Any] = {"groups": groups, "tiles": tiles, "interpret": interpret}
+        return partial(forward.statistics, plan=_plan_with(tiles, given, gpu)), (inputs,)
+    options: dict[str, Any] = {"head": HEAD, "tiles": tiles, "interpret": gpu.interpreted}
+
+    def of_logits(inputs, lse, cotangents):
+        return every_group(dz.former(inputs, lse, cotangents, None, groups=groups, with_sums=False, **options), groups)
+
+    def of_saved(read, inputs, lse, cotangents):
+        form = saved.former_of_saved(read, inputs, lse, lse, cotangents, groups=groups, with_sums=False, **options)
+        return every_group(form, groups)
+
+    def multiply(e, c, read, kept):
+        of = products.products(e, c, head=HEAD, unit=None, count=kept, de=tiles, dc=tiles, splits=1, adding=False,
+                               interpret=gpu.interpreted)  # fmt: skip
+        return of_all(of, role, e, c, read, groups)
+
     if role == "dz":
-        return partial(run_dz, **options), (e, c, lse, targets, cotangents)
+        return of_logits, (inputs, lse, cotangents)
     if role == "saved dz":
-        return partial(run_saved_dz, **options), (read, lse, targets, cotangents)
-    return partial(run_product, role, **options), (e, c, read, kept)
+        return of_saved, (read, inputs, lse, cotangents)
+    return multiply, (inputs.e, inputs.c, read, kept)
+
+
+def _plan_with(tiles: TileConfig, given: Given, gpu: Gpu) -> Plan:
+    """The plan of an evaluation by Triton's kernels with these tiles."""
+    shape = given.shape
+    plan = plan_of(call_of(shape, given.inputs.e.dtype, None), gpu, "cce")
+    step, looks = Step(TRITON, tiles), plan.forward.scattered is not None
+    blocks = cdiv(shape.tokens, tiles.rows), cdiv(shape.vocabulary, tiles.columns)
+    splits = 2 if gpu.interpreted else vocabulary_splits(*blocks, shape.tokens, gpu.multiprocessors)
+    steps = {"sums": step, "rescue": step, "scattered": step if looks else None}
+    return replace(plan, forward=replace(plan.forward, splits=splits, **steps))
 
 
 def _program_on_hopper(
-    kernel: str, given: Given, read: jax.Array | None, tiles: HopperTiles
+    kernel: str, given: Given, read: jax.Array | None, tiles: PairTiles, groups: Groups, gpu: Gpu
 ) -> tuple[Program, tuple]:  # fmt: skip
-    (tokens, _), vocabulary, gpu = given.e.shape, given.c.shape[0], given.target(interpret=False)[0]
-    groups = groups_of(given, None, interpret=False)
-    splits = vocabulary_splits(cdiv(tokens, PAIR_ROWS // 2), cdiv(vocabulary, tiles.logits.columns), tokens,
-                               gpu.multiprocessors)  # fmt: skip
+    from cce_kernels.engines.hopper import dz, products, statistics  # which name Mosaic GPU
 
-    def statistics(e, c, lse, kept):
-        return hopper_kernels.statistics(e, c, lse, None, kept, None, head=HEAD, splits=splits, tiles=tiles)[0]
+    call, options = given.call, {"head": HEAD, "interpret": None}
+    splits = vocabulary_splits(cdiv(call.tokens, HOPPER.block_rows(tiles)), cdiv(call.vocabulary, tiles.columns),
+                               call.tokens, gpu.multiprocessors)  # fmt: skip
+    of_units = {**options, "units": units_of(gpu)}
 
-    def dz(e, c, targets, lse, cotangents, kept):
-        form = hopper_kernels.dz_of_groups(e, c, lse, targets, cotangents, kept, head=HEAD, groups=groups, gpu=gpu,
-                                           tiles=tiles)  # fmt: skip
-        return over_groups(lambda total, window: total + one_of(form(window)), jnp.float32(0), groups)
+    def sums(inputs, lse, kept):
+        return statistics.sums(inputs, Rows(count=kept), lse, 0, tiles=tiles, splits=splits, **options).lse
 
-    def multiply(e, c, dz, kept):
-        of = hopper_kernels.products(e, c, head=HEAD, unit=None, count=kept, groups=groups, gpu=gpu, tiles=tiles)
-        return of_all(of, kernel, e, c, dz, groups)
+    def of_logits(inputs, lse, cotangents, kept):
+        return every_group(dz.former(inputs, lse, cotangents, kept, groups=groups, tiles=tiles, **of_units), groups)
+
+    def multiply(e, c, read, kept):
+        of = products.products(e, c, unit=None, count=kept, de_tiles=tiles, dc_tiles=tiles, splits=1, groups=groups,
+                               adding=False, beside=None, **of_units)  # fmt: skip
+        return of_all(of, kernel, e, c, read, groups)
 
     def saved_de(e, c, p, share, kept):
-        return hopper_kernels.de_of_saved(p, share, c, kept, e, head=HEAD, gpu=gpu, tiles=tiles)
+        return products.de_of_saved(p, share, c, kept, e, tiles=tiles, **of_units)
 
-    e, c, targets, lse, cotangents, kept = given
+    inputs, lse, cotangents, kept = given
     if kernel == "statistics":
-        return statistics, (e, c, lse, kept)
+        return sums, (inputs, lse, kept)
     if kernel == "saved_de":
-        return saved_de, (e, c, read, cotangents[0], kept)
+        return saved_de, (inputs.e, inputs.c, read, cotangents.lse, kept)
     if kernel == "dz":
-        return dz, (e, c, targets, lse, cotangents, kept)
-    return multiply, (e, c, read, kept)
+        return of_logits, (inputs, lse, cotangents, kept)
+    return multiply, (inputs.e, inputs.c, read, kept)
 
 
-def run_statistics(e, c, targets, *, tiles: TileConfig | None, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    lse, target, *_ = forward.statistics(e, c, None, targets, None, head=HEAD, with_sum=False, interpret=interpret,
-                                         tiles=tiles)  # fmt: skip
-    return lse, target
-
-
-def run_dz(e, c, lse, targets, cotangents, *, groups: Groups, tiles: TileConfig, interpret: bool) -> jax.Array:
-    def add(total, window):
-        dz, _ = backward.dz_of_group(e, c, None, lse, targets, cotangents, None, None, window, head=HEAD,
-                                     groups=groups, wanted=WANTED, tiles=tiles, interpret=interpret)  # fmt: skip
-        return total + one_of(dz)
-
-    return over_groups(add, jnp.float32(0), groups)
-
-
-def run_saved_dz(saved, lse, targets, cotangents, *, groups: Groups, tiles: TileConfig, interpret: bool) -> jax.Array:
-    def add(total, window):
-        dz, _ = dz_of_saved(saved, lse, lse, targets, cotangents, None, window, head=HEAD, groups=groups,
-                            wanted=WANTED, tiles=tiles, interpret=interpret)  # fmt: skip
-        return total + one_of(dz)
-
-    return over_groups(add, jnp.float32(0), groups)
-
-
-def run_product(role: str, e, c, dz, kept, *, groups: Groups, tiles: TileConfig, interpret: bool) -> jax.Array:
-    of = kernel_products(e, c, head=HEAD, unit=None, count=kept, tiles=Tiles.same(tiles), interpret=interpret)
-    return of_all(of, role, e, c, dz, groups)
+def every_group(form: FormDz, groups: Groups) -> jax.Array:
+    """One element of each group's dz, summed: every group is computed, and no dz is kept."""
+    return over_groups(lambda total, window: total + form(window)[0][0, 0].astype(jnp.float32), jnp.float32(0), groups)
 
 
 def of_all(products: Products, role: str, e, c, dz, groups: Groups) -> jax.Array:
@@ -242,20 +241,14 @@ def of_all(products: Products, role: str, e, c, dz, groups: Groups) -> jax.Array
     return over_groups(lambda dc, window: products.put_dc(dc, dz, window), begun, groups)
 
 
-def one_of(dz: jax.Array) -> jax.Array:
-    """One element, so that the group is computed and its dz not kept."""
-    return dz[0, 0].astype(jnp.float32)
-
-
-def spilled(function: Program, arguments: Sequence[jax.Array]) -> int:
+def spilled(function: Program, arguments: Sequence[Any], gpu: Gpu) -> int:
     """Bytes of registers that the role's kernels spill on this GPU; 0 where nothing can tell."""
-    gpu = local_gpu()
-    if gpu is None:
+    if gpu.interpreted:
         return 0
     try:
         from tests.lowering import kernels, resources
 
-        found = kernels(function, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments))
-        return max(resources(kernel, gpu.compute_capability).stack for kernel in found)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tuple(arguments))
+        return max(resources(kernel, gpu.compute_capability).stack for kernel in kernels(function, *shapes))
     except Exception:  # no Triton, or one that does not know this GPU or these tiles: XLA will say
         return 0

@@ -5,9 +5,9 @@
     ..., Hopper  the kernels for Hopper, on it alone; their groups are those of a call that these serve;
                  saved de     of all, from saved exponentials
 
-Ratios are to the bare matmul of the same size in the same run. What is found goes by hand into
-cce_kernels/config.py: nothing is tuned at run time. Where Triton is installed, candidates that would spill registers on
-this GPU are not run.
+Ratios are to the bare matmul of the same size in the same run. What is found goes by hand into triton/tiles.py and
+hopper/tiles.py in cce_kernels/engines: nothing is tuned at run time. Where Triton is installed, candidates that would
+spill registers on this GPU are not run.
 """
 
 import argparse
@@ -32,26 +32,27 @@ from bench.measure import steady
 from bench.report import environment
 from bench.roles import MATMUL, ROLES, Candidate, Given, buffer, candidates, program, shipped, spilled
 from bench.run import first_line
-from cce_kernels.config import PairTiles, local_gpu
+from cce_kernels.device import INTERPRETER, Gpu, local_gpu
+from cce_kernels.engines.hopper.tiles import PairTiles
 
 QUICK = Shape(48, 16, 96)
 Row = dict[str, Any]
 
 
 def measure(
-    shape: Shape, dtype, roles: Sequence[str], rounds: int, interpret: bool, tick: Callable[[str], object],
+    shape: Shape, dtype, roles: Sequence[str], rounds: int, gpu: Gpu, tick: Callable[[str], object],
     lost: dict[tuple[str, Candidate], int],
 ) -> list[Row]:  # fmt: skip
     """A row a candidate: ms and its ratio to the bare matmul, or why it has none.
 
     lost: the bytes that a candidate spills; looked up, and noted where missing, so that one shape tells for all.
     """
-    given = Given.of(shape, dtype, interpret)
-    bare = floor(given.e, given.c)
+    given = Given.of(shape, dtype, gpu)
+    bare = floor(given.inputs.e, given.inputs.c)
     floors = [{name: steady(call, rounds) for name, call in bare.items()}]
     rows = []
     for role in roles:
-        for row in _role(role, given, rounds, interpret, lost):
+        for row in _role(role, given, rounds, gpu, lost):
             tick(f"{role} {row['tiles']}")
             rows.append({"shape": list(shape), "dtype": jnp.dtype(dtype).name, **row})
     floors.append({name: steady(call, rounds) for name, call in bare.items()})  # of the clocks of all of the run
@@ -62,17 +63,17 @@ def measure(
     return rows
 
 
-def _role(role: str, given: Given, rounds: int, interpret: bool, lost: dict) -> Iterator[Row]:
-    listed = candidates(role, given.shape, given.e.dtype, interpret)
+def _role(role: str, given: Given, rounds: int, gpu: Gpu, lost: dict) -> Iterator[Row]:
+    listed = candidates(role, given.shape, given.inputs.e.dtype, gpu)
     if not listed:
         return
-    chosen, read = shipped(role, given, interpret), buffer(role, given, interpret)
+    chosen, read = shipped(role, given, gpu), buffer(role, given, gpu)
     if chosen not in listed:
         listed = [chosen, *listed]
-    made = {tiles: program(role, given, read, tiles, interpret) for tiles in listed}
+    made = {tiles: program(role, given, read, tiles, gpu) for tiles in listed}
     for tiles in listed:
         if (role, tiles) not in lost:
-            lost[role, tiles] = spilled(*made[tiles])
+            lost[role, tiles] = spilled(*made[tiles], gpu)
     worth = [tiles for tiles in listed if tiles == chosen or not lost[role, tiles]]
     with ThreadPoolExecutor() as pool:  # most of what a sweep waits for is XLA
         compiled = {tiles: pool.submit(Compiled.of, made[tiles][0], *made[tiles][1]) for tiles in worth}
@@ -142,17 +143,17 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     asked = arguments()
-    interpret = local_gpu() is None
+    gpu = local_gpu() or INTERPRETER
     console = Console(width=None if sys.stdout.isatty() else 120)
     out = asked.out.with_suffix(".json")
     out.parent.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     lost: dict[tuple[str, Candidate], int] = {}
     with Progress(console=console, disable=not sys.stdout.isatty()) as progress:
-        each = (candidates(role, shape, asked.dtype, interpret) for shape in asked.shape for role in asked.role)
+        each = (candidates(role, shape, asked.dtype, gpu) for shape in asked.shape for role in asked.role)
         task = progress.add_task("", total=sum(map(len, each)))
         for shape in asked.shape:
-            found = measure(shape, asked.dtype, asked.role, asked.rounds, interpret,
+            found = measure(shape, asked.dtype, asked.role, asked.rounds, gpu,
                             lambda what: progress.update(task, advance=1, description=what), lost)  # fmt: skip
             rows += found
             if found:

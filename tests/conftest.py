@@ -17,8 +17,8 @@ if platform.machine() == "x86_64":
     os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
 
 # In Mosaic's GPU interpreter the threads of a kernel wait for each other in the thread pool of XLA's CPU client, which
-# has one thread a core: with fewer threads than the kernel's it waits forever. XLA reads the number from NPROC, JAX's
-# plugins from PJRT_NPROC, when the first backend starts.
+# has one thread a core: with fewer threads than the kernel's it waits forever. The first backend that starts takes the
+# number from either variable.
 os.environ["NPROC"] = os.environ["PJRT_NPROC"] = str(max(32, os.cpu_count() or 1))
 
 

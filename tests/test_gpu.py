@@ -208,3 +208,10 @@ def test_auto_is_the_kernels_here():
     auto = linear_cross_entropy(given.e, given.c, given.targets)
     assert auto == linear_cross_entropy(given.e, given.c, given.targets, impl="cce")
     assert error(auto, linear_cross_entropy(given.e, given.c, given.targets, impl="chunked")) < 1e-5
+
+
+def test_auto_is_xla_for_float32():
+    given = inputs(CASES[0], "float32")
+    auto, chunked = (linear_cross_entropy(given.e, given.c, given.targets, impl=x) for x in ("auto", "chunked"))
+    assert auto == chunked
+    assert error(auto, linear_cross_entropy(given.e, given.c, given.targets, impl="cce")) < 1e-5

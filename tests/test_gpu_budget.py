@@ -9,12 +9,13 @@ import torch
 import cce_torch
 from bench import truth as float64
 from bench.data import SHAPES, Shape, trained
-from cce_jax import core, linear_cross_entropy
-from cce_kernels import budget
-from cce_kernels.groups import Wanted
-from cce_kernels.logits import Head
-from cce_kernels.tiles import SCRATCH_BYTES
+from cce_jax import linear_cross_entropy
+from cce_kernels.device import local_gpu
+from cce_kernels.engines.order import SCRATCH_BYTES
+from cce_kernels.plan import plan_of
+from cce_kernels.plan.budget import GROUP_BYTES, WORKSPACE
 from cce_torch import bridge
+from tests.plans import call_of, whole_bytes
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20
@@ -23,12 +24,12 @@ SHAPE = Shape(2048, 512, 16384)
 
 def budgets(shape: Shape) -> dict[str, int]:
     tokens, width, vocabulary = shape
-    least = 4 * tokens * width + 256 * tokens + budget.WORKSPACE
+    least = 4 * tokens * width + 256 * tokens + WORKSPACE
     return {
         "default": 300 * MIB,
-        "half": least + budget.GROUP_BYTES + tokens * vocabulary,
-        "logits": max(2 * tokens * vocabulary, least + budget.GROUP_BYTES),
-        "all": budget.whole_bytes(tokens, width, vocabulary),
+        "half": least + GROUP_BYTES + tokens * vocabulary,
+        "logits": max(2 * tokens * vocabulary, least + GROUP_BYTES),
+        "all": whole_bytes(tokens, width, vocabulary),
     }
 
 
@@ -70,9 +71,7 @@ def that_saves(shape: Shape, share: float) -> int:
     """The least budget, in whole MiB, with which exponentials of such a share of the tokens are saved."""
 
     def saved(memory_budget: int) -> int:
-        static = core.Core(Head(), False, "auto", memory_budget)
-        shapes = (shape.tokens, shape.width), (shape.vocabulary, shape.width)
-        return core.saved_tokens(*shapes, jnp.bfloat16, False, static, Wanted(True, True, False))
+        return plan_of(call_of(shape, memory_budget), local_gpu(), "auto").saved
 
     return next(mib * MIB for mib in range(1000) if saved(mib * MIB) >= share * shape.tokens)
 

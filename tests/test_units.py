@@ -157,6 +157,16 @@ def test_other_types_save_nothing(shape, head, with_sum, dtype):
     assert planned(shape, 2**60, head, dtype=dtype, with_sum=with_sum).saved == 0
 
 
+@pytest.mark.parametrize(
+    ("impl", "dtype", "gpu", "engine"),
+    [("auto", "bfloat16", H200, "hopper"), ("auto", "bfloat16", OTHER, "triton"), ("auto", "float32", H200, "xla"),
+     ("cce", "float32", H200, "triton"), ("chunked", "bfloat16", H200, "xla"), ("auto", "bfloat16", None, "xla"),
+     ("auto", "bfloat16", Gpu("7.5", 40), "xla")],
+)  # fmt: skip
+def test_which_engine_computes_a_call(impl, dtype, gpu, engine):
+    assert plan_of(call_of((512, 128, 4096), 0, dtype=dtype), gpu, impl).forward.sums.engine.name == engine
+
+
 @given(SHAPES | HOPPER_SHAPES, HEADS, st.booleans(), st.sampled_from([OTHER, H200]))
 def test_without_a_gradient_nothing_is_saved(shape, head, with_sum, gpu):
     assert planned(shape, 2**60, head, gpu=gpu, with_sum=with_sum, wanted=None).saved == 0
