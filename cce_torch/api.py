@@ -147,7 +147,7 @@ def linear_cross_entropy(
             row_length=targets.shape[-1] if shift else 1, ignore_index=ignore_index, shift=shift, precision=precision,
             impl=impl, memory_budget=budget, **arithmetic, **head,
         )  # fmt: skip
-        lse = numbers[0] if return_lse else None
+        lse = numbers[0].clone() if return_lse else None  # numbers are saved for the backward pass
     else:
         run = reference.statistics
         if impl == "torch_compile":

@@ -9,15 +9,24 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cce_jax import linear_cross_entropy
-from cce_kernels.budget import WORKSPACE
-from cce_kernels.tiles import gathered_rows
-from cce_kernels.windows import FEWEST_COLUMNS
+from cce_jax import api, linear_cross_entropy
+from cce_kernels.call import Call as Planned
+from cce_kernels.device import H200
+from cce_kernels.head import Head
+from cce_kernels.numbers import Wanted
+from cce_kernels.plan import Plan, plan_of
 from tests.held import MIB, available, held
 
 pytestmark = pytest.mark.skipif(bool(available()), reason=available())
 
 CALLS = 12
+
+
+@pytest.fixture(autouse=True)
+def on_an_h200(monkeypatch):
+    monkeypatch.setattr(api, "local_gpu", lambda: H200)
+
+
 NAMES = "e", "c", "targets", "bias"
 
 
@@ -55,7 +64,7 @@ class Call:
         wanted = draw.choice([(0, 1), (0, 1), (0,), (1,)]) + (3,) * bias
         softcap, smoothing = draw.choice([(None, 0.0), (None, 0.0), (30.0, 0.0), (None, 0.1)])
         element = jnp.dtype(dtype).itemsize
-        everything = element * tokens * (vocabulary + 4 * width) + 2 * WORKSPACE
+        everything = element * tokens * (vocabulary + 4 * width) + 64 * MIB
         memory_budget = draw.choice([0, 300 * MIB, int(draw.random() * everything), everything])
         return cls(tokens, width, vocabulary, dtype, draw.choice([0, 0, 1]), bias, wanted, softcap, smoothing,
                    memory_budget)  # fmt: skip
@@ -64,7 +73,7 @@ class Call:
         def loss(e, c, targets, bias):
             return linear_cross_entropy(
                 e, c, targets, bias=bias, vocab_axis=self.vocab_axis, softcap=self.softcap,
-                label_smoothing=self.label_smoothing, memory_budget=self.memory_budget, impl="cce",
+                label_smoothing=self.label_smoothing, memory_budget=self.memory_budget, impl="auto",
             )  # fmt: skip
 
         c_shape = (self.vocabulary, self.width) if self.vocab_axis == 0 else (self.width, self.vocabulary)
@@ -74,12 +83,11 @@ class Call:
         return held(jax.value_and_grad(loss, self.wanted), e, c, targets, bias).bytes
 
 
-def least(call: Call) -> int:
-    """What the call holds under a budget of 0, as cce_kernels/budget.py reckons it."""
-    rows, element = gathered_rows(call.tokens), jnp.dtype(call.dtype).itemsize
-    gathered = 0 if rows == call.tokens else element * rows * call.width
-    group = element * FEWEST_COLUMNS * (rows + call.width)
-    return gathered + 4 * rows * call.width + 256 * rows + WORKSPACE + group
+def planned(call: Call) -> Plan:
+    wanted = Wanted(0 in call.wanted, 1 in call.wanted, 3 in call.wanted)
+    head = Head(call.softcap, call.vocab_axis)
+    return plan_of(Planned(call.tokens, call.width, call.vocabulary, call.dtype, head, call.bias,
+                           call.label_smoothing > 0, wanted, call.memory_budget), H200, "auto")  # fmt: skip
 
 
 def drawn(seed: int, count: int) -> list[Call]:
@@ -106,8 +114,10 @@ def found(tokens: int, width: int, vocabulary: int, of: dict) -> Call:
 
 @pytest.mark.parametrize("call", [found(*x) for x in FOUND] + drawn(0, CALLS), ids=str)
 def test_a_call_holds_what_its_budget_or_the_least_plan_allows(call):
-    allowed = max(call.memory_budget, least(call))
+    plan = planned(call)
+    allowed = max(call.memory_budget, plan.least)
     actual = call.held()
+    assert actual <= plan.held
     assert actual <= allowed, f"{actual / MIB:.1f} MiB of {allowed / MIB:.1f}"
 
 
@@ -121,5 +131,5 @@ def test_evaluation_holds_no_copy_of_e():
     """Under label smoothing too."""
     e, c = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8187, 4096), (128256, 4096)))
     targets = jax.ShapeDtypeStruct((8187,), jnp.int32)
-    loss = partial(linear_cross_entropy, label_smoothing=0.1, impl="cce")
+    loss = partial(linear_cross_entropy, label_smoothing=0.1, impl="auto")
     assert held(loss, e, c, targets).bytes < 6 * MIB

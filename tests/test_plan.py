@@ -206,11 +206,20 @@ def workspace(engine) -> int:
     return 32 * MIB if engine is XLA else 0
 
 
+def of_xla(plan: Plan) -> int:
+    """Bytes of an element of what XLA makes of logits: dz lies in their place where it has their type.
+
+    On a CPU logits, exponentials and dz are there together.
+    """
+    wide = max(plan.call.itemsize, 4)
+    return 3 * wide if plan.gpu is None else wide if plan.call.itemsize == wide else wide + plan.call.itemsize
+
+
 def group_bytes(plan: Plan, part: Part, columns: int) -> int:
     """dz of a group, what becomes of it, copies of c_g or dc_g, and what dbias is summed from."""
     call = plan.call
     assert part.dz is not None
-    dz = 3 * max(call.itemsize, 4) if part.dz.engine is XLA else call.itemsize
+    dz = of_xla(plan) if part.dz.engine is XLA else call.itemsize
     rows_of_tile = 64 if part is not plan.backward.saved else 16  # type: ignore[union-attr]
     sums = 4 * -(-part.tokens // rows_of_tile) if call.wanted is not None and call.wanted.bias else 0
     copied = call.itemsize * call.width if part.products.engine is XLA else 0
@@ -257,7 +266,7 @@ def least(plan: Plan) -> int:
     call, rows = plan.call, plan.rows
     engine = plan.forward.sums.engine
     by_xla = engine is not HOPPER
-    dz = 3 * max(call.itemsize, 4) if engine is XLA else call.itemsize
+    dz = of_xla(plan) if engine is XLA else call.itemsize
     sums = 4 * -(-rows // 64) if call.wanted is not None and call.wanted.bias else 0
     group = min(1024, call.vocabulary) * (dz * rows + call.itemsize * call.width * by_xla + sums)
     e = 0 if rows == call.tokens else call.itemsize * rows * call.width
@@ -272,7 +281,7 @@ def what_is_held_is_within_the_budget(plan: Plan) -> None:
         assert plan.least <= least(plan)
     if forward.sums.engine is XLA:
         call, columns = plan.call, forward.sums.tiles.columns  # type: ignore[attr-defined]
-        blocks = 3 * max(call.itemsize, 4) * call.tokens * columns
+        blocks = (of_xla(plan) * call.tokens + call.itemsize * call.width) * columns
         assert blocks <= budget or columns <= 1024
     else:
         assert forward.splits == 1 or 4 * forward.splits * plan.rows <= 3 * MIB, "of partial sums"

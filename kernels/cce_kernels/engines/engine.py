@@ -69,7 +69,7 @@ class Engine(Protocol):
         """
         ...
 
-    def dz_bytes(self, call: Call, tokens: int) -> int:
+    def dz_bytes(self, call: Call, tokens: int, gpu: Any) -> int:
         """What `form_dz` holds of a column."""
         ...
 

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from cce_kernels.call import Call
+from cce_kernels.device import Gpu
 from cce_kernels.engines.engine import Engine
 from cce_kernels.exponentials import linear, saved_shape
 from cce_kernels.windows import FEWEST_COLUMNS
@@ -30,6 +31,7 @@ class Bytes:
     """
 
     call: Call
+    gpu: Gpu | None
     rows: int
     engine: Engine
     products: Engine
@@ -60,7 +62,7 @@ class Bytes:
     def column(self, tokens: int, *, copies: bool, of_saved: bool = False) -> int:
         """Of a group: what forming dz of so many tokens holds, copies of c_g or dc_g, partial sums of dbias."""
         call, bias = self.call, self.call.wanted is not None and self.call.wanted.bias
-        dz = call.itemsize * tokens if of_saved else self.engine.dz_bytes(call, tokens)
+        dz = call.itemsize * tokens if of_saved else self.engine.dz_bytes(call, tokens, self.gpu)
         sums = 4 * -(-tokens // (SAVED_DZ_ROWS if of_saved else DZ_ROWS)) * bias
         return dz + call.itemsize * call.width * copies + sums
 

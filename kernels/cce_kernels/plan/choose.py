@@ -80,7 +80,7 @@ class _Setting:
 
     @cached_property
     def bytes(self) -> Bytes:
-        return Bytes(self.call, self.rows, self.engine, self.products)
+        return Bytes(self.call, self.gpu, self.rows, self.engine, self.products)
 
     def offering(self, method: str) -> Engine:
         return next(engine for engine in self.serving if method in engine.offers)

@@ -59,7 +59,7 @@ class Hopper:
     def blocks(self, tile: tiles.PairTiles) -> tuple[int, int]:
         return tiles.PAIR_ROWS // 2, tile.columns
 
-    def dz_bytes(self, call: Call, tokens: int) -> int:
+    def dz_bytes(self, call: Call, tokens: int, gpu: Gpu) -> int:
         return call.itemsize * tokens
 
     def groups(self, call: Call, tokens: int, of_dc: int, room: int, column: int, gpu: Gpu) -> Groups:

@@ -36,7 +36,7 @@ class Triton:
     def blocks(self, tiles: tiles.TileConfig) -> tuple[int, int]:
         return tiles.rows, tiles.columns
 
-    def dz_bytes(self, call: Call, tokens: int) -> int:
+    def dz_bytes(self, call: Call, tokens: int, gpu: Gpu) -> int:
         return call.itemsize * tokens
 
     def groups(self, call: Call, tokens: int, of_dc: int, room: int, column: int, gpu: Gpu) -> Groups:

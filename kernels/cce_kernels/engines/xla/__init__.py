@@ -28,13 +28,15 @@ class Xla:
     def blocks(self, tiles) -> tuple[int, int]:
         raise NotImplementedError
 
-    def dz_bytes(self, call: Call, tokens: int) -> int:
-        """Logits, in whose place dz lies where it has their type; on a CPU their exponentials too."""
+    def dz_bytes(self, call: Call, tokens: int, gpu: Gpu | None) -> int:
+        """Logits, in whose place dz lies where it has their type; on a CPU their exponentials and dz besides."""
+        if gpu is None:
+            return 3 * call.wide * tokens
         return call.wide * tokens + (call.itemsize * tokens if call.itemsize < call.wide else 0)
 
     def groups(self, call: Call, tokens: int, of_dc: int, room: int, column: int, gpu) -> Groups:
         if gpu is None:
-            room, column = min(room // 3, BLOCK_BYTES), call.wide * tokens
+            room = min(room, 3 * BLOCK_BYTES)
 
         def cost(_: Groups, columns: int) -> float:
             return columns + GROUP_COST
