@@ -17,7 +17,8 @@ vanishes by luck, a test counts its roundings instead, and the floor is float32'
 
 The reference's is one; r of the same size that are independent make √r of it, and r if all fall together. The kernels
 round dz and the result: 2. From saved exponentials (cce_kernels/exponentials.py) there is one rounding more, of P,
-relative, as dz's is: 3. Where all are saved dz is not formed and not rounded, but r·e is, before dc: 3 at the most, again.
+relative, as dz's is: 3. Where all are saved dz is not formed and not rounded, but r·e is, before dc: 3 at the most,
+again.
 A softcap κ takes z from log P, which is off by P's relative error, u; so 1 − (z/κ)² is off by up to 2u/κ, which for
 κ ≥ 2 is a part of P's own.
 """
