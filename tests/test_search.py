@@ -36,16 +36,18 @@ TOGETHER = 5  # programs of one test
 HOPPER_PROGRAMS = 8
 
 
-def known(call: Call) -> bool:
+def known(call: Call, where: str) -> bool:
     """Whether a named test of a known defect stands for this call."""
-    return call.program.package == "torch" and call.program.objective == "lse" and call.data.out_of_range > 0
+    program = call.program
+    of_torch = program.package == "torch" and program.objective == "lse" and call.data.out_of_range > 0
+    return of_torch or (where == "hopper" and (program.softcap or 0) > 36)
 
 
 def check(numbers, where: str) -> None:
     wrong = []
     for number in numbers:
         call = draw(SEED, number, where)
-        if not known(call):
+        if not known(call, where):
             wrong += [f"--seed {SEED} --only {number}: {call}: {words}" for words in failures(call)]
     search_run.forget()
     assert not wrong, "\n".join(wrong)
@@ -79,6 +81,13 @@ def test_in_torch_the_gradient_of_lse_alone_is_finite_for_a_target_out_of_range(
     pytest.importorskip("torch")
     program = Program("torch", leading=(4,), width=1, vocabulary=3, objective="lse", return_lse=True)
     assert not failures(Call(program, Data(out_of_range=1)))
+
+
+@INTERPRETED
+@pytest.mark.xfail(strict=True, reason="the kernels for Hopper lose digits of logits that a softcap is far above")
+def test_on_hopper_a_large_softcap_costs_no_digits(both):
+    program = Program(leading=(256,), width=128, vocabulary=256, dtype="bfloat16", softcap=1e5, return_lse=True)
+    assert not failures(Call(program, Data()))
 
 
 # The truth, and the bounds
