@@ -69,7 +69,7 @@ def only(engine) -> Iterator[None]:
     """Every plan takes this engine, and those of whose methods it has need."""
     serving = (XLA,) if engine is XLA else (engine, TRITON, XLA)
     choose.plan_of.cache_clear()
-    with mock.patch.object(choose, "engines", lambda call, impl: serving):
+    with mock.patch.object(choose, "engines", return_value=serving):
         yield
     choose.plan_of.cache_clear()
 

@@ -95,11 +95,10 @@ def _device():
 @contextlib.contextmanager
 def _h200() -> Iterator[None]:
     """Everything that asks for the GPU at hand is told of an H200."""
-    from cce_jax import core
-    from cce_kernels import config
+    from cce_jax import api
+    from cce_kernels.device import H200
 
-    there = mock.Mock(return_value=config.H200)
-    with mock.patch.object(core, "local_gpu", there), mock.patch.object(config, "local_gpu", there):
+    with mock.patch.object(api, "local_gpu", return_value=H200):
         yield
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cce_jax import api, linear_cross_entropy
+from cce_jax import linear_cross_entropy
 from cce_kernels.call import Call as Planned
 from cce_kernels.device import H200
 from cce_kernels.head import Head
@@ -20,13 +20,6 @@ from tests.held import MIB, available, held
 pytestmark = pytest.mark.skipif(bool(available()), reason=available())
 
 CALLS = 12
-
-
-@pytest.fixture(autouse=True)
-def on_an_h200(monkeypatch):
-    monkeypatch.setattr(api, "local_gpu", lambda: H200)
-
-
 NAMES = "e", "c", "targets", "bias"
 
 

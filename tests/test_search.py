@@ -69,6 +69,12 @@ def test_in_torch_the_gradient_of_lse_alone_is_finite_for_a_target_out_of_range(
     assert not failures(Call(program, Data(out_of_range=1)))
 
 
+@INTERPRETED
+def test_on_hopper_a_large_softcap_costs_no_digits(both):
+    program = Program(leading=(256,), width=128, vocabulary=256, dtype="bfloat16", softcap=1e5, return_lse=True)
+    assert not failures(Call(program, Data()))
+
+
 # The truth, and the bounds
 
 

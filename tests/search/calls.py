@@ -115,7 +115,7 @@ def _size(rng: np.random.Generator, low: int, high: int, multiples: tuple[int, .
 def _program(rng: np.random.Generator, where: str) -> Program:
     for_hopper = where == "hopper" or (where == "gpu" and rng.uniform() < 0.65)
     tokens, width, vocabulary = _shape(rng, where, for_hopper)
-    leading, shift = _leading(rng, tokens)
+    leading, shift = _leading(rng, tokens, batches=where != "hopper")
     every = ("bias", "class_weight", "token_weight")
     arrays = tuple(x for x in every if rng.uniform() < 0.3 and not (for_hopper and x == "bias"))
     objective = _chosen(rng, loss=0.65, both=0.25, lse=0.1)
@@ -173,11 +173,11 @@ def _shape(rng: np.random.Generator, where: str, for_hopper: bool) -> tuple[int,
     return tokens, width, vocabulary
 
 
-def _leading(rng: np.random.Generator, tokens: int) -> tuple[tuple[int, ...], int]:
-    """Leading axes of about so many tokens, and a shift that the last of them allows."""
+def _leading(rng: np.random.Generator, tokens: int, batches: bool) -> tuple[tuple[int, ...], int]:
+    """Leading axes of so many tokens, in batches about so many, and a shift that the last of them allows."""
     if tokens == 1 and rng.uniform() < 0.5:
         return (), 0
-    batch = int(rng.choice([1, 2, 3, 7])) if tokens >= 7 and rng.uniform() < 0.4 else 0
+    batch = int(rng.choice([1, 2, 3, 7])) if batches and tokens >= 7 and rng.uniform() < 0.4 else 0
     length = -(-tokens // batch) if batch else tokens
     shift = int(rng.choice([1, 1, 2, 5])) if rng.uniform() < 0.25 else 0
     return (batch, length) if batch else (tokens,), min(shift, length - 1)
@@ -204,8 +204,9 @@ def _with_budget(rng: np.random.Generator, program: Program, where: str) -> Prog
     """Budgets from 0 to everything; on small shapes, where any saves everything, a number of tokens to save."""
     tokens, vocabulary = program.tokens, program.vocabulary
     if where != "gpu" and program.impl == "cce" and rng.uniform() < 0.6:
-        multiple = 128 if where == "hopper" else 1
-        part = int(rng.integers(1, max(2, tokens // multiple))) * multiple
+        part = int(rng.integers(1, max(2, tokens)))
+        if where == "hopper":  # the interpreter adds no tile that reaches beyond the tokens that are not saved
+            part = 256 if tokens > 256 else 0
         return replace(program, saved=int(rng.choice([0, part, EVERY_TOKEN])))
     exactly = 2 * tokens * vocabulary
     budgets = {
