@@ -20,7 +20,7 @@ def cases(draw) -> Case:
     numbers = {"softcap": (0.5, 20), "logit_scale": (-2, 2), "label_smoothing": (0, 1), "z_loss": (0, 0.1),
                "num_items": (0.5, 50)}  # fmt: skip
     for name, (low, high) in numbers.items():
-        if draw(st.booleans()):
+        if draw(st.booleans()) and (name != "num_items" or options["reduction"] == "mean"):
             options[name] = draw(st.floats(low, high, allow_subnormal=False))
     leading = tuple(draw(st.lists(st.integers(1, 7), max_size=3)))
     if leading and leading[-1] > 1:
@@ -32,16 +32,23 @@ def cases(draw) -> Case:
 @RANDOM
 @given(cases(), st.sampled_from(["cce", "chunked", "reference"]), st.sampled_from([0, 1]), st.integers(0, 99))
 def test_any_combination_in_float32(case, impl, vocab_axis, seed):
-    """float32 against float64, each gradient relative to the largest: 3e-5 is 256 roundings of terms of one size."""
+    """float32 against float64, each gradient relative to the largest: 3e-5 is 256 roundings of terms of one size.
+
+    Where a token's p is almost 1, p − 1 cancels: what is left is off by roundings of 1, times a cotangent and an
+    element of the other matrix.
+    """
     drawn = inputs(case, seed=seed)
     want = truth(drawn, case.options)
     actual = run(drawn, case.options, impl, vocab_axis=vocab_axis)
     np.testing.assert_allclose(actual[0], want[0], rtol=3e-5, atol=3e-5)
     np.testing.assert_allclose(actual[1], want[1], rtol=3e-5, atol=3e-5)
+    cotangent = max(1, abs(case.options.get("logit_scale", 1))) * np.abs(drawn.of_loss).max(initial=0.0)
+    other = {"e": drawn.c, "c": drawn.e}
     for name, gradient in actual[2].items():
         assert np.isfinite(gradient).all()
         size = max(np.abs(want[2][name]).max(initial=0.0), 1e-3)
-        assert np.abs(gradient - want[2][name]).max(initial=0.0) <= 3e-5 * size, name
+        cancelled = 4 * np.finfo(np.float32).eps * cotangent * np.abs(other.get(name, 1.0)).max(initial=0.0)
+        assert np.abs(gradient - want[2][name]).max(initial=0.0) <= 3e-5 * size + cancelled, name
 
 
 @RANDOM
