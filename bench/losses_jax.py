@@ -7,6 +7,7 @@ import optax
 from bench.calls_jax import Loss
 from cce_jax import linear_cross_entropy
 from cce_kernels.call import Call
+from cce_kernels.device import H200
 from cce_kernels.engines.hopper import HOPPER
 from cce_kernels.engines.xla import XLA
 from cce_kernels.head import Head
@@ -18,7 +19,7 @@ from cce_kernels.tokens import gathered_rows
 def whole_bytes(tokens: int, width: int, vocabulary: int) -> int:
     """What saving everything of a call in bfloat16 takes at most, multiplied by XLA."""
     call = Call(tokens, width, vocabulary, "bfloat16", Head(), False, False, Wanted(True, True, False), 0)
-    return Bytes(call, gathered_rows(tokens), HOPPER, XLA).everything()
+    return Bytes(call, H200, gathered_rows(tokens), HOPPER, XLA).everything()
 
 
 def budget(name: str, tokens: int, width: int, vocabulary: int) -> dict[str, int]:

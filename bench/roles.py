@@ -131,7 +131,7 @@ def _shipped_on_hopper(kernel: str, given: Given, gpu: Gpu) -> PairTiles:
 def groups_of(given: Given, engine: Engine, gpu: Gpu) -> Groups:
     """The groups of a backward pass that saves nothing, with the default budget and the tiles that are shipped."""
     call = given.call
-    count = Bytes(call, call.tokens, engine, engine if engine.multiplies_fastest else XLA)
+    count = Bytes(call, gpu, call.tokens, engine, engine if engine.multiplies_fastest else XLA)
     column = count.column(call.tokens, copies=not count.products.in_place)
     return engine.groups(call, call.tokens, call.tokens, MEMORY_BUDGET - count.always, column, gpu)
 

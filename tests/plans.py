@@ -1,6 +1,7 @@
 """Calls to be planned, and what saving everything of one takes."""
 
 from cce_kernels.call import Call
+from cce_kernels.device import H200
 from cce_kernels.engines.triton import TRITON
 from cce_kernels.engines.xla import XLA
 from cce_kernels.head import Head
@@ -23,4 +24,4 @@ def call_of(
 def whole_bytes(tokens: int, width: int, vocabulary: int, of_c: bool = True) -> int:
     """What saving everything takes at most; of_c: whether the gradient of c is wanted."""
     call = call_of((tokens, width, vocabulary), 0, wanted=Wanted(e=True, c=of_c, bias=False))
-    return Bytes(call, gathered_rows(tokens), TRITON, XLA).everything()
+    return Bytes(call, H200, gathered_rows(tokens), TRITON, XLA).everything()

@@ -209,7 +209,7 @@ def workspace(engine) -> int:
 def of_xla(plan: Plan) -> int:
     """Bytes of an element of what XLA makes of logits: dz lies in their place where it has their type.
 
-    On a CPU logits, exponentials and dz are there together.
+    On a CPU logits, exponentials and dz are there together. Copies of c_g and dc_g, and of e, are counted elsewhere.
     """
     wide = max(plan.call.itemsize, 4)
     return 3 * wide if plan.gpu is None else wide if plan.call.itemsize == wide else wide + plan.call.itemsize
@@ -219,11 +219,12 @@ def group_bytes(plan: Plan, part: Part, columns: int) -> int:
     """dz of a group, what becomes of it, copies of c_g or dc_g, and what dbias is summed from."""
     call = plan.call
     assert part.dz is not None
-    dz = of_xla(plan) if part.dz.engine is XLA else call.itemsize
+    of_form = of_xla(plan) * part.tokens + call.itemsize * call.width  # c_g beside
+    dz = of_form if part.dz.engine is XLA else call.itemsize * part.tokens
     rows_of_tile = 64 if part is not plan.backward.saved else 16  # type: ignore[union-attr]
     sums = 4 * -(-part.tokens // rows_of_tile) if call.wanted is not None and call.wanted.bias else 0
     copied = call.itemsize * call.width if part.products.engine is XLA else 0
-    return columns * (dz * part.tokens + copied + sums)
+    return columns * (dz + copied + sums)
 
 
 def held(plan: Plan) -> int:
@@ -234,7 +235,8 @@ def held(plan: Plan) -> int:
     assert wanted is not None
     of_saved, others = plan.backward.saved, plan.backward.others
     numbers, exponentials = 256 * rows, 2 * saved * up(vocabulary, 8)
-    e = 0 if rows == call.tokens else call.itemsize * rows * width  # a copy that has no place in what will be de
+    placed = rows == call.tokens and plan.forward.sums.engine is not XLA
+    e = 0 if placed else call.itemsize * rows * width  # a copy that has no place in what will be de
     sum_of_de = max(call.itemsize, 4) * rows * width
     if of_saved is None:
         if others is None:
@@ -266,10 +268,10 @@ def least(plan: Plan) -> int:
     call, rows = plan.call, plan.rows
     engine = plan.forward.sums.engine
     by_xla = engine is not HOPPER
-    dz = of_xla(plan) if engine is XLA else call.itemsize
+    dz = of_xla(plan) * rows + call.itemsize * call.width if engine is XLA else call.itemsize * rows
     sums = 4 * -(-rows // 64) if call.wanted is not None and call.wanted.bias else 0
-    group = min(1024, call.vocabulary) * (dz * rows + call.itemsize * call.width * by_xla + sums)
-    e = 0 if rows == call.tokens else call.itemsize * rows * call.width
+    group = min(1024, call.vocabulary) * (dz + call.itemsize * call.width * by_xla + sums)
+    e = 0 if rows == call.tokens and engine is not XLA else call.itemsize * rows * call.width
     return e + max(call.itemsize, 4) * rows * call.width + 256 * rows + 32 * MIB * by_xla + group
 
 

@@ -48,8 +48,9 @@ class Bytes:
 
     @property
     def gathered(self) -> int:
-        """e's rows, where what de will be has no place for them all."""
-        return 0 if self.rows == self.call.tokens else self.call.itemsize * self.rows * self.call.width
+        """A copy of e, gathered or without ignored tokens, unless it lies where de will be."""
+        placed = self.engine.stops and self.rows == self.call.tokens
+        return 0 if placed else self.call.itemsize * self.rows * self.call.width
 
     @property
     def always(self) -> int:

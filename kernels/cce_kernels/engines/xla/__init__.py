@@ -29,10 +29,9 @@ class Xla:
         raise NotImplementedError
 
     def dz_bytes(self, call: Call, tokens: int, gpu: Gpu | None) -> int:
-        """Logits, in whose place dz lies where it has their type; on a CPU their exponentials and dz besides."""
-        if gpu is None:
-            return 3 * call.wide * tokens
-        return call.wide * tokens + (call.itemsize * tokens if call.itemsize < call.wide else 0)
+        """Logits, in whose place dz lies where it has their type, and c_g; on a CPU exponentials and dz besides."""
+        blocks = 3 * call.wide if gpu is None else call.wide + (call.itemsize if call.itemsize < call.wide else 0)
+        return blocks * tokens + call.itemsize * call.width
 
     def groups(self, call: Call, tokens: int, of_dc: int, room: int, column: int, gpu) -> Groups:
         if gpu is None:
