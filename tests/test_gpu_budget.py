@@ -133,7 +133,9 @@ def test_a_call_from_torch_stays_within_its_budget(shape, name, monkeypatch):
     tokens, width, vocabulary = SHAPES[shape]
     allowed = budgets(SHAPES[shape])[name]
     ran, run = [], bridge.run
-    monkeypatch.setattr(bridge, "run", lambda *call: ran.append(call) or run(*call))
+    monkeypatch.setattr(
+        bridge, "run", lambda *call, scratch=(): ran.append((*call, scratch)) or run(*call, scratch=scratch)
+    )
     e, c = (
         torch.randn(s, device="cuda").div(width**0.5).bfloat16().requires_grad_()
         for s in ((tokens, width), (vocabulary, width))
@@ -141,8 +143,9 @@ def test_a_call_from_torch_stays_within_its_budget(shape, name, monkeypatch):
     targets = torch.randint(vocabulary, (tokens,), device="cuda")
     cce_torch.linear_cross_entropy(e, c, targets, memory_budget=allowed).backward()
     saved = [x for x in ran[0][2] if x.dim() == 2 and x.dtype == torch.bfloat16]
-    program, inputs, outputs = ran[1]
-    shapes = [jax.ShapeDtypeStruct(x.shape, str(x.dtype)[6:]) if torch.is_tensor(x) else x for x in outputs + inputs]
+    program, inputs, outputs, scratch = ran[1]
+    given = [*scratch, *outputs, *inputs]
+    shapes = [jax.ShapeDtypeStruct(x.shape, str(x.dtype)[6:]) if torch.is_tensor(x) else x for x in given]
     analysis = program.lower(*shapes).compile().memory_analysis()
     assert bool(saved) == (name != "default")
     assert sum(x.nbytes for x in saved) + analysis.temp_size_in_bytes <= allowed + numbers(name, tokens)

@@ -71,7 +71,12 @@ def examine(call: Call) -> list[Check]:
     else:
         with budgets_in_tokens():
             found = run(program, given)
-    return checks(found, truth(given, program, *_numbers()), program)
+    numbers, device = _numbers()
+    try:
+        return checks(found, truth(given, program, numbers, device), program)
+    finally:
+        if device == "cuda":
+            numbers.cuda.empty_cache()  # for the processes beside this one
 
 
 def failures(call: Call) -> list[str]:
