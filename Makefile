@@ -7,13 +7,18 @@ comma := ,
 GPU := $(if $(shell command -v nvidia-smi),$(comma)cuda13)
 
 
-.PHONY: demo test lint dist gpu-check clean
+.PHONY: demo test test-hopper lint dist gpu-check clean
 
 demo: $(VENV)/examples  ## train a language model with cce_jax, cce_torch and full logits; out/train_lm.png
 	$(BIN)/python examples/train_lm.py
 
 test: $(VENV)/dev  ## all tests that need no GPU, on all cores
 	$(BIN)/python -m pytest -n auto
+
+# Mosaic GPU has an interpreter, and XLA compiles for a GPU that is not there, from JAX 0.11 on: Python 3.12.
+test-hopper: $(VENV)/hopper  ## tests of the kernels for Hopper GPUs, interpreted, and of what programs hold on an H200
+	$(BIN)/python -m pytest -n auto tests/test_hopper.py tests/test_plan.py tests/test_held.py
+	$(BIN)/python -m pytest -n auto tests/test_search.py -k hopper
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .
@@ -41,6 +46,10 @@ $(VENV)/examples: $(VENV)/python pyproject.toml constraints.txt
 
 $(VENV)/dev: $(VENV)/python pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e ".[test,examples,bench,dev]"
+	touch $@
+
+$(VENV)/hopper: $(VENV)/python pyproject.toml constraints.txt
+	$(BIN)/pip install -q -c constraints.txt -e ".[hopper-test]"
 	touch $@
 
 clean:

@@ -74,7 +74,7 @@ def only(engine) -> Iterator[None]:
     choose.plan_of.cache_clear()
 
 
-def program(kind: Kind, impl: str) -> tuple[Any, Sequence[jax.Array]]:
+def program(kind: Kind, impl: Any) -> tuple[Any, Sequence[Any]]:
     e, c, targets = trained(kind.shape, jnp.dtype(kind.dtype))
     bias = jnp.zeros(kind.shape.vocabulary, e.dtype) if kind.bias else None
 
@@ -96,7 +96,7 @@ def timed(kind: Kind, impl: str, rounds: int) -> dict[str, Any]:
 
 
 def held(run, arrays) -> float:
-    return jax.jit(run).lower(*arrays).compile().memory_analysis().temp_size_in_bytes / 2**20
+    return Compiled.of(run, *arrays).scratch / 2**20
 
 
 def taken(kind: Kind) -> str:

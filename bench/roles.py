@@ -199,7 +199,7 @@ def _program_on_hopper(
     from cce_kernels.engines.hopper import dz, products, statistics  # which name Mosaic GPU
 
     call, options = given.call, {"head": HEAD, "interpret": None}
-    splits = vocabulary_splits(cdiv(call.tokens, HOPPER.block_rows(tiles)), cdiv(call.vocabulary, tiles.columns),
+    splits = vocabulary_splits(cdiv(call.tokens, HOPPER.blocks(tiles)[0]), cdiv(call.vocabulary, tiles.columns),
                                call.tokens, gpu.multiprocessors)  # fmt: skip
     of_units = {**options, "units": units_of(gpu)}
 

@@ -54,7 +54,7 @@ def worker() -> None:
         leaves = [x.requires_grad_() for x in on_gpu[:2]]
 
         def step_of_torch() -> None:
-            cce_torch.linear_cross_entropy(*leaves, on_gpu[2].long(), **options).backward()
+            cce_torch.linear_cross_entropy(leaves[0], leaves[1], on_gpu[2].long(), **options).backward()
             for x in leaves:
                 x.grad = None
             torch.cuda.synchronize()

@@ -82,9 +82,9 @@ def plan_for(inputs: Inputs, core: Core, wanted: Wanted | None, saved: int | Non
 def _plan(
     inputs: Inputs, core: Core, wanted: Wanted | None, saved: int | None, gpu: Gpu | None, impl: Any
 ) -> Plan:  # fmt: skip
-    e, c = inputs.e, inputs.c
-    call = Call(*e.shape, core.head.vocabulary(c), str(jnp.dtype(e.dtype)), core.head, inputs.bias is not None,
-                core.with_sum, wanted, core.memory_budget)  # fmt: skip
+    tokens, width = inputs.e.shape
+    call = Call(tokens, width, core.head.vocabulary(inputs.c), str(jnp.dtype(inputs.e.dtype)), core.head,
+                inputs.bias is not None, core.with_sum, wanted, core.memory_budget)  # fmt: skip
     return plan_of(call, gpu, impl, saved)
 
 

@@ -5,7 +5,7 @@ range; -1 where the token is ignored.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +38,8 @@ def loss(
     *,
     vocabulary: int,
     options: Loss,
-    label_smoothing: jax.Array | float | None = None,
-    z_loss: jax.Array | float | None = None,
+    label_smoothing: Any = None,
+    z_loss: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The loss, of the shape of columns for "none", and lse, 0 where ignored.
 
@@ -51,6 +51,7 @@ def loss(
     target_weight = 1.0 if class_weight is None else class_weight[jnp.clip(columns, 0, vocabulary - 1)]
     ce = target_weight * (lse - target)
     if options.smooths:
+        assert numbers.sum is not None
         whole = vocabulary if class_weight is None else jnp.sum(class_weight)
         smooth = (whole * lse - jnp.where(kept, numbers.sum, 0)) / vocabulary
         ce = (1 - label_smoothing) * ce + label_smoothing * smooth

@@ -123,7 +123,7 @@ def _on_cpu(x: Tensor) -> jax.Array:
 
 @lru_cache(maxsize=1024)
 def _aval(shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    return jax.core.ShapedArray(shape, dtype)
+    return jax.core.ShapedArray(shape, dtype)  # type: ignore[attr-defined]
 
 
 def _run_gpu_or_retry(program: Callable, inputs: Sequence[Input], outputs: Sequence[Tensor]) -> None:
@@ -156,8 +156,10 @@ def _run_gpu(program: Callable, inputs: Sequence[Input], outputs: Sequence[Tenso
     arrays = [_lent(first, index, stream)]  # fact 1: ready when stream, and so current, has come this far
     arrays += [_lent(x, index) for x in others]
     device = first.device
-    arrays += [_at(x.data_ptr(), x.shape, x.dtype, index) if isinstance(x, Tensor) else constant(x, device)
-               for x in inputs]  # fmt: skip
+    for x in inputs:
+        if x is not None:
+            x = _at(x.data_ptr(), x.shape, x.dtype, index) if isinstance(x, Tensor) else constant(x, device)
+        arrays.append(x)
     try:
         results = program(*arrays)
         # fact 2: current waits for the program's end, which is all that this capsule is for
@@ -324,7 +326,7 @@ def check_can_run(device: torch.device) -> None:
             "spawn (torch.multiprocessing.set_start_method('spawn'), DataLoader(multiprocessing_context='spawn')), or "
             "use impl='torch_compile', which needs no JAX"
         )
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
         raise RuntimeError(
             "linear_cross_entropy cannot be captured in a CUDA graph with impl='cce' and 'chunked', because JAX runs "
             "them: call it outside of torch.cuda.graph, or use impl='torch_compile'. Code that is compiled by "

@@ -7,7 +7,7 @@ with the operator costs a call.
 """
 
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -158,18 +158,24 @@ class _Gradients(torch.autograd.Function):
         pass
 
 
+@cache
+def _programs() -> Any:
+    """cce_torch.programs, which imports JAX."""
+    from cce_torch import programs
+
+    return programs
+
+
 def _run_loss(
     e, c, bias, targets, class_weight, token_weight, num_items, saving_for, row_length, *options
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not e.shape[0]:
         return tuple(x.zero_() for x in _fake_loss(e, c, bias, targets, class_weight, token_weight, num_items, [],
                                                    row_length, *options))  # type: ignore[return-value]  # fmt: skip
-    from cce_kernels.numbers import Wanted
-    from cce_torch import programs  # imports JAX
-
+    programs = _programs()
     call, numbers = _call(*options)
     return programs.loss(e, c, bias, targets, class_weight, token_weight, num_items, row_length=row_length, call=call,
-                         numbers=numbers, wanted=Wanted(*saving_for) if saving_for else None)  # fmt: skip
+                         numbers=numbers, wanted=programs.Wanted(*saving_for) if saving_for else None)  # fmt: skip
 
 
 def _run_loss_of_compiled(*arguments) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,13 +198,11 @@ def _found_gradients(of_loss, of_numbers, e, c, bias, targets, class_weight, tok
     tensors.check(dict(zip(NAMES, given, strict=True)))  # again, as FSDP may have freed one since the forward pass
     if not e.shape[0] or not any(wanted):
         return tuple(x.zero_() for x in _like(e, c, bias, token_weight, *wanted))
-    from cce_kernels.numbers import Wanted
-    from cce_torch import programs
-
+    programs = _programs()
     call, of_call = _call(*options)
     found = iter(programs.gradients(
         of_loss, of_numbers, e, c, bias, targets, class_weight, token_weight, num_items, numbers, saved,
-        wanted=Wanted(of_e, of_c, of_bias), of_token_weight=of_token_weight, row_length=row_length,
+        wanted=programs.Wanted(of_e, of_c, of_bias), of_token_weight=of_token_weight, row_length=row_length,
         call=call, numbers=of_call,
     ))  # fmt: skip
     return tuple(next(found) if w else None for w in wanted)
@@ -225,10 +229,8 @@ def _fake_loss(e, c, bias, targets, class_weight, token_weight, num_items, savin
     if saving_for and not all(type(n) is int for n in (*e.shape, *c.shape)):  # known when it runs
         saved = torch.library.get_ctx().new_dynamic_size(), torch.library.get_ctx().new_dynamic_size()
     elif saving_for:
-        from cce_kernels.numbers import Wanted
-        from cce_torch import programs
-
-        saved = programs.saved_shape(e, c, bias, Wanted(*saving_for), _call(*options)[0])
+        programs = _programs()
+        saved = programs.saved_shape(e, c, bias, programs.Wanted(*saving_for), _call(*options)[0])
     return (e.new_empty(shape, dtype=torch.float32), e.new_empty((rows, e.shape[0]), dtype=torch.float32),
             e.new_empty(saved))  # fmt: skip
 

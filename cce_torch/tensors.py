@@ -43,12 +43,18 @@ def check(tensors: dict[str, Tensor | None]) -> None:
 
 def _has_memory(x: Tensor) -> bool:
     """Whether the storage of x holds all elements of x."""
-    if x.device.type not in ADDRESSED or x.layout != torch.strided or not x.numel():
+    if x.layout is not torch.strided:
         return True
-    storage = x.untyped_storage()
+    if (x.is_cuda or x.is_cpu) and x.is_contiguous():  # nearly always
+        last = x.numel()
+    elif x.device.type not in ADDRESSED:
+        return True
+    else:
+        last = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    if not last:
+        return True
     # A freed storage has no bytes; data_ptr of a view into it is not 0, but the offset of the view.
-    last = x.numel() if x.is_contiguous() else 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    return storage.nbytes() >= (x.storage_offset() + last) * x.itemsize and storage.data_ptr() != 0
+    return x.data_ptr() != 0 and x.untyped_storage().nbytes() >= (x.storage_offset() + last) * x.itemsize
 
 
 def _is_awaited(x: Tensor) -> bool:

@@ -67,6 +67,20 @@ def test_a_gradient_is_four_kernels_that_the_device_need_not_choose_between(dtyp
     assert launched(dtype=dtype, vocab_axis=vocab_axis, **options) == GROUP
 
 
+@pytest.mark.parametrize("saved", [0, 2**31])
+def test_where_jax_has_64_bits_the_kernels_lower_the_same(saved, monkeypatch):
+    """Numbers that kernels count with stay of 32 bits."""
+    monkeypatch.setattr(api, "local_gpu", lambda: H200)
+    with jax.enable_x64(True):
+        assert launched(memory_budget=saved) == launched_by_default(saved)
+        assert launched(gradient=False) == ["statistics"]
+
+
+def launched_by_default(memory_budget: int) -> list[str]:
+    with jax.enable_x64(False):
+        return launched(memory_budget=memory_budget)
+
+
 def test_beside_its_kernels_a_group_computes_single_numbers():
     """What it needs of each token is computed once for all groups, not by a launch more in each."""
     launches = "custom_vmap_call", "run_state", "empty", "optimization_barrier"

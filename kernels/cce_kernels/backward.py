@@ -6,6 +6,7 @@ that stop at the last kept token, if those of all tokens are faster without.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -139,27 +140,28 @@ def _one_after_another(run: _Pass, everyone: _Tokens, saved: _Saved | None, few:
     """The gradients of the saved part and of the others: each part's de; dc and dbias of both in the last."""
     how, parts = run.plan.backward, []
     assert how is not None
-    if how.saved is not None:
+    if (part := how.saved) is not None:
         assert saved is not None
-        tokens = everyone.part(0, run.plan.saved)
-        of_saved = _of_exponentials if how.saved.dz is None else _of_saved_dz
-        parts.append(_decided(few, how.saved, lambda products: of_saved(run, how.saved, products, tokens, saved)))
-    if how.others is not None:
+        of_saved = _of_exponentials if part.dz is None else _of_saved_dz
+        first = everyone.part(0, run.plan.saved)
+        parts.append(_decided(few, part, partial(of_saved, run, part, first, saved)))
+    if (part := how.others) is not None:
         rest = everyone.part(run.plan.saved, run.plan.rows)
         before = parts[0] if parts else None
-        parts.append(_decided(few, how.others, lambda products: _of_others(run, how.others, products, rest, before)))
+        parts.append(_decided(few, part, partial(_of_others, run, part, rest, before, None)))
     return parts
 
 
 def _decided(few: jax.Array | None, part: Part, found: Callable[[Multiplying], Gradients]) -> Gradients:
     """found(who multiplies): products that stop at the last kept token where few are kept, if the plan has them."""
-    if few is None or part.few is None:
+    stopping = part.few
+    if few is None or stopping is None:
         return found(part.products)
-    return lax.cond(few, lambda: found(part.few), lambda: found(part.products))
+    return lax.cond(few, lambda: found(stopping), lambda: found(part.products))
 
 
-def _of_others(run: _Pass, part: Part, how: Multiplying, tokens: _Tokens, before: Gradients | None,
-               beside: Beside | None = None) -> Gradients:  # fmt: skip
+def _of_others(run: _Pass, part: Part, tokens: _Tokens, before: Gradients | None, beside: Beside | None,
+               how: Multiplying) -> Gradients:  # fmt: skip
     """de of tokens that are not saved; their dc and dbias, added to those before.
 
     beside: a second term of the sum for dc, of which `before` then has nothing.
@@ -175,7 +177,7 @@ def _of_others(run: _Pass, part: Part, how: Multiplying, tokens: _Tokens, before
     return _summed(run, part, how, given, before, form, products)
 
 
-def _of_saved_dz(run: _Pass, part: Part, how: Multiplying, tokens: _Tokens, saved: _Saved) -> Gradients:
+def _of_saved_dz(run: _Pass, part: Part, tokens: _Tokens, saved: _Saved, how: Multiplying) -> Gradients:
     """What saved tokens give where dz is not linear in p, and so is formed."""
     given = run.given(tokens)
     assert part.dz is not None
@@ -198,7 +200,7 @@ def _summed(run: _Pass, part: Part, how: Multiplying, given: Inputs, before: Gra
     return found._replace(e=jnp.sum(found.e.reshape(how.splits, *given.e.shape), axis=0))
 
 
-def _of_exponentials(run: _Pass, part: Part, how: Multiplying, tokens: _Tokens, saved: _Saved) -> Gradients:
+def _of_exponentials(run: _Pass, part: Part, tokens: _Tokens, saved: _Saved, how: Multiplying) -> Gradients:
     """What saved tokens give where their exponentials are multiplied as they are; de in e's type."""
     given, p, r = run.given(tokens), saved.exponentials, saved.r
     assert r is not None
@@ -234,7 +236,7 @@ def _together(run: _Pass, everyone: _Tokens, saved: _Saved | None) -> Gradients:
     if how.others is not None:
         beside = Beside(p, place, first.count)
         begun_dc = Gradients(None, dc, None)
-        de_of_others, dc, _ = _of_others(run, how.others, how.others.products, others, begun_dc, beside)
+        de_of_others, dc, _ = _of_others(run, how.others, others, begun_dc, beside, how.others.products)
     elif dc is not None:
         dc = run.products(how.saved.products, how.saved, place, first).put_dc(dc, p, ALL_COLUMNS)
     if not run.wanted.e:

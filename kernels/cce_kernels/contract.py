@@ -18,8 +18,9 @@ Shape = tuple[int, ...]
 
 
 def choice(name: str, value: object, allowed: Sequence[object]) -> None:
-    if type(value) is str and value in allowed:
-        return
+    for one in allowed:
+        if value is one or (type(value) is str and value == one):
+            return
     if not any(value is a or (type(value) is type(a) and value == a) for a in allowed):
         raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")
 

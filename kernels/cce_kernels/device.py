@@ -1,6 +1,7 @@
 """The GPU that a call is planned for."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -24,8 +25,8 @@ H200 = Gpu("9.0", 132)  # what CUDA programs are planned for where there is no G
 INTERPRETER = Gpu("", 132, interpreted=True)
 
 
-def gpu_of(device: jax.Device) -> Gpu:
-    """What JAX says of one of its GPUs."""
+def gpu_of(device: Any) -> Gpu:
+    """What JAX says of a jax.Device that is a GPU."""
     return Gpu(str(getattr(device, "compute_capability", "0")), int(getattr(device, "core_count", 0) or 132))
 
 

@@ -44,7 +44,7 @@ class Bytes:
     @property
     def together(self) -> bool:
         """Whether the engine sums dc of saved tokens and others at once, and so holds nothing beside what is saved."""
-        return "de_of_saved" in self.engine.offers and self.direct
+        return self.engine.offers("de_of_saved") and self.direct
 
     @property
     def gathered(self) -> int:

@@ -83,7 +83,7 @@ class _Setting:
         return Bytes(self.call, self.gpu, self.rows, self.engine, self.products)
 
     def offering(self, method: str) -> Engine:
-        return next(engine for engine in self.serving if method in engine.offers)
+        return next(engine for engine in self.serving if engine.offers(method))
 
     @property
     def products(self) -> Engine:

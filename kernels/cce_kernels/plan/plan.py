@@ -6,9 +6,9 @@ again.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from cce_kernels.call import Call
-from cce_kernels.device import Gpu
 from cce_kernels.engines.engine import Engine, Multiplying, Tile
 from cce_kernels.windows import Groups
 
@@ -68,7 +68,7 @@ class Plan:
     """Hashable: it may be a static argument of a traced function."""
 
     call: Call
-    gpu: Gpu | None  # None: no CUDA device
+    gpu: Any  # device.Gpu; None: no CUDA device
     rows: int  # in which the kept tokens are gathered
     looks: bool  # whether ignored tokens are looked for; else they are computed and masked
     saved: int  # tokens

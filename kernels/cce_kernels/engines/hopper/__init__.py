@@ -10,19 +10,20 @@ import jax
 
 from cce_kernels.call import Call
 from cce_kernels.device import Gpu
-from cce_kernels.engines.engine import Multiplying
+from cce_kernels.engines.engine import Engine, Multiplying
 from cce_kernels.engines.hopper import tiles
 from cce_kernels.engines.order import cdiv, vocabulary_splits
 from cce_kernels.tokens import MANY
 from cce_kernels.windows import Groups, vocabulary_groups
 
+BLOCK = tiles.PAIR_ROWS // 2  # tokens of a program
 MOSAIC = jax.__version_info__ >= (0, 11)  # in JAX 0.10 the kernels lower, but never ran on a GPU
 
 
 def _interpret(gpu: Gpu):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    return plgpu.InterpretGPUParams(detect_races=True) if gpu.interpreted else None
+    return plgpu.InterpretGPUParams(detect_races=True) if gpu.interpreted else None  # type: ignore[attr-defined]
 
 
 def units_of(gpu: Gpu) -> int:
@@ -30,9 +31,8 @@ def units_of(gpu: Gpu) -> int:
     return gpu.multiprocessors // 2
 
 
-class Hopper:
+class Hopper(Engine):
     name = "hopper"
-    offers = frozenset(["sums", "form_dz", "products", "de_of_saved"])
     finds_target, stops, in_place, multiplies_fastest = False, True, True, True
 
     def serves(self, call: Call, gpu: Gpu | None) -> bool:
@@ -56,8 +56,8 @@ class Hopper:
         splits = vocabulary_splits(*blocks, rows, gpu.multiprocessors)
         return min(splits, 2) if gpu.interpreted else splits
 
-    def blocks(self, tile: tiles.PairTiles) -> tuple[int, int]:
-        return tiles.PAIR_ROWS // 2, tile.columns
+    def blocks(self, tiles) -> tuple[int, int]:
+        return BLOCK, tiles.columns
 
     def dz_bytes(self, call: Call, tokens: int, gpu: Gpu) -> int:
         return call.itemsize * tokens

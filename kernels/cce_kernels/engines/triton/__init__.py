@@ -4,17 +4,15 @@ from dataclasses import replace
 
 from cce_kernels.call import Call
 from cce_kernels.device import Gpu
-from cce_kernels.engines.engine import Multiplying
+from cce_kernels.engines.engine import Engine, Multiplying
 from cce_kernels.engines.order import cdiv, vocabulary_splits
-from cce_kernels.engines.triton import dz, products, restored, saved, statistics, target, tiles
+from cce_kernels.engines.triton import dz, products, restored, statistics, target, tiles
+from cce_kernels.engines.triton import saved as exponentials
 from cce_kernels.windows import Groups, vocabulary_groups
 
 
-class Triton:
+class Triton(Engine):
     name = "triton"
-    offers = frozenset(
-        ["target", "sums", "again", "replaced", "form_dz", "form_dz_of_saved", "products", "ready", "restored"]
-    )
     finds_target, stops, in_place, multiplies_fastest = False, True, True, False
 
     def serves(self, call: Call, gpu: Gpu | None) -> bool:
@@ -33,7 +31,7 @@ class Triton:
         splits = vocabulary_splits(*blocks, rows, gpu.multiprocessors)
         return min(splits, 2) if gpu.interpreted else splits
 
-    def blocks(self, tiles: tiles.TileConfig) -> tuple[int, int]:
+    def blocks(self, tiles) -> tuple[int, int]:
         return tiles.rows, tiles.columns
 
     def dz_bytes(self, call: Call, tokens: int, gpu: Gpu) -> int:
@@ -72,8 +70,8 @@ class Triton:
         return dz.former(inputs, lse, cotangents, count, head=head, groups=groups, with_sums=wanted.bias, tiles=tiles,
                          interpret=gpu.interpreted)  # fmt: skip
 
-    def form_dz_of_saved(self, exponentials, inputs, reference, lse, cotangents, *, head, groups, wanted, tiles, gpu):
-        return saved.former_of_saved(exponentials, inputs, reference, lse, cotangents, head=head, groups=groups,
+    def form_dz_of_saved(self, saved, inputs, reference, lse, cotangents, *, head, groups, wanted, tiles, gpu):
+        return exponentials.former_of_saved(saved, inputs, reference, lse, cotangents, head=head, groups=groups,
                                      with_sums=wanted.bias, tiles=tiles, interpret=gpu.interpreted)  # fmt: skip
 
     def products(self, e, c, *, head, unit, count, how: Multiplying, groups, adding=False, beside=None, gpu):
@@ -81,9 +79,9 @@ class Triton:
         return products.products(e, c, head=head, unit=unit, count=count, de=how.de, dc=how.dc, splits=how.splits,
                                  adding=adding, interpret=gpu.interpreted)  # fmt: skip
 
-    def ready(self, exponentials, targets, at_target, clear, *, vocabulary, gpu):
-        filled = saved.with_targets(exponentials, targets, at_target, vocabulary=vocabulary, interpret=gpu.interpreted)
-        return filled if clear is None else saved.cleared(filled, targets, clear, interpret=gpu.interpreted)
+    def ready(self, saved, targets, at_target, clear, *, vocabulary, gpu):
+        filled = exponentials.with_targets(saved, targets, at_target, vocabulary=vocabulary, interpret=gpu.interpreted)
+        return filled if clear is None else exponentials.cleared(filled, targets, clear, interpret=gpu.interpreted)
 
     def restored(self, x, kept, *, gpu):
         return restored.restored(x, kept, interpret=gpu.interpreted)

@@ -81,6 +81,7 @@ def _kernel(
         start = at.starts[row_block]
         here = start < 0 if scattered else start >= 0
         last = jnp.where(here, last, first)
+        assert rows_ok is not None  # a plan that knows starts knows the count too
         written = rows_ok & here
         if not scattered:
             # The compiler, told that it is small, reads rows at constant distances from one address.

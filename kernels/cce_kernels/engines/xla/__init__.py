@@ -2,7 +2,7 @@
 
 from cce_kernels.call import Call
 from cce_kernels.device import Gpu
-from cce_kernels.engines.engine import Multiplying
+from cce_kernels.engines.engine import Engine, Multiplying
 from cce_kernels.engines.xla import products, statistics
 from cce_kernels.engines.xla.splitk import pads
 from cce_kernels.windows import Groups, vocabulary_groups
@@ -11,9 +11,8 @@ BLOCK_BYTES = 64 * 2**20  # of logits at a time where there is no GPU: more is n
 GROUP_COST = 100  # in columns: reading and writing de's sum, and a dozen launches
 
 
-class Xla:
+class Xla(Engine):
     name = "xla"
-    offers = frozenset(["sums", "form_dz", "products"])
     finds_target, stops, in_place, multiplies_fastest = True, False, False, True
 
     def serves(self, call: Call, gpu: Gpu | None) -> bool:
