@@ -46,7 +46,7 @@ from jax import lax
 from cce_jax import reference
 from cce_kernels import backward, forward
 from cce_kernels.call import Call
-from cce_kernels.device import H200, INTERPRETER, Gpu
+from cce_kernels.device import H200, INTERPRETER, Gpu, cuda_gpu
 from cce_kernels.exponentials import saved_shape
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Gradients, Inputs, Statistics, Wanted
@@ -175,7 +175,7 @@ def _on_platform(
     if core.impl == "chunked":
         return partial(run, here)
     plan = partial(_plan, inputs, core, wanted, here.saved)  # what is saved has one shape on all platforms
-    on_gpu = here if core.gpu is not None else plan(H200, core.impl)
+    on_gpu = here if core.gpu is not None else plan(cuda_gpu() or H200, core.impl)
     elsewhere = plan(INTERPRETER, "cce") if core.impl == "cce" else plan(None, "chunked")
     return partial(lax.platform_dependent, cuda=partial(run, on_gpu), default=partial(run, elsewhere))
 

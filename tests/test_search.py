@@ -61,6 +61,13 @@ def test_calls_through_the_interpreter_of_the_kernels_for_hopper(program, both):
     check(range(program * SHARED, (program + 1) * SHARED), "hopper")
 
 
+def test_nothing_stands_in_exponentials_for_a_target_out_of_range():
+    """A column of the padding had a number for it, inf where lse < −88, and de was NaN."""
+    program = Program(dtype="bfloat16", arrays=("bias",), wanted=("e", "c", "bias"), objective="lse", return_lse=True,
+                      memory_budget=2**30)  # fmt: skip
+    assert not failures(Call(program, Data(bias=-110.0, out_of_range=1, seed=3)))
+
+
 def test_in_torch_the_gradient_of_lse_alone_is_finite_for_a_target_out_of_range():
     """The NaN of such a token's loss was multiplied by a cotangent of 0."""
     pytest.importorskip("torch")

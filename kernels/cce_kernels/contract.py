@@ -26,6 +26,7 @@ def choice(name: str, value: object, allowed: Sequence[object]) -> None:
 
 
 LARGEST = sys.float_info.max
+LARGEST_SOFTCAP = 2.0**100  # what caps no logit: softcap · tanh(z / softcap) is z for every z that float32 resolves
 
 
 def number(name: str, value: object, *, low: float = -LARGEST, high: float = LARGEST, above: bool = False) -> float:
@@ -73,10 +74,14 @@ def num_items(value: object, reduction: str) -> None:
 
 
 def softcap(value: object) -> float | None:
+    """softcap as a float. One that float32 cannot divide by is one that it can: the logits stay the same numbers."""
     try:
-        return None if value is None else number("softcap", value, low=0.0, above=True)
+        cap = None if value is None else number("softcap", value, low=0.0, above=True)
     except ValueError as error:
         raise ValueError(f"{error}, or None for no softcap") from None
+    if cap is None or cap >= LARGEST_SOFTCAP:
+        return None
+    return max(cap, 1 / LARGEST_SOFTCAP)
 
 
 def integer(name: str, value: object) -> int:

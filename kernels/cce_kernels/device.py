@@ -30,6 +30,14 @@ def gpu_of(device: Any) -> Gpu:
     return Gpu(str(getattr(device, "compute_capability", "0")), int(getattr(device, "core_count", 0) or 132))
 
 
+def cuda_gpu() -> Gpu | None:
+    """The first CUDA GPU of this process, also where another platform is JAX's default; None if there is none."""
+    try:
+        return gpu_of(jax.local_devices(backend="cuda")[0])
+    except RuntimeError:
+        return None
+
+
 def local_gpu() -> Gpu | None:
     """The first GPU of this process if GPUs are JAX's default, or None; starts JAX's backend if nothing has yet."""
     if jax.default_backend() != "gpu":
