@@ -141,7 +141,7 @@ def linear_cross_entropy(
     class_weight = None if class_weight is None else class_weight.detach()
     impl = _resolve(impl, e)
     arithmetic: dict[str, Any] = dict(reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss)
-    if impl in ("cce", "chunked"):
+    if impl in ("auto", "cce", "chunked"):
         loss, numbers = ops.loss(
             _flat(e, 1), c, bias, _flat(targets), class_weight, _flat(token_weight), num_items,
             row_length=targets.shape[-1] if shift else 1, ignore_index=ignore_index, shift=shift, precision=precision,
@@ -339,7 +339,7 @@ def _resolve(impl: Impl, e: Tensor) -> Impl:
     capability = torch.cuda.get_device_capability if torch.compiler.is_compiling() else _capability
     kernels_run = device == "cpu" or (runs and capability(e.device.index)[0] >= 8)
     if impl == "auto":
-        return "torch_compile" if not (typed and kernels_run) else "cce" if device == "cuda" else "chunked"
+        return "torch_compile" if not (typed and kernels_run) else "auto" if device == "cuda" else "chunked"
     if not typed:
         allowed = ", ".join(contract.KERNEL_TYPES)
         raise TypeError(f"impl={impl!r} takes {allowed}; e is float64, which 'reference' and 'torch_compile' take")

@@ -33,7 +33,7 @@ def engines(call: Call, impl: Impl) -> Sequence[Engine]:
         return (XLA,)
     if impl == "cce":
         return KERNELS
-    return (XLA,) if call.itemsize > 2 else (*KERNELS, XLA)  # float32 takes Triton two to four times XLA's time
+    return (XLA,) if call.itemsize > 2 else (*KERNELS, XLA)  # Triton takes 1.4 to 2.1 times XLA's time for float32
 
 
 @lru_cache(maxsize=4096)
