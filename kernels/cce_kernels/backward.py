@@ -1,8 +1,9 @@
-"""The backward pass: saved part → others → gradients. Written once; the plan says which engine runs each step.
+"""The backward pass: saved tokens → other tokens → gradients. The plan says which engine runs each step.
 
-Tokens whose exponentials the forward pass saved need no logits (cce_kernels/exponentials.py): they begin dc, and the
-others add to it. Ignored tokens come last (cce_kernels/tokens.py). Where they are many, the device chooses products
-that stop at the last kept token, if those of all tokens are faster without.
+A saved token is one whose exponentials the forward pass saved: its logits are not computed again
+(cce_kernels/exponentials.py). The saved tokens' part of dc is written first; the other tokens' part is added to it.
+Ignored tokens come last (cce_kernels/tokens.py). XLA's matmuls of all tokens are faster than matmuls that stop at the
+last kept token, unless many tokens are ignored. Only the device knows that number, so the device chooses between them.
 """
 
 from collections.abc import Callable
@@ -20,13 +21,13 @@ from cce_kernels.numbers import Cotangents, Gradients, Inputs, Statistics, Wante
 from cce_kernels.plan.plan import FEW, Part, Plan
 from cce_kernels.tokens import Kept
 
-STEP = 64  # rows: products of saved exponentials read whole steps, so that rows up to the next one must hold zeros
+STEP = 64  # rows: matmuls read P in steps of so many, so that rows from the last kept token to a step's end must be 0
 
 
 class _Tokens(NamedTuple):
     """Some of the tokens, the kept ones first."""
 
-    e: Callable[[], jax.Array]  # gathers their embeddings where they are needed, so that one copy is there at a time
+    e: Callable[[], jax.Array]  # gathers their embeddings at each use, so that only one copy exists at a time
     targets: jax.Array
     numbers: Statistics
     cotangents: Cotangents
@@ -40,7 +41,7 @@ class _Tokens(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """The exponentials of some tokens, what they are relative to and, where no dz is formed of them, their factor r."""
+    """The exponentials of the saved tokens, their reference and, if they are multiplied as they are, their factor r."""
 
     exponentials: jax.Array
     reference: jax.Array
@@ -51,7 +52,7 @@ class _Pass(NamedTuple):
     """What all parts of a backward pass share."""
 
     inputs: Inputs
-    unit: jax.Array | None  # what cotangents were divided by
+    unit: jax.Array | None  # the number that the cotangents were divided by; None: 1
     plan: Plan
 
     @property
@@ -74,15 +75,15 @@ class _Pass(NamedTuple):
 def gradients(
     inputs: Inputs, numbers: Statistics, saved: jax.Array | None, cotangents: Cotangents, plan: Plan
 ) -> tuple[Gradients, jax.Array | None]:
-    """de, dc and dbias in their inputs' types, None where not wanted; and saved, overwritten.
+    """de, dc and dbias in the types of e, c and bias, None where not wanted; and saved, which has been overwritten.
 
-    numbers and saved: from forward.statistics, by the same plan. Ignored tokens take no part.
+    numbers and saved: the results of forward.statistics with the same plan. Ignored tokens contribute nothing.
     """
     assert plan.backward is not None
     kept = None
     if plan.looks:
-        # XLA would take the forward pass's copy of the kept rows of e, and hold it until here. The barrier makes the
-        # order of the tokens, and so the copy, depend on the forward pass's result.
+        # Without the barrier XLA would reuse the forward pass's copy of the kept rows of e, and hold it between the
+        # passes. The barrier makes this copy depend on the forward pass's result.
         targets, numbers = lax.optimization_barrier((inputs.targets, numbers))
         kept = Kept.of(targets, plan.rows)
         cotangents = kept.gathered(cotangents, 0)
@@ -113,15 +114,15 @@ def gradients(
 
 
 def _ready(run: _Pass, p: jax.Array, tokens: _Tokens, few: jax.Array | None) -> _Saved:
-    """The exponentials p of these tokens as they are multiplied."""
+    """The saved tokens' exponentials p, ready for the matmuls: the targets' elements and the zeros are written."""
     plan, backward, vocabulary = run.plan, run.plan.backward, run.plan.call.vocabulary
     assert backward is not None
     assert backward.saved is not None
     reference = references(tokens.numbers, tokens.targets, vocabulary)
     if backward.saved.dz is not None:
         return _Saved(p, reference, None)
-    # Of how many first rows those of ignored tokens must hold zeros: products that stop leave them out, but for the
-    # last step.
+    # clear: rows of ignored tokens among the first so many must be 0. Matmuls that stop at the last kept token read no
+    # rows after it, except those of the last step.
     clear = None
     if few is None or run.wanted.bias:
         clear = jnp.full(1, p.shape[0], jnp.int32)
@@ -137,7 +138,7 @@ def _ready(run: _Pass, p: jax.Array, tokens: _Tokens, few: jax.Array | None) -> 
 
 
 def _one_after_another(run: _Pass, everyone: _Tokens, saved: _Saved | None, few: jax.Array | None) -> list[Gradients]:
-    """The gradients of the saved part and of the others: each part's de; dc and dbias of both in the last."""
+    """The gradients of the saved tokens, then of the others. Each has its own de; the last has dc and dbias of both."""
     how, parts = run.plan.backward, []
     assert how is not None
     if (part := how.saved) is not None:
@@ -153,7 +154,7 @@ def _one_after_another(run: _Pass, everyone: _Tokens, saved: _Saved | None, few:
 
 
 def _decided(few: jax.Array | None, part: Part, found: Callable[[Multiplying], Gradients]) -> Gradients:
-    """found(who multiplies): products that stop at the last kept token where few are kept, if the plan has them."""
+    """found(part.few) if few tokens are kept and the plan has such matmuls, else found(part.products)."""
     stopping = part.few
     if few is None or stopping is None:
         return found(part.products)
@@ -162,9 +163,9 @@ def _decided(few: jax.Array | None, part: Part, found: Callable[[Multiplying], G
 
 def _of_others(run: _Pass, part: Part, tokens: _Tokens, before: Gradients | None, beside: Beside | None,
                how: Multiplying) -> Gradients:  # fmt: skip
-    """de of tokens that are not saved; their dc and dbias, added to those before.
+    """The gradients of tokens that are not saved: de; dc and dbias, added to those in `before`.
 
-    beside: a second term of the sum for dc, of which `before` then has nothing.
+    beside: a second term of the sum for dc; the dc in `before` is then uninitialised, and is written.
     """
     given = run.given(tokens)
     assert part.dz is not None
@@ -178,7 +179,7 @@ def _of_others(run: _Pass, part: Part, tokens: _Tokens, before: Gradients | None
 
 
 def _of_saved_dz(run: _Pass, part: Part, tokens: _Tokens, saved: _Saved, how: Multiplying) -> Gradients:
-    """What saved tokens give where dz is not linear in p, and so is formed."""
+    """The gradients of the saved tokens where dz is not linear in p: dz is formed of their exponentials."""
     given = run.given(tokens)
     assert part.dz is not None
     form = part.dz.engine.form_dz_of_saved(saved.exponentials, given, saved.reference, tokens.numbers.lse,
@@ -189,7 +190,7 @@ def _of_saved_dz(run: _Pass, part: Part, tokens: _Tokens, saved: _Saved, how: Mu
 
 def _summed(run: _Pass, part: Part, how: Multiplying, given: Inputs, before: Gradients | None, form, products
             ) -> Gradients:  # fmt: skip
-    """Over the groups of the vocabulary; de of `given` alone."""
+    """The gradients summed over the groups of the vocabulary; de is of the tokens in `given` alone."""
     start = begun(given, run.head, run.wanted) if before is None else before
     if run.wanted.e:
         sums = how.splits * len(given.e), given.e.shape[1]
@@ -201,26 +202,29 @@ def _summed(run: _Pass, part: Part, how: Multiplying, given: Inputs, before: Gra
 
 
 def _of_exponentials(run: _Pass, part: Part, tokens: _Tokens, saved: _Saved, how: Multiplying) -> Gradients:
-    """What saved tokens give where their exponentials are multiplied as they are; de in e's type."""
+    """The gradients of the saved tokens where their exponentials are multiplied as they are; de in e's type."""
     given, p, r = run.given(tokens), saved.exponentials, saved.r
     assert r is not None
     de, dc, dbias = begun(given, run.head, run.wanted)
     e = given.e
     if run.wanted.e:
         de = (run.products(how, part, e, tokens).add_de(None, p, ALL_COLUMNS) * r[:, None]).astype(e.dtype)
-        r, de = lax.optimization_barrier((r, de))  # so that the scaled e and de in float32 are never there together
+        r, de = lax.optimization_barrier((r, de))  # so that the scaled e and a float32 de never exist at the same time
     if dc is not None:
         dc = run.products(how, part, scaled(e, r), tokens).put_dc(dc, p, ALL_COLUMNS)
     if dbias is not None:
         high = r.astype(e.dtype)
-        both = jnp.stack([high, (r - high).astype(e.dtype)])  # r to 16 bits
+        both = jnp.stack([high, (r - high).astype(e.dtype)])  # their sum is r to 16 bits, twice what bfloat16 has
         sums = lax.dot_general(both, p, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         dbias = jnp.sum(sums, axis=0)[: dbias.size]
     return Gradients(de, dc, dbias)
 
 
 def _together(run: _Pass, everyone: _Tokens, saved: _Saved | None) -> Gradients:
-    """de, in the order of the kept tokens, and dc, one sum of all of them. The scaled e lies where de will."""
+    """de, with the kept tokens first, and dc, one sum over saved and other tokens.
+
+    One buffer, `place`, holds the scaled e until dc is computed, and then de.
+    """
     plan, how, c = run.plan, run.plan.backward, run.inputs.c
     assert how is not None
     assert how.saved is not None
@@ -229,7 +233,7 @@ def _together(run: _Pass, everyone: _Tokens, saved: _Saved | None) -> Gradients:
     assert saved.r is not None
     first, others = everyone.part(0, plan.saved), everyone.part(plan.saved, plan.rows)
     p, r, de_of_others = saved.exponentials, saved.r, None
-    place = lax.empty((plan.rows, plan.call.width), run.inputs.e.dtype)  # of the scaled e, then of de
+    place = lax.empty((plan.rows, plan.call.width), run.inputs.e.dtype)
     dc = lax.empty(c.shape, c.dtype) if run.wanted.c else None
     if dc is not None:
         place = scaled(everyone.e(), jnp.pad(r, (0, plan.rows - plan.saved)))
@@ -241,7 +245,7 @@ def _together(run: _Pass, everyone: _Tokens, saved: _Saved | None) -> Gradients:
         dc = run.products(how.saved.products, how.saved, place, first).put_dc(dc, p, ALL_COLUMNS)
     if not run.wanted.e:
         return Gradients(None, dc, None)
-    place, dc = lax.optimization_barrier((place, dc))  # dc is made of the scaled e, before de is in its place
+    place, dc = lax.optimization_barrier((place, dc))  # dc reads the scaled e before de overwrites it
     step = how.de_of_saved
     de = step.engine.de_of_saved(p, r, c, first.count, place, head=run.head, tiles=step.tiles, gpu=plan.gpu)
     if de_of_others is not None:

@@ -1,4 +1,4 @@
-"""What is known of a call before it runs."""
+"""The facts about a call that are known before it runs."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 @dataclass(frozen=True)
 class Call:
-    """All that a plan depends on, but for the GPU."""
+    """Everything that a plan depends on, except the GPU."""
 
     tokens: int
     width: int
@@ -28,5 +28,5 @@ class Call:
 
     @property
     def wide(self) -> int:
-        """Bytes of an element of sums."""
+        """Bytes of an element of a sum: sums are at least float32."""
         return max(self.itemsize, 4)

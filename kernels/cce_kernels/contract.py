@@ -1,6 +1,6 @@
-"""What every framework's linear_cross_entropy checks of its arguments. Pure Python: imports no framework.
+"""The checks that linear_cross_entropy makes of its arguments, the same in JAX and PyTorch. Imports no framework.
 
-Each message names the argument, prints the value or shape that it got and says what is allowed.
+Each error message names the argument, prints the value or shape that it got, and says what is allowed.
 """
 
 import operator
@@ -12,7 +12,7 @@ REDUCTIONS = ("mean", "sum", "none")
 IMPLS = ("auto", "cce", "chunked", "reference")
 KERNEL_TYPES = ("bfloat16", "float16", "float32")
 MEMORY_BUDGET = 300 * 2**20  # bytes; the default
-EVERYTHING = 2**62  # bytes; what memory_budget="all" becomes: a PyTorch operator's int64 holds it
+EVERYTHING = 2**62  # bytes; stands for memory_budget="all": an int64 argument of a PyTorch operator can hold it
 
 Shape = tuple[int, ...]
 
@@ -30,7 +30,7 @@ LARGEST_SOFTCAP = 2.0**100  # what caps no logit: softcap · tanh(z / softcap) i
 
 
 def number(name: str, value: object, *, low: float = -LARGEST, high: float = LARGEST, above: bool = False) -> float:
-    """value as a finite float in [low, high], or above low itself if `above`."""
+    """value as a finite float in [low, high], or in (low, high] if `above`."""
     if type(value) is not float and (not isinstance(value, Real) or isinstance(value, bool)):
         raise TypeError(f"{name} must be a Python number, got {type(value).__name__}")
     x = float(value)
@@ -59,7 +59,7 @@ def memory_budget(value: object) -> int:
 
 
 def num_items(value: object, reduction: str) -> None:
-    """Raise unless "mean" can divide by num_items. Reads no array: it would have to wait for a GPU."""
+    """Raise unless "mean" can divide by num_items. Reads no array's value, as that could mean to wait for a GPU."""
     if value is None:
         return
     if reduction != "mean":
@@ -126,7 +126,7 @@ def shapes(
 
 
 def other_type(name: str, given: object, of_e: object, cast: str) -> TypeError:
-    """The error for c or bias of another type than e; cast: the framework's method that casts, "astype" or "to"."""
+    """The error for a c or bias whose type is not e's. cast: the framework's method that casts, "astype" or "to"."""
     also = f" or e.{cast}(c.dtype)" if name == "c" else ""
     return TypeError(f"{name} must be of e's type, got {name} {given} and e {of_e}: write {name}.{cast}(e.dtype){also}")
 

@@ -8,7 +8,7 @@ import jax
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a plan wants to know of a GPU; interpreted: Pallas' interpreters stand in for it, on a CPU."""
+    """The properties of a GPU that a plan depends on. interpreted: Pallas' interpreters run the kernels on a CPU."""
 
     compute_capability: str
     multiprocessors: int
@@ -16,17 +16,17 @@ class Gpu:
 
     @property
     def supported(self) -> bool:
-        """Whether the kernels run on it: NVIDIA, compute capability 8.0 or more."""
+        """Whether the kernels run on this GPU: NVIDIA, compute capability 8.0 or more."""
         major = self.compute_capability.partition(".")[0]
         return self.interpreted or (major.isdigit() and int(major) >= 8)
 
 
-H200 = Gpu("9.0", 132)  # what CUDA programs are planned for where there is no GPU
+H200 = Gpu("9.0", 132)  # a CUDA program that is lowered on a machine without a GPU is planned for this one
 INTERPRETER = Gpu("", 132, interpreted=True)
 
 
 def gpu_of(device: Any) -> Gpu:
-    """What JAX says of a jax.Device that is a GPU."""
+    """The Gpu that describes one of JAX's GPUs."""
     return Gpu(str(getattr(device, "compute_capability", "0")), int(getattr(device, "core_count", 0) or 132))
 
 
@@ -39,7 +39,7 @@ def cuda_gpu() -> Gpu | None:
 
 
 def local_gpu() -> Gpu | None:
-    """The first GPU of this process if GPUs are JAX's default, or None; starts JAX's backend if nothing has yet."""
+    """This process's first GPU; None if GPUs are not JAX's default. Starts JAX's backend if it has not started yet."""
     if jax.default_backend() != "gpu":
         return None
     return gpu_of(jax.local_devices(backend="gpu")[0])

@@ -1,9 +1,10 @@
-"""The forward pass: target → sums → rescue → what is saved. Written once; the plan says which engine runs each step.
+"""The forward pass: target → sums → rescue → saved exponentials. The plan says which engine runs each step.
 
     lse_i = log Σ_v exp z_iv        target_i = z_i,t_i        sum_i = Σ_v w_v z_iv
 
-Sums of exponentials are relative to a reference, the target's logit. Where a sum overflows, the rescue finds its
-log-sum-exp again with a running maximum. (An engine that finds the target on the way needs neither.)
+Each sum is of exp(z − reference), where the reference is the target's logit. Where such a sum overflows, the rescue
+step computes that log-sum-exp again, with a running maximum. (The xla engine finds the target's logit and a running
+log-sum-exp in one pass, and needs neither a reference nor a rescue.)
 """
 
 import jax
@@ -17,9 +18,9 @@ from cce_kernels.tokens import Kept, Rows
 
 
 def statistics(inputs: Inputs, plan: Plan) -> tuple[Statistics, jax.Array | None]:
-    """The core's numbers of each token, (N,), at least float32; and what is saved, (plan.saved, V), or None.
+    """The core's numbers of each token, (N,), at least float32; and the saved exponentials, (plan.saved, V), or None.
 
-    A token whose target names no column gets the target logit 0; one that is ignored gets arbitrary numbers, or 0.
+    The target logit is 0 where the target names no column. An ignored token's numbers are arbitrary.
     """
     kept = Kept.of(inputs.targets, plan.rows) if plan.looks else None
     inputs, at = _arranged(inputs, kept, plan)
@@ -38,7 +39,7 @@ def statistics(inputs: Inputs, plan: Plan) -> tuple[Statistics, jax.Array | None
 
 
 def _arranged(inputs: Inputs, kept: Kept | None, plan: Plan) -> tuple[Inputs, Rows]:
-    """Targets of the kept tokens first, e too if it is gathered; and where kernels find their rows of e."""
+    """The inputs with the kept tokens first in targets, and in e if e is gathered; and where kernels find rows of e."""
     if kept is None:
         return inputs, Rows()
     inputs = inputs._replace(targets=kept.gathered(inputs.targets, -1))
@@ -50,7 +51,7 @@ def _arranged(inputs: Inputs, kept: Kept | None, plan: Plan) -> tuple[Inputs, Ro
 
 
 def _sums(inputs: Inputs, at: Rows, plan: Plan) -> Sums:
-    """Of every token, with its target's logit."""
+    """The sums of every token and the logit of its target."""
     head, gpu, how = plan.call.head, plan.gpu, plan.forward
     reference = None
     if how.target is not None:
@@ -70,7 +71,7 @@ def _sums(inputs: Inputs, at: Rows, plan: Plan) -> Sums:
 
 
 def _by_final_reference(inputs: Inputs, numbers: Statistics, saved: jax.Array, plan: Plan) -> jax.Array:
-    """saved with the exponentials of tokens whose reference is lse, which was not known when they were written."""
+    """saved, with the exponentials written again for tokens whose reference is lse: `sums` did not know lse yet."""
     by_lse = (inputs.targets >= 0) & ~by_target(numbers, inputs.targets, plan.call.vocabulary)
     step = plan.forward.rescue
     assert step is not None

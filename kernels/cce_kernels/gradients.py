@@ -1,10 +1,11 @@
-"""The gradient of the classifier and of the embeddings, one group of the vocabulary at a time.
+"""The gradients of embeddings, classifier and bias, one group of the vocabulary at a time.
 
-For a group of columns an engine forms the logit cotangents dz, (N, V_g); two plain matmuls then give
+For a group of V_g columns an engine forms the cotangents dz, (N, V_g). Two matmuls then give
 
     de += dz · c_g     float32, (N, D)          dc_g = dzᵀ · e     written once, in the type of c
 
-One (N, V_g) buffer is reused by every group. No atomics, no float32 copy of dc: the same call is bit-identical.
+Every group reuses one (N, V_g) buffer. No sum depends on timing, so that the same call gives the same bits. There is no
+float32 copy of dc.
 """
 
 from collections.abc import Callable
@@ -19,16 +20,16 @@ from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Gradients, Inputs, Wanted
 from cce_kernels.windows import FLOAT16_LARGEST, Groups, Window
 
-ALL_COLUMNS = Window(*[np.int32(0)] * 3)  # the window of a group that is all of the vocabulary
+ALL_COLUMNS = Window(*[np.int32(0)] * 3)  # the window of the one group that is the whole vocabulary
 
-# window -> dz of its group, (N, V_g), and the sums of its columns, (V_g,), or None if dbias is not wanted
+# window -> dz of the group, (N, V_g), and the column sums of dz, (V_g,), or None if dbias is not wanted
 FormDz = Callable[[Window], tuple[jax.Array, jax.Array | None]]
 
 
 class Products(NamedTuple):
-    """The two matmuls of a group: of dz (N, V_g) with the group's columns of c, and with e.
+    """The two matmuls of a group: dz (N, V_g) by the group's part of c, and dzᵀ by e.
 
-    put_dc writes the group's part of dc, or adds to it, as the engine was asked.
+    put_dc writes the group's part of dc, or adds to it if Engine.products was asked for `adding`.
     """
 
     add_de: Callable[[jax.Array | None, jax.Array, Window], jax.Array]  # (de or None for 0, dz, window) -> de
@@ -36,9 +37,9 @@ class Products(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Saved exponentials, (N_s, V), and the e, (N, D), that they are multiplied with: a second term of the sum for dc.
+    """A second term of the sum for dc: saved exponentials (N_s, V), and the scaled e (N, D) that multiplies them.
 
-    Of both the first `count` rows count; the rows after them are 0 up to a multiple of 64.
+    The sum is over the first `count` rows of both. Their next rows, up to a multiple of 64, are 0.
     """
 
     exponentials: jax.Array
@@ -47,7 +48,7 @@ class Beside(NamedTuple):
 
 
 def begun(inputs: Inputs, head: Head, wanted: Wanted) -> Gradients:
-    """de and dbias as sums of nothing, at least float32; dc uninitialised, as its groups write every row of it."""
+    """de and dbias as zeros, at least float32; dc uninitialised, as the groups write all of it."""
     e, c = inputs.e, inputs.c
     wide = jnp.promote_types(e.dtype, jnp.float32)
     return Gradients(
@@ -58,23 +59,23 @@ def begun(inputs: Inputs, head: Head, wanted: Wanted) -> Gradients:
 
 
 def over_groups(body: Callable[[Any, Window], Any], carry: Any, groups: Groups) -> Any:
-    """body(carry, window) -> carry for each group; window: of int32.
+    """Runs body(carry, window) -> carry for each group; the window's fields are int32.
 
-    A table of windows to scan over would be copied from at each step, and that copy keeps XLA from making the loop part
-    of a CUDA graph.
+    A scan over a table of windows would copy a row of the table at each step. With that copy XLA does not make the loop
+    part of a CUDA graph.
     """
     return lax.fori_loop(0, groups.count, lambda i, carry: body(carry, groups.window(i.astype(jnp.int32))), carry)
 
 
 def add_groups(gradients: Gradients, form_dz: FormDz, groups: Groups, products: Products) -> Gradients:
-    """gradients with what these groups of the vocabulary give."""
+    """gradients, with the contributions of these groups of the vocabulary added or written."""
 
     def group(gradients: Gradients, window: Window) -> Gradients:
         de, dc, dbias = gradients
         dz, dz_sum = form_dz(window)
         if de is not None:
             de = products.add_de(de, dz, window)
-        if de is not None and dc is not None:  # so that XLA's copies of c_g and dc_g are never there together
+        if de is not None and dc is not None:  # so that XLA never holds its copies of c_g and dc_g at the same time
             de, dz = lax.optimization_barrier((de, dz))
         if dc is not None:
             dc = products.put_dc(dc, dz, window)
@@ -87,9 +88,9 @@ def add_groups(gradients: Gradients, form_dz: FormDz, groups: Groups, products: 
 
 
 def without_ignored(inputs: Inputs, lse: jax.Array, cotangents: Cotangents) -> tuple[Inputs, jax.Array, Cotangents]:
-    """Inputs, lse and cotangents in which ignored tokens take no part: their e and cotangents are 0, their lse is inf.
+    """Inputs, lse and cotangents in which ignored tokens have e = 0, cotangents 0 and lse = inf: their dz is then 0.
 
-    With lse = inf they have p = 0. With 0 a large bias would make p inf, and 0 · inf is NaN.
+    lse = inf makes p = 0. With lse = 0 a large bias would make p inf, and 0 · inf is NaN.
     """
     live = inputs.targets >= 0
     cotangents = jax.tree.map(lambda x: jnp.where(live, x, 0), cotangents)
@@ -101,9 +102,9 @@ def unscaled(x: jax.Array, unit: jax.Array | None, dtype) -> jax.Array:
 
 
 def fitted(cotangents: Cotangents, inputs: Inputs) -> tuple[Cotangents, jax.Array | None]:
-    """Cotangents divided by a unit with which float16 holds dz; the unit, None for the other types.
+    """For float16: the cotangents divided by a unit, and the unit. For other types: the cotangents and None.
 
-    The largest possible |dz| becomes FLOAT16_LARGEST: nothing overflows, and the fewest small elements underflow.
+    The unit makes the largest possible |dz| FLOAT16_LARGEST, so that nothing overflows and few elements underflow.
     """
     if inputs.e.dtype != jnp.float16:
         return cotangents, None

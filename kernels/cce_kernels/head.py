@@ -1,11 +1,10 @@
-"""How a logit is made from a raw product, and its cotangent: elementwise, the same for every engine.
+"""How a logit z is made from the raw product e·c, and the raw product's cotangent dz: elementwise, for every engine.
 
     y = scale · (e·c + b)        z = softcap · tanh(y / softcap)  if softcap is set, else  z = y
     ∂z/∂(e·c) = ∂z/∂b = scale · (1 − (z / softcap)²)
 
-Given a, t̂ and s, the cotangents of the log-sum-exp, the target's logit and the weighted sum of the logits, and the
-softmax p = exp(z − lse), the cotangent of the raw product is  dz = (a·p + t̂·[v = t] + s·w_v) · ∂z/∂(e·c).
-cce_jax/core.py derives it.
+Let a, t̂ and s be the cotangents of the log-sum-exp, of the target's logit and of the weighted sum of the logits, and
+p = exp(z − lse) the softmax. Then  dz = (a·p + t̂·[v = t] + s·w_v) · ∂z/∂(e·c).  cce_jax/core.py derives this.
 """
 
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ Precision = lax.PrecisionLike
 
 @dataclass(frozen=True)
 class Head:
-    """What is static about a language model's head. Its scale is an array: a schedule of it compiles nothing anew."""
+    """The static part of a language model's head. The scale is an array instead: a new scale needs no compilation."""
 
     softcap: float | None = None
     vocab_axis: int = 0  # 0: c is (V, D); 1: c is (D, V)
@@ -36,14 +35,14 @@ class Head:
                                preferred_element_type=jnp.promote_types(e.dtype, jnp.float32))  # fmt: skip
 
     def logits(self, raw: jax.Array, bias: jax.Array | None, scale) -> jax.Array:
-        """z from the raw product e·c; bias and scale, None for 0 and 1, broadcast against it."""
+        """z from the raw product e·c. bias (None: 0) and scale (None: 1) broadcast against raw."""
         z = raw if bias is None else raw + bias
         if scale is not None:
             z = z * scale
         return z if self.softcap is None else self.softcap * jnp.tanh(z / self.softcap)
 
     def cotangent(self, z, p, is_target, of: Cotangents, weights, scale) -> jax.Array:
-        """dz, the cotangent of the raw product e·c; every argument broadcasts against z; weights: None for 1."""
+        """dz, the cotangent of the raw product e·c. Every argument broadcasts against z. weights, scale: None for 1."""
         dz = of.lse * p + jnp.where(is_target, of.target, 0.0)
         if of.sum is not None:
             dz += of.sum if weights is None else of.sum * weights

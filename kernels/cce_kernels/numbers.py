@@ -1,6 +1,6 @@
-"""What goes into the core, comes out of it and goes back: by name. One more number per token is one more field here.
+"""The core's inputs, its results, their cotangents and its gradients, by name. A new number per token is a field here.
 
-N tokens, width D, vocabulary V; cce_jax/core.py defines every number.
+N tokens, width D, vocabulary V. cce_jax/core.py defines every number.
 """
 
 from dataclasses import dataclass
@@ -12,24 +12,24 @@ import jax
 class Inputs(NamedTuple):
     """The arrays of a call."""
 
-    e: jax.Array  # (N, D): bfloat16, float16 or float32; float64 in plain XLA
+    e: jax.Array  # (N, D): bfloat16, float16 or float32; float64 for the xla engine alone
     c: jax.Array  # (V, D), or (D, V) if head.vocab_axis is 1; of e's type
     bias: jax.Array | None  # (V,), of e's type
-    targets: jax.Array  # (N,) int32; negative: the token is ignored; V or more: it names no column
-    weights: jax.Array | None = None  # (V,) float32, of the weighted sum; None: 1
-    scale: jax.Array | None = None  # (1,) at least float32, of the logits; None: 1
+    targets: jax.Array  # (N,) int32; negative: the token is ignored; V or more: the target names no column
+    weights: jax.Array | None = None  # (V,) float32: the weights of the weighted sum; None: 1
+    scale: jax.Array | None = None  # (1,) at least float32: multiplies the logits; None: 1
 
 
 class Statistics(NamedTuple):
-    """The core's numbers of each token, (N,), at least float32; arbitrary where a token is ignored."""
+    """The core's numbers of each token, (N,), at least float32. They are arbitrary for an ignored token."""
 
-    lse: jax.Array
-    target: jax.Array
-    sum: jax.Array | None  # None: not asked for
+    lse: jax.Array  # the log-sum-exp of its logits
+    target: jax.Array  # the logit of its target
+    sum: jax.Array | None  # the weighted sum of its logits; None: not asked for
 
 
 class Cotangents(NamedTuple):
-    """The cotangents of Statistics: a, t̂ and s."""
+    """The cotangents of Statistics: a, t̂ and s in the equations."""
 
     lse: jax.Array
     target: jax.Array
@@ -38,7 +38,7 @@ class Cotangents(NamedTuple):
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which gradients a call needs; the others cost nothing."""
+    """Which gradients a call needs. A gradient that is not wanted costs nothing."""
 
     e: bool
     c: bool
@@ -46,7 +46,7 @@ class Wanted:
 
 
 class Gradients(NamedTuple):
-    """Of e (N, D), c and bias (V,); None where not wanted."""
+    """The gradients of e (N, D), of c, in its shape, and of bias (V,). None where not wanted."""
 
     e: jax.Array | None
     c: jax.Array | None

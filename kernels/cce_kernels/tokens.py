@@ -1,7 +1,7 @@
-"""The tokens that there is anything to compute for, moved together: those that are not ignored.
+"""The kept tokens, moved to the front. A token is kept if it is not ignored: its target is not negative.
 
-How many they are only the device knows. Kernels read that number and stop there: ignored tokens then cost nothing, and
-shapes stay static.
+Only the device knows how many tokens are kept. Kernels read that number and stop there, so that ignored tokens cost
+nothing and shapes stay static.
 """
 
 from typing import Any, NamedTuple
@@ -9,29 +9,29 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-MANY = 256  # tokens from which on it pays to look for ignored ones
-ROW_MULTIPLE = 8  # the Tensor Memory Accelerator of Hopper GPUs copies this many rows at a time
+MANY = 256  # tokens: with fewer, to look for ignored tokens costs more than it saves
+ROW_MULTIPLE = 8  # the Tensor Memory Accelerator (TMA) of Hopper GPUs copies this many rows at a time
 
 
 def gathered_rows(tokens: int) -> int:
-    """In how many rows the kept ones of so many tokens are gathered: a multiple of ROW_MULTIPLE, if there are many."""
+    """The rows of the array into which kept tokens are gathered: a multiple of ROW_MULTIPLE for MANY tokens or more."""
     return -(-tokens // ROW_MULTIPLE) * ROW_MULTIPLE if tokens >= MANY else tokens
 
 
 class Rows(NamedTuple):
-    """Where kernels find the tokens that they compute; None stands for the obvious.
+    """Where kernels find the kept tokens in e.
 
-    Kernels visit the kept tokens first. The i-th of them lies in row order[i] of e; order is None where e was gathered
-    or no token is looked for.
+    Kernels visit the kept tokens first. The i-th kept token is row order[i] of e. With order None it is row i: e was
+    gathered, or ignored tokens are not looked for.
     """
 
     order: jax.Array | None = None  # (rows,) int32
-    starts: jax.Array | None = None  # Kept.starts
-    count: jax.Array | None = None  # type: ignore[assignment]  # (1,) int32: how many are kept
+    starts: jax.Array | None = None  # Kept.starts; None: every row is looked up in order
+    count: jax.Array | None = None  # type: ignore[assignment]  # (1,) int32: how many tokens are kept; None: all
 
 
 class Kept(NamedTuple):
-    """The kept tokens and where they are; beyond `count` every number is arbitrary but valid."""
+    """The kept tokens and where they are. From element `count` on, order holds arbitrary tokens."""
 
     order: jax.Array  # (rows,) int32: the kept tokens first, in their order
     place: jax.Array  # (N,) int32: where in `order` each kept token is
@@ -40,7 +40,7 @@ class Kept(NamedTuple):
 
     @classmethod
     def of(cls, targets: jax.Array, rows: int) -> "Kept":
-        """Those whose target is not negative, to be gathered in so many rows, at least N."""
+        """The tokens whose target is not negative, to be gathered into `rows` rows, at least N."""
         live = targets >= 0
         tokens = jnp.arange(targets.size, dtype=jnp.int32)
         place = jnp.cumsum(live, dtype=jnp.int32) - 1
@@ -48,9 +48,9 @@ class Kept(NamedTuple):
         return cls(order, jnp.maximum(place, 0), live, place[-1:] + 1)
 
     def starts(self, block: int) -> jax.Array:
-        """For each block of so many kept tokens, (blocks,), the row of e from which all of it can be read at once.
+        """The first row of e of each block of `block` kept tokens, (blocks,), where the block can be read at once.
 
-        -1 where the tokens of a block do not lie side by side, or the row is no multiple of 8.
+        -1 where the block's tokens are not consecutive rows of e, or the first row is not a multiple of 8.
         """
         rows = self.order.size
         first = jnp.arange(0, rows, block, dtype=jnp.int32)
@@ -60,7 +60,7 @@ class Kept(NamedTuple):
         return jnp.where(side_by_side, start, -1)
 
     def gathered(self, x: Any, fill: float) -> Any:
-        """x, an array or a tree of arrays of tokens along axis 0, with the kept tokens first and fill after them."""
+        """x with the kept tokens first and fill after them. x: an array or a tree of arrays, with tokens on axis 0."""
 
         def gather(x):
             valid = (jnp.arange(self.order.size, dtype=jnp.int32) < self.count).reshape(-1, *[1] * (x.ndim - 1))
@@ -69,7 +69,7 @@ class Kept(NamedTuple):
         return jax.tree.map(gather, x)
 
     def restored(self, x: jax.Array, *others: jax.Array) -> jax.Array:
-        """Gathered tokens back in place, 0 where one is ignored; x and others: consecutive parts of them."""
+        """The inverse of `gathered`: (N, ...), 0 for ignored tokens. x and others: consecutive parts of its result."""
         found, start = x[self.place], x.shape[0]
         axes = -1, *[1] * (x.ndim - 1)
         for part in others:

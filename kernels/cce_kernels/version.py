@@ -2,8 +2,8 @@
 
 
 def installed() -> str:
-    """Such as "0.1.0"; "0+unknown" in a checkout that is not installed."""
-    from importlib.metadata import PackageNotFoundError, version  # here: most programs never ask
+    """The version, such as "0.1.0"; "0+unknown" in a checkout that is not installed."""
+    from importlib.metadata import PackageNotFoundError, version  # imported here, as most programs never need it
 
     try:
         return version("cce-jax")

@@ -1,6 +1,6 @@
-"""How every framework visits the vocabulary, a group of columns at a time: which groups, and the size of a float16 dz.
+"""How the vocabulary is cut into groups of columns that are computed one after another. Imports no framework.
 
-Imports no framework.
+Also the largest value of a float16 dz, which JAX and PyTorch share.
 """
 
 from collections.abc import Callable
@@ -9,24 +9,25 @@ from typing import Any, NamedTuple
 
 COLUMN_MULTIPLE = 128
 FEWEST_COLUMNS = 1024
-FLOAT16_LARGEST = 2.0**14  # what the largest cotangent becomes in float16, which holds 28 binary orders below it
+FLOAT16_LARGEST = 2.0**14  # float16 dz is scaled until its largest element is this; 28 powers of 2 below it remain
 
 
 class Window(NamedTuple):
-    """A group of columns, by integers or by numbers that the device alone knows."""
+    """The columns of one group. Its fields are integers, or traced numbers that only the device knows."""
 
     number: Any  # of the group
-    start: Any  # its first column
-    owned: Any  # the first that it counts
+    start: Any  # the first column that is computed
+    owned: Any  # the first column that counts: those from start to here belong to the neighbour
 
 
 @dataclass(frozen=True)
 class Groups:
     """`count` windows of `columns` columns that cover `vocabulary` columns.
 
-    The last window ends where they end, so it overlaps its neighbour where columns do not divide it; it is
-    visited first, counts only the columns that are its own, and its neighbour then overwrites the rest, or adds to 0.
-    Or, `beyond`, it goes on beyond them.
+    Where `columns` does not divide `vocabulary`, the last window still has `columns` columns and ends with the
+    vocabulary, so that it overlaps its neighbour. It is visited first and counts only the columns that it owns. Its
+    neighbour then overwrites the columns that both cover, or adds to the zeros there.
+    With `beyond` the last window does not overlap: it reaches beyond the end of the vocabulary.
     """
 
     vocabulary: int
@@ -43,11 +44,11 @@ class Groups:
 
     @property
     def last(self) -> int:
-        """How many columns the last one computes."""
+        """How many columns the last window computes."""
         return self.vocabulary - (self.count - 1) * self.columns if self.beyond else self.columns
 
     def window(self, i) -> Window:
-        """The i-th window; i: an integer or a traced one."""
+        """The i-th window to visit; i: an integer or a traced integer."""
         k = (i - 1) % self.count
         owned = k * self.columns
         return Window(i, owned - (k == self.count - 1) * self.overlap, owned)
@@ -57,10 +58,10 @@ def vocabulary_groups(
     vocabulary: int, budget: int, column_bytes: int, cost: Callable[["Groups", int], float] | None = None,
     multiple: int = COLUMN_MULTIPLE, beyond: bool = False,
 ) -> Groups:  # fmt: skip
-    """The groups that cost least of those whose columns fit: column_bytes · V_g ≤ budget, but 1024 columns always do.
+    """The cheapest groups that fit: column_bytes · columns ≤ budget. Groups of up to 1024 columns are always allowed.
 
-    cost(groups, columns): the relative time of one group of so many columns, by default their number. Of groups that
-    cost the same, the fewest and smallest.
+    cost(groups, columns): the relative time of one group of so many columns; by default, the number of columns. Where
+    several choices cost the same, the one with the fewest and smallest groups.
     """
     most = max(budget // max(column_bytes, 1), FEWEST_COLUMNS)
     if vocabulary <= most:

@@ -1,1 +1,1 @@
-"""Who computes: a folder an engine, with its kernels, its tiles and what it serves. plan/choose.py chooses."""
+"""The engines. Each has a folder with its kernels, its tiles and the calls that it serves. plan/choose.py chooses."""

@@ -1,8 +1,9 @@
-"""What an engine offers. The orchestration in forward.py and backward.py knows engines by this alone.
+"""The interface of an engine. forward.py and backward.py know engines by this file alone.
 
-An engine is a folder beside this file, and one object of a class derived from Engine. It says which calls it serves;
-plan/choose.py takes the methods that one engine lacks from the next. Every method launches or traces
-array code; none decides anything: tiles, groups and splits come from the plan.
+An engine is a folder beside this file and one object of a class derived from Engine. The object says which calls it
+serves. It has the methods that its class overrides; plan/choose.py takes a method that one engine lacks from the next
+engine. The methods of the second half launch kernels or trace array code and decide nothing: tiles, groups and splits
+come from the plan.
 """
 
 from dataclasses import dataclass
@@ -22,17 +23,17 @@ Tile = Any  # an engine's own type, hashable
 
 
 class Sums(NamedTuple):
-    """What the forward pass sums over columns, each in parts, (parts, rows): one a run of the vocabulary."""
+    """The sums over columns of the forward pass. A part is the sum over one run of the vocabulary."""
 
-    lse: jax.Array  # log-sum-exps
-    target: jax.Array | None  # (rows,): the target's logit, where an engine finds it on the way
-    sum: jax.Array | None  # weighted sums of the logits
-    saved: jax.Array | None  # exponentials of the first tokens (cce_kernels/exponentials.py)
+    lse: jax.Array  # (parts, rows): log-sum-exps
+    target: jax.Array | None  # (rows,): the target's logit; None unless the engine `finds_target`
+    sum: jax.Array | None  # (parts, rows): weighted sums of the logits
+    saved: jax.Array | None  # (saved tokens, V): exponentials of the first tokens (cce_kernels/exponentials.py)
 
 
 @dataclass(frozen=True)
 class Multiplying:
-    """How the two matmuls of a group are to run: an engine's tiles, and as how many parts de is summed."""
+    """How the two matmuls of a group run: the engine, its tiles for de and dc, and the number of partial sums of de."""
 
     engine: "Engine"
     de: Tile
@@ -42,100 +43,109 @@ class Multiplying:
 
 class Engine:
     name: str
-    finds_target: bool  # whether `sums` finds the targets' logits on the way, in groups, and needs no reference
-    stops: bool  # whether it stops at the last kept token
-    in_place: bool  # whether `products` read c_g and write dc_g where they lie, and hold nothing beside them
-    multiplies_fastest: bool  # whether `products` take no longer than XLA's matmuls
+    finds_target: bool  # whether `sums` also finds the targets' logits, works in groups and needs no reference
+    stops: bool  # whether its kernels stop at the last kept token
+    in_place: bool  # whether `products` reads c_g in c and writes dc_g in dc, without copies of them
+    multiplies_fastest: bool  # whether `products` takes no longer than XLA's matmuls
 
     def offers(self, method: str) -> bool:
-        """Whether it has a method of those below that need not be there."""
+        """Whether the engine has this method of the second half."""
         return getattr(type(self), method) is not getattr(Engine, method)
 
-    # What a plan asks.
+    # The first half: what a plan asks.
 
     def serves(self, call: Call, gpu: Gpu | None) -> bool:
-        """Whether it computes this call's logits on this GPU, None for another device."""
+        """Whether the engine computes this call's logits on this GPU; gpu: None for a device that is no CUDA GPU."""
         raise NotImplementedError
 
     def tile(self, role: str, call: Call, gpu: Any, tokens: int = 0) -> Any:
-        """The tile of a method's kernel."""
+        """The tile of a kernel. role: the method that launches it; tokens: how many it computes, for "de_of_saved"."""
         raise NotImplementedError
 
     def splits(self, call: Call, rows: int, gpu: Any) -> int:
-        """Into how many runs `sums` cuts the vocabulary."""
+        """The number of runs into which `sums` cuts the vocabulary."""
         raise NotImplementedError
 
     def blocks(self, tiles: Any) -> tuple[int, int]:
-        """Of how many tokens `sums` asks whether they lie side by side in e, and of how many columns its runs of the
-        vocabulary are multiples. `again` must write the same rows of the same runs.
+        """The tokens in a block of `sums`, and the columns that its runs of the vocabulary are multiples of.
+
+        `sums` skips a block whose tokens are not consecutive rows of e. `again` must then write the same blocks of the
+        same runs.
         """
         raise NotImplementedError
 
     def dz_bytes(self, call: Call, tokens: int, gpu: Any) -> int:
-        """What `form_dz` holds of a column."""
+        """The bytes that `form_dz` holds for one column of so many tokens."""
         raise NotImplementedError
 
     def groups(self, call: Call, tokens: int, of_dc: int, room: int, column: int, gpu: Any) -> Groups:
-        """The cheapest groups of columns, of so many bytes each, in so much room.
+        """The cheapest groups of columns.
 
-        tokens: those that dz is formed of; of_dc: those that dc sums over.
+        tokens: the rows of dz; of_dc: the tokens that dc sums over; room: the bytes that a group may take; column: the
+        bytes of one column of a group.
         """
         raise NotImplementedError
 
     def multiplying(self, call: Call, tokens: int, groups: Groups, split: bool, gpu: Any) -> Multiplying:
-        """How `products` are to run; split: whether de of few tokens may be summed in several parts."""
+        """How `products` is to run; split: whether de of few tokens may be computed as several partial sums."""
         raise NotImplementedError
 
-    # What the two passes run.
+    # The second half: what the two passes run.
 
     def target(self, inputs: Inputs, order: jax.Array | None, *, head: Head, tiles: Any, gpu: Any) -> jax.Array:
-        """The logit of each token's target, (rows,): what `sums` are relative to."""
+        """The logit of each token's target, (rows,): the reference of `sums`."""
         raise NotImplementedError
 
     def sums(
         self, inputs: Inputs, at: Rows, reference: Any, saved_tokens: int, *, head: Head, with_sum: bool,
         tiles: Any, splits: int, gpu: Any,
     ) -> Sums:  # fmt: skip
-        """Log-sum-exps, inf where one relative to the reference overflows; and exponentials of the first tokens."""
+        """The sums, and exponentials of the first saved_tokens tokens.
+
+        A log-sum-exp is inf where the sum of exp(z − reference) overflows.
+        """
         raise NotImplementedError
 
     def again(
         self, inputs: Inputs, at: Rows, reference: jax.Array | None, before: jax.Array, *, head: Head, tiles: Any,
         gpu: Any,
     ) -> jax.Array:  # fmt: skip
-        """before, (parts, rows), with the log-sum-exps that `sums` left out: of scattered tokens, given the reference;
-        of those that overflowed without it."""
+        """before, (parts, rows), with some log-sum-exps written again.
+
+        With a reference: those of the blocks that `sums` skipped, as their tokens are scattered in e. With None: those
+        that are not finite, by a running maximum.
+        """
         raise NotImplementedError
 
     def replaced(
         self, inputs: Inputs, lse: jax.Array, by_lse: jax.Array, saved: jax.Array, *, head: Head, tiles: Any,
         splits: int, gpu: Any,
     ) -> jax.Array:  # fmt: skip
-        """saved with exponentials relative to lse where by_lse."""
+        """saved, with exp(z − lse) written for the tokens where by_lse is true."""
         raise NotImplementedError
 
     def form_dz(
         self, inputs: Inputs, lse: jax.Array, cotangents: Cotangents, count: Any, *, head: Head,
         groups: Groups, wanted: Wanted, tiles: Any, gpu: Any,
     ) -> FormDz:  # fmt: skip
-        """dz of a group from logits that are computed again; of tokens from count on anything."""
+        """Forms dz of a group from logits that are computed again. Rows of dz from `count` on are arbitrary."""
         raise NotImplementedError
 
     def form_dz_of_saved(
         self, saved: jax.Array, inputs: Inputs, reference: jax.Array, lse: jax.Array, cotangents: Cotangents, *,
         head: Head, groups: Groups, wanted: Wanted, tiles: Any, gpu: Any,
     ) -> FormDz:  # fmt: skip
-        """dz of a group from saved exponentials."""
+        """Forms dz of a group from saved exponentials."""
         raise NotImplementedError
 
     def products(
         self, e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None, count: jax.Array, how: Multiplying,
         groups: Groups, adding: bool = False, beside: Beside | None = None, gpu: Any,
     ) -> Products:  # fmt: skip
-        """The matmuls with dz of the first count tokens, or of all if the engine does not stop.
+        """The two matmuls with dz of the first `count` tokens, or of all tokens if the engine does not stop.
 
-        unit: dz was divided by it. adding: put_dc adds to dc. beside: a second term of dc, where the engine is
-        in_place.
+        unit: the number that dz was divided by. adding: put_dc adds to dc instead of writing it. beside: a second term
+        of the sum for dc, for the hopper engine alone.
         """
         raise NotImplementedError
 
@@ -143,16 +153,16 @@ class Engine:
         self, saved: jax.Array, r: jax.Array, c: jax.Array, count: jax.Array, place: jax.Array, *, head: Head,
         tiles: Any, gpu: Any,
     ) -> jax.Array:  # fmt: skip
-        """r·(P·c) of the first tokens, rounded, in the first rows of place, (rows, D)."""
+        """place, (rows, D), with r·(P·c) of the saved tokens, rounded, written into its first rows."""
         raise NotImplementedError
 
     def ready(
         self, saved: jax.Array, targets: jax.Array, at_target: jax.Array, clear: jax.Array | None, *, vocabulary: int,
         gpu: Any,
     ) -> jax.Array:  # fmt: skip
-        """saved, in place, with at_target at the targets, and zeros for ignored tokens among the first clear rows."""
+        """saved, in place, with at_target at the targets, and 0 in those of the first `clear` rows that are ignored."""
         raise NotImplementedError
 
     def restored(self, x: jax.Array, kept: Kept, *, gpu: Any) -> jax.Array:
-        """tokens.Kept.restored of x, in place."""
+        """tokens.Kept.restored(x), computed in place."""
         raise NotImplementedError

@@ -1,9 +1,12 @@
-"""In which order programs visit the tiles of a matrix, and in how many runs the vocabulary is cut."""
+"""The order in which programs visit the tiles of a matrix, and the number of runs that the vocabulary is cut into.
+
+A run is a range of consecutive tiles of columns that one program walks through.
+"""
 
 import jax.numpy as jnp
 
-SCRATCH_BYTES = 3 * 2**20  # of partial statistics, at most
-SHARED_BYTES = 20 * 2**20  # of e that programs running side by side read: a third of an H200's L2
+SCRATCH_BYTES = 3 * 2**20  # the most that partial statistics may take
+SHARED_BYTES = 20 * 2**20  # the rows of e that programs running at the same time read: a third of an H200's L2
 
 
 def cdiv(a: int, b: int) -> int:
@@ -11,12 +14,12 @@ def cdiv(a: int, b: int) -> int:
 
 
 def row_group(width: int, itemsize: int, rows: int, most: int = 32) -> int:
-    """How many row blocks go through all columns before the next ones: those whose rows of e fit in SHARED_BYTES."""
+    """How many row blocks are computed for all columns before the next row blocks: their e fits in SHARED_BYTES."""
     return max(1, min(most, SHARED_BYTES // (rows * width * itemsize)))
 
 
 def grouped_order(program, row_blocks, column_blocks, row_group: int):
-    """(row block, column block) of a program: neighbours share rows of e or columns of c in L2."""
+    """(row block, column block) of a program, such that neighbouring programs share rows of e or of c in L2."""
     group, offset = program // (row_group * column_blocks), program % (row_group * column_blocks)
     first = group * row_group
     height = jnp.minimum(row_blocks - first, row_group)
@@ -24,10 +27,10 @@ def grouped_order(program, row_blocks, column_blocks, row_group: int):
 
 
 def vocabulary_splits(row_blocks: int, column_tiles: int, tokens: int, multiprocessors: int) -> int:
-    """Into how many runs to cut the vocabulary so that programs fill the GPU's multiprocessors evenly.
+    """The number of runs of the vocabulary with which programs fill the GPU's multiprocessors most evenly.
 
-    One program runs on a multiprocessor at a time, so a launch takes (programs / multiprocessors, rounded up) times
-    the tiles that a program walks, and each program costs about a third of a tile more to start and end.
+    A multiprocessor runs one program at a time. So a launch takes (programs / multiprocessors, rounded up) times the
+    tiles of one program, and about a third of a tile more to start and end each program.
     """
     most = min(column_tiles, max(1, SCRATCH_BYTES // (4 * max(tokens, 1))), 1024)
     return min(range(1, most + 1), key=lambda s: cdiv(row_blocks * s, multiprocessors) * (column_tiles / s + 0.3))

@@ -1,4 +1,4 @@
-"""What is decided of a call before it runs: `plan_of` gives a frozen Plan, which both passes only read."""
+"""What is decided about a call before it runs: `plan_of` gives a frozen Plan, which both passes only read."""
 
 from cce_kernels.plan.choose import plan_of
 from cce_kernels.plan.plan import Plan

@@ -1,9 +1,9 @@
-"""The bytes that a call holds beyond its inputs and results: what each part of a plan adds.
+"""The bytes that a call holds beyond its inputs and results: how many each part of a plan adds.
 
-The memory budget bounds them, saved or temporary; the least plan holds more than a very small budget. A backward pass
-always holds an (N, D) float32 sum for de, some numbers a token, XLA's workspace and a group of at least FEWEST_COLUMNS.
-The next GROUP_BYTES make groups larger, each of which costs about 0.15 ms besides its work. All beyond saves
-exponentials, 2·V bytes a token, each of which spares the backward pass one logit.
+The memory budget bounds these bytes, saved or temporary. A very small budget is exceeded by the least plan. Memory goes
+first to what a backward pass always holds: an (N, D) float32 sum for de, some numbers a token, XLA's workspace and a
+group of FEWEST_COLUMNS columns. The next GROUP_BYTES make groups larger and so fewer, as each costs about 0.15 ms
+besides its work. The rest saves exponentials, 2·V bytes a token, so that fewer logits are computed again.
 """
 
 import math
@@ -15,19 +15,19 @@ from cce_kernels.engines.engine import Engine
 from cce_kernels.exponentials import linear, saved_shape
 from cce_kernels.windows import FEWEST_COLUMNS
 
-WORKSPACE = 32 * 2**20  # of XLA's matmuls
+WORKSPACE = 32 * 2**20  # what XLA's matmuls take
 GROUP_BYTES = 256 * 2**20
-GROUP_WORTH = 8 * 2**20  # of exponentials: what one more group costs
-SPLIT_BYTES = 17 * 2**20  # de of so few tokens that it is summed in several parts, at most
-NUMBERS = 256  # bytes a token, of lse and the like
-SAVED_DZ_ROWS, DZ_ROWS = 16, 64  # the fewest rows of a tile of dz, over which its columns are summed for dbias
+GROUP_WORTH = 8 * 2**20  # one more group costs as much time as to compute so many bytes of exponentials again
+SPLIT_BYTES = 17 * 2**20  # the most that the partial sums of de take, where de of few tokens is split
+NUMBERS = 256  # bytes a token, for lse and the like
+SAVED_DZ_ROWS, DZ_ROWS = 16, 64  # the fewest rows of a tile of dz; each tile's column sums are stored for dbias
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Of a call whose kept tokens are gathered in `rows` rows.
+    """The bytes of a call whose kept tokens are gathered into `rows` rows.
 
-    engine: who forms dz; products: who multiplies it where nothing is saved.
+    engine: the engine that forms dz; products: the engine that multiplies dz where nothing is saved.
     """
 
     call: Call
@@ -43,25 +43,25 @@ class Bytes:
 
     @property
     def together(self) -> bool:
-        """Whether the engine sums dc of saved tokens and others at once, and so holds nothing beside what is saved."""
+        """Whether the engine sums dc over saved and other tokens at once; it then holds only the saved exponentials."""
         return self.engine.offers("de_of_saved") and self.direct
 
     @property
     def gathered(self) -> int:
-        """A copy of e, gathered or without ignored tokens, unless it lies where de will be."""
+        """The copy of e with the kept tokens first, or with zeros for ignored tokens; 0 where it shares de's memory."""
         placed = self.engine.stops and self.rows == self.call.tokens
         return 0 if placed else self.call.itemsize * self.rows * self.call.width
 
     @property
     def always(self) -> int:
-        """Beside a group: de's sum, numbers of each token, and what XLA's matmuls take."""
+        """What is held besides a group: the sum for de, some numbers a token, and the workspace of XLA's matmuls."""
         return self.sum_of_de(self.rows) + NUMBERS * self.rows + (0 if self.products.in_place else WORKSPACE)
 
     def sum_of_de(self, tokens: int) -> int:
         return self.call.wide * tokens * self.call.width
 
     def column(self, tokens: int, *, copies: bool, of_saved: bool = False) -> int:
-        """Of a group: what forming dz of so many tokens holds, copies of c_g or dc_g, partial sums of dbias."""
+        """The bytes of one column of a group: dz of so many tokens, a copy of c_g or dc_g, partial sums of dbias."""
         call, bias = self.call, self.call.wanted is not None and self.call.wanted.bias
         dz = call.itemsize * tokens if of_saved else self.engine.dz_bytes(call, tokens, self.gpu)
         sums = 4 * -(-tokens // (SAVED_DZ_ROWS if of_saved else DZ_ROWS)) * bias
@@ -74,8 +74,9 @@ class Bytes:
         return 2 * math.prod(saved_shape(tokens, self.call.vocabulary))
 
     def beside_matmuls(self, tokens: int) -> int:
-        """What XLA's matmuls with exponentials of so many tokens take beside these: first de in float32, which XLA puts
-        where dc will lie if it fits there, and rounded; then the scaled e.
+        """What XLA's matmuls with the exponentials of so many tokens hold besides the exponentials.
+
+        First de in float32 and rounded, then the scaled e. XLA puts the float32 de into the memory of dc if it fits.
         """
         call, rounded = self.call, 2 * tokens * self.call.width
         if call.wanted is not None and call.wanted.c and 2 * tokens <= call.vocabulary:
@@ -83,13 +84,13 @@ class Bytes:
         return 4 * tokens * call.width + max(rounded, WORKSPACE) + NUMBERS * self.rows
 
     def everything(self) -> int:
-        """What saving everything takes at most, multiplied by XLA."""
+        """What the plan holds at most that saves all exponentials and lets XLA multiply them."""
         return self.gathered + self.saved(self.rows) + self.beside_matmuls(self.rows)
 
     def beside_saved(self, tokens: int) -> int:
-        """What of so many saved tokens is there beside their exponentials and groups of the others: de, rounded.
+        """What so many saved tokens hold besides their exponentials while groups of the other tokens run: de, rounded.
 
-        Together, the scaled e lies where de will, if that is wanted.
+        If `together`, it is the scaled e instead, which takes no memory of its own where de is wanted.
         """
         wanted = self.call.wanted
         if self.together:
@@ -97,7 +98,7 @@ class Bytes:
         return 2 * tokens * self.call.width
 
     def beside_groups(self, saved: int) -> int:
-        """What groups of the others, or of all where dz is formed of saved tokens too, take beside their dz."""
+        """What is held, besides the group, while groups run: those of the other tokens, or of all if not `direct`."""
         width, others = self.call.width, self.rows - saved
         if not self.direct:
             return self.sum_of_de(self.rows) + NUMBERS * self.rows + WORKSPACE + 4 * self.rows * width
@@ -105,10 +106,11 @@ class Bytes:
         return self.beside_saved(saved) + of_others
 
     def wanted_group(self, tokens: int) -> int:
-        """The bytes of a group of columns of so many tokens that are not saved, beside others that are.
+        """The best size in bytes of a group for so many tokens that are not saved, where other tokens are saved.
 
-        With G bytes each, there are S/G groups, S = 2·V·tokens. If one costs as much as to compute W bytes of
-        exponentials again, which a group of G bytes leaves no room for, the sum G + W·S/G is least at G = √(S·W).
+        Their dz has S = 2·V·tokens bytes, and so S/G groups of G bytes. A group takes G bytes from the exponentials
+        that could be saved, and costs as much time as computing W = GROUP_WORTH bytes of them again. The total
+        G + W·S/G is least at G = √(S·W).
         """
         wanted = math.isqrt(2 * self.call.vocabulary * tokens * GROUP_WORTH)
         return max(min(wanted, GROUP_BYTES), self.least_group(tokens, copies=False))

@@ -1,4 +1,4 @@
-"""Which engine computes a call, what is saved, in which groups and tiles: the one place that decides.
+"""The one place that decides which engine computes a call, what is saved, and in which groups and tiles.
 
 `plan_of` is pure arithmetic: it launches nothing and asks no device.
 """
@@ -22,9 +22,9 @@ from cce_kernels.tokens import MANY, gathered_rows
 from cce_kernels.windows import Groups
 
 Impl = Literal["auto", "cce", "chunked"]
-KERNELS = (HOPPER, TRITON)  # Pallas; of those that serve a call the first is the fastest
-SAVED_MULTIPLE = 64  # tokens: the depth that matmuls over them step by
-LEAST_PART = 1 / 5  # of the tokens: with fewer saved, XLA's matmuls of all are the faster
+KERNELS = (HOPPER, TRITON)  # Pallas, fastest first
+SAVED_MULTIPLE = 64  # tokens: matmuls that sum over tokens take them in steps of so many
+LEAST_PART = 1 / 5  # of the tokens: to save fewer is slower than to save none and let XLA multiply all tokens
 
 
 def engines(call: Call, impl: Impl) -> Sequence[Engine]:
@@ -33,14 +33,15 @@ def engines(call: Call, impl: Impl) -> Sequence[Engine]:
         return (XLA,)
     if impl == "cce":
         return KERNELS
-    return (XLA,) if call.itemsize > 2 else (*KERNELS, XLA)  # Triton takes 1.4 to 2.1 times XLA's time for float32
+    return (XLA,) if call.itemsize > 2 else (*KERNELS, XLA)  # with float32 Triton takes 1.4 to 2.1 times as long as XLA
 
 
 @lru_cache(maxsize=4096)
 def plan_of(call: Call, gpu: Gpu | None, impl: Impl, saved: int | None = None) -> Plan:
-    """The plan of a call on this GPU, None for another device. ValueError if no engine of impl serves it.
+    """The plan of a call. ValueError if no engine of impl serves the call.
 
-    saved: of how many tokens exponentials are saved, where the plan for another platform has decided that.
+    gpu: None for a device that is no CUDA GPU. saved: the number of tokens whose exponentials are saved, if the plan
+    for another platform has decided it; None: this plan decides.
     """
     rows = call.tokens if call.wanted is None else gathered_rows(call.tokens)
     serving = tuple(engine for engine in engines(call, impl) if engine.serves(replace(call, tokens=rows), gpu))
@@ -58,7 +59,7 @@ def plan_of(call: Call, gpu: Gpu | None, impl: Impl, saved: int | None = None) -
 
 @dataclass(frozen=True)
 class _Setting:
-    """A call, and the engines that serve it: the first computes its logits, the others have what it lacks."""
+    """A call and the engines that serve it. The first engine computes the logits; the next have methods it lacks."""
 
     call: Call
     gpu: Gpu | None
@@ -70,7 +71,7 @@ class _Setting:
 
     @cached_property
     def looks(self) -> bool:
-        """Whether ignored tokens are looked for: by engines that stop at the last kept one, if there are many."""
+        """Whether ignored tokens are looked for: the engine stops at the last kept token, and there are many tokens."""
         many = 32 if self.gpu is not None and self.gpu.interpreted else MANY
         return self.engine.stops and self.call.tokens >= many
 
@@ -87,12 +88,12 @@ class _Setting:
 
     @property
     def products(self) -> Engine:
-        """Who multiplies all tokens fastest, where nothing is saved."""
+        """The engine whose matmuls of all tokens are fastest, where nothing is saved."""
         return self.engine if self.engine.multiplies_fastest else XLA
 
     @property
     def stopping(self) -> Engine:
-        """Who multiplies the kept tokens alone and reads and writes parts of c and dc where they lie."""
+        """The engine that multiplies only the kept tokens, and copies no part of c or dc."""
         return next(engine for engine in self.serving if engine.stops)
 
 
@@ -106,8 +107,8 @@ def _forward(x: _Setting) -> Forward:
     rows, columns = x.engine.blocks(tiles)
     others = replace(kernels.tile("sums", x.call, x.gpu), columns=columns)
     scattered = None
-    # Blocks of tokens that lie side by side in e are read at once, the others by a twin of the kernel. With a weighted
-    # sum there is no twin: every row is looked up.
+    # A block whose tokens are consecutive rows of e is read at once. A twin of the kernel, "scattered", computes the
+    # other blocks. With a weighted sum there is no twin: the kernel looks up every row.
     if x.looks and not gathered and not x.call.with_sum:
         scattered = Step(kernels, replace(others, rows=rows))
     target = Step(kernels, kernels.tile("target", x.call, x.gpu))
@@ -116,7 +117,7 @@ def _forward(x: _Setting) -> Forward:
 
 
 def _saved_tokens(x: _Setting) -> int:
-    """Of how many tokens the forward pass is to save the exponentials for the backward pass."""
+    """The number of tokens whose exponentials the forward pass is to save."""
     call, tokens, count = x.call, x.rows, x.bytes
     if call.wanted is None or not x.engine.stops or not can_be_saved(call.dtype, call.head):
         return 0
@@ -133,7 +134,7 @@ def _saved_tokens(x: _Setting) -> int:
         least = count.least_group(tokens, copies=True, of_saved=True)
         group = count.wanted_group(tokens - saved) if count.direct else max(GROUP_BYTES, least)
         beside = count.beside_groups(saved) + group
-        if count.direct and not count.together:  # XLA's matmuls with what is saved come before the groups
+        if count.direct and not count.together:  # the matmuls with saved exponentials run before the groups
             beside = max(beside, count.beside_matmuls(saved))
         return count.saved(saved) + beside <= budget
 
@@ -143,9 +144,9 @@ def _saved_tokens(x: _Setting) -> int:
 
 
 def _backward(x: _Setting, saved: int) -> tuple[Backward, int]:
-    """The backward pass's plan, and the bytes that it holds."""
+    """The plan of the backward pass, and the bytes that it holds."""
     call, count, tokens = x.call, x.bytes, x.rows - saved
-    longer = count.saved(1) != 2 * call.vocabulary  # rows of P than the vocabulary: XLA would copy P
+    longer = count.saved(1) != 2 * call.vocabulary  # P has more columns than c, so that XLA would copy P
     by_xla = count.direct and not longer and not _xla_copies(x, saved, call.vocabulary)
     all_by_xla = by_xla and saved == x.rows and call.memory_budget >= count.everything()
     together = saved > 0 and count.together and not all_by_xla
@@ -184,7 +185,7 @@ def _xla_copies(x: _Setting, tokens: int, columns: int) -> bool:
 
 
 def _whole(x: _Setting, saved: int, by_xla: bool, together: bool) -> Part:
-    """Saved exponentials that are multiplied as they are."""
+    """The part of the saved tokens, if their exponentials are multiplied as they are."""
     everything = Groups(x.call.vocabulary, x.call.vocabulary, beyond=together)
     if together:
         return Part(saved, everything, None, _multiplying(x, x.engine, saved, everything))
@@ -201,9 +202,10 @@ def _multiplying(x: _Setting, engine: Engine, tokens: int, groups: Groups, split
 def _groups(
     x: _Setting, tokens: int, room: int, products: Engine, *, of_saved: Engine | None = None, of_dc: int = 0
 ) -> tuple[Groups, int]:  # fmt: skip
-    """The groups that dz of so many tokens is formed in, in so much room, and the bytes of one.
+    """The groups in which dz of so many tokens is formed, and the bytes of one group, at most `room` if it is enough.
 
-    of_saved: who forms it from exponentials; of_dc: the tokens that dc sums over, where not these.
+    of_saved: the engine that forms dz from saved exponentials; None: dz is formed from logits. of_dc: the number of
+    tokens that dc sums over; 0: these tokens.
     """
     column = x.bytes.column(tokens, copies=not products.in_place, of_saved=of_saved is not None)
     groups = (of_saved or x.engine).groups(x.call, tokens, of_dc or tokens, room, column, x.gpu)

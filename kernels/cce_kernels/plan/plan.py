@@ -1,8 +1,8 @@
-"""A plan: everything that is decided of a call before it runs, as data. choose.py makes it, budget.py counts its bytes.
+"""A plan: everything that is decided about a call before it runs, as data. choose.py makes it, budget.py counts bytes.
 
-A plan is for the kept tokens, in `rows` rows of which the last few may be empty. The first `saved` of them have their
-exponentials saved by the forward pass (cce_kernels/exponentials.py); the others' logits the backward pass computes
-again.
+A plan is for the kept tokens, gathered into `rows` rows, of which the last may be empty. The forward pass saves the
+exponentials of the first `saved` kept tokens (cce_kernels/exponentials.py). The backward pass computes the logits of
+the other tokens again.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from cce_kernels.call import Call
 from cce_kernels.engines.engine import Engine, Multiplying, Tile
 from cce_kernels.windows import Groups
 
-FEW = 0.8  # of the tokens: with fewer kept, products that stop there are faster than XLA's of all
+FEW = 0.8  # of the tokens: with fewer kept, matmuls that stop at the last kept token beat XLA's matmuls of all tokens
 
 
 @dataclass(frozen=True)
 class Step:
-    """Who runs a kernel, in which tiles."""
+    """The engine that runs a kernel, and its tiles."""
 
     engine: Engine
     tiles: Tile
@@ -25,14 +25,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Forward:
-    """Target → sums → rescue. None where the engine of `sums` needs no such step."""
+    """Target → sums → rescue. A step is None where the engine of `sums` does not need it."""
 
     sums: Step
-    splits: int  # runs of the vocabulary, each summed by itself
-    gathered: bool  # whether e is copied with the kept tokens first; else kernels look up where each row lies
+    splits: int  # runs of the vocabulary, each with sums of its own
+    gathered: bool  # whether e is copied with the kept tokens first; else kernels look up the row of each token
     target: Step | None = None
-    scattered: Step | None = None  # where e is not gathered: blocks whose tokens do not lie side by side
-    rescue: Step | None = None  # rows that overflowed, and of what is saved those that go by another reference
+    scattered: Step | None = None  # where e is not gathered: the blocks whose tokens are not consecutive rows of e
+    rescue: Step | None = None  # sums that overflowed, and saved exponentials whose reference is lse
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,18 @@ class Part:
     """The gradients that some of the tokens give."""
 
     tokens: int
-    groups: Groups  # of the vocabulary, in which dz is formed; one where exponentials are multiplied as they are
+    groups: Groups  # the groups in which dz is formed; one group if exponentials are multiplied as they are
     dz: Step | None  # None: the exponentials are multiplied as they are
     products: Multiplying
-    few: Multiplying | None = None  # who multiplies instead where fewer than FEW of the tokens are kept
+    few: Multiplying | None = None  # replaces `products` where fewer than FEW of the tokens are kept
 
 
 @dataclass(frozen=True)
 class Backward:
-    """Saved part, then the others, whose dc is added to that of the saved part.
+    """The saved tokens' part, then the other tokens' part, whose dc is added to the first dc.
 
-    together: dc of both is one sum, rounded once, by the products of the others; and e, scaled for it, lies where de
-    will. Then de_of_saved is the step that gives the saved part's de.
+    together: the matmul for dc of the others' part also sums over the saved tokens, so that dc is rounded once. The
+    scaled e for this matmul is in the memory that de takes later. The step de_of_saved gives de of the saved tokens.
     """
 
     saved: Part | None
@@ -69,10 +69,10 @@ class Plan:
 
     call: Call
     gpu: Any  # device.Gpu; None: no CUDA device
-    rows: int  # in which the kept tokens are gathered
+    rows: int  # into which the kept tokens are gathered
     looks: bool  # whether ignored tokens are looked for; else they are computed and masked
-    saved: int  # tokens
+    saved: int  # tokens whose exponentials are saved
     forward: Forward
     backward: Backward | None  # None: no gradient is wanted
-    held: int  # bytes that the gradients' plan holds at most beside inputs and results
-    least: int  # bytes that the least plan holds, whatever the budget
+    held: int  # the most bytes that this plan holds besides inputs and results; 0 for evaluation
+    least: int  # the bytes that the least plan holds, whatever the budget; 0 for evaluation

@@ -1,6 +1,6 @@
-"""Pallas kernels lowered through Mosaic GPU, for Hopper GPUs (compute capability 9.0), with JAX 0.11.
+"""The hopper engine: Pallas kernels lowered through Mosaic GPU, for Hopper GPUs (compute capability 9.0) and JAX 0.11.
 
-The modules that name Mosaic GPU are imported at the first launch: they take a quarter of a second.
+The modules that import Mosaic GPU take a quarter of a second, so they are imported at the first launch.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ from cce_kernels.tokens import MANY
 from cce_kernels.windows import Groups, vocabulary_groups
 
 BLOCK = tiles.PAIR_ROWS // 2  # tokens of a program
-MOSAIC = jax.__version_info__ >= (0, 11)  # in JAX 0.10 the kernels lower, but never ran on a GPU
+MOSAIC = jax.__version_info__ >= (0, 11)  # in JAX 0.10 the kernels lower, but were never run on a GPU
 
 
 def _interpret(gpu: Gpu):
@@ -27,7 +27,7 @@ def _interpret(gpu: Gpu):
 
 
 def units_of(gpu: Gpu) -> int:
-    """Pairs of multiprocessors, each of which runs a pair of programs."""
+    """The number of units of the GPU. A unit is a pair of multiprocessors, which runs a pair of programs."""
     return gpu.multiprocessors // 2
 
 
@@ -36,9 +36,10 @@ class Hopper(Engine):
     finds_target, stops, in_place, multiplies_fastest = False, True, True, True
 
     def serves(self, call: Call, gpu: Gpu | None) -> bool:
-        """Many tokens of 16 bits, no bias, no weighted sum, and a D and V that TMA copies: wider than one of its tiles.
+        """Calls with 16-bit types, MANY tokens or more, no bias, no weighted sum, and a D and V that TMA can copy.
 
-        Beyond an array as wide as one tile TMA writes over the array: seen on an H200.
+        D and V must be wider than one of TMA's tiles: if an array is exactly as wide, a write beyond its edge lands in
+        the array (seen on an H200).
         """
         sizes = call.width, call.vocabulary
         tiled = all(size % tiles.TMA_COLUMNS == 0 and size > tiles.TMA_COLUMNS for size in sizes)
@@ -68,7 +69,7 @@ class Hopper(Engine):
         return replace(groups, columns=min(groups.columns, 2 * tiles.PAIR_ROWS)) if gpu.interpreted else groups
 
     def multiplying(self, call: Call, tokens: int, groups: Groups, split: bool, gpu: Gpu) -> Multiplying:
-        """In the cheapest tiles, for dc of those that write no column of another group."""
+        """The cheapest tiles; for dc the cheapest of the tiles that write no column of another group."""
         axis, units = call.head.vocab_axis, units_of(gpu)
         splits = tiles.splits_of(tokens, call.width, units) if split else 1
         de = tiles.cheapest(tiles.DE, cdiv(tokens, tiles.PAIR_ROWS) * splits, call.width, units)

@@ -1,8 +1,9 @@
-"""The dz kernel for Hopper GPUs: the cotangents of one group of logits, from logits that it computes again.
+"""The dz kernel for Hopper GPUs: dz (N, V_g) of one group of columns, from logits that the kernel computes again.
 
-As cce_kernels/engines/triton/dz.py says. Read: e once per 256 columns, c where it lies once per 256 rows, from L2
-wherever programs that run together share them. Written: dz once, 2 bytes an element. Of a group the kernel takes the
-number alone, the counter of XLA's loop, so that nothing else is launched to say where the group starts.
+The maths is that of cce_kernels/engines/triton/dz.py. Read: e once per 256 columns and c_g once per 256 rows, from L2
+where programs that run at the same time share them. Written: dz once, 2 bytes an element. Never written: a logit.
+The kernel computes a group's first column from the group's number, which is the counter of XLA's loop: no other kernel
+has to be launched to compute it.
 """
 
 import jax
@@ -26,7 +27,7 @@ def former(
     """engine.Engine.form_dz. groups.columns: a multiple of DEPTH."""
     e, c = inputs.e, inputs.c
     cotangents = jax.tree.map(padded, cotangents)
-    of_tokens = padded(lse * LOG2_E), padded(inputs.targets), cotangents, count, inputs.scale  # once for all groups
+    of_tokens = padded(lse * LOG2_E), padded(inputs.targets), cotangents, count, inputs.scale  # the same for all groups
 
     def extent(others) -> Extent:
         (*_, count_ref, _scale_ref), number_ref = others

@@ -1,4 +1,8 @@
-"""Kernels that write each tile of a product once: what dz and both products of the gradient have in common."""
+"""What the kernels of dz, de and dc have in common: each writes every tile of a product once.
+
+A pair is 256 rows (PAIR_ROWS), which a pair of programs computes: two row blocks, one a program. A unit is a pair of
+multiprocessors.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,30 +16,30 @@ from cce_kernels.engines.hopper.matmul import BLOCK, Multiply, Sum, Work, launch
 from cce_kernels.engines.hopper.tiles import PAIR_ROWS
 from cce_kernels.engines.order import grouped_order
 
-PAIR_GROUP = 8  # pairs of row blocks that go through all columns before the next ones, at most
+PAIR_GROUP = 8  # the most pairs of row blocks that are computed for all columns before the next pairs
 
 
 def padded(x: jax.Array) -> jax.Array:
-    """Numbers of tokens up to a multiple of PAIR_ROWS of them: kernels load them without TMA, which would fill in 0."""
+    """x, one number a token, with zeros up to a multiple of PAIR_ROWS: kernels load it without TMA and its zeros."""
     return jnp.pad(x, (0, -x.size % PAIR_ROWS))
 
 
 def live_pairs(count: jax.Array) -> jax.Array:
-    """How many pairs of row blocks have some of the first `count` tokens; at least one."""
+    """How many pairs of row blocks hold the first `count` tokens; at least one."""
     return jnp.maximum(quotient(count + (PAIR_ROWS - 1), PAIR_ROWS), 1)
 
 
 def spread(unit, units: int, pairs, column_tiles: int | jax.Array, group: int):
-    """How many of pairs · column_tiles tiles the unit-th of the units computes; and a function: where its n-th lies.
+    """How many of the pairs · column_tiles tiles a unit computes, and a function: n -> (pair, column) of its n-th tile.
 
-    Tiles that run together lie side by side, however many pairs of row blocks the device finds.
+    Tiles that are computed at the same time are neighbours, whatever the number of pairs, which only the device knows.
     """
     tiles = quotient(pairs * column_tiles - unit + (units - 1), units)
     return tiles, lambda n: grouped_order(unit + n * units, pairs, column_tiles, group)
 
 
 class Extent(NamedTuple):
-    """Of a product: pairs of row blocks; columns; and its sums, one for each pair of operands."""
+    """The size of a product: pairs of row blocks, columns, and its sums, one for each (left, right) in operands."""
 
     pairs: Any
     columns: Any
@@ -47,10 +51,11 @@ def every_tile(
     multiply: Multiply, extent: Callable[[Any], Extent], write: Callable[..., None],
     *, units: int, group: int, name: str, interpret,
 ) -> jax.Array:  # fmt: skip
-    """Runs a kernel that writes each tile of the sum of products of pairs of operands once.
+    """Runs a kernel that writes each tile of Σ left·right, over the (left, right) in operands, once.
 
-    others: a tree of arrays, which extent and write get as refs. write(warpgroup, product, row, column, out, others):
-    product() gives the tile of a warpgroup whose first row and column these are.
+    others: a tree of arrays, which extent(others) and write(...) get as refs.
+    write(warpgroup, product, row, column, out, others): writes a warpgroup's tile, which begins at this row and column.
+    product() computes the tile.
     """
 
     def kernel(others, out_ref):

@@ -2,15 +2,16 @@
 
     out_tile = epilogue(Σ left[rows] · right[columns]ᵀ)        over one or two pairs of operands
 
-What Triton's lowering leaves idle here works. Of three warpgroups one copies tiles into shared memory (TMA), `stages`
-steps ahead, and goes on while the others are in an epilogue. The others each multiply 64 rows, the second one a few
-steps behind the first, so that one's epilogue runs while the tensor cores work for the other. Programs come in pairs on
-neighbouring multiprocessors, with 128 rows each and the same columns, of which each fetches one half for both.
-Edges need no masks: the copies read zeros beyond an array and write nothing there, provided that it is wider than one
-of their tiles (64 columns): seen on an H200, beyond an array as wide as that they write over it.
+A program has three warpgroups, which work at the same time. One copies tiles into shared memory (by TMA), `stages`
+steps ahead, also while another is in its epilogue. The other two multiply, 64 rows each. The second begins a few steps
+after the first, so that the tensor cores work for one while the other is in its epilogue.
+Programs come in pairs on neighbouring multiprocessors. The two programs of a pair have 128 rows each and the same
+columns of right, of which each copies one half into the shared memory of both.
+Edges need no masks: TMA reads zeros beyond an array and writes nothing there. This holds only for arrays wider than
+one of its tiles (64 columns): on an H200, writes beyond an array of exactly that width landed in the array.
 
-statistics.py, dz.py and products.py beside this file say what is multiplied. In JAX 0.11 the kernels run in its GPU
-interpreter too (tests/test_hopper.py); in 0.10 they only lower.
+statistics.py, dz.py and products.py say what is multiplied. In JAX 0.11 the kernels also run in Pallas' GPU interpreter
+(tests/test_hopper.py); in JAX 0.10 they only lower.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,10 +27,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS, TMA_ROWS, PairTiles
 
 BLOCK = PAIR_ROWS // 2  # rows of a program
-ROWS = BLOCK // 2  # of a warpgroup, the height of the tensor cores' tiles
+ROWS = BLOCK // 2  # rows of a warpgroup: the height of the tensor cores' tiles
 OUTSIDE = 2**30  # an index beyond every array
-COPYING = 2  # the number of the warpgroup that copies
-REGISTERS = {"computing": 232, "copying": 40}  # a thread; 2 · 232 + 40 fill the multiprocessor's
+COPYING = 2  # the index of the warpgroup that copies
+REGISTERS = {"computing": 232, "copying": 40}  # per thread; 2 · 232 + 40 are all that a multiprocessor has
 
 
 PARAMETERS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
@@ -37,7 +38,7 @@ PARAMETERS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.Low
 
 @dataclass(frozen=True)
 class Multiply:
-    """What is multiplied: left (rows, inner) and right (columns, inner), or with inner first where its axis is 0."""
+    """The layout of the operands: left (rows, inner), right (columns, inner). With axis 0 inner comes first instead."""
 
     tiles: PairTiles
     left_axis: int = 1
@@ -45,59 +46,59 @@ class Multiply:
 
 
 class Work(NamedTuple):
-    """What a program computes, by numbers known to the device alone."""
+    """What a program computes. The numbers may be known to the device alone."""
 
-    tiles: Any  # how many
-    at: Callable[[Any], tuple[Any, Any]]  # the first row and column of the n-th, of the program's
-    sums: "Sequence[Sum]"  # of each tile, one for each pair of operands
+    tiles: Any  # how many tiles
+    at: Callable[[Any], tuple[Any, Any]]  # n -> the first row and column of the program's n-th tile
+    sums: "Sequence[Sum]"  # the sums that make up a tile, one for each (left, right) in operands
 
     @property
     def steps(self):
-        """Of all sums of a tile."""
+        """The steps of a tile, over all its sums."""
         return sum((x.steps for x in self.sums[1:]), self.sums[0].steps)
 
 
 class Sum(NamedTuple):
-    """What a pair of operands adds to a tile."""
+    """The sum over left·right that one (left, right) in operands adds to a tile."""
 
-    steps: Any  # of DEPTH
-    place: Callable[[Any, Any], "Place"]  # where the operands begin, of the tile at this row and column
-    limit: Any = None  # of left's inner axis, from where on it is taken for 0
+    steps: Any  # steps of DEPTH along the inner axis
+    place: Callable[[Any, Any], "Place"]  # (row, column) of a tile -> where its operands begin
+    limit: Any = None  # left counts as 0 from this index of its inner axis on; None: no limit
 
 
 class Place(NamedTuple):
-    """Where a tile's operands begin."""
+    """The indices in left and right where a tile's operands begin."""
 
-    row: Any  # in left
-    column: Any  # in right
+    row: Any  # of left
+    column: Any  # of right
     left_inner: Any = 0
     right_inner: Any = 0
 
 
 class _Shared(NamedTuple):
-    """A program's shared memory and barriers, one of each stage."""
+    """A program's shared memory and barriers. left, right, full and free have one element for each stage."""
 
     left: Any
     right: Any
-    slots: Any
-    full: Any  # arrives when a stage has been copied
-    free: Any  # when both programs have multiplied it
-    begun: Any  # when the first warpgroup is as many steps ahead as it is to be
+    slots: Any  # buffers of tiles that are being written
+    full: Any  # completes when the stage has been copied
+    free: Any  # completes when both programs of the pair have multiplied the stage
+    begun: Any  # completes when the first warpgroup is PairTiles.lead steps ahead
 
 
 class Warpgroup(NamedTuple):
-    """What an epilogue runs in."""
+    """The warpgroup that an epilogue runs in."""
 
     number: Any
     multiply: Multiply
     shared: _Shared
 
     def first_row(self, of_program):
-        """This warpgroup's, of the program's."""
+        """This warpgroup's first row, from its program's first row."""
         return of_program + self.number * ROWS
 
     def write(self, parts: Iterable[jax.Array], out, row, column, add: bool = False) -> None:
-        """Parts of a tile side by side, in their type, to out[row:, column:]; or adds them, each once."""
+        """Writes, or with add adds, the parts of a tile to out[row:, column:], side by side, in the parts' type."""
         slots, row, column = self.shared.slots, multiple(row, TMA_ROWS), multiple(column, DEPTH)
         first = 0
         for k, part in enumerate(parts):
@@ -111,31 +112,31 @@ class Warpgroup(NamedTuple):
 
 
 def quotient(a, b) -> jax.Array:
-    """a // b of numbers that are not negative, in 32 bits also where JAX's default integers have 64."""
+    """a // b for numbers that are not negative, in int32 even where JAX's default integers have 64 bits."""
     return lax.div(jnp.asarray(a, jnp.int32), jnp.asarray(b, jnp.int32))
 
 
 def remainder(a, b) -> jax.Array:
-    """a % b, as `quotient`."""
+    """a % b, in int32 as `quotient`."""
     return lax.rem(jnp.asarray(a, jnp.int32), jnp.asarray(b, jnp.int32))
 
 
 def multiple(x, of: int):
-    """x, which the compiler may take to be a multiple."""
+    """x. Tells the compiler that x is a multiple of `of`."""
     return x if isinstance(x, int) else pl.multiple_of(x, of)
 
 
 def parts_of(tile: jax.Array, dtype) -> Iterator[tuple[int, jax.Array]]:
-    """A tile in parts, and where each begins, as wide as `Warpgroup.write` takes them of this type.
+    """The parts of a tile and the first column of each. They are as wide as `Warpgroup.write` takes them in this type.
 
-    Whatever an epilogue computes it had better compute of one part after the other, or registers will not do.
+    An epilogue should compute one part after another: for a whole tile there are not enough registers.
     """
     width = 128 // jnp.dtype(dtype).itemsize
     return ((first, tile[:, first : first + width]) for first in range(0, tile.shape[1], width))
 
 
 def vector_of(ref, row) -> jax.Array:
-    """A number for each row of a warpgroup's tile, from this one on."""
+    """ref[row : row + ROWS]: a number for each row of a warpgroup's tile."""
     at = ref.at[pl.ds(row, ROWS)]
     index = ((),) if jax.__version_info__ < (0, 11) else ()
     loaded = plgpu.load(at, *index, optimized=False)  # type: ignore[reportCallIssue]
@@ -155,11 +156,11 @@ def zero_vector() -> jax.Array:
 
 
 def _copies(shared: _Shared, multiply: Multiply, operands, work: Work) -> None:
-    """The copying warpgroup: every step of every tile, as soon as its stage is free."""
+    """What the copying warpgroup does: it copies every step of every tile as soon as the step's stage is free."""
     stages = multiply.tiles.stages
 
     def add(n, first, left, right, of: Sum):
-        """The steps of a pair of operands in the n-th tile, of which the first is the first-th of all."""
+        """Copies the steps of one (left, right) for the n-th tile. first: the program's steps before these."""
         place = of.place(*work.at(n))
         row = multiple(place.row, TMA_ROWS if multiply.left_axis else DEPTH)
         left_inner, right_inner = multiple(place.left_inner, DEPTH), multiple(place.right_inner, DEPTH)
@@ -191,7 +192,7 @@ def _copies(shared: _Shared, multiply: Multiply, operands, work: Work) -> None:
             first = add(n, first, left, right, of)
         return carry
 
-    def drain(i, carry):  # the other program of the pair writes into this one's shared memory until then
+    def drain(i, carry):  # a program must not end while the other of its pair still copies into its shared memory
         plgpu.barrier_wait(shared.free.at[remainder(i, stages)])
         return carry
 
@@ -201,7 +202,7 @@ def _copies(shared: _Shared, multiply: Multiply, operands, work: Work) -> None:
 
 
 def _product(warpgroup: Warpgroup, work: Work, tile) -> jax.Array:
-    """The product of the n-th tile's rows of this warpgroup with its columns, float32."""
+    """This warpgroup's rows of the program's tile number `tile`, (ROWS, columns), float32."""
     multiply, shared, number = warpgroup.multiply, warpgroup.shared, warpgroup.number
     steps, stages = work.steps, multiply.tiles.stages
     first = tile * steps
@@ -262,12 +263,12 @@ def launch(
     written: Any = None,
     interpret: Any = None,
 ) -> list[jax.Array | None]:
-    """Runs a kernel in so many pairs of programs. operands: pairs of left and right, as many as a Work has sums.
+    """Runs a kernel in `pairs` pairs of programs, and returns its outputs.
 
-    others: a tree of arrays. outputs: arrays are written in place. written: the type of what `Warpgroup.write` gets,
-    None if it is not called.
-    kernel(others, *outputs), of refs, None where an array is None, gives work_of(pair, program of the pair) and
-    compute(warpgroup, work, product), which is to call product(n) once for each of its tiles, in order.
+    operands: (left, right), as many as a Work has sums. others: a tree of arrays. outputs: an array is written in
+    place. written: the type of the parts that `Warpgroup.write` gets; None if it is not called.
+    kernel(others, *outputs) gets refs, or None for None. It returns work_of(pair, program) -> Work, where program is 0
+    or 1, and compute(warpgroup, work, product), which must call product(n) once for each tile, in order.
     """
     multiplied = [x for pair in operands for x in pair]
     given = multiplied, others, tuple(outputs)
@@ -307,7 +308,7 @@ def launch(
                 )  # fmt: skip
 
             options = {"name": name, "interpret": interpret, "compiler_params": PARAMETERS}
-            if jax.__version_info__ < (0, 11):  # where a kernel would alias, and so have copied, what it only reads
+            if jax.__version_info__ < (0, 11):  # pl.kernel there aliases arrays that are only read, and so copies them
                 pl.core_map(mesh, **options)(body)
             else:
                 pl.kernel(body, mesh=mesh, **options)()  # type: ignore[reportCallIssue]

@@ -1,12 +1,14 @@
 """The matmuls of the gradient on Hopper GPUs.
 
-    de           dz·c_g     added to de, float32, by the memory system
-    saved_de     r·(P·c)    written once, of the tokens that are saved (cce_kernels/exponentials.py)
-    dc           dzᵀ·e      written once; or Pᵀ·(r·e) of all columns; or, a group of columns, both in one sum
+    de           dz·c_g                  added to de, float32
+    saved_de     r·(P·c)                 written once, for the saved tokens (cce_kernels/exponentials.py)
+    dc           dzᵀ·e                   written once, for a group of columns
+                 Pᵀ·(r·e)                or this, for all columns
+                 dzᵀ·e + Pᵀ·(r·e)        or both as one sum, for a group of columns
 
-Read: left once per 256 columns, right once per 256 rows, from L2 wherever programs that run together share them. Never
-made: a copy of c_g, dc_g or any part of an array. de is added to where it lies by the memory system, each element once
-a launch, so that the sum has one order. Each stops at the last kept token.
+Read: left once per 256 columns and right once per 256 rows, from L2 where programs that run at the same time share
+them. Never made: a copy of c_g, dc_g or any other part of an array. The memory system adds to de, each element once a
+launch, so that the order of the sum is fixed. Each matmul stops at the last kept token.
 """
 
 from functools import partial
@@ -35,7 +37,7 @@ def de_of_saved(
     p: jax.Array, r: jax.Array, c: jax.Array, count: jax.Array, place: jax.Array,
     *, head: Head, tiles: PairTiles, units: int, interpret,
 ) -> jax.Array:  # fmt: skip
-    """engine.Engine.de_of_saved. P: (N_s, V), r: (N_s,); N_s ≤ N. It may write to the rows of place after N_s too."""
+    """engine.Engine.de_of_saved. p: (N_s, V); r: (N_s,); N_s ≤ N. May also write to rows of place after the N_s-th."""
     vocabulary, width = head.vocabulary(c), place.shape[1]
 
     def extent(others) -> Extent:
@@ -55,7 +57,7 @@ def products(
     e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None, count: jax.Array, de_tiles: PairTiles,
     dc_tiles: PairTiles, splits: int, groups: Groups, adding: bool, beside: Beside | None, units: int, interpret,
 ) -> Products:  # fmt: skip
-    """engine.Engine.products; de is never None."""
+    """engine.Engine.products. The de that add_de gets is never None."""
     (tokens, width), vocabulary, axis = e.shape, head.vocabulary(c), head.vocab_axis
     run = partial(every_tile, units=units, group=PAIR_GROUP, interpret=interpret)
 
@@ -66,7 +68,7 @@ def products(
         def extent(others) -> Extent:
             count_ref, number_ref = others
             start = start_of(number_ref)
-            left = jnp.minimum(dz.shape[1], vocabulary - start)  # of the group's columns the vocabulary's
+            left = jnp.minimum(dz.shape[1], vocabulary - start)  # the group's columns that are in the vocabulary
             steps, live = quotient(left + (DEPTH * splits - 1), DEPTH * splits), live_pairs(count_ref[0])
 
             def place(row, column) -> Place:
@@ -86,7 +88,7 @@ def products(
 
     def put_dc(dc, dz, window):
         def in_layout(of_vocabulary, of_width):
-            """(for rows and left, for columns and right) of dc, which lies as c does."""
+            """The two in the order of dc's axes: first what belongs to dc's rows, then what belongs to its columns."""
             return (of_vocabulary, of_width) if axis == 0 else (of_width, of_vocabulary)
 
         def extent(others) -> Extent:

@@ -1,8 +1,9 @@
-"""The statistics kernel for Hopper GPUs: e·cᵀ, of which only sums leave, and exponentials that are to be saved.
+"""The statistics kernel for Hopper GPUs: the log-sum-exp of each token's logits, and exponentials to be saved.
 
-As cce_kernels/engines/triton/statistics.py says. A pair of programs owns 256 tokens and a run of the vocabulary.
-Read: e once per 256 columns, c once per 256 rows, from L2 wherever programs that run together share them.
-Written: 4 bytes a token and split; 2 bytes an element of what is saved. Never written: a logit.
+The maths is that of cce_kernels/engines/triton/statistics.py. A pair of programs owns 256 tokens and a run of the
+vocabulary.
+Read: e once per 256 columns and c once per 256 rows, from L2 where programs that run at the same time share them.
+Written: 4 bytes a token and split; 2 bytes for each saved exponential. Never written: a logit.
 """
 
 import jax
@@ -34,7 +35,7 @@ from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs
 from cce_kernels.tokens import Rows
 
-FLOAT32_MAX = 3e38  # stands for an infinite reference, from which differences are not NaN
+FLOAT32_MAX = 3e38  # replaces an infinite reference: inf − inf would be NaN
 
 
 def sums(
@@ -43,7 +44,7 @@ def sums(
 ) -> Sums:  # fmt: skip
     """engine.Engine.sums.
 
-    With at.starts, of blocks of BLOCK tokens: blocks whose tokens do not lie side by side in e are not written.
+    at.starts: of blocks of BLOCK tokens. Blocks whose tokens are not consecutive rows of e are not written.
     """
     e, c, columns = inputs.e, inputs.c, tiles.columns
     tokens, width, vocabulary = reference.size, e.shape[1], head.vocabulary(c)
@@ -93,7 +94,7 @@ def sums(
                 if saved_ref is None:
                     for _ in exponentials():
                         pass
-                else:  # beyond its rows nothing is written
+                else:  # TMA writes nothing beyond the rows of saved_ref
                     warpgroup.write(exponentials(), saved_ref, row, column)
                 return sum(sums[1:], sums[0])
 

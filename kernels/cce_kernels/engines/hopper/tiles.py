@@ -1,4 +1,4 @@
-"""Tiles of the kernels for Hopper GPUs, measured on an H200: `python -m bench.tune` measures them again."""
+"""Tiles of the kernels for Hopper GPUs. They were measured on an H200; `python -m bench.tune` measures them again."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,35 +6,35 @@ from typing import NamedTuple
 
 from cce_kernels.windows import Groups
 
-PAIR_ROWS = 256  # rows of a pair of programs' tile
-DEPTH = 64  # a step of its sum
-TMA_ROWS, TMA_COLUMNS = 8, 64  # the tiles of 16-bit elements that arrays must consist of to be copied by TMA
+PAIR_ROWS = 256  # rows of the tile of a pair of programs
+DEPTH = 64  # elements of the inner axis in one step of a tile's sum
+TMA_ROWS, TMA_COLUMNS = 8, 64  # TMA copies arrays of 16-bit elements that are multiples of this tile
 
 
 @dataclass(frozen=True)
 class PairTiles:
-    """PAIR_ROWS × columns for a pair of programs."""
+    """The tile of a pair of programs: PAIR_ROWS × columns."""
 
     columns: int
     stages: int  # steps that are copied ahead
-    slots: int  # a warpgroup's buffers for what it writes, 64 rows of 128 bytes each
+    slots: int  # buffers through which a warpgroup writes its tile, 64 rows of 128 bytes each
     lead: int = 0  # steps that the first warpgroup computes before the second begins
 
     def waves(self, pairs: int, width: int, units: int) -> int:
-        """How many tiles one of so many pairs of multiprocessors computes at most, of pairs of row blocks × width."""
+        """The most tiles of an array (pairs · PAIR_ROWS, width) that one unit, a pair of multiprocessors, computes."""
         return -(-pairs * -(-width // self.columns) // units)
 
     def cost(self, pairs: int, width: int, units: int) -> float:
-        """What one step of all tiles takes, relative to that of one wave of tiles of 256 columns."""
+        """The time of one step of all tiles, relative to one step of one wave of tiles of 256 columns."""
         return self.waves(pairs, width, units) * (self.columns + 16) / 272
 
 
-LOGITS = PairTiles(256, stages=4, slots=2, lead=2)  # of statistics and dz
-# All of them fill shared memory, but for 10 KiB at least.
+LOGITS = PairTiles(256, stages=4, slots=2, lead=2)  # the tile of statistics and dz
+# With 256, 192 and 128 columns they take 224, 208 and 192 KiB of shared memory.
 DE = (PairTiles(256, stages=4, slots=2), PairTiles(192, stages=4, slots=3), PairTiles(128, stages=5, slots=2))
 SAVED_DE = (PairTiles(256, 4, 2, lead=2), PairTiles(192, 4, 3, lead=2), PairTiles(128, 5, 2, lead=2))
 DC = SAVED_DE
-LOGITS_EPILOGUE, GROUP = 3.0, 40.0  # what a tile of dz, and a group besides, cost, in steps of a matmul
+LOGITS_EPILOGUE, GROUP = 3.0, 40.0  # in steps of a matmul: the cost of dz's epilogue a tile, and of a group besides
 
 
 def cheapest(tiles: Sequence[PairTiles], pairs: int, width: int, units: int) -> PairTiles:
@@ -42,7 +42,7 @@ def cheapest(tiles: Sequence[PairTiles], pairs: int, width: int, units: int) -> 
 
 
 class Sizes(NamedTuple):
-    """Of dc of a group, in the layout of c: pairs of row blocks, and columns."""
+    """The size of a group's part of dc, in the layout of c: pairs of row blocks, and columns."""
 
     pairs: int
     columns: int
@@ -54,16 +54,17 @@ def dc_sizes(columns: int, width: int, vocab_axis: int) -> Sizes:
 
 
 def dc_tiles(columns: int, groups: int, vocab_axis: int) -> Sequence[PairTiles]:
-    """The tiles that may write dc of one of so many groups of columns.
+    """The tiles that may write a group's part of dc, where the vocabulary has `groups` groups of `columns` columns.
 
-    A tile is written whole. Where the group's columns are dc's, a tile that did not divide them would write zeros over
-    columns of the next group. Beyond the array nothing is written, so that one group may have any.
+    A kernel writes whole tiles. With vocab_axis 1 the group's columns are columns of dc: a tile whose width does not
+    divide them would write zeros into the next group's columns. A single group may have any tile, as TMA writes nothing
+    beyond dc.
     """
     return DC if vocab_axis == 0 or groups == 1 else [x for x in DC if columns % x.columns == 0]
 
 
 def group_cost(tokens: int, of_dc: int, width: int, vocab_axis: int, units: int, groups: Groups, columns: int) -> float:
-    """What a group of so many columns costs, in steps of a pair of multiprocessors; of_dc: the tokens dc sums over."""
+    """The time of a group of so many columns, in steps of a unit. of_dc: the number of tokens that dc sums over."""
     pairs = -(-tokens // PAIR_ROWS)
     dz = LOGITS.waves(pairs, columns, units) * (width / DEPTH + LOGITS_EPILOGUE)
     de = cheapest(DE, pairs, width, units).cost(pairs, width, units) * columns / DEPTH
@@ -73,5 +74,5 @@ def group_cost(tokens: int, of_dc: int, width: int, vocab_axis: int, units: int,
 
 
 def splits_of(tokens: int, width: int, units: int) -> int:
-    """As how many parts de of so few tokens is to be summed that they fill the GPU."""
+    """The number of partial sums of de with which the programs for so few tokens fill the GPU."""
     return max(1, units // (-(-tokens // PAIR_ROWS) * -(-width // PAIR_ROWS)))

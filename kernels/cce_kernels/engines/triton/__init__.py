@@ -1,4 +1,4 @@
-"""Pallas kernels lowered through Triton: NVIDIA GPUs of compute capability 8.0 and up, and Pallas' interpreter."""
+"""The triton engine: Pallas kernels for NVIDIA GPUs of compute capability 8.0 and up, and for Pallas' interpreter."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ class Triton(Engine):
     finds_target, stops, in_place, multiplies_fastest = False, True, True, False
 
     def serves(self, call: Call, gpu: Gpu | None) -> bool:
-        """float64 is not computed here."""
+        """All types except float64."""
         return gpu is not None and gpu.supported and call.itemsize <= 4
 
     def tile(self, role: str, call: Call, gpu: Gpu, tokens: int = 0) -> tiles.TileConfig:
@@ -41,7 +41,7 @@ class Triton(Engine):
         tile = self.tile("form_dz", call, gpu)
 
         def waves(_: Groups, columns: int) -> float:
-            """In tiles: the dz kernel's waves of programs, and what each group costs besides."""
+            """The cost of a group in tiles: one for each wave of the dz kernel's programs, and GROUP_COST."""
             return cdiv(cdiv(tokens, tile.rows) * cdiv(columns, tile.columns), gpu.multiprocessors) + tiles.GROUP_COST
 
         groups = vocabulary_groups(call.vocabulary, room, column, waves)

@@ -1,11 +1,11 @@
-"""The dz kernel: the cotangents of one group of logits, from logits that it computes again.
+"""The dz kernel: the cotangents dz (N, V_g) of one group of columns, from logits that the kernel computes again.
 
     dz_iv = (a_i·p_iv + t̂_i·[v = t_i] + s_i·w_v) · ∂z_iv/∂(e_i·c_v)        p_iv = exp(z_iv − lse_i)
 
-Fused: the matmul e·c_gᵀ, bias, scale, softcap, the softmax, all three cotangents, the chain rule, dz's column sums.
-Read: e once per 256 columns and c_g once per 128 rows, from L2 wherever programs that run together share them.
-Written: dz once, 2 bytes an element for 16-bit inputs, into the one buffer every group reuses. Never written: a logit,
-a probability, or dz of more of the vocabulary than fits in the scratch.
+Fused: the matmul e·c_gᵀ, bias, scale, softcap, softmax, all three cotangents, the chain rule, dz's column sums.
+Read: e once per 256 columns and c_g once per 128 rows, from L2 where programs that run at the same time share them.
+Written: dz once, 2 bytes an element for 16-bit inputs, into a buffer that every group reuses. Never written: a logit,
+a probability, dz of the whole vocabulary.
 """
 
 from functools import partial
@@ -35,12 +35,12 @@ from cce_kernels.windows import Groups, Window
 
 
 def window_numbers(window: Window) -> jax.Array:
-    """Where a window starts and the first column that it counts, (2,), as kernels take them."""
+    """The first column of a window and the first column that it owns, (2,), in the form that kernels take."""
     return jnp.stack([window.start, window.owned])
 
 
 def load_cotangents(cotangents: Cotangents, rows: jax.Array, rows_ok) -> Cotangents:
-    """Each as a column, (rows, 1); of refs."""
+    """The cotangents of these rows, each as a column (rows, 1). cotangents: refs."""
     return jax.tree.map(lambda ref: load_vector(ref, rows, rows_ok)[:, None], cotangents)
 
 
@@ -52,7 +52,7 @@ def _kernel(
     inputs: Inputs, lse_ref, cotangents: Cotangents, window_ref, count_ref, dz_ref, sums_ref,
     *, head: Head, tiles: TileConfig, groups: Groups, interpret: bool,
 ):  # fmt: skip
-    """One tile of dz. With count_ref, nothing is computed or written for blocks of tokens from there on."""
+    """One tile of dz. Blocks of tokens from count_ref[0] on are neither computed nor written."""
     tokens, group_columns = dz_ref.shape
     column_blocks = cdiv(group_columns, tiles.columns)
     height = row_group(inputs.e.shape[1], inputs.e.dtype.itemsize, tiles.rows)
@@ -64,7 +64,7 @@ def _kernel(
         local_ok = inside(local, group_columns, tiles.columns)
         columns = window_ref[0] + local
 
-        # What the epilogue needs is asked for before the K loop, which hides the wait.
+        # The epilogue's operands are loaded before the K loop, which hides the wait for them.
         lse = load_vector(lse_ref, rows, rows_ok)[:, None] * LOG2_E
         targets = load_vector(inputs.targets, rows, rows_ok, other=-1)[:, None]
         weights = load_weights(inputs.weights, columns, local_ok)
@@ -87,7 +87,7 @@ def former(
     inputs: Inputs, lse: jax.Array, cotangents: Cotangents, count: jax.Array | None,
     *, head: Head, groups: Groups, with_sums: bool, tiles: TileConfig, interpret: bool,
 ) -> FormDz:  # fmt: skip
-    """engine.Engine.form_dz. count: from which token on nothing need be written; None for all."""
+    """engine.Engine.form_dz. count: rows of dz from this one on need not be written; None: all rows are written."""
     tokens = inputs.e.shape[0]
     row_blocks, column_blocks = cdiv(tokens, tiles.rows), cdiv(groups.columns, tiles.columns)
 

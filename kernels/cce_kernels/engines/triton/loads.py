@@ -1,4 +1,4 @@
-"""Masked loads and stores of Triton's kernels, one tile of logits, and the launch.
+"""Masked loads and stores of Triton's kernels, a tile of logits, and the launch of a kernel.
 
 Every index is an array, never a slice: Pallas' interpreter then treats a masked element as a GPU does.
 """
@@ -18,17 +18,17 @@ from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs
 
 LOG2_E = 1.4426950408889634  # the hardware's exponential is base 2: exp(z) = exp2(z · log2 e)
-FLOAT32_MAX = 3e38  # stands for an infinite reference, from which differences are not NaN
+FLOAT32_MAX = 3e38  # replaces an infinite reference: inf − inf would be NaN
 
-# JAX 0.11 warns at every Triton lowering. A user cannot act on that; the upper bound on jax in pyproject.toml does.
+# JAX 0.11 warns at every Triton lowering. A user can do nothing about it: pyproject.toml bounds jax from above instead.
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
 
 
 def exp2_shifted(z: jax.Array, shift: jax.Array, *, interpret: bool) -> jax.Array:
-    """exp2(z · log2 e − shift), two instructions an element on a GPU; shift broadcasts against z.
+    """exp2(z · log2 e − shift), in two instructions an element on a GPU. shift broadcasts against z.
 
-    The compiler would spend seven: it neither fuses the multiply into the subtraction nor, keeping denormal results,
-    uses the hardware's exponential bare.
+    The compiler would take seven: it does not fuse the multiplication with the subtraction, and it adds instructions
+    to the hardware's exponential to keep denormal results.
     """
     if interpret:
         return jnp.exp2(z * LOG2_E - shift)
@@ -43,17 +43,17 @@ def exp2_shifted(z: jax.Array, shift: jax.Array, *, interpret: bool) -> jax.Arra
 
 
 def indices(block, size: int) -> jax.Array:
-    """The indices of the block-th block of so many."""
+    """The indices of the block-th block of `size` elements."""
     return block * size + jnp.arange(size, dtype=jnp.int32)
 
 
 def inside(index: jax.Array, size: int, block: int) -> jax.Array | None:
-    """Mask of the indices below size; None where blocks tile size exactly and no mask is needed."""
+    """Whether each index is below size. None, for no mask, where blocks divide size exactly."""
     return None if size % block == 0 else index < size
 
 
 def load_vector(ref, index: jax.Array, mask: jax.Array | None, other: float = 0) -> jax.Array:
-    """ref[index]; other where the mask is false."""
+    """ref[index], or `other` where the mask is false."""
     return plgpu.load(ref.at[index], mask=mask, other=None if mask is None else other)
 
 
@@ -63,12 +63,12 @@ def load_scalar(ref):
 
 
 def token_rows(rows: jax.Array, rows_ok: jax.Array | None, order_ref) -> tuple[jax.Array, jax.Array | None]:
-    """The rows of e that hold these tokens, and the mask of those to load; order_ref: tokens.Rows.order."""
+    """The rows of e that hold these tokens, and the mask to load them with. order_ref: tokens.Rows.order."""
     return (rows, rows_ok) if order_ref is None else (load_vector(order_ref, rows, rows_ok), None)
 
 
 def tile_mask(rows_ok: jax.Array | None, columns_ok: jax.Array | None, shape: tuple[int, int]) -> jax.Array | None:
-    """The mask of a tile from the masks of its rows and of its columns; None where neither needs one."""
+    """The mask of a tile from the masks of its rows and of its columns; None if both are None."""
     mask = None if rows_ok is None else jnp.broadcast_to(rows_ok[:, None], shape)
     if columns_ok is None:
         return mask
@@ -82,15 +82,15 @@ def tile_index(rows: jax.Array, columns: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def load_tile(ref, rows: jax.Array, columns: jax.Array, rows_ok, columns_ok) -> jax.Array:
-    """ref[rows, columns] as a tile, zero where a mask is false."""
+    """The tile ref[rows, columns], 0 where a mask is false."""
     mask = tile_mask(rows_ok, columns_ok, (rows.size, columns.size))
     return plgpu.load(ref.at[tile_index(rows, columns)], mask=mask, other=None if mask is None else 0.0)
 
 
 def product_tile(e_ref, c_ref, rows, columns, rows_ok, columns_ok, *, head: Head, depth: int) -> jax.Array:
-    """(e·cᵀ)[rows, columns], float32, in steps of `depth` along D; columns index c's vocabulary.
+    """(e·cᵀ)[rows, columns], float32, in steps of `depth` along D. columns: columns of the logits.
 
-    Reads each element of its block of e and of c once; accumulates in registers; writes nothing.
+    Reads each element of its block of e and of c once, accumulates in registers, and writes nothing.
     """
     width = e_ref.shape[1]
 
@@ -116,7 +116,7 @@ def logits_tile(inputs: Inputs, rows, columns, rows_ok, columns_ok, *, head: Hea
 
 
 def store_dz(dz_ref, sums_ref, dz: jax.Array, row_block, rows: jax.Array, local: jax.Array, rows_ok, local_ok) -> None:
-    """Writes a tile of dz, (rows, local), and the sums of its columns where they are wanted, (row block, local)."""
+    """Writes the tile dz[rows, local], and its column sums to sums[row_block, local] if sums_ref is not None."""
     mask = tile_mask(rows_ok, local_ok, (rows.size, local.size))
     plgpu.store(dz_ref.at[tile_index(rows, local)], dz.astype(dz_ref.dtype), mask=mask)
     if sums_ref is not None:
@@ -127,7 +127,7 @@ def store_dz(dz_ref, sums_ref, dz: jax.Array, row_block, rows: jax.Array, local:
 
 
 def dz_shapes(tokens: int, columns: int, dtype, rows: int, with_sums: bool) -> tuple:
-    """What store_dz writes of a group of columns, in tiles of so many rows."""
+    """The shapes of the two arrays that store_dz writes for a group of columns, in tiles of `rows` rows."""
     sums = jax.ShapeDtypeStruct((cdiv(tokens, rows), columns), jnp.float32) if with_sums else None
     return jax.ShapeDtypeStruct((tokens, columns), dtype), sums
 
@@ -135,9 +135,10 @@ def dz_shapes(tokens: int, columns: int, dtype, rows: int, with_sums: bool) -> t
 def launch(
     kernel, *operands: Any, out_shape, programs: int, tiles: TileConfig, interpret: bool, name: str, in_place=None
 ):
-    """One Pallas call over a one-dimensional grid; operands are arrays, tuples of arrays, or None.
+    """One Pallas call over a one-dimensional grid. operands: arrays, tuples of arrays, or None.
 
-    in_place: the operand whose buffer the first output takes over, and with it what the kernel does not write.
+    in_place: the operand whose buffer becomes the first output. Elements that the kernel does not write keep the
+    operand's values.
     """
     arrays = jax.tree.leaves(operands)
     call = pl.pallas_call(

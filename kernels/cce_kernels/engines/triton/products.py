@@ -1,11 +1,11 @@
-"""The two matmuls of the gradient for a number of tokens that only the device knows; they cost what those tokens cost.
+"""The two matmuls of the gradient, for the first n tokens. Only the device knows n; the time grows with n.
 
     de[:n] += dz[:n] · c_g            dc_g = dz[:n]ᵀ · e[:n]    or    dc_g += dz[:n]ᵀ · e[:n]
 
-Read: dz once per tile of columns, c_g or e once per tile of rows, from L2 where programs that run together share them;
-c where it lies. Written: de once a group, dc once. Never made: a copy of c_g or dc_g.
-Saved exponentials may stand in dz's place (cce_kernels/exponentials.py). XLA's matmuls take less time for the same
-tokens (docs/performance.md), but they always run for all tokens, and copy the group's part of c and of dc.
+Read: dz once per tile of columns, c_g or e once per tile of rows, from L2 where programs that run at the same time
+share them. Written: de once a group, dc once. Never made: a copy of c_g or dc_g.
+dz may also be saved exponentials (cce_kernels/exponentials.py). For the same number of tokens XLA's matmuls take less
+time (docs/performance.md), but they always run for all tokens, and copy the group's part of c and of dc.
 """
 
 from functools import partial
@@ -23,18 +23,18 @@ from cce_kernels.engines.triton.tiles import TileConfig
 from cce_kernels.gradients import Products
 from cce_kernels.head import Head
 
-ROW_GROUP = 8  # row blocks that go through all columns before the next ones
+ROW_GROUP = 8  # row blocks that are computed for all columns before the next row blocks
 
 
 def _kernel(
     left_ref, right_ref, start_ref, count_ref, unit_ref, _, out_ref,
     *, head: Head, tiles: TileConfig, shape: tuple[int, int, int], kind: Literal["de", "dc"], adding: bool, splits: int,
 ):  # fmt: skip
-    """A tile of out (rows, columns) of the product over `inner`; kind says which axis is the group of the vocabulary.
+    """One tile of out. shape: the sizes (rows, columns, inner) of the product, which sums over inner.
 
-    "de": dz (N, V_g) and c, for de (N, D). Each of `splits` parts of the group adds to an (N, D) sum of its own; the
-    sums lie one below the other in out.
-    "dc": dzᵀ and e, or eᵀ and dz, for dc (V, D) or (D, V).
+    kind "de": dz (N, V_g) times c_g. Each of `splits` parts of the group adds to its own (N, D) sum; out (splits·N, D)
+    holds the sums one below the other.
+    kind "dc": dzᵀ times e for dc (V, D), or eᵀ times dz for dc (D, V).
     """
     row_count, column_count, inner_count = shape
     row_blocks, column_blocks = cdiv(row_count, tiles.rows), cdiv(column_count, tiles.columns)
@@ -43,7 +43,7 @@ def _kernel(
     rows, columns = indices(row_block, tiles.rows), indices(column_block, tiles.columns)
     rows_ok, columns_ok = inside(rows, row_count, tiles.rows), inside(columns, column_count, tiles.columns)
     start, count = start_ref[0], count_ref[0]
-    if kind == "de":  # in rows from count on anything may be added: nothing reads them
+    if kind == "de":  # nothing reads rows of de from count on, so any number may be added there
         some = row_block * tiles.rows < count
         steps = cdiv(inner_count, tiles.depth)
         first, last = split * steps // splits, (split + 1) * steps // splits
@@ -52,7 +52,7 @@ def _kernel(
         some = count > 0
         first, last = jnp.int32(0), (count + tiles.depth - 1) // tiles.depth
 
-    def step(k, total):  # what is loaded ends where the arrays do: saved exponentials at a multiple of 8 columns
+    def step(k, total):  # masks compare with the arrays' own sizes: saved exponentials may have more than V columns
         inner = indices(k, tiles.depth)
         if kind == "dc":
             ok = inner < count
@@ -79,7 +79,7 @@ def _kernel(
     if adding:
         some = jnp.broadcast_to(some, (tiles.rows, tiles.columns))
         mask = some if mask is None else mask & some
-        # before the loop: after it, both would not fit the registers
+        # loaded before the loop: after the loop this tile and the loop's total would not both fit the registers
         total = plgpu.load(where, mask=mask, other=0.0).astype(jnp.float32)
     total = lax.fori_loop(first, last, step, total)
     if unit_ref is not None:
@@ -92,7 +92,7 @@ def _blocks(shape: tuple[int, ...], tiles: TileConfig) -> int:
 
 
 def splits_of(tokens: int, width: int, tiles: TileConfig, multiprocessors: int) -> int:
-    """As how many parts de of so few tokens is to be summed that they fill the GPU."""
+    """The number of partial sums of de with which the programs for so few tokens fill the GPU."""
     return max(1, multiprocessors // _blocks((tokens, width), tiles))
 
 
@@ -100,7 +100,7 @@ def products(
     e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None, count: jax.Array, de: TileConfig, dc: TileConfig,
     splits: int, adding: bool, interpret: bool,
 ) -> Products:  # fmt: skip
-    """engine.Engine.products. Both for the first `count` tokens alone."""
+    """engine.Engine.products, for the first `count` tokens alone."""
     width, vocabulary = e.shape[1], head.vocabulary(c)
 
     def run(kind, tiles: TileConfig, left, right, window, out, shape, unit, adding, splits):

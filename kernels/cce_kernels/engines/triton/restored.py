@@ -1,6 +1,8 @@
-"""The restored kernel: the rows of kept tokens back to where the tokens are, within the one array that holds them.
+"""The restored kernel: moves the rows of kept tokens from the front of x (N or more, D) to their tokens' own rows.
 
-x_i ← x_place(i), or 0 where token i is ignored
+    x_i ← x_place(i), or 0 where token i is ignored
+
+Read: the rows of kept tokens. Written: N rows, in place. Nothing is moved where all tokens are kept.
 """
 
 from functools import partial
@@ -18,7 +20,10 @@ from cce_kernels.tokens import Kept
 
 
 def _kernel(_, place_ref, count_ref, x_ref, *, tiles: TileConfig, interpret: bool):
-    """Some columns of all rows, from the last block of rows to the first: no token's row lies after its place."""
+    """Moves some columns of all rows, from the last block of rows to the first.
+
+    place(i) ≤ i, so that no row is overwritten before it is read.
+    """
     tokens, width = place_ref.shape[0], x_ref.shape[1]
     columns = indices(pl.program_id(0), tiles.columns)
     columns_ok = inside(columns, width, tiles.columns)
@@ -30,17 +35,17 @@ def _kernel(_, place_ref, count_ref, x_ref, *, tiles: TileConfig, interpret: boo
         place = load_vector(place_ref, rows, rows_ok, other=-1)
         x = load_tile(x_ref, place, columns, place >= 0, columns_ok)
         if not interpret:
-            plgpu.debug_barrier()  # before one warp writes what another is yet to read
+            plgpu.debug_barrier()  # every warp has read its rows before any warp writes
         mask = tile_mask(rows_ok, columns_ok, (tiles.rows, tiles.columns))
         plgpu.store(x_ref.at[tile_index(rows, columns)], x, mask=mask)
         return carry
 
-    first = jnp.where(count_ref[0] == tokens, jnp.int32(blocks), jnp.int32(0))  # with all kept each is in its place
+    first = jnp.where(count_ref[0] == tokens, jnp.int32(blocks), jnp.int32(0))  # all kept: no row moves
     lax.fori_loop(first, jnp.int32(blocks), block, 0)
 
 
 def restored(x: jax.Array, kept: Kept, *, interpret: bool) -> jax.Array:
-    """tokens.Kept.restored of x, (N or more, D), in place: its first N rows."""
+    """tokens.Kept.restored(x), computed in place. x: (N or more, D); the result: its first N rows."""
     tiles = other_tiles(RESTORED, interpret)
     return launch(
         partial(_kernel, tiles=tiles, interpret=interpret), x, jnp.where(kept.live, kept.place, -1), kept.count,

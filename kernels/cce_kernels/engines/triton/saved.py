@@ -1,10 +1,10 @@
-"""Kernels that work on saved exponentials P (cce_kernels/exponentials.py): dz from them, and P made ready in place.
+"""Kernels that work on saved exponentials P (cce_kernels/exponentials.py).
 
-    dz        as the dz kernel's, with p_iv = P_iv · exp(ρ_i − lse_i) and z_iv = ρ_i + log P_iv
-    targets   P_i,t_i ← a given number           clear   P_i ← 0 where token i is ignored
+    dz        dz.py's formula, with p_iv = P_iv · exp(ρ_i − lse_i) and z_iv = ρ_i + log P_iv
+    targets   P_i,t_i ← a given number, in place
+    clear     P_i ← 0 where token i is ignored, in place
 
-dz: read and written, 2 bytes an element each. targets: written, 2 bytes a token. clear: written, the rows of ignored
-tokens.
+dz reads and writes 2 bytes an element. targets writes 2 bytes a token. clear writes the rows of ignored tokens.
 """
 
 from functools import partial
@@ -53,7 +53,7 @@ def _dz_kernel(
     of = load_cotangents(cotangents, rows, rows_ok)
 
     saved = load_tile(saved_ref, rows, columns, rows_ok, local_ok).astype(jnp.float32)
-    saved = jnp.where(targets >= 0, saved, 0.0)  # the rows of ignored tokens hold anything
+    saved = jnp.where(targets >= 0, saved, 0.0)  # the rows of ignored tokens are arbitrary, and may hold NaN
     z = None if head.softcap is None else jnp.maximum(reference + jnp.log(saved), -head.softcap)
     p = saved * jnp.exp(reference - lse)
     dz = head.cotangent(z, p, columns[None, :] == targets, of, weights, load_scalar(inputs.scale))
@@ -88,12 +88,12 @@ def _targets_kernel(_, targets_ref, values_ref, saved_ref, *, tiles: TileConfig,
     rows_ok = rows < saved_ref.shape[0]
     targets = load_vector(targets_ref, rows, rows_ok, other=-1)
     value = load_vector(values_ref, rows, rows_ok)
-    named = (targets >= 0) & (targets < vocabulary)  # P's rows may be longer: a target of V names none of their columns
+    named = (targets >= 0) & (targets < vocabulary)  # not < P's columns: P may have more than V, and V names no column
     plgpu.store(saved_ref.at[rows, jnp.where(named, targets, 0)], value.astype(saved_ref.dtype), mask=named)
 
 
 def _clear_kernel(_, targets_ref, clear_ref, saved_ref, *, tiles: TileConfig):
-    """Zeros in the rows of ignored tokens among the first clear_ref[0] rows."""
+    """Writes 0 into those of the first clear_ref[0] rows that belong to ignored tokens."""
     tokens, columns_of_p = saved_ref.shape
     rows = indices(pl.program_id(0), tiles.rows)
     ignored = (load_vector(targets_ref, rows, rows < tokens) < 0) & (rows < clear_ref[0])
@@ -117,13 +117,13 @@ def _in_place(kernel, saved, *operands, name: str, tiles: TileConfig, interpret:
 
 
 def with_targets(saved: jax.Array, targets: jax.Array, values: jax.Array, *, vocabulary: int, interpret: bool):
-    """saved, in place, with each token's value at its target; targets, values: (N_s,)."""
+    """saved, in place, with each token's value in the column of its target. targets, values: (N_s,)."""
     kernel = partial(_targets_kernel, vocabulary=vocabulary)
     tiles = other_tiles(SAVED_TARGETS, interpret)
     return _in_place(kernel, saved, targets, values, name="cce_targets", tiles=tiles, interpret=interpret)
 
 
 def cleared(saved: jax.Array, targets: jax.Array, rows: jax.Array, *, interpret: bool) -> jax.Array:
-    """saved, in place, with zeros for ignored tokens among so many first rows; rows: (1,) int32."""
+    """saved, in place, with 0 in those of the first `rows` rows that belong to ignored tokens. rows: (1,) int32."""
     tiles = other_tiles(CLEARED, interpret)
     return _in_place(_clear_kernel, saved, targets, rows, name="cce_clear", tiles=tiles, interpret=interpret)

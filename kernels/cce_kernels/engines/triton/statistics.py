@@ -1,20 +1,20 @@
-"""The statistics kernel: log-sum-exp and weighted sum of the logits of every token; and its variants.
+"""The statistics kernel: the log-sum-exp and the weighted sum of each token's logits; and three variants of it.
 
     lse_i = log Σ_v exp z_iv        sum_i = Σ_v w_v z_iv
 
-It needs no maximum: it sums exp(z − target_i), which float32 holds unless some logit exceeds the target's by 88. A row
-where one does comes out as inf, and the rescue kernel, which the same code makes, repeats that block of rows with a
-running maximum; programs with nothing to rescue read 4 bytes a token and end.
-Where e is not copied with the kept tokens first, a twin takes the blocks whose tokens are no neighbours in e: to look
-up where each row lies takes registers, and 2 to 4 % of the time.
-Where something is saved, the replace kernel writes again the exponentials of tokens for which lse is the reference.
+The kernel needs no maximum: it sums exp(z − target_i), which overflows float32 only where a logit exceeds the target's
+by 88. Such a row gets lse = inf. The rescue kernel, made of the same code, computes blocks with such rows again, with a
+running maximum. Its programs that have nothing to rescue read 4 bytes a token and end.
+The scattered kernel exists where e is not copied with the kept tokens first. It computes the blocks whose tokens are
+not consecutive rows of e: to look up the row of each token takes registers, and 2 to 4 % of the time.
+The replace kernel exists where exponentials are saved. It writes those of the tokens whose reference is lse.
 
 Fused: the matmul e·cᵀ, bias, scale, softcap, exponential, both sums.
-Read: e once per 256 columns and c once per 128 rows, from L2 wherever programs that run together share them.
-Written: 4 bytes a token and split for lse (and for sum); where asked for, the exponentials of the first tokens, 2
-bytes each (cce_kernels/exponentials.py). Never written: a logit.
+Read: e once per 256 columns and c once per 128 rows, from L2 where programs that run at the same time share them.
+Written: 4 bytes a token and split for lse, and for sum; 2 bytes for each saved exponential
+(cce_kernels/exponentials.py). Never written: a logit.
 A program owns `tiles.rows` tokens and one of `splits` equal runs of the vocabulary, which it walks tile by tile.
-Tokens that are ignored come last, and programs that have none but those end at once (cce_kernels/tokens.py).
+Ignored tokens come last; a program that has only ignored tokens ends at once (cce_kernels/tokens.py).
 """
 
 from functools import partial
@@ -47,7 +47,7 @@ from cce_kernels.tokens import Rows
 
 
 def _run_of(inputs: Inputs, tokens: int, *, head: Head, tiles: TileConfig, splits: int):
-    """Of this program: its block of rows, its number among the splits, and its first and last tile of columns."""
+    """This program's block of rows, its split, the first tile of columns of its run, and the tile after the last."""
     column_tiles = cdiv(head.vocabulary(inputs.c), tiles.columns)
     height = row_group(inputs.e.shape[1], inputs.e.dtype.itemsize, tiles.rows)
     row_block, split = grouped_order(pl.program_id(0), cdiv(tokens, tiles.rows), splits, height)
@@ -55,7 +55,10 @@ def _run_of(inputs: Inputs, tokens: int, *, head: Head, tiles: TileConfig, split
 
 
 def _store_exponentials(saved_ref, p: jax.Array, rows: jax.Array, columns: jax.Array, rows_ok) -> None:
-    """p: 0 from column V on. Written to the end of P's rows: a mask that ends at any V would store columns singly."""
+    """Stores p, which is 0 from column V on, up to the end of P's rows.
+
+    With a mask that ends at an arbitrary V the compiler would store one column at a time.
+    """
     mask = tile_mask(rows_ok, inside(columns, saved_ref.shape[1], columns.size), (rows.size, columns.size))
     plgpu.store(saved_ref.at[tile_index(rows, columns)], p.astype(saved_ref.dtype), mask=mask)
 
@@ -64,8 +67,10 @@ def _kernel(
     inputs: Inputs, at: Rows, reference_ref, before_ref, lse_ref, sum_ref, saved_ref,
     *, head: Head, tiles: TileConfig, splits: int, interpret: bool, rescue: bool = False, scattered: bool = False,
 ):  # fmt: skip
-    """Statistics relative to the reference; or, to rescue, relative to a running maximum where before_ref, which
-    lse_ref overwrites, is not finite. With at.starts, only of blocks whose tokens are neighbours in e, or scattered.
+    """The statistics of a block of rows and a run of columns, relative to the reference.
+
+    rescue: relative to a running maximum, for the rows whose lse in before_ref is not finite; lse_ref is the same
+    buffer. at.starts: only blocks whose tokens are consecutive rows of e, or with `scattered` only the other blocks.
     """
     tokens, vocabulary = lse_ref.shape[1], head.vocabulary(inputs.c)
     row_block, split, first, last = _run_of(inputs, tokens, head=head, tiles=tiles, splits=splits)
@@ -84,7 +89,7 @@ def _kernel(
         assert rows_ok is not None  # a plan that knows starts knows the count too
         written = rows_ok & here
         if not scattered:
-            # The compiler, told that it is small, reads rows at constant distances from one address.
+            # The mask tells the compiler that start is small. It then reads rows at constant offsets from one address.
             small = start & jnp.int32(2 ** tokens.bit_length() - 1)
             source = small + jnp.arange(tiles.rows, dtype=jnp.int32)
     saved_ok = rows_ok
@@ -121,7 +126,7 @@ def _kernel(
     zeros = jnp.zeros((tiles.rows,), jnp.float32)
     reference, total, weighted = lax.fori_loop(first, last, tile, (reference, zeros, zeros))
 
-    # A run of the vocabulary all of whose exponentials underflow has total 0 and lse -inf.
+    # If all exponentials of the run underflow, total is 0 and lse is -inf.
     plgpu.store(lse_ref.at[slot], (reference + jnp.log2(total)) / LOG2_E, mask=written)
     if sum_ref is not None:
         plgpu.store(sum_ref.at[slot], weighted, mask=rows_ok)
@@ -131,7 +136,7 @@ def sums(
     inputs: Inputs, at: Rows, reference: jax.Array, saved_tokens: int, *, head: Head, with_sum: bool,
     tiles: TileConfig, splits: int, interpret: bool,
 ) -> Sums:  # fmt: skip
-    """engine.Engine.sums. With at.starts, only blocks whose tokens are neighbours in e are written."""
+    """engine.Engine.sums. With at.starts, only blocks whose tokens are consecutive rows of e are written."""
     tokens, vocabulary = reference.size, head.vocabulary(inputs.c)
     partials = jax.ShapeDtypeStruct((splits, tokens), jnp.float32)
     columns = cdiv(vocabulary, 8) * 8
@@ -149,10 +154,7 @@ def again(
     inputs: Inputs, at: Rows, reference: jax.Array | None, before: jax.Array, *, head: Head, tiles: TileConfig,
     interpret: bool,
 ) -> jax.Array:  # fmt: skip
-    """before, partial log-sum-exps (splits, rows), with some written again.
-
-    With a reference: those of blocks whose tokens are scattered in e. Without: those that are not finite.
-    """
+    """engine.Engine.again. before: the log-sum-exps of each split, (splits, rows)."""
     kind = {"rescue": True} if reference is None else {"scattered": True}
     splits, tokens = before.shape
     lse, _, _ = launch(
@@ -168,7 +170,7 @@ def again(
 def _replace_kernel(
     inputs: Inputs, lse_ref, by_lse_ref, _, saved_ref, *, head: Head, tiles: TileConfig, splits: int, interpret: bool
 ):  # fmt: skip
-    """The saved exponentials of those tokens for which they are relative to lse; blocks without any are not touched."""
+    """Writes the saved exponentials of tokens where by_lse > 0, relative to lse. Skips blocks without such tokens."""
     tokens, vocabulary = saved_ref.shape[0], head.vocabulary(inputs.c)
     row_block, _, first, last = _run_of(inputs, tokens, head=head, tiles=tiles, splits=splits)
     rows = indices(row_block, tiles.rows)
@@ -193,7 +195,7 @@ def replaced(
     inputs: Inputs, lse: jax.Array, by_lse: jax.Array, saved: jax.Array, *, head: Head, tiles: TileConfig, splits: int,
     interpret: bool,
 ) -> jax.Array:  # fmt: skip
-    """saved, (N_s, V), with exponentials relative to lse, (rows,), where by_lse, (rows,) bool; e: gathered."""
+    """engine.Engine.replaced. saved: (N_s, V); lse: (rows,); by_lse: (rows,) bool; inputs.e: gathered."""
     return launch(
         partial(_replace_kernel, head=head, tiles=tiles, splits=splits, interpret=interpret),
         inputs._replace(targets=None, weights=None), lse, by_lse.astype(jnp.int32), saved,

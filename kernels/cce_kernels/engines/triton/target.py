@@ -2,8 +2,8 @@
 
     target_i = z_i,t_i
 
-Gathers the row of c that each token's target names and dots it with the token's row of e.
-Read: e once, and one row of c a token. Written: 4 bytes a token.
+The kernel loads each token's row of e and the row of c that its target names, and takes their dot product.
+Read: e once, and one row of c a token. Written: 4 bytes a token. Never written: another logit.
 """
 
 from functools import partial
@@ -40,7 +40,7 @@ def _kernel(inputs: Inputs, order_ref, target_ref, *, head: Head, tiles: TileCon
     source, source_ok = token_rows(rows, rows_ok, order_ref)
     products = product_tile(inputs.e, inputs.c, source, columns, source_ok, None, head=head, depth=tiles.depth)
     own = jnp.arange(tiles.rows)
-    raw = jnp.sum(jnp.where(own[:, None] == own[None, :], products, 0.0), axis=1)  # of each row with its own target
+    raw = jnp.sum(jnp.where(own[:, None] == own[None, :], products, 0.0), axis=1)  # the diagonal: each row's own target
     bias = None if inputs.bias is None else load_vector(inputs.bias, columns, None).astype(jnp.float32)
     logit = head.logits(raw, bias, load_scalar(inputs.scale))
     target = jnp.where(named, logit, jnp.where(targets < 0, FLOAT32_MAX, -FLOAT32_MAX))
@@ -50,8 +50,8 @@ def _kernel(inputs: Inputs, order_ref, target_ref, *, head: Head, tiles: TileCon
 def target(inputs: Inputs, order: jax.Array | None, *, head: Head, tiles: TileConfig, interpret: bool) -> jax.Array:
     """Each token's reference, (rows,) float32: its target's logit.
 
-    A large number where the token is ignored, so that no sum relative to it is large; minus that number where the
-    target names no column. inputs.targets: of the kept tokens first, (rows,); order: tokens.Rows.order.
+    For an ignored token FLOAT32_MAX, so that its sum of exp(z − reference) is small. Where the target names no column,
+    −FLOAT32_MAX. inputs.targets: (rows,), the kept tokens first; order: tokens.Rows.order.
     """
     tokens = inputs.targets.size
     return launch(

@@ -1,8 +1,8 @@
-"""How large a tile one program of Triton's kernels computes, with how many warps, and how much it copies ahead.
+"""The size of the tile that one program of a Triton kernel computes, its number of warps, and its pipeline's stages.
 
-TABLE has them by GPU. The 16-bit rows for compute capability 9.0 were measured on an H200: `python -m bench.tune`
-measures them again. The others are the largest tiles whose kernels fit shared memory and spill no registers, which
-tests/test_lowering.py holds every row to. Nothing is tuned at run time.
+TABLE has these by GPU. The rows for 16 bits and compute capability 9.0 were measured on an H200; `python -m bench.tune`
+measures them again. The other rows have the largest tiles whose kernels fit shared memory and spill no registers;
+tests/test_lowering.py checks that of every row. Nothing is tuned at run time.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from cce_kernels.device import Gpu
 
 @dataclass(frozen=True)
 class TileConfig:
-    """One program's tile of logits: rows × columns, its K loop in steps of depth; all powers of two."""
+    """One program's tile: rows × columns, with a K loop in steps of depth. All are powers of two, as is warps."""
 
     rows: int
     columns: int
@@ -35,10 +35,10 @@ class TileConfig:
 class Tiles(NamedTuple):
     """The tiles of the kernels that multiply matrices, by role."""
 
-    statistics: TileConfig  # and of the kernels that repeat part of it
+    statistics: TileConfig  # also for its variants: rescue, scattered, replace
     dz: TileConfig
-    de: TileConfig  # its rows and columns are those of de, its depth is of the vocabulary
-    dc: TileConfig  # its rows and columns are those of dc, its depth is of tokens
+    de: TileConfig  # rows and columns are of de, depth is along the vocabulary
+    dc: TileConfig  # rows and columns are of dc, depth is along the tokens
 
     @classmethod
     def same(cls, tiles: TileConfig) -> "Tiles":
@@ -46,7 +46,7 @@ class Tiles(NamedTuple):
 
 
 INTERPRETED = TileConfig(rows=16, columns=32, depth=16, warps=4, stages=1)
-TARGET = TileConfig(rows=16, columns=16, depth=128, warps=4, stages=3)  # the target's logit: no columns of its own
+TARGET = TileConfig(rows=16, columns=16, depth=128, warps=4, stages=3)  # its columns are its rows' targets
 SAVED_DZ = TileConfig(rows=16, columns=512, depth=16, warps=4, stages=1)
 SAVED_TARGETS = TileConfig(rows=16, columns=16, depth=16, warps=4, stages=1)
 CLEARED = replace(SAVED_TARGETS, columns=1024)
@@ -56,18 +56,18 @@ SQUARE = TileConfig(rows=128, columns=128, depth=64, warps=8, stages=3)
 WIDE = replace(SQUARE, columns=256)
 FLOAT32 = replace(SQUARE, depth=32)
 
-# By compute capability and the bytes of an element.
+# The keys: compute capability, and bytes of an element.
 TABLE = {
     ("8.0", 2): Tiles.same(SQUARE),
     ("8.6", 2): Tiles.same(SQUARE),
     ("8.9", 2): Tiles.same(SQUARE),
     ("9.0", 2): Tiles.same(WIDE),
-    ("10.0", 2): Tiles.same(SQUARE),  # with 256 columns dz and de spill
+    ("10.0", 2): Tiles.same(SQUARE),  # with 256 columns the kernels of dz and de spill registers
     ("12.0", 2): Tiles.same(SQUARE),
     **{(gpu, 4): Tiles.same(FLOAT32) for gpu in ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")},
 }
-GROUP_COST = 4.0  # in tiles: reading and writing the sum for de, copies of c_g and dc_g, launches
-NARROW = 1024  # D: of the two tiles for dz on 9.0 the smaller was faster at 768 and slower at 2304
+GROUP_COST = 4.0  # in tiles: what a group costs to read and write the sum for de, to copy c_g and dc_g, and in launches
+NARROW = 1024  # D up to which dz takes SQUARE on 9.0: SQUARE was faster than WIDE at D = 768, and slower at 2304
 NARROW_TABLE = {("9.0", 2): TABLE["9.0", 2]._replace(dz=SQUARE)}
 SAFE = {
     2: Tiles.same(TileConfig(rows=128, columns=128, depth=32, warps=8, stages=3)),
@@ -76,7 +76,7 @@ SAFE = {
 
 
 def tiles_for(itemsize: int, width: int, gpu: Gpu) -> Tiles:
-    """The tiles for this type and D on this GPU; some that fit every supported GPU where it is not in the table."""
+    """The tiles for this type and D on this GPU. For a GPU that TABLE lacks: tiles that fit every supported GPU."""
     if gpu.interpreted:
         return Tiles.same(INTERPRETED)
     key = gpu.compute_capability, itemsize
@@ -85,5 +85,5 @@ def tiles_for(itemsize: int, width: int, gpu: Gpu) -> Tiles:
 
 
 def other_tiles(tiles: TileConfig, interpret: bool) -> TileConfig:
-    """Tiles of a kernel that multiplies no matrices: those given; tiny ones in the interpreter."""
+    """The tiles of a kernel that multiplies no matrices: `tiles` on a GPU, tiny tiles in the interpreter."""
     return TileConfig(rows=min(tiles.rows, 32), columns=16, depth=16, warps=4, stages=1) if interpret else tiles

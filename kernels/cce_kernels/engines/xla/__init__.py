@@ -1,4 +1,4 @@
-"""Plain XLA, on any device and for every type: matmuls of groups of the vocabulary, nothing written by hand."""
+"""The xla engine: XLA's own matmuls in groups of the vocabulary, on any device and for every type."""
 
 from cce_kernels.call import Call
 from cce_kernels.device import Gpu
@@ -7,8 +7,8 @@ from cce_kernels.engines.xla import products, statistics
 from cce_kernels.engines.xla.splitk import pads
 from cce_kernels.windows import Groups, vocabulary_groups
 
-BLOCK_BYTES = 64 * 2**20  # of logits at a time where there is no GPU: more is no faster
-GROUP_COST = 100  # in columns: reading and writing de's sum, and a dozen launches
+BLOCK_BYTES = 64 * 2**20  # of logits at a time where there is no GPU: larger blocks are no faster there
+GROUP_COST = 100  # in columns: what a group costs to read and write the sum for de, and in a dozen launches
 
 
 class Xla(Engine):
@@ -19,7 +19,7 @@ class Xla(Engine):
         return True
 
     def tile(self, role: str, call: Call, gpu, tokens: int = 0) -> None:
-        """XLA's own."""
+        """None: XLA chooses its own tiles."""
 
     def splits(self, call: Call, rows: int, gpu) -> int:
         return 1
@@ -28,7 +28,9 @@ class Xla(Engine):
         raise NotImplementedError
 
     def dz_bytes(self, call: Call, tokens: int, gpu: Gpu | None) -> int:
-        """Logits, in whose place dz lies where it has their type, and c_g; on a CPU exponentials and dz besides."""
+        """The logits, dz and a copy of c_g. On a GPU dz takes the logits' memory if it has their type; on a CPU there
+        are exponentials too.
+        """
         blocks = 3 * call.wide if gpu is None else call.wide + (call.itemsize if call.itemsize < call.wide else 0)
         return blocks * tokens + call.itemsize * call.width
 
@@ -42,7 +44,7 @@ class Xla(Engine):
         return vocabulary_groups(call.vocabulary, room, column, cost if gpu is not None else None)
 
     def pads(self, call: Call, tokens: int, columns: int, gpu: Gpu | None) -> bool:
-        """Whether XLA would copy dz, or saved exponentials, with c or e for one of the two matmuls."""
+        """Whether XLA would copy both operands of one of the two matmuls: dz or saved exponentials, and c or e."""
         assert call.wanted is not None
         width, itemsize = call.width, call.itemsize
         de = call.wanted.e and pads(tokens, width, columns, itemsize, call.wide, gpu)

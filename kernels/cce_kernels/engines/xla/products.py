@@ -1,4 +1,4 @@
-"""The two matmuls of the gradient by XLA: of all tokens, with copies of the group's part of c and of dc."""
+"""The two matmuls of the gradient by XLA, for all tokens. XLA copies the group's part of c and of dc."""
 
 import jax
 import jax.numpy as jnp

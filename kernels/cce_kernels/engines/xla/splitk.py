@@ -1,8 +1,8 @@
-"""Which matmuls XLA cuts along the axis that they sum over, and for which of them it copies both operands to do so.
+"""The matmuls that XLA splits along the axis that they sum over, and those whose operands it copies to do so.
 
-XLA's SplitkRewriter cuts a matmul whose result has too few tiles to fill the GPU. Where the length of the sum is no
-multiple of what the parts need, it pads both operands: copies of whole arrays. This is its rule in JAX 0.11, checked
-against what XLA compiles (tests/test_held.py); no option of a program turns it off.
+XLA's SplitkRewriter splits a matmul whose result has too few tiles to fill the GPU. If the length of the sum is not a
+multiple of what the parts need, XLA pads both operands: it copies whole arrays. This file repeats XLA's rule in JAX
+0.11; tests/test_held.py checks it against what XLA compiles. No option of a program turns the rule off.
 """
 
 from cce_kernels.device import Gpu
@@ -10,7 +10,7 @@ from cce_kernels.engines.order import cdiv
 
 TILE = 128
 FLOPS = 200.0  # the cost of a multiplication, in the rule's own unit
-# By the major compute capability: the cost of a byte that is read, of one that is reduced, and of the reduction.
+# By the major compute capability: the costs of a byte that is read, of a byte that is reduced, and of one reduction.
 WEIGHTS = {
     8: (0.0666955, 467.815, 5.65307e7),
     9: (0.194136, 193.1384, 4.36e7),
@@ -20,9 +20,9 @@ MOST_SPLITS = 2**11
 
 
 def splits(m: int, n: int, k: int, itemsize: int, out: int, gpu: Gpu) -> int:
-    """Into how many parts XLA cuts the sum over k of an (m, k) · (k, n) matmul; out: bytes of an element of the result.
+    """The number of parts into which XLA splits the sum over k of an (m, k) · (k, n) matmul; 1 if it does not split.
 
-    1 where it does not.
+    out: bytes of an element of the result.
     """
     major = int(gpu.compute_capability.partition(".")[0] or 9)
     byte, reduced, launch = WEIGHTS[min(max(major, min(WEIGHTS)), max(WEIGHTS))]

@@ -1,8 +1,8 @@
-"""Statistics and dz in plain XLA: the vocabulary in groups, each of one block of logits.
+"""Statistics and dz in plain XLA, for one group of the vocabulary after another.
 
-Forward: one matmul a group and a running log-sum-exp, so that no reference is needed and nothing overflows. Backward:
-the same block of logits once more, turned into dz. Holds one (N, V_g) block of logits and what XLA makes of it: its
-exponentials or dz.
+Forward: one matmul a group and a running log-sum-exp, which needs no reference and cannot overflow. Backward: the
+group's logits are computed again and turned into dz. Held at a time: one (N, V_g) block of logits, and the exponentials
+or dz that XLA makes of it. Never materialised: logits of the whole vocabulary.
 """
 
 import jax
@@ -30,7 +30,7 @@ def _logits(inputs: Inputs, window: Window, *, head: Head, groups: Groups) -> tu
 
 
 def sums(inputs: Inputs, *, head: Head, with_sum: bool, groups: Groups) -> Sums:
-    """engine.Engine.sums, in one part, with the targets' logits."""
+    """engine.Engine.sums: one part, with the targets' logits."""
     targets = inputs.targets
     zeros = jnp.zeros(targets.shape, jnp.promote_types(inputs.e.dtype, jnp.float32))
 
