@@ -96,7 +96,8 @@ def linear_cross_entropy(
         Without softcap and label_smoothing, the exponentials of all tokens are saved from this size on:
         2·N·V + 2·N·D + 256·N bytes + 32 MiB if the gradient of c is wanted and V >= 2·N, else
         2·N·V + 6·N·D + 256·N bytes + 32 MiB. On Hopper GPUs 2·N·V bytes suffice (with JAX 0.11, without bias, with a
-        gradient of e, D and V multiples of 64 above 64). If N >= 256 is not a multiple of 8, add 2·N·D bytes.
+        gradient of e, D and V multiples of 64 above 64). If N >= 256 is not a multiple of 8, round it up to one and add
+        2·N·D bytes.
         "chunked" saves nothing; without a GPU it uses at most 192 MiB for a group, as more is no faster there.
         "torch_compile" saves nothing; its blocks of logits become smaller if the budget is below 8·N·D bytes + 192 MiB.
         "reference" ignores the budget.
