@@ -1,4 +1,4 @@
-"""The contract of linear cross-entropy: checks of what a user passes, the shift, and the call."""
+"""The public function for JAX: it checks the arguments, shifts the targets and computes the loss."""
 
 import sys
 from functools import partial
@@ -57,52 +57,63 @@ def linear_cross_entropy(
         loss = sum(total) / num_items                           # for reduction="mean"
 
     The gradient is that of Cut Cross-Entropy (Wijmans et al. 2024, arXiv:2411.09009) without its filter: exact.
-    Differentiable once in e, c, bias and token_weight with any impl, and by `return_lse` through lse.
+    The loss, and with `return_lse` lse too, can be differentiated once in e, c, bias and token_weight with any impl.
 
     Args:
       e: embeddings, (..., D), bfloat16, float16 or float32 (float64 with impl "chunked" and "reference"). Any argument
         that is an array may also be an object with `__jax_array__`, such as Flax NNX's Param.
       c: classifier, of e's type: (V, D), or (D, V) with vocab_axis=1.
-      targets: integers of shape (...). One outside [0, V) that is not ignore_index makes that token's loss NaN, and
-        so every gradient it reaches.
+      targets: integers of shape (...). A target outside [0, V) that is not ignore_index makes that token's loss NaN,
+        and every gradient that the token contributes to.
       bias: (V,), of e's type.
       ignore_index: tokens with this target have loss 0 and no gradient, whatever their embedding holds.
       softcap: positive; logits become softcap·tanh(logit / softcap).
       reduction: "mean", "sum", or "none" for a loss per token.
       shift: k in [0, T), or True for 1: token i of the last axis of targets predicts target i + k. e is not copied.
         1 is allowed for T = 1 and T = 0 too: no token has a target then, and the loss is 0.
-      return_lse: return (loss, lse), lse of the shape of targets after the shift, 0 where ignored.
-      logit_scale: a number that multiplies the logits before softcap. A learned one: multiply e instead.
-      class_weight: (V,), a weight for each class; a constant to differentiation.
+      return_lse: return (loss, lse). lse has the shape of targets after the shift, and is 0 for ignored tokens.
+      logit_scale: a number that multiplies the logits before softcap. If the scale is learned, multiply e by it.
+      class_weight: (V,), a weight for each class; it gets no gradient.
       label_smoothing: in [0, 1], the share of the target that is spread evenly over the vocabulary.
       z_loss: weight of lse² in each token's loss (PaLM's auxiliary loss; Chowdhery et al. 2022).
-      token_weight: a weight for each token's loss, of the shape of targets (before the shift: it goes with the target).
-      num_items: what "mean" divides by, a number of at least 0 or a scalar array; by default the sum over the tokens
-        that are not ignored of class_weight[target]·token_weight. Where it is 0 the loss and its gradients are 0. The
-        other reductions take none.
+      token_weight: a weight for each token's loss, of the shape of targets. It is shifted along with targets.
+      num_items: the number that "mean" divides by, at least 0, or a scalar array. By default the sum of
+        class_weight[target]·token_weight over the tokens that are not ignored. Where it is 0, the loss and its
+        gradients are 0. Only "mean" takes it.
       vocab_axis: the axis of c that is the vocabulary. The gradient of c has c's layout.
-      impl: "cce": the Pallas kernels, for CUDA GPUs of compute capability 8.0 and up (elsewhere Pallas' interpreter
-        runs them, for tests). "chunked": plain XLA on any device. "reference": full logits, differentiable any
-        number of times in either mode. "auto": "cce" where it can run, "chunked" elsewhere.
-      memory_budget: a whole number of bytes, such as 2e9, or "all"; 300 MiB unless given. It bounds what the call holds
-        beyond its inputs, its results and O(N) numbers. More memory makes the call faster; the gradients stay the same.
-        A backward pass needs at least a float32 sum of the shape of e (4·N·D bytes), 1024 columns of dz, c and dc, and
-        32 MiB for XLA; it takes these from any smaller budget too. The next 256 MiB make the groups of columns larger.
-        Memory beyond those holds exponentials of logits from the forward to the backward pass, for bfloat16 inputs
-        without softcap or with one in [2, 36]: 2·V bytes for each token whose logits need not be computed again. "all"
-        saves those of every token, 2·N·V + 6·N·D + 256·N bytes and 32 MiB at most. "chunked" saves nothing, and takes
-        smaller blocks where the budget is below 4·N·D bytes + 192 MiB. "reference" does not follow the budget.
-      precision: of the matmuls, as in `jax.lax.dot_general`; float32 inputs follow jax_default_matmul_precision
-        unless it is given.
-      check_targets: raise if a target is outside [0, V) and not ignore_index. Waits for targets; not under jit.
+      impl: "cce": always the Pallas kernels, for CUDA GPUs of compute capability 8.0 and up (elsewhere Pallas'
+        interpreter runs them, for tests). "chunked": XLA's matmuls in groups of the vocabulary, on any device.
+        "reference": full logits, differentiable any number of times in either mode. "auto": for bfloat16 and float16
+        the Pallas kernels where they can run; for float32 and float64 on a GPU XLA's matmuls, as with "chunked"
+        (measured faster for float32; the kernels take no float64); elsewhere "chunked".
+      memory_budget: a whole number of bytes, such as 2e9, or "all" for no bound; 300 MiB by default. It bounds what the
+        call holds beyond its inputs, its results and O(N) numbers. More memory makes the call faster and changes the
+        gradients by rounding alone. The memory is used in this order:
+        1. A backward pass always needs a float32 sum of the shape of e (4·N·D bytes), 1024 columns of dz, c and dc, and
+           32 MiB for XLA. It takes these even if they exceed the budget.
+        2. The next 256 MiB make the groups of columns larger; all the rest does if nothing can be saved.
+        3. The rest saves exponentials of the logits for the backward pass, 2·V bytes a token: the logits of that token
+           are then not computed again. Only for bfloat16 without softcap or with a softcap in [2, 36].
+        Without softcap and label_smoothing, the exponentials of all tokens are saved from this size on:
+        2·N·V + 2·N·D + 256·N bytes + 32 MiB if the gradient of c is wanted and V >= 2·N, else
+        2·N·V + 6·N·D + 256·N bytes + 32 MiB. On Hopper GPUs 2·N·V bytes suffice (with JAX 0.11, without bias, with a
+        gradient of e, D and V multiples of 64 above 64). If N >= 256 is not a multiple of 8, round it up to one and add
+        2·N·D bytes.
+        "chunked" saves nothing; without a GPU it uses at most 192 MiB for a group, as more is no faster there.
+        "reference" ignores the budget.
+      precision: of the matmuls, as in `jax.lax.dot_general`. By default float32 inputs follow
+        jax_default_matmul_precision.
+      check_targets: raise if a target is outside [0, V) and not ignore_index. This waits until targets is computed, and
+        does not work under jit.
 
     Returns:
-      The loss in nats, float32 (float64 for float64 inputs): a scalar, or of the shape of targets after the shift.
+      The loss in nats, float32 (float64 for float64 inputs): a scalar; for reduction="none" an array of the shape of
+      targets after the shift.
 
     Raises:
-      ValueError: shapes that do not fit, an option out of its range, or, with check_targets, a target out of range.
-      TypeError: arrays of the wrong types.
-      NotImplementedError: impl="cce" on a GPU that cannot run it.
+      ValueError: shapes do not fit, an option is out of its range, or, with check_targets, a target is out of range.
+      TypeError: an array has a wrong type.
+      NotImplementedError: the GPU cannot run impl="cce".
     """
     contract.choice("reduction", reduction, contract.REDUCTIONS)
     contract.choice("impl", impl, contract.IMPLS)
@@ -159,7 +170,7 @@ def _loss(
 
 
 def _statistics(inputs: Inputs, core: Core) -> Statistics:
-    """The core's numbers over any number of leading axes, also over no tokens at all."""
+    """The core's numbers for e (..., D) and targets (...) of any number of axes, and for no tokens."""
     e, targets = inputs.e, inputs.targets
     shape = targets.shape
     if targets.size == 0:
@@ -173,7 +184,7 @@ def _statistics(inputs: Inputs, core: Core) -> Statistics:
 
 
 def _shifted(x: jax.Array, shift: int, fill: int) -> jax.Array:
-    """x[..., shift:] with `shift` fills after it: e keeps all its rows, and the last ones are ignored."""
+    """x[..., shift:] followed by `shift` times fill. So e keeps all its rows, and its last rows are ignored."""
     return jnp.concatenate([x[..., shift:], jnp.full_like(x[..., :shift], fill)], axis=-1)
 
 
@@ -182,8 +193,8 @@ def _shape(x: Any) -> tuple[int, ...] | None:
 
 
 def _array(name: str, x: Any) -> Any:
-    """The array that x stands for, or x; TypeError if x is a torch.Tensor."""
-    torch = sys.modules.get("torch")  # where it was not imported there are no tensors
+    """x, or x.__jax_array__() if x has that method. TypeError if x is a torch.Tensor."""
+    torch = sys.modules.get("torch")  # if torch was not imported, x is no tensor
     if torch is not None and isinstance(x, getattr(torch, "Tensor", ())):
         raise TypeError(
             f"{name} is a torch.Tensor: cce_torch.linear_cross_entropy takes those; this function takes arrays"
@@ -223,17 +234,18 @@ def _check_targets(targets, vocabulary: int, ignore_index: int, shift: int) -> N
     values = np.asarray(targets)
     bad = (values != ignore_index) & ((values < 0) | (values >= vocabulary))
     if shift:
-        bad[..., :shift] = False  # these predict nothing
+        bad[..., :shift] = False  # no token predicts these targets
     if bad.any():
         position = np.argwhere(bad)[0]
         raise contract.bad_target(position.tolist(), int(values[tuple(position)]), vocabulary, ignore_index)
 
 
 def _int32(targets, ignore_index: int):
-    """targets as int32, and the ignore_index of those.
+    """targets as int32, and the ignore_index that goes with them.
 
-    A target that int32 does not hold stays outside every vocabulary instead of wrapping into one, and is ignored if it
-    is the ignore_index; an ignore_index that the type of targets does not hold ignores none.
+    A target that does not fit int32 must not wrap into the vocabulary: it is clipped to a number outside every
+    vocabulary, and is still ignored if it equals ignore_index. An ignore_index that does not fit the type of targets
+    ignores no token.
     """
     held = jnp.iinfo(targets.dtype)
     if held.max <= INT32.max and INT32.min <= ignore_index <= INT32.max:
@@ -245,7 +257,7 @@ def _int32(targets, ignore_index: int):
 
 
 def _resolve(impl: Impl, dtype, gpu: Gpu | None) -> Impl:
-    """impl, with "auto" decided where the type or this machine's GPU rules the kernels out."""
+    """impl, but "chunked" for "auto" if the kernels cannot run for this type or on this machine's GPU."""
     if impl not in ("auto", "cce"):
         return impl
     typed, runs = dtype.name in contract.KERNEL_TYPES, gpu is None or gpu.supported

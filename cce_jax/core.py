@@ -11,8 +11,8 @@ The core returns, in float32,
     target_i = z_i,t_i                                                                                       (2)
     sum_i    = Σ_v w_v z_iv                                                                                  (3)
 
-Every loss is plain arithmetic on these (cce_jax/api.py), differentiated by JAX. What reaches the core are their
-cotangents a_i, t̂_i and s_i. The partial derivatives of (1)-(3) with respect to one logit are
+Every loss is plain arithmetic on these numbers (cce_jax/losses.py), which JAX differentiates. The core gets the
+cotangents a_i, t̂_i and s_i of (1), (2) and (3). The partial derivatives of (1)-(3) with respect to one logit are
 
     ∂lse_i/∂z_iv = exp(z_iv) / Σ_u exp(z_iu) = exp(z_iv − lse_i) = p_iv                                      (4)
     ∂target_i/∂z_iv = [v = t_i]           ∂sum_i/∂z_iv = w_v                                                 (5)
@@ -21,17 +21,17 @@ so by the chain rule, with y_iv = scale · (e_i·c_v + b_v) and ∂z/∂y = 1 �
 
     dz_iv = (a_i·p_iv + t̂_i·[v = t_i] + s_i·w_v) · scale · (1 − (z_iv/κ)²)                                   (6)
 
-is the cotangent of the raw product e_i·c_v + b_v, and, that product being bilinear,
+is the cotangent of the raw product e_i·c_v + b_v. Since the product is bilinear,
 
     de_i = Σ_v dz_iv c_v           dc_v = Σ_i dz_iv e_i           db_v = Σ_i dz_iv.                          (7)
 
-(4) is why nothing of size (N, V) is kept: p is recovered from the logits, which are computed again, and the saved
-lse. So the residuals are the inputs and 2·N numbers. The columns v are independent in (6) and (7), so they are taken a
-group at a time (cce_kernels/gradients.py), and a group's logits live only in one reused buffer. Where the memory budget
-allows it, exponentials of some or all tokens are residuals too (cce_kernels/exponentials.py).
+By (4) no array of size (N, V) need be kept: the backward pass computes the logits again and gets p from them and the
+saved lse. The residuals are the inputs and two or three numbers a token. The columns v are independent in (6) and (7),
+so they are computed one group at a time (cce_kernels/gradients.py), and every group reuses one buffer. Where the memory
+budget allows it, exponentials of some or all tokens are residuals too (cce_kernels/exponentials.py).
 
-A token whose target is negative is ignored: its three numbers are arbitrary, it takes no part in (7), and nothing in
-its row of e, not even a NaN, reaches a gradient. A target of V or more picks no logit: (2) is 0.
+A token whose target is negative is ignored: its three numbers are arbitrary, it contributes nothing to (7), and nothing
+in its row of e, not even a NaN, reaches a gradient. A target of V or more names no logit: (2) is 0.
 """
 
 from collections.abc import Callable
@@ -57,7 +57,7 @@ Impl = Literal["auto", "cce", "chunked", "reference"]
 
 @dataclass(frozen=True)
 class Core:
-    """The static part of a call of the core. gpu: the one that it will run on, None if it is no CUDA device."""
+    """The static part of a call of the core. gpu: the GPU that the call will run on; None if it is no CUDA device."""
 
     head: Head
     with_sum: bool
@@ -74,7 +74,10 @@ def statistics(inputs: Inputs, core: Core) -> Statistics:
 
 
 def plan_for(inputs: Inputs, core: Core, wanted: Wanted | None, saved: int | None = None) -> Plan:
-    """The plan of a call of arrays or their shapes. wanted: None for evaluation; saved: tokens, if decided before."""
+    """The plan of a call, from arrays or their shapes.
+
+    wanted: None for evaluation. saved: the number of tokens whose exponentials are saved, if already decided.
+    """
     gpu = INTERPRETER if core.impl == "cce" and core.gpu is None else core.gpu
     return _plan(inputs, core, wanted, saved, gpu, core.impl if gpu is not None else "chunked")
 
@@ -91,13 +94,13 @@ def _plan(
 def forward_pass(inputs: Inputs, core: Core, wanted: Wanted | None) -> tuple[Statistics, jax.Array | None]:
     """Equations (1)-(3), and the exponentials that are saved for `gradients`: of e's type, or None.
 
-    wanted: the gradients that will be asked for, None if none will be.
+    wanted: the gradients that will be asked for; None if there will be none.
     """
     saved = saved_shape(plan_for(inputs, core, wanted).saved, core.head.vocabulary(inputs.c))
 
     def run(plan: Plan, inputs: Inputs):
         numbers, exponentials = forward.statistics(inputs, plan)
-        if saved[0] and exponentials is None:  # planned for a GPU, run elsewhere
+        if saved[0] and exponentials is None:  # this platform saves nothing, but all platforms return one shape
             exponentials = lax.empty(saved, inputs.e.dtype)
         return numbers, exponentials
 
@@ -109,8 +112,8 @@ def gradients(
 ) -> tuple[Gradients, jax.Array | None]:
     """Equations (6) and (7): de, dc and dbias in the types of e, c and bias, None where not wanted; and saved.
 
-    numbers and saved: what `forward_pass` returned. saved may have been overwritten, in a way that another call of this
-    does not see.
+    numbers and saved: the results of `forward_pass`. The returned saved may have been overwritten in part; it still
+    gives the same gradients in another call of this function.
     """
 
     def run(plan: Plan, *arrays):
@@ -118,7 +121,7 @@ def gradients(
         found, overwritten = backward.gradients(inputs, numbers, saved if plan.saved else None, cotangents, plan)
         return found, saved if overwritten is None else overwritten
 
-    held = 0 if saved is None else saved.shape[0]  # less than planned where a forward pass could not save
+    held = 0 if saved is None else saved.shape[0]  # fewer than planned if the forward pass could not save
     return _on_platform(run, inputs, core, wanted, held)(inputs, numbers, saved, cotangents)
 
 
@@ -148,10 +151,10 @@ _statistics.defvjp(_statistics_fwd, _statistics_bwd, symbolic_zeros=True)
 
 
 def _as_shape(wanted: Wanted) -> jax.Array:
-    """wanted as the shape of an array, which is all of it that matters.
+    """wanted, encoded in the shape of an array.
 
-    JAX keeps a traced forward rule for each pattern of differentiated inputs, but one residual tree for all of them:
-    the last. Static facts in that tree would so reach the wrong backward rule; those in a leaf's shape do not.
+    JAX keeps a traced forward rule for each pattern of differentiated inputs, but only the last residual tree for all
+    of them. Static facts in that tree would reach the wrong backward rule. The shape of a leaf reaches the right one.
     """
     return jnp.zeros((1 + wanted.e, 1 + wanted.c, 1 + wanted.bias), bool)
 
@@ -167,21 +170,21 @@ def _is_symbolic_zero(x) -> bool:
 def _on_platform(
     run: Callable, inputs: Inputs, core: Core, wanted: Wanted | None, saved: int | None = None
 ) -> Callable:
-    """run(plan, ...), with the plan of the platform that the program is lowered for.
+    """run(plan, ...), with the plan for the platform that the program is lowered for.
 
-    A program may be lowered for a platform that this process does not have: CUDA programs are then planned for an H200.
+    A program may be lowered for a platform that this process does not have. A CUDA program is then planned for an H200.
     """
     here = plan_for(inputs, core, wanted, saved)
     if core.impl == "chunked":
         return partial(run, here)
-    plan = partial(_plan, inputs, core, wanted, here.saved)  # what is saved has one shape on all platforms
+    plan = partial(_plan, inputs, core, wanted, here.saved)  # the saved exponentials have one shape on all platforms
     on_gpu = here if core.gpu is not None else plan(cuda_gpu() or H200, core.impl)
     elsewhere = plan(INTERPRETER, "cce") if core.impl == "cce" else plan(None, "chunked")
     return partial(lax.platform_dependent, cuda=partial(run, on_gpu), default=partial(run, elsewhere))
 
 
 def _first_order_only(function: Callable) -> Callable:
-    """function, with a clear error where JAX would differentiate it: a second derivative of the loss."""
+    """function, which raises a clear error if JAX differentiates it: that is a second derivative of the loss."""
 
     @jax.custom_jvp
     def guarded(*arrays):

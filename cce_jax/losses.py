@@ -1,7 +1,7 @@
 """Every loss as plain arithmetic on the core's three numbers, differentiated by JAX.
 
-Tokens come as `columns`, int32: the column of the logits that the target names; V where it names none, being out of
-range; -1 where the token is ignored.
+`columns`, int32, stands for the targets: the column of the logits that a target names; V where a target is out of
+range and names no column; -1 where the token is ignored.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Reduction = Literal["mean", "sum", "none"]
 
 @dataclass(frozen=True)
 class Loss:
-    """The static part of a loss, for which a program is compiled; `linear_cross_entropy` says what each means."""
+    """The static part of a loss: a program is compiled for each. `linear_cross_entropy` explains the options."""
 
     reduction: Reduction = "mean"
     smooths: bool = False  # whether label_smoothing is above 0, which needs the core's weighted sum of the logits
@@ -41,10 +41,10 @@ def loss(
     label_smoothing: Any = None,
     z_loss: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The loss, of the shape of columns for "none", and lse, 0 where ignored.
+    """The loss, a scalar or for "none" of the shape of columns, and lse, which is 0 for ignored tokens.
 
     numbers: each of the shape of columns; class_weight: (V,) float32; token_weight: of the shape of columns;
-    label_smoothing, z_loss: numbers or scalar arrays, None where options say that there is none.
+    label_smoothing, z_loss: numbers or scalar arrays, None if options.smooths or options.has_z_loss is False.
     """
     kept = columns >= 0
     lse, target = jnp.where(kept, numbers.lse, 0), jnp.where(kept, numbers.target, 0)
@@ -57,7 +57,7 @@ def loss(
         ce = (1 - label_smoothing) * ce + label_smoothing * smooth
     total = ce + z_loss * lse**2 if options.has_z_loss else ce
     weight = jnp.ones_like(lse) if token_weight is None else jnp.where(kept, token_weight.astype(lse.dtype), 0)
-    poison = jnp.where(columns == vocabulary, jnp.nan, 1.0).astype(lse.dtype)  # and it multiplies the gradient too
+    poison = jnp.where(columns == vocabulary, jnp.nan, 1.0).astype(lse.dtype)  # a factor, so that gradients are NaN too
     total = jnp.where(kept, poison * weight * total, 0)
     if options.reduction == "none":
         return total, lse

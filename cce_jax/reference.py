@@ -1,4 +1,4 @@
-"""The specification: the core's three numbers from the full (N, V) logits, differentiated by JAX, at any order."""
+"""The specification: the core's three numbers from the full (N, V) logits. JAX differentiates it, to any order."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from cce_kernels.numbers import Inputs, Statistics
 
 
 def statistics(inputs: Inputs, *, head: Head, with_sum: bool) -> Statistics:
-    """As cce_jax.core.statistics; materialises the logits."""
+    """The same numbers as cce_jax.core.statistics; materialises the (N, V) logits."""
     e, c, bias, targets, weights, scale = inputs
     e = jnp.where(targets[:, None] < 0, 0, e)  # a NaN in an ignored token must not reach c's gradient
     raw = head.product(e, c, 1 - head.vocab_axis)

@@ -1,13 +1,13 @@
-"""The error that forward-mode differentiation of the core raises, in place of JAX's own, which names no way out.
+"""The error for forward-mode differentiation of the core. JAX's own error does not say what works instead.
 
-JAX differentiates the core in reverse mode, by its custom_vjp rule. Asked for a derivative in forward mode (jax.jvp,
-jax.jacfwd, jax.linearize), JAX evaluates tangents, and says of a custom_vjp function only that it cannot. So each array
-passes through `reverse_mode_only` on its way to the core: the identity, whose tangent passes through a primitive that
-has a transpose but no value. Reverse mode transposes that primitive and never evaluates it. Forward mode evaluates it,
-and before it reaches the core.
+JAX differentiates the core in reverse mode, by its custom_vjp rule. In forward mode (jax.jvp, jax.jacfwd,
+jax.linearize) JAX evaluates tangents, and for a custom_vjp function it only says that it cannot. So each array passes
+through `reverse_mode_only` before it reaches the core. This is the identity, but its tangent passes through a primitive
+that can be transposed and not evaluated. Reverse mode transposes this primitive and never evaluates it. Forward mode
+evaluates it before it reaches the core, and so raises the error here.
 
-The identity is a primitive too, not a jax.custom_jvp function: jax.grad of a jax.vmap would batch the rule of such a
-function, and so the tangent, which is here the sign of forward mode.
+The identity is a primitive too, not a jax.custom_jvp function. For jax.grad of a jax.vmap JAX would batch the rule of
+such a function, and with it the tangent's primitive. Here to batch that primitive is taken as a sign of forward mode.
 """
 
 from typing import Any, NoReturn
@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 
 
 def reverse_mode_only(x: jax.Array) -> jax.Array:
-    """x; TypeError where its tangent is evaluated."""
+    """x. TypeError if JAX evaluates the tangent of x."""
     return _identity.bind(x)
 
 

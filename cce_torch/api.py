@@ -1,4 +1,4 @@
-"""The contract of linear cross-entropy on torch tensors: checks of what a user passes, the choice of impl, the call."""
+"""The public function and module for PyTorch: they check the arguments, choose the impl and compute the loss."""
 
 import sys
 from functools import cache, partial
@@ -53,59 +53,70 @@ def linear_cross_entropy(
         total = where(targets == ignore_index, 0, token_weight * (ce + z_loss * lse**2))
         loss = sum(total) / num_items                           # for reduction="mean"
 
-    With ignore_index alone this is `torch.nn.functional.cross_entropy`, but 0 where every token is ignored. The first
-    nine arguments are those of cut_cross_entropy. The gradient is that of Cut Cross-Entropy (Wijmans et al. 2024,
-    arXiv:2411.09009) without its filter: exact. Differentiable once in e, c, bias and token_weight with any impl, and
-    by `return_lse` through lse. Under autocast e, c and bias are cast as `torch.nn.functional.linear` casts them.
+    With ignore_index alone this is `torch.nn.functional.cross_entropy`, except that it is 0 if every token is ignored.
+    The first nine arguments are those of cut_cross_entropy. The gradient is that of Cut Cross-Entropy (Wijmans et al.
+    2024, arXiv:2411.09009) without its filter: exact. The loss, and with `return_lse` lse too, can be differentiated
+    once in e, c, bias and token_weight with any impl. Under autocast e, c and bias are cast as
+    `torch.nn.functional.linear` casts them.
 
     Args:
       e: embeddings, (..., D), bfloat16, float16 or float32 (float64 with impl "reference" and "torch_compile").
-      c: classifier, of e's type: (V, D), or (D, V) with vocab_axis=1. Taken as it lies in memory, transposed or not.
-      targets: integers of shape (...). One outside [0, V) that is not ignore_index makes that token's loss NaN, and
-        so every gradient it reaches.
+      c: classifier, of e's type: (V, D), or (D, V) with vocab_axis=1. A transposed c is not copied.
+      targets: integers of shape (...). A target outside [0, V) that is not ignore_index makes that token's loss NaN,
+        and every gradient that the token contributes to.
       bias: (V,), of e's type.
       ignore_index: tokens with this target have loss 0 and no gradient, whatever their embedding holds.
       softcap: positive; logits become softcap·tanh(logit / softcap).
       reduction: "mean", "sum", or "none" for a loss per token.
       shift: k in [0, T), or True for 1: token i of the last axis of targets predicts target i + k. e is not copied.
         1 is allowed for T = 1 and T = 0 too: no token has a target then, and the loss is 0.
-      return_lse: return (loss, lse), lse of the shape of targets after the shift, 0 where ignored.
-      logit_scale: a number that multiplies the logits before softcap. A learned one: multiply e instead.
-      class_weight: (V,), a weight for each class; a constant to differentiation.
+      return_lse: return (loss, lse). lse has the shape of targets after the shift, and is 0 for ignored tokens.
+      logit_scale: a number that multiplies the logits before softcap. If the scale is learned, multiply e by it.
+      class_weight: (V,), a weight for each class; it gets no gradient.
       label_smoothing: in [0, 1], the share of the target that is spread evenly over the vocabulary.
       z_loss: weight of lse² in each token's loss (PaLM's auxiliary loss; Chowdhery et al. 2022).
-      token_weight: a weight for each token's loss, of the shape of targets (before the shift: it goes with the target).
-      num_items: what "mean" divides by, a number of at least 0 or a tensor of one element; by default the sum over the
-        tokens that are not ignored of class_weight[target]·token_weight. Where it is 0 the loss and its gradients are
-        0. The other reductions take none.
+      token_weight: a weight for each token's loss, of the shape of targets. It is shifted along with targets.
+      num_items: the number that "mean" divides by, at least 0, or a tensor of one element. By default the sum of
+        class_weight[target]·token_weight over the tokens that are not ignored. Where it is 0, the loss and its
+        gradients are 0. Only "mean" takes it.
       vocab_axis: the axis of c that is the vocabulary. The gradient of c has c's layout.
-      impl: "cce": the Pallas kernels, for CUDA GPUs of compute capability 8.0 and up (on a CPU Pallas' interpreter
-        runs them, for tests). "chunked": XLA, CUDA and CPU. "torch_compile": PyTorch alone, on any device, without JAX.
-        "reference": full logits in PyTorch, differentiable any number of times. "auto": "cce" where it can run,
-        "chunked" on a CPU, "torch_compile" for float64, older GPUs and other devices.
-      memory_budget: a whole number of bytes, such as 2e9, or "all"; 300 MiB unless given. It bounds what the call holds
-        beyond its inputs, its results and O(N) numbers. More memory makes the call faster; the gradients stay the same.
-        A backward pass needs at least a float32 sum of the shape of e (4·N·D bytes), 1024 columns of dz, c and dc, and
-        32 MiB for XLA; it takes these from any smaller budget too. The next 256 MiB make the groups of columns larger.
-        Memory beyond those holds exponentials of logits from the forward to the backward pass, for bfloat16 inputs
-        without softcap or with one in [2, 36]: 2·V bytes for each token whose logits need not be computed again. "all"
-        saves those of every token, 2·N·V + 6·N·D + 256·N bytes and 32 MiB at most. "chunked" and "torch_compile" save
-        nothing, and take smaller blocks where the budget is below 4·N·D bytes + 192 MiB ("torch_compile": 8·N·D bytes).
-        "reference" does not follow the budget.
-      precision: of float32 matmuls on a GPU, as in `torch.set_float32_matmul_precision`, whose setting is the default;
-        "high" and "medium" are TF32.
-      check_targets: raise if a target is outside [0, V) and not ignore_index. Waits for targets; not under
-        torch.compile.
+      impl: "cce": always the Pallas kernels, for CUDA GPUs of compute capability 8.0 and up (on a CPU Pallas'
+        interpreter runs them, for tests). "chunked": XLA's matmuls in groups of the vocabulary, on CUDA and CPU.
+        "torch_compile": PyTorch alone, on any device, without JAX. "reference": full logits in PyTorch, differentiable
+        any number of times. "auto": on a GPU that can run "cce" the kernels for 16 bits, and XLA's matmuls in groups of
+        the vocabulary for float32, as they were measured to be faster; "chunked" on a CPU; "torch_compile" for float64,
+        older GPUs and other devices.
+      memory_budget: a whole number of bytes, such as 2e9, or "all" for no bound; 300 MiB by default. It bounds what the
+        call holds beyond its inputs, its results and O(N) numbers. More memory makes the call faster and changes the
+        gradients by rounding alone. The memory is used in this order:
+        1. A backward pass always needs a float32 sum of the shape of e (4·N·D bytes), 1024 columns of dz, c and dc, and
+           32 MiB for XLA. It takes these even if they exceed the budget.
+        2. The next 256 MiB make the groups of columns larger; all the rest does if nothing can be saved.
+        3. The rest saves exponentials of the logits for the backward pass, 2·V bytes a token: the logits of that token
+           are then not computed again. Only for bfloat16 without softcap or with a softcap in [2, 36].
+        Without softcap and label_smoothing, the exponentials of all tokens are saved from this size on:
+        2·N·V + 2·N·D + 256·N bytes + 32 MiB if the gradient of c is wanted and V >= 2·N, else
+        2·N·V + 6·N·D + 256·N bytes + 32 MiB. On Hopper GPUs 2·N·V bytes suffice (with JAX 0.11, without bias, with a
+        gradient of e, D and V multiples of 64 above 64). If N >= 256 is not a multiple of 8, round it up to one and add
+        2·N·D bytes.
+        "chunked" saves nothing; without a GPU it uses at most 192 MiB for a group, as more is no faster there.
+        "torch_compile" saves nothing; its blocks of logits become smaller if the budget is below 8·N·D bytes + 192 MiB.
+        "reference" ignores the budget.
+      precision: of float32 matmuls on a GPU: one of the values of `torch.set_float32_matmul_precision`; by default the
+        value that was set there. "high" and "medium" are TF32.
+      check_targets: raise if a target is outside [0, V) and not ignore_index. This waits until targets is computed, and
+        does not work under torch.compile.
 
     Returns:
-      The loss in nats, float32 (float64 for float64 inputs): a scalar, or of the shape of targets after the shift.
+      The loss in nats, float32 (float64 for float64 inputs): a scalar; for reduction="none" a tensor of the shape of
+      targets after the shift.
 
     Raises:
-      ValueError: shapes or devices that do not fit, an option out of its range, or, with check_targets, a target out of
-        range.
-      TypeError: tensors of the wrong types.
-      NotImplementedError: an impl on a device that it does not run on.
-      torch.OutOfMemoryError: no memory for the scratch, even after freeing PyTorch's cache.
+      ValueError: shapes or devices do not fit, an option is out of its range, or, with check_targets, a target is out
+        of range.
+      TypeError: a tensor has a wrong type.
+      NotImplementedError: the impl does not run on this device.
+      torch.OutOfMemoryError: there is no memory for the scratch, even after freeing PyTorch's cache.
     """
     contract.choice("reduction", reduction, contract.REDUCTIONS)
     contract.choice("impl", impl, IMPLS)
@@ -130,10 +141,10 @@ def linear_cross_entropy(
         class_weight=_shape(class_weight), token_weight=_shape(token_weight),
     )  # fmt: skip
     if shift and not targets.shape[-1]:
-        shift = 0  # there is nothing to shift, and the results are as empty without
+        shift = 0  # there are no tokens to shift; the results are empty anyway
     if vocab_axis == 1:
         c = c.T
-    targets = targets.long()  # a narrower type would wrap an ignore_index that it does not hold into one that it does
+    targets = targets.long()  # in a narrower type a large ignore_index would wrap to another number
     if check_targets:
         _check_targets(targets, c.shape[0], ignore_index, shift)
     if num_items is not None:
@@ -171,10 +182,10 @@ def linear_cross_entropy(
 
 
 class LinearCrossEntropy(torch.nn.Module):
-    """`linear_cross_entropy` as a module: the options once, the tensors at each call.
+    """`linear_cross_entropy` as a module: the options are given once, the tensors at each call.
 
-    The options are the function's keyword arguments. class_weight becomes a buffer; bias, token_weight and num_items
-    go to the call.
+    The options are the function's keyword arguments. class_weight becomes a buffer. bias, token_weight and num_items
+    are arguments of the call.
     """
 
     def __init__(
@@ -234,25 +245,25 @@ OPTIONS = {
 
 
 def _scalar(x: float | Tensor, e: Tensor) -> Tensor:
-    """num_items as a scalar tensor beside e, a constant to differentiation. Waits for no GPU."""
+    """num_items as a scalar tensor on e's device, which gets no gradient. Waits for no GPU."""
     dtype = torch.promote_types(e.dtype, torch.float32)
     if not isinstance(x, Tensor):
-        if torch.compiler.is_compiling():  # it compiles once for all numbers that multiply, else once for each number
+        if torch.compiler.is_compiling():  # as a factor, all numbers share one compilation; in torch.full each has one
             return torch.ones((), dtype=dtype, device=e.device) * x
         return torch.full((), float(x), dtype=dtype, device=e.device)
     x = x.detach()
     if e.is_cuda and not x.is_cuda:
-        x = x.clone()  # into memory that is not pinned: the copy to the GPU has read it before the caller changes x
+        x = x.clone()  # not pinned, so that the copy below has read it before it returns: the caller may then change x
     return x.to(e.device, dtype, non_blocking=e.is_cuda).reshape(())
 
 
 def _shifted(x: Tensor, shift: int, fill: float) -> Tensor:
-    """x[..., shift:] with `shift` fills after it: e keeps all its rows, and the last ones are ignored."""
+    """x[..., shift:] followed by `shift` times fill. So e keeps all its rows, and its last rows are ignored."""
     return torch.nn.functional.pad(x[..., shift:], (0, shift), value=fill)
 
 
 def _flat(x: Any, last: int = 0) -> Any:
-    """x with one axis for its tokens before so many last ones; x itself, not a view to differentiate, if it has."""
+    """x with all but its `last` last axes made one axis. x itself, not a view, if it has that shape already."""
     return x if x is None or x.dim() == 1 + last else x.reshape(-1, *x.shape[x.dim() - last :])
 
 
@@ -261,7 +272,7 @@ def _shape(x: Any) -> Any:
 
 
 def _autocast(x: Any) -> Any:
-    """x in the type that torch.nn.functional.linear would multiply it in."""
+    """x, cast to the type to which autocast would cast it in torch.nn.functional.linear."""
     if x is None or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
@@ -284,10 +295,10 @@ def _check_tensors(given: dict[str, Tensor | None], num_items: float | Tensor | 
 
 
 def _check_other(name: str, x: Any) -> None:
-    """Raise unless x, which is no tensor, may be given for the argument of this name."""
+    """Raise unless x, which is no tensor, is allowed for the argument `name`."""
     if (x is None and name not in ("e", "c", "targets")) or (name == "num_items" and type(x) in (int, float)):
         return
-    jax, numpy = sys.modules.get("jax"), sys.modules.get("numpy")  # without an import there are no arrays of its
+    jax, numpy = sys.modules.get("jax"), sys.modules.get("numpy")  # a module not imported has no arrays
     if jax is not None and isinstance(x, getattr(jax, "Array", ())):
         raise TypeError(
             f"{name} is a jax.Array: cce_jax.linear_cross_entropy takes those; or write torch.from_dlpack({name})"
@@ -320,7 +331,7 @@ def _name(x: Tensor) -> str:
 def _check_targets(targets: Tensor, vocabulary: int, ignore_index: int, shift: int) -> None:
     bad = (targets != ignore_index) & ((targets < 0) | (targets >= vocabulary))
     if shift:
-        bad[..., :shift] = False  # these predict nothing
+        bad[..., :shift] = False  # no token predicts these targets
     if bad.any():
         position = torch.nonzero(bad)[0].tolist()
         raise contract.bad_target(position, int(targets[tuple(position)]), vocabulary, ignore_index)
@@ -330,12 +341,12 @@ _capability = cache(torch.cuda.get_device_capability)
 
 
 def _resolve(impl: Impl, e: Tensor) -> Impl:
-    """impl, with "auto" decided by the device and type of e; an error where the impl cannot run there."""
+    """impl, with "auto" decided by the device and type of e. Raises if the impl cannot run there."""
     if impl in ("reference", "torch_compile"):
         return impl
     device, typed = e.device.type, e.dtype != torch.float64
     runs = device == "cpu" or (device == "cuda" and torch.version.cuda is not None)
-    # torch.compile warns of functions that are cached by functools.
+    # torch.compile warns about functions that functools caches.
     capability = torch.cuda.get_device_capability if torch.compiler.is_compiling() else _capability
     kernels_run = device == "cpu" or (runs and capability(e.device.index)[0] >= 8)
     if impl == "auto":

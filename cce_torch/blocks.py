@@ -1,6 +1,6 @@
-"""A block of logits in PyTorch, the group of the vocabulary that it belongs to, and what is computed of it in one pass.
+"""Blocks of logits in PyTorch: one for each group of the vocabulary, and the functions that are computed of a block.
 
-The equations cited are in cce_jax/core.py.
+The equations cited here are in cce_jax/core.py.
 """
 
 import functools
@@ -18,20 +18,20 @@ _uncompilable: set[str] = set()  # device types on which torch.compile has faile
 
 
 def types(e: Tensor) -> tuple[torch.dtype, torch.dtype]:
-    """The type of logits and sums, and that of the operands of matmuls."""
+    """The type of logits and sums, and the type of the operands of matmuls."""
     accumulate = torch.promote_types(e.dtype, torch.float32)
     return accumulate, e.dtype if _multiplies(e.dtype, accumulate, e.device) else accumulate
 
 
 @functools.cache
 def _multiplies(dtype: torch.dtype, accumulate: torch.dtype, device: torch.device) -> bool:
-    """Whether the device multiplies dtype with a result in accumulate: PyTorch 2.8 and up, on CUDA. Asked by trying."""
+    """Whether torch.mm multiplies dtype with a result in accumulate, found by trying: on CUDA, from PyTorch 2.8 on."""
     if dtype == accumulate:
         return True
     x = torch.zeros((16, 16), dtype=dtype, device=device)
     try:
         torch.mm(x, x, out_dtype=accumulate)
-    except (TypeError, RuntimeError):  # RuntimeError: NotImplementedError and cuBLAS's errors are some
+    except (TypeError, RuntimeError):  # NotImplementedError and cuBLAS's errors are RuntimeErrors
         return False
     return True
 
@@ -41,9 +41,9 @@ def product(left: Tensor, right: Tensor, accumulate: torch.dtype) -> Tensor:
 
 
 def _groups(e: Tensor, c: Tensor, memory_budget: int) -> Iterator[slice]:
-    """The fewest groups of the vocabulary whose rows of e·cᵀ, c and dc each fit in a block, as even as may be.
+    """The fewest groups of the vocabulary, nearly equal, whose logits, part of c and part of dc each fit in a block.
 
-    A block is a third of what the budget leaves beside the sums for de, but at most BLOCK_BYTES.
+    A block has a third of the budget without the sums for de, but at most BLOCK_BYTES.
     """
     vocabulary, width = c.shape
     itemsize = torch.promote_types(e.dtype, torch.float32).itemsize
@@ -57,9 +57,10 @@ def each(
     e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None, scale: float,
     softcap: float | None, memory_budget: int,
 ) -> Iterator[tuple[slice, Tensor, tuple]]:  # fmt: skip
-    """Of each group its columns, its rows of c in e's type, and the first six arguments of reduced and cotangents.
+    """For each group: its columns, its rows of c in e's type, and the first six arguments of reduced and cotangents.
 
-    None, and in some versions of PyTorch a Python number, is a reason to compile anew: so zeros, ones and tensors.
+    torch.compile compiles again for a None, and in some versions of PyTorch for each Python number. So zeros and ones
+    stand for None, and tensors for numbers.
     """
     accumulate = torch.promote_types(e.dtype, torch.float32)
     scalars = [None if x is None else e.new_full((), x, dtype=accumulate) for x in (scale, softcap)]
@@ -69,7 +70,7 @@ def each(
             group,
             c_g,
             (
-                product(e, c_g.t(), accumulate),  # no name here holds on to it
+                product(e, c_g.t(), accumulate),  # has no name here, so that the caller can free it
                 e.new_zeros(size, dtype=accumulate) if bias is None else bias[group].to(accumulate),
                 e.new_ones(size, dtype=accumulate) if weights is None else weights[group].to(accumulate),
                 columns - group.start,
@@ -79,7 +80,7 @@ def each(
 
 
 def fit_float16(factors: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Factors scaled so that float16 holds dz without overflow and with the least underflow, and their unit."""
+    """factors divided by a unit with which dz does not overflow float16 and little of it underflows; and the unit."""
     size = factors.abs()
     if size.shape[0] == 3 and weights is not None:
         size[2] *= weights.abs().amax()
@@ -94,10 +95,10 @@ def times(x: Tensor, unit: Tensor | None) -> Tensor:
 
 
 def fused(function: Callable, *arguments: Any) -> Any:
-    """function(*arguments), compiled where torch.compile can."""
+    """function(*arguments), compiled by torch.compile if that works on this device."""
     device = arguments[0].device.type
     if device not in _uncompilable:
-        from torch._dynamo.exc import TorchDynamoException  # here, since it imports the compiler: seconds
+        from torch._dynamo.exc import TorchDynamoException  # imported here: importing the compiler takes seconds
 
         try:
             return _compiled(function)(*arguments)
@@ -123,7 +124,7 @@ def _logits(raw: Tensor, bias: Tensor, scale: Tensor, softcap: Tensor | None) ->
 
 
 def reduced(raw, bias, weights, own, scale, softcap, lse, target, total):
-    """(1)-(3) of the groups so far; own: the target's column in this group, if it is there."""
+    """(1)-(3) over the groups up to this one. own: each target's column, counted from the group's first column."""
     z = _logits(raw, bias, scale, softcap)
     here = (own >= 0) & (own < z.shape[1])
     picked = z.gather(1, own.clamp(0, z.shape[1] - 1).long()[:, None])[:, 0]
@@ -133,7 +134,7 @@ def reduced(raw, bias, weights, own, scale, softcap, lse, target, total):
 
 
 def cotangents(raw, bias, weights, own, scale, softcap, lse, of_lse, of_target, of_sum, dtype):
-    """dz of (6), scale being in the factors, in dtype."""
+    """dz of (6), in dtype. of_lse, of_target and of_sum have been multiplied by scale."""
     z = _logits(raw, bias, scale, softcap)
     dz = of_lse[:, None] * torch.exp(z - lse[:, None])
     is_target = torch.arange(z.shape[1], device=z.device) == own[:, None]
@@ -146,5 +147,5 @@ def cotangents(raw, bias, weights, own, scale, softcap, lse, of_lse, of_target, 
 
 
 def sums(*terms):
-    """Σ_i dz_iv of (7), of what was not rounded."""
+    """Σ_i dz_iv of (7), from a dz that is not rounded to the operands' type."""
     return cotangents(*terms, dtype=terms[0].dtype).sum(0)

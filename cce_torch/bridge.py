@@ -1,29 +1,29 @@
 """Where the two runtimes meet: a compiled JAX program runs on torch's memory, in the order of torch's current stream.
 
-`run` is the only way from one to the other. On a GPU it is safe because of four facts:
+`run` is the only way from one runtime to the other. On a GPU it is safe because of four facts:
 
-1. Inputs are complete when JAX reads them. A program starts when all of its arguments are ready, and the first of
-   them, once imported, is ready only when what torch's current stream held at that moment is done.
-2. Inputs are alive until JAX has read them. The caller's tensors are held until `run` has made torch's current stream
-   wait for the end of the program. Whatever torch's allocator then does with their memory is queued behind it. So
-   JAX need not hold them, and does not: it lets go of what it was given late, some at the next call, and a gradient
-   would count as allocated until then. An input is an address and a shape to it, and what next lies there in that
-   shape, as a weight does at every step, is the same array. Where Ctrl-C comes after the program was started and
-   before torch's stream waits for it, the host waits instead, until all that JAX was given to run has ended.
-3. Outputs are torch's own memory, never JAX's: they are allocated here, on the current stream, and donated to the
-   program, which writes its results into them. So torch's allocator, and with it `record_stream`, side streams and
-   DDP, know them like any other tensor, and JAX has nothing to hand to someone else too early.
-4. JAX's own memory is scratch alone, taken and given back in the order of JAX's stream.
+1. Inputs are complete when JAX reads them. A program starts when all of its arguments are ready. The first argument is
+   imported such that it is ready only when everything that torch's current stream held at that moment is done.
+2. Inputs are alive until JAX has read them. `run` holds the caller's tensors until it has made torch's current stream
+   wait for the end of the program. Whatever torch's allocator then does with their memory happens after the program.
+   So JAX need not hold the inputs, and does not: JAX releases arrays late, some at the next call, and until then a
+   gradient would count as allocated. To JAX an input is an address and a shape. The next tensor at this address, of
+   this shape, is the same array to JAX, as a weight is at every step. If Ctrl-C arrives after the program was started
+   and before torch's stream waits for it, the host waits until all programs that JAX was given have ended.
+3. Outputs are torch's own memory, never JAX's. They are allocated here, on the current stream, and donated to the
+   program, which writes its results into them. To torch's allocator, `record_stream`, side streams and DDP they are
+   like any other tensor, and JAX has no memory that it could give to someone else too early.
+4. JAX's own memory is only scratch, which is taken and given back in the order of JAX's stream.
 
-All results of a program become ready at its end, together, so waiting for one of them is waiting for the program.
+All results of a program become ready together, at its end. So waiting for one result is waiting for the program.
 Nothing else here blocks the host.
 
-On a CPU, `run` waits for the program and copies JAX's results into outputs, torch's own memory, which unlike JAX's can
-be resized. JAX holds what it was lent until the program has ended, also where Ctrl-C has ended the wait for it, and as
-numpy arrays: the thread that ran the program may let go of them after `run` has returned, and of these it can without
-the interpreter. To let go of a tensor it would ask for the interpreter, and abort a process that was about to end. The
-numpy arrays come from DLPack: `Tensor.numpy` would make the tensor's storage unresizable for good, and FSDP resizes the
-storage of its weights.
+On a CPU, `run` waits for the program and copies JAX's results into outputs: torch's own memory can be resized, JAX's
+cannot. JAX holds the inputs until the program has ended, even if Ctrl-C has ended the wait for it. It holds them as
+numpy arrays, because the thread that ran the program may release them after `run` has returned. Releasing a numpy array
+there needs no interpreter. Releasing a tensor would need the interpreter, and would abort a process that is about to
+end. The numpy arrays come from DLPack: `Tensor.numpy` would make the tensor's storage unresizable for good, and FSDP
+resizes the storage of its weights.
 """
 
 import ctypes
@@ -47,11 +47,11 @@ from torch import Tensor
 
 from cce_torch import settings
 
-GPU_ALIGNMENT = 16  # bytes; XLA's kernels load as wide as that
+GPU_ALIGNMENT = 16  # bytes: the widest loads of XLA's kernels
 DLPACK_CPU, DLPACK_CUDA = 1, 2
 DLPACK_TYPES = {torch.int32: (0, 32), torch.float16: (2, 16), torch.float32: (2, 32), torch.bfloat16: (4, 16)}
-DEFAULT_STREAM = 1  # as DLPack names CUDA's legacy default stream, whose handle is 0
-HELD_SHARE = 0.5  # of the GPU, from which on JAX must have reserved its memory before it was asked for it
+DEFAULT_STREAM = 1  # DLPack's number for CUDA's legacy default stream, whose handle is 0
+HELD_SHARE = 0.5  # of the GPU's memory: if JAX holds more, it has reserved memory before it needed it
 
 CONSTANTS = 1024  # scalars that stay on their device for the next call
 
@@ -59,17 +59,18 @@ Input = Tensor | float | int | None
 
 _starting = threading.Lock()
 _of_thread = threading.local()
-_is_child = False  # of a process that had started JAX
+_is_child = False  # whether this process was forked from one that had started JAX
 
 
 def run(
     program: Callable, inputs: Sequence[Input], outputs: Sequence[Tensor], scratch: Sequence[Tensor] = ()
 ) -> tuple[Tensor, ...]:
-    """Run a jitted program(*scratch, *outputs, *inputs) -> results like scratch and outputs, which are donated to it.
+    """Runs a jitted program(*scratch, *outputs, *inputs) -> results like scratch and outputs. Returns outputs.
 
-    Inputs and outputs are row-major, on one device, of types that JAX holds as they are. An input that is an int or a
-    float reaches the program as an int32 or a float32 scalar, None as None. Returns outputs, which hold the results.
-    What the program returns for scratch is of no use: on a GPU it is written there, on a CPU nothing is.
+    Scratch and outputs are donated to the program; outputs then hold its results. Inputs and outputs are row-major, on
+    one device, of types that JAX holds without conversion. The program gets an int as an int32 scalar, a float as a
+    float32 scalar, and None as None. The results for scratch are of no use: on a GPU they overwrite scratch, on a CPU
+    they are dropped.
     """
     if settings.are_default():
         return _run(program, inputs, outputs, scratch)
@@ -97,7 +98,7 @@ def _run(
 
 
 class _Memory:
-    """A tensor on a CPU as numpy.from_dlpack takes it, in a fifth of the time that the tensor itself takes."""
+    """A CPU tensor in a form that numpy.from_dlpack imports in a fifth of the time that it needs for the tensor."""
 
     def __init__(self, x: Tensor) -> None:
         self.capsule = torch._C._to_dlpack(x)
@@ -110,14 +111,14 @@ class _Memory:
 
 
 def _on_cpu(x: Tensor) -> jax.Array:
-    """A jax.Array on the memory of x, which it holds through a numpy array."""
+    """A jax.Array on the memory of x. It keeps x alive through a numpy array."""
     x = x.detach()
-    if x.dtype == torch.bfloat16:  # which numpy has not
+    if x.dtype == torch.bfloat16:  # numpy has no such type
         array = np.from_dlpack(_Memory(x.view(torch.int16))).view(jnp.bfloat16)  # type: ignore[arg-type]
     else:
         array = np.from_dlpack(_Memory(x))  # type: ignore[arg-type]
     device, sharding = _cpu()
-    # What jax.device_put(array, device) ends in, which takes 30 µs more.
+    # jax.device_put(array, device) ends in this call, but takes 30 µs more.
     return pxla.batched_device_put(_aval(array.shape, array.dtype), sharding, [array], [device])
 
 
@@ -132,7 +133,7 @@ def _run_gpu_or_retry(program: Callable, inputs: Sequence[Input], outputs: Seque
     except jax.errors.JaxRuntimeError as error:
         if not _is_out_of_memory(error):
             raise
-    torch.cuda.empty_cache()  # what torch holds but does not use, JAX could not allocate
+    torch.cuda.empty_cache()  # JAX cannot allocate memory that torch holds and does not use
     try:
         _run_gpu(program, inputs, outputs)
     except jax.errors.JaxRuntimeError as error:
@@ -153,7 +154,7 @@ def _run_gpu(program: Callable, inputs: Sequence[Input], outputs: Sequence[Tenso
     arrived.record(_stream(current, index))
     arrived.wait(_stream(stream, index))
     first, *others = outputs
-    arrays = [_lent(first, index, stream)]  # fact 1: ready when stream, and so current, has come this far
+    arrays = [_lent(first, index, stream)]  # fact 1: ready when `stream`, which waits for `current`, has come this far
     arrays += [_lent(x, index) for x in others]
     device = first.device
     for x in inputs:
@@ -162,9 +163,9 @@ def _run_gpu(program: Callable, inputs: Sequence[Input], outputs: Sequence[Tenso
         arrays.append(x)
     try:
         results = program(*arrays)
-        # fact 2: current waits for the program's end, which is all that this capsule is for
+        # fact 2: this makes `current` wait for the program's end; the capsule itself is not used
         _jax.buffer_to_dlpack_managed_tensor(results[0], stream=current or DEFAULT_STREAM)
-    except jax.errors.JaxRuntimeError:  # of a program that did not start, or has ended
+    except jax.errors.JaxRuntimeError:  # the program did not start, or has ended
         raise
     except BaseException:
         _wait_for_programs(index)
@@ -174,18 +175,18 @@ def _run_gpu(program: Callable, inputs: Sequence[Input], outputs: Sequence[Tenso
 
 
 def _wait_for_programs(index: int) -> None:
-    """Until all that JAX was given to run on the device has ended: programs run there one after another."""
+    """Waits until every program that JAX was given for the device has ended: they run one after another."""
     jax.block_until_ready(_last(constant(0, torch.device("cuda", index))))
 
 
 @jax.jit
 def _last(x: jax.Array) -> jax.Array:
-    """Something to run."""
+    """A program that does almost nothing."""
     return x + 1
 
 
 def _event(index: int) -> torch.cuda.Event:
-    """This thread's, to be waited for as soon as it is recorded: who waits for it does not see when it next is."""
+    """This thread's event for the device, to be waited for at once: recording it again does not change that wait."""
     if not hasattr(_of_thread, "events"):
         _of_thread.events = defaultdict(torch.cuda.Event)
     return _of_thread.events[index]
@@ -197,15 +198,15 @@ def _stream(handle: int, index: int) -> torch.cuda.Stream:
 
 
 def _lent(x: Tensor, index: int, stream: int | None = None):
-    """A jax.Array, to be used once, on the memory of x, which it does not keep alive; ready with stream, or at once.
+    """A jax.Array on the memory of x, to be used once. It does not keep x alive. Ready with stream; None: at once.
 
-    jax.dlpack.from_dlpack would keep x, and takes 60 µs of Python and events.
+    jax.dlpack.from_dlpack would keep x alive, and takes 60 µs of Python and events.
     """
     return _array(x.data_ptr(), x.shape, x.dtype, index, stream)
 
 
 def _at(address: int, shape: torch.Size, dtype: torch.dtype, index: int):
-    """A jax.Array, to be read alone, on what lies there now or later; ready at once."""
+    """A read-only jax.Array on this address, ready at once. It reads whatever is in the memory at that time."""
     return _not_deleted(_kept_at, address, shape, dtype, index)
 
 
@@ -215,7 +216,7 @@ def _kept_at(address: int, shape: torch.Size, dtype: torch.dtype, index: int):
 
 
 def _not_deleted(kept, *key: Any):
-    """kept(*key), an array; made again where the user has deleted it, as one of jax.live_arrays()."""
+    """The cached array kept(*key). It is made again if the user has deleted it: jax.live_arrays() shows it."""
     found = kept(*key)
     if found.is_deleted():
         kept.cache_clear()
@@ -224,7 +225,7 @@ def _not_deleted(kept, *key: Any):
 
 
 class DLManagedTensor(ctypes.Structure):
-    """DLPack's. Without strides it is row-major."""
+    """DLPack's structure of this name. With strides null the tensor is row-major."""
 
     _fields_ = [
         ("address", ctypes.c_void_p), ("platform", ctypes.c_int32), ("device", ctypes.c_int32),
@@ -235,7 +236,7 @@ class DLManagedTensor(ctypes.Structure):
 
 
 DESCRIPTION_BYTES, ADDRESS_BYTES = ctypes.sizeof(DLManagedTensor), ctypes.sizeof(ctypes.c_void_p)
-_malloc, _free = ctypes.pythonapi.PyMem_RawMalloc, ctypes.pythonapi.PyMem_RawFree  # which want no interpreter
+_malloc, _free = ctypes.pythonapi.PyMem_RawMalloc, ctypes.pythonapi.PyMem_RawFree  # which need no interpreter
 _malloc.restype, _malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
@@ -244,7 +245,7 @@ _new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p
 def _array(address: int, shape: torch.Size, dtype: torch.dtype, index: int, stream: int | None):
     platform = (DLPACK_CUDA,) if jaxlib_extension_version >= 467 else ()
     but_address, _sizes = _described(shape, dtype, index)
-    place = _malloc(DESCRIPTION_BYTES)  # JAX reads deleter there, on any thread, when the array goes
+    place = _malloc(DESCRIPTION_BYTES)  # JAX reads `deleter` from here when it frees the array, on any thread
     ctypes.memmove(place, address.to_bytes(ADDRESS_BYTES, sys.byteorder) + but_address, DESCRIPTION_BYTES)
     capsule = _new_capsule(place, b"dltensor", None)
     return _jax.dlpack_managed_tensor_to_buffer(capsule, gpu(index), stream, None, *platform)
@@ -252,7 +253,7 @@ def _array(address: int, shape: torch.Size, dtype: torch.dtype, index: int, stre
 
 @lru_cache(maxsize=1024)
 def _described(shape: torch.Size, dtype: torch.dtype, index: int) -> tuple[bytes, Any]:
-    """What follows the address in a DLManagedTensor, and the sizes that it points to, which JAX copies."""
+    """The bytes after the address in a DLManagedTensor, and the sizes that they point to, which JAX copies."""
     sizes = (ctypes.c_int64 * len(shape))(*shape)
     whole = DLManagedTensor(None, DLPACK_CUDA, index, len(shape), *DLPACK_TYPES[dtype], 1, ctypes.addressof(sizes),
                             deleter=ctypes.cast(_free, ctypes.c_void_p))  # fmt: skip
@@ -260,7 +261,7 @@ def _described(shape: torch.Size, dtype: torch.dtype, index: int) -> tuple[bytes
 
 
 def constant(value: int | float | None, device: torch.device):
-    """An int32 or float32 of JAX's on the device, for programs that take a number without being compiled for it."""
+    """value as a JAX int32 or float32 scalar on the device: a program takes it without a compilation for each value."""
     return None if value is None else _not_deleted(_kept_constant, value, device)
 
 
@@ -274,13 +275,13 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def jax_device(device: torch.device):
-    """JAX's name for the device; starts JAX."""
+    """JAX's device for the torch device. Starts JAX."""
     return _cpu()[0] if device.type == "cpu" else gpu(device.index)
 
 
 @cache
 def _cpu():
-    """JAX's name for torch's cpu, and for what lies there."""
+    """JAX's device for torch's cpu, and the sharding of arrays on it."""
     start()
     device = jax.local_devices(backend="cpu")[0]
     return device, jax.sharding.SingleDeviceSharding(device)
@@ -288,8 +289,8 @@ def _cpu():
 
 @cache
 def gpu(index: int):
-    """JAX's name for torch's cuda:index."""
-    with torch.cuda.device(index), settings.defaults():  # JAX's start leaves another device the current one
+    """JAX's device for torch's cuda:index."""
+    with torch.cuda.device(index), settings.defaults():  # starting JAX may change the current device
         return _gpu(index)
 
 
@@ -318,9 +319,9 @@ def _gpu(index: int):
 
 
 def check_can_run(device: torch.device) -> None:
-    """An error where JAX would wait for ever or end the process, before it is asked for anything."""
+    """Raises an error where JAX would wait for ever or end the process. It calls nothing of JAX."""
     if _is_child:
-        # It has JAX's locks and queues, but not the threads that serve them.
+        # The child has copies of JAX's locks and queues, but not the threads that serve them.
         raise RuntimeError(
             "this process was forked from one in which JAX had started, so JAX cannot run here: start processes by "
             "spawn (torch.multiprocessing.set_start_method('spawn'), DataLoader(multiprocessing_context='spawn')), or "
@@ -345,10 +346,10 @@ if hasattr(os, "register_at_fork"):
 
 @cache
 def start() -> None:
-    """Before JAX's backends start, ask them to leave torch its memory.
+    """Before JAX's backends start, tells them not to reserve the GPU's memory, which torch needs.
 
-    Not with jax_cuda_visible_devices, to spare other ranks a context on their GPU: with it set to a GPU that is not the
-    first, JAX 0.11.2 fails at its first operation.
+    It does not set jax_cuda_visible_devices, which would spare other ranks a context on their GPU: with a GPU that is
+    not the first, JAX 0.11.2 fails at its first operation.
     """
     with _starting:
         if xla_bridge.backends_are_initialized():
@@ -358,7 +359,7 @@ def start() -> None:
 
 
 def _warn_if_reserved(device) -> None:
-    jax.device_put(np.int32(0), device)  # it reserves what it wants to at its first allocation
+    jax.device_put(np.int32(0), device)  # JAX reserves memory at its first allocation
     stats = device.memory_stats() or {}
     held, limit = stats.get("pool_bytes", 0), stats.get("bytes_limit", 0)
     if limit and held > HELD_SHARE * limit:

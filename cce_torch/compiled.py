@@ -1,15 +1,17 @@
-"""The core in PyTorch alone, on any device: the vocabulary in groups whose block of logits is bounded.
+"""The core in PyTorch alone, on any device, for one group of the vocabulary after another.
 
 The derivation, and the equations cited here, are in cce_jax/core.py. Forward: one matmul a group and a running
-log-sum-exp. Backward: the same block of logits once more, turned into dz, and two matmuls. A block, and a group's rows
-of c and dc, take at most blocks.BLOCK_BYTES, or 1024 columns if those are more; at most three such are alive at a time.
-Beside them an (N, D) sum for de in float32, and for 16-bit inputs another, and a copy of e.
+log-sum-exp. Backward: the group's logits are computed again and turned into dz; two matmuls follow. A group's logits,
+its rows of c and its rows of dc take at most blocks.BLOCK_BYTES each, or 1024 columns if those are more. At most three
+such blocks exist at a time. Besides them there are an (N, D) float32 sum for de, and for 16-bit inputs another such sum
+and a copy of e.
 
-Both passes are operators that torch.compile does not look into. Traced, the backward's logits would be the same
-expression as the forward's, so AOTAutograd merges the two and saves every block: the full logits. And the time to
-compile would grow with the number of groups. Only what happens between the matmuls is compiled, once for all groups, by
-torch.compile when it is first used. Where that fails (no C++ compiler, no Triton, a device without a backend) the same
-functions run operation by operation, after one warning: the same numbers up to rounding, slower, with up to six blocks.
+Both passes are operators that torch.compile does not trace. If it traced them, the logits of the backward pass would be
+the same expression as those of the forward pass. AOTAutograd would merge the two and save every block: the full logits.
+Also, the time to compile would grow with the number of groups. Only the operations between the matmuls are compiled, by
+torch.compile at their first use, once for all groups. If that fails (no C++ compiler, no Triton, a device without a
+backend), the same functions run operation by operation, after one warning. The numbers are then the same up to
+rounding, but it is slower and holds up to six blocks.
 """
 
 from collections.abc import Iterator
@@ -27,14 +29,15 @@ def statistics(
     e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None, *, scale: float,
     softcap: float | None, with_sum: bool, memory_budget: int = MEMORY_BUDGET,
 ) -> Tensor:  # fmt: skip
-    """As cce_torch.reference.statistics, (2 or 3, N), without the logits; differentiable once in e, c and bias.
+    """The numbers of cce_torch.reference.statistics, (2 or 3, N), without holding the logits.
 
-    e: (N, D), bfloat16, float16, float32 or float64; c: (V, D), of e's type and any strides, which its gradient shares;
-    bias: (V,), of e's type; columns: (N,) integers; weights: (V,). Logits and sums are float32 (float64 for float64).
-    16-bit inputs multiply in their own type on CUDA from PyTorch 2.8 on, where dz is rounded to it; elsewhere a group
-    at a time is widened to float32. Saved for the backward pass: the inputs and the result.
+    Differentiable once in e, c and bias.
+    e: (N, D), bfloat16, float16, float32 or float64; c: (V, D), of e's type, with any strides, which its gradient gets
+    too; bias: (V,), of e's type; columns: (N,) integers; weights: (V,). Logits and sums are float32 (float64 for
+    float64). On CUDA from PyTorch 2.8 on, 16-bit inputs are multiplied in their own type, and dz is rounded to it.
+    Elsewhere they are widened to float32, c one group at a time. Saved for the backward pass: inputs and result.
 
-    Raises NotImplementedError where a second derivative is asked for.
+    NotImplementedError if a second derivative is asked for.
     """
     function = _StatisticsOfFunctions if torch._C._are_functorch_transforms_active() else _Statistics
     return function.apply(e, c, bias, columns, weights, scale, softcap, with_sum, memory_budget)  # type: ignore[no-any-return]
@@ -53,7 +56,7 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangents: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         wanted = ctx.needs_input_grad[:3]
-        run = _gradients if torch.compiler.is_compiling() else _Gradients.apply  # Dynamo traces no Function in another
+        run = _gradients if torch.compiler.is_compiling() else _Gradients.apply  # Dynamo traces no nested Function
         gradients = run(cotangents, *ctx.saved_tensors, ctx.scale, ctx.softcap, ctx.memory_budget, *wanted)
         return (*(g if w else None for g, w in zip(gradients, wanted, strict=True)), *[None] * 6)
 
@@ -66,14 +69,14 @@ def _refuse(ctx: Any, *tangents_or_cotangents: Any) -> Any:
 
 
 class _StatisticsOfFunctions(_Statistics):
-    """_Statistics in the form that torch.func takes. torch.compile refuses a Function with a jvp."""
+    """_Statistics in the form that torch.func needs: with a jvp, which torch.compile refuses."""
 
     generate_vmap_rule = True
     jvp = staticmethod(_refuse)
 
 
 class _Gradients(torch.autograd.Function):
-    """_gradients, whose own derivative is an error. Not the operator's autograd rule, which torch.func cannot use."""
+    """_gradients, with an error for its own derivative. An autograd rule of the operator would not reach torch.func."""
 
     generate_vmap_rule = True
     backward = jvp = staticmethod(_refuse)
@@ -92,7 +95,7 @@ def _statistics(
     e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None, scale: float,
     softcap: float | None, with_sum: bool, memory_budget: int,
 ) -> Tensor:  # fmt: skip
-    """(1), (2) and, with_sum, (3)."""
+    """Equations (1), (2) and, with_sum, (3)."""
     with _plainly(e):
         accumulate, operand = blocks.types(e)
         if not e.shape[0]:
@@ -111,21 +114,21 @@ def _gradients(
     output: Tensor, scale: float, softcap: float | None, memory_budget: int, want_e: bool, want_c: bool,
     want_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(6) and (7): de, dc and dbias, each of no elements where it is not wanted; dc's rows are written once."""
+    """Equations (6) and (7): de, dc and dbias. A gradient that is not wanted has no elements. dc is written once."""
     with _plainly(e):
         accumulate, operand = blocks.types(e)
         de, dc, dbias = _new_gradients(e, c, bias, want_e, want_c, want_bias)
         if not e.shape[0]:
             return de, dc.zero_(), dbias.zero_()
         live = columns >= 0
-        lse = torch.where(live, output[0], torch.inf)  # so p = 0
-        factors = torch.where(live, cotangents, 0).contiguous() * scale  # a, t̂ and s, times what dz has of them all
+        lse = torch.where(live, output[0], torch.inf)  # makes p = 0 for ignored tokens
+        factors = torch.where(live, cotangents, 0).contiguous() * scale  # a, t̂ and s, each times scale
         unit = None
         if operand == torch.float16:
             factors, unit = blocks.fit_float16(factors, weights)
         of = (lse, *factors, None)[:4]
         de = torch.zeros_like(de, dtype=accumulate)
-        e_live = torch.where(live[:, None], e, 0).to(operand)  # 0 · NaN is NaN: that dz is 0 does not suffice
+        e_live = torch.where(live[:, None], e, 0).to(operand)  # dz = 0 is not enough: 0 · NaN is NaN
         for group, c_g, block in blocks.each(e_live, c, bias, columns, weights, scale, softcap, memory_budget):
             if want_bias:
                 dbias[group] = blocks.times(blocks.fused(blocks.sums, *block, *of), unit)
@@ -136,7 +139,7 @@ def _gradients(
             if want_e and operand == accumulate:
                 de.addmm_(dz, c_g)
             elif want_e:
-                de += blocks.product(dz, c_g, accumulate)  # not every addmm adds 16-bit products to float32
+                de += blocks.product(dz, c_g, accumulate)  # addmm cannot add 16-bit products to float32 everywhere
             if want_c and dc.dtype == accumulate:
                 torch.mm(dz.t(), e_live, out=dc[group])
             elif want_c:
@@ -167,13 +170,13 @@ def _(info, in_dims, *arguments):
 
 
 def _examples(info: Any, in_dims: tuple[int | None, ...], arguments: tuple) -> Iterator[list]:
-    """The arguments of each example of a torch.vmap."""
+    """The arguments of one example after another of a torch.vmap."""
     for i in range(info.batch_size):
         yield [x if axis is None else x.select(axis, i) for x, axis in zip(arguments, in_dims, strict=True)]
 
 
 def _new_gradients(e: Tensor, c: Tensor, bias: Tensor | None, want_e: bool, want_c: bool, want_bias: bool):
-    """Uninitialised de, dc with c's strides, and dbias; of no elements where not wanted."""
+    """Uninitialised de, dc (with c's strides) and dbias. A gradient that is not wanted has no elements."""
     de = e.new_empty(e.shape if want_e else 0)
     dc = torch.empty_like(c) if want_c else c.new_empty(0)
     return de, dc, e.new_empty(0) if bias is None or not want_bias else bias.new_empty(bias.shape)
@@ -181,6 +184,6 @@ def _new_gradients(e: Tensor, c: Tensor, bias: Tensor | None, want_e: bool, want
 
 @contextmanager
 def _plainly(x: Tensor) -> Iterator[None]:
-    """Neither autograd nor autocast: the types are ours to choose."""
+    """Switches off autograd, and autocast, which would change the types."""
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         yield

@@ -1,6 +1,6 @@
-"""Every loss as plain arithmetic on the core's three numbers, differentiated by PyTorch: cce_jax/losses.py once more.
+"""Every loss as plain arithmetic on the core's three numbers, differentiated by PyTorch.
 
-For the implementations that run without JAX; the others run cce_jax's.
+The same as cce_jax/losses.py, for "torch_compile" and "reference", which run without JAX.
 """
 
 import torch
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def columns(targets: Tensor, ignore_index: int, vocabulary: int) -> Tensor:
-    """The column of the logits that each target names; V where it names none, -1 where the token is ignored; int32.
+    """The column of the logits that each target names, int32; V where it names none, -1 where the token is ignored.
 
-    targets: int64, which holds every ignore_index, V and -1.
+    targets: int64, so that every ignore_index fits.
     """
     in_vocabulary = (targets >= 0) & (targets < vocabulary)
     named = torch.where(in_vocabulary, targets, vocabulary)
@@ -29,9 +29,10 @@ def loss(
     label_smoothing: float,
     z_loss: float,
 ) -> tuple[Tensor, Tensor]:
-    """The loss, of the shape of columns for "none", and lse, 0 where ignored.
+    """The loss, a scalar or for "none" (N,), and lse, (N,), which is 0 for ignored tokens.
 
-    numbers: (2 or 3, N), with the sum if label_smoothing; columns: (N,); class_weight: (V,); token_weight: (N,).
+    numbers: (2, N), or (3, N) with the weighted sum if label_smoothing > 0; columns: (N,); class_weight: (V,);
+    token_weight: (N,).
     """
     kept = columns >= 0
     lse, target, *weighted = torch.where(kept, numbers, 0).unbind()
@@ -41,7 +42,7 @@ def loss(
         whole = vocabulary if class_weight is None else class_weight.sum()
         ce = (1 - label_smoothing) * ce + label_smoothing / vocabulary * (whole * lse - weighted[0])
     weight = kept.to(lse.dtype) if token_weight is None else torch.where(kept, token_weight.to(lse.dtype), 0)
-    poison = torch.where(columns == vocabulary, torch.nan, torch.ones_like(lse))  # and it multiplies the gradient too
+    poison = torch.where(columns == vocabulary, torch.nan, torch.ones_like(lse))  # a factor: gradients become NaN too
     total = ce + z_loss * lse**2 if z_loss else ce
     total = torch.where(kept, poison * weight * total, 0)
     if reduction == "none":

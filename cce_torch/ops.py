@@ -1,9 +1,9 @@
 """Linear cross-entropy as two PyTorch operators, opaque to torch.compile, and the autograd rule that joins them.
 
-`cce_torch::loss` returns the loss, the core's numbers, (2 or 3, N), whose first row is lse, and what it saves for
-`cce_torch::gradients`, which takes the cotangents of the first two. Losses, their derivative and kernels are cce_jax's:
-one program each way (programs.py). A Function around an operator costs a quarter of what an autograd rule registered
-with the operator costs a call.
+`cce_torch::loss` returns the loss, the core's numbers, (2 or 3, N), whose first row is lse, and the exponentials that
+it saves. `cce_torch::gradients` takes these and the cotangents of the loss and of the numbers. The losses, their
+derivative and the kernels are cce_jax's: one JAX program for each operator (programs.py). The autograd rule is a
+Function around the operators: a rule registered with an operator takes four times as long at each call.
 """
 
 from collections.abc import Iterable
@@ -39,11 +39,11 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, row_leng
          precision: str | None, impl: str, memory_budget: int) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The loss, () or (N,), and the core's numbers, (2 or 3, N), float32; differentiable in e, c, bias, token_weight.
 
-    e: (N, D); c: (V, D), a transposed (D, V) taken as it lies; bias: (V,); targets: (N,) int64, in rows of row_length
-    along which the shift goes; class_weight: (V,); token_weight: (N,); num_items: one element.
+    e: (N, D); c: (V, D), not copied if it is a transposed (D, V); bias: (V,); targets: (N,) int64, in rows of
+    row_length tokens, which are shifted row by row; class_weight: (V,); token_weight: (N,); num_items: one element.
     """
     functions = torch._C._are_functorch_transforms_active()
-    # Not under torch.compile, which with dynamic shapes would have to know the size of what is saved.
+    # Nothing is saved under torch.compile: with dynamic shapes it would have to know the saved array's size.
     saving = torch.is_grad_enabled() and not functions and not torch.compiler.is_compiling()
     wanted = [x is not None and x.requires_grad for x in (e, c, bias)]
     saving_for = wanted if saving and any(wanted) else []
@@ -53,7 +53,7 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, row_leng
 
 
 def _kind(e: Tensor, c: Tensor, *others: Any) -> Any:
-    """The call's programs.Kind, to be held by the graph: it knows to which size the forward pass padded."""
+    """The call's programs.Kind. The graph holds it, as it knows the size to which the forward pass padded."""
     from cce_torch import programs
 
     return programs.kind_of_tensors(e, c, _call(*others[-1])[0])
@@ -74,8 +74,8 @@ class _Loss(torch.autograd.Function):
         wanted = of_e, of_c, of_bias, of_token_weight
         if of_loss is None and of_numbers is None:
             return (None,) * 10
-        # With a graph of the backward pass asked for, in the Function that refuses to be differentiated; not under
-        # torch.compile, which takes no Function in another one's backward, and no second derivatives either.
+        # If a graph of the backward pass is asked for, it runs in a Function that refuses to be differentiated. Not
+        # under torch.compile, which allows no Function in another one's backward, and no second derivatives.
         guarded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         run = _Gradients.apply if guarded else _gradients_operator
         found = run(of_loss, of_numbers, *ctx.saved_tensors, *wanted, ctx.row_length, *ctx.options)
@@ -97,7 +97,7 @@ def _gradients_operator(*arguments: Any) -> tuple[Tensor | None, ...]:
 
 
 def _is_batched(x: Tensor | None) -> bool:
-    """Whether torch.autograd.grad(is_grads_batched=True) maps over x, whose type is Tensor all the same."""
+    """Whether torch.autograd.grad(is_grads_batched=True) maps over x. The type of such an x is still Tensor."""
     return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)  # type: ignore[attr-defined]
 
 
@@ -105,7 +105,7 @@ PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
 def _is_plain(given: Iterable[Tensor | None]) -> bool:
-    """Whether nothing watches operators, so that one may be called past the dispatcher, which takes 50 µs of it."""
+    """Whether nothing observes operators. They may then be called without the dispatcher, which takes 50 µs."""
     return (
         not torch.compiler.is_compiling()
         and PLAIN.issuperset(map(type, given))
@@ -129,7 +129,7 @@ def _refuse(ctx: Any, *tangents_or_cotangents: Any) -> Any:
 
 
 class _LossOfFunctions(_Loss):
-    """_Loss in the form that torch.func takes. Another costs less a call, and torch.compile refuses one with a jvp."""
+    """_Loss in the form that torch.func needs. _Loss takes less time a call; torch.compile refuses a jvp."""
 
     generate_vmap_rule = True
     jvp = staticmethod(_refuse)
@@ -144,7 +144,7 @@ class _LossOfFunctions(_Loss):
 
 
 class _Gradients(torch.autograd.Function):
-    """cce_torch::gradients, whose own derivative is an error."""
+    """cce_torch::gradients, with an error for its own derivative."""
 
     generate_vmap_rule = True
     backward = jvp = staticmethod(_refuse)
@@ -179,13 +179,13 @@ def _run_loss(
 
 
 def _run_loss_of_compiled(*arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """_run_loss of tensors that the public function has not looked at, or while torch.compile traced it."""
+    """_run_loss for tensors that the public function has not checked: it was not called, or torch.compile traced it."""
     tensors.check(dict(zip(NAMES, arguments, strict=False)))
     return _run_loss(*arguments)
 
 
 def _run_gradients(*arguments) -> tuple[Tensor, ...]:
-    """Gradients like e, c, bias and token_weight; of no elements where not wanted."""
+    """The gradients of e, c, bias and token_weight, in their shapes. A gradient not wanted has no elements."""
     e = arguments[2]
     return tuple(e.new_empty(0) if x is None else x for x in _found_gradients(*arguments))
 
@@ -195,7 +195,7 @@ def _found_gradients(of_loss, of_numbers, e, c, bias, targets, class_weight, tok
                      ) -> tuple[Tensor | None, ...]:  # fmt: skip
     wanted = of_e, of_c, of_bias, of_token_weight
     given = e, c, bias, targets, class_weight, token_weight, num_items
-    tensors.check(dict(zip(NAMES, given, strict=True)))  # again, as FSDP may have freed one since the forward pass
+    tensors.check(dict(zip(NAMES, given, strict=True)))  # checked again: FSDP may have freed one after the forward pass
     if not e.shape[0] or not any(wanted):
         return tuple(x.zero_() for x in _like(e, c, bias, token_weight, *wanted))
     programs = _programs()
@@ -226,7 +226,7 @@ def _fake_loss(e, c, bias, targets, class_weight, token_weight, num_items, savin
     shape = (e.shape[0],) if options[2] == "none" else ()
     rows = 3 if options[3] > 0 else 2
     saved = 0, 0
-    if saving_for and not all(type(n) is int for n in (*e.shape, *c.shape)):  # known when it runs
+    if saving_for and not all(type(n) is int for n in (*e.shape, *c.shape)):  # the size is known only at run time
         saved = torch.library.get_ctx().new_dynamic_size(), torch.library.get_ctx().new_dynamic_size()
     elif saving_for:
         programs = _programs()
@@ -241,7 +241,7 @@ def _fake_gradients(of_loss, of_numbers, e, c, bias, targets, class_weight, toke
 
 
 def _like(e, c, bias, token_weight, of_e: bool, of_c: bool, of_bias: bool, of_token_weight: bool) -> tuple[Tensor, ...]:
-    """Uninitialised results of `gradients`: row-major, but dc transposed where c is."""
+    """Uninitialised results of `gradients`: row-major, except that dc is transposed if c is."""
 
     def row_major(x: Tensor, wanted: bool) -> Tensor:
         return torch.empty_like(x, memory_format=torch.contiguous_format) if wanted else e.new_empty(0)

@@ -1,12 +1,12 @@
-"""The two JAX programs that torch runs, and the numbers of tokens that they are compiled for.
+"""The two JAX programs that torch runs, forward and backward, and the numbers of tokens that they are compiled for.
 
-JAX compiles a program for each shape, and the number of tokens N differs from batch to batch. The first EXACT numbers
-of tokens that come along get a program of their own; after that N is padded with ignored tokens to the next multiple of
-256, above 1024 to the next of four sizes an octave (…, 4096, 5120, 6144, 7168, 8192, 10240, …). So a process compiles
-few programs and pads little.
+JAX compiles a program for each shape, and the number of tokens N differs from batch to batch. The first EXACT values of
+N get programs of their own. Any other N is padded with ignored tokens to the next multiple of 256, and above 1024 to
+the next of four sizes an octave (…, 4096, 5120, 6144, 7168, 8192, 10240, …). So a process compiles few programs and
+pads little.
 
-It keeps the PROGRAMS of either direction that were called last, and frees the others. Numbers that change from step to
-step (label_smoothing, z_loss, scale) are arguments of a program: it is compiled for whether there is one.
+A process keeps the last PROGRAMS programs of each direction that it called, and frees older ones. Numbers that change
+from step to step (label_smoothing, z_loss, scale) are arguments of a program. Whether such a number is given is static.
 """
 
 import threading
@@ -29,8 +29,8 @@ from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
 from cce_torch import bridge
 
-# The backward pass chooses by the number of kept tokens between kernels. As part of a CUDA graph, of which these become
-# one, the device chooses; otherwise XLA would wait for the number before it launches either.
+# The backward pass chooses between kernels by the number of kept tokens. With these options XLA makes them one CUDA
+# graph, in which the device chooses. Without, the host would wait for the number before it launches either kernel.
 ON_GPU = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
     "xla_gpu_graph_min_graph_size": 1,
@@ -38,7 +38,7 @@ ON_GPU = {
 EXACT = 4
 SMALLEST = 256
 STEPS_PER_OCTAVE = 4
-PROGRAMS = 256  # a process on a CPU ended at some 2,000: each takes several of its 65,530 mappings of memory
+PROGRAMS = 256  # on a CPU a process ended at about 2,000: each takes several of its 65,530 memory mappings
 
 _choosing = threading.Lock()
 
@@ -56,12 +56,12 @@ class Call:
     memory_budget: int
 
     def is_exact(self, dtype: torch.dtype) -> bool:
-        """Whether float32 matmuls are."""
+        """Whether float32 matmuls are exact: not TF32."""
         return dtype == torch.float32 and (self.precision or _float32_precision()) == "highest"
 
 
 class Numbers(NamedTuple):
-    """The options of a call that are arguments of its programs; None where there is no such term."""
+    """The options of a call that are arguments of its programs. None: the loss has no such term."""
 
     label_smoothing: float | None
     z_loss: float | None
@@ -69,15 +69,15 @@ class Numbers(NamedTuple):
 
 
 def _float32_precision() -> str:
-    """PyTorch's setting for float32 matmuls, by whichever of its two interfaces it was set last."""
+    """PyTorch's setting for float32 matmuls, whichever of its two interfaces set it last."""
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # since PyTorch 2.9, where the newer interface has set what the older cannot say
+    except RuntimeError:  # from PyTorch 2.9 on, if the newer interface has set a value that the older does not have
         return "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
 
 
 class Sizes:
-    """The numbers of tokens that programs are compiled for; the same N always gets the same one."""
+    """The number of tokens that programs are compiled for, as a function of N: the same N always gets the same size."""
 
     def __init__(self) -> None:
         self.chosen: dict[int, int] = {}
@@ -91,7 +91,7 @@ class Sizes:
 
 
 def padded_size(tokens: int) -> int:
-    """The least size that holds so many tokens."""
+    """The smallest padded size that holds so many tokens."""
     octave = 2 ** (max(tokens - 1, 1).bit_length() - 1)
     step = max(octave // STEPS_PER_OCTAVE, SMALLEST)
     return -(-tokens // step) * step
@@ -99,16 +99,16 @@ def padded_size(tokens: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """What calls have in common whose options, types, device and shapes but for N are the same.
+    """What is common to all calls with the same options, types, device and shapes, except N.
 
-    It lives as long as one of its programs is kept, or a graph has saved something whose size it chose.
+    A Kind lives as long as one of its programs is kept, or a graph holds a saved array whose size the Kind chose.
     """
 
     call: Call
     static: core.Core  # the static part of the core's call
-    c_shape: torch.Size  # as it lies in memory
+    c_shape: torch.Size  # in the order of memory
     dtype: torch.dtype
-    device: Any  # JAX's name for it
+    device: Any  # JAX's device
     sizes: Sizes
 
 
@@ -116,9 +116,9 @@ _kinds: MutableMapping[tuple, Kind] = WeakValueDictionary()
 
 
 def kind_of(call: Call, c_shape: torch.Size, vocab_axis: int, dtype: torch.dtype, device: torch.device) -> Kind:
-    """The one Kind of such calls, also if threads ask for it at once; the first call starts JAX."""
+    """The one Kind of such calls, even if several threads ask for it at once. The first call starts JAX."""
     bridge.check_can_run(device)
-    exact = call.is_exact(dtype)  # by PyTorch's setting, which may change between calls
+    exact = call.is_exact(dtype)  # depends on PyTorch's setting, which may change between calls
     key = call, c_shape, vocab_axis, dtype, device, exact
     found = _kinds.get(key)
     if found is None:
@@ -132,19 +132,19 @@ def kind_of(call: Call, c_shape: torch.Size, vocab_axis: int, dtype: torch.dtype
 
 
 def kind_of_tensors(e: Tensor, c: Tensor, call: Call) -> Kind:
-    """The Kind of a call on these."""
+    """The Kind of a call on these tensors."""
     axis = _vocab_axis(c)
     return kind_of(call, (c.T if axis else c).shape, axis, e.dtype, e.device)
 
 
 def _vocab_axis(c: Tensor) -> int:
-    """The axis of the vocabulary in memory."""
+    """The axis of the vocabulary in the order of memory."""
     return 0 if c.is_contiguous() or not c.T.is_contiguous() else 1
 
 
 @lru_cache(maxsize=PROGRAMS)
 def _saved_shape(kind: Kind, size: int, with_bias: bool, wanted: Wanted) -> tuple[int, int]:
-    """Of what a call with so many tokens saves for these gradients."""
+    """The shape of the exponentials that a call with `size` tokens saves for these gradients."""
     shape, dtype = (kind.c_shape[0], kind.c_shape[1]), str(kind.dtype)[6:]
     axis = kind.static.head.vocab_axis
     e, c = jax.ShapeDtypeStruct((size, shape[1 - axis]), dtype), jax.ShapeDtypeStruct(shape, dtype)
@@ -155,11 +155,12 @@ def _saved_shape(kind: Kind, size: int, with_bias: bool, wanted: Wanted) -> tupl
 
 def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, wanted: Wanted | None, row_length: int,
          call: Call, numbers: Numbers):  # fmt: skip
-    """The loss, () or (N,), the core's statistics, (2 or 3, N), 0 where ignored, float32; and what is saved.
+    """The loss, () or (N,), the core's statistics, (2 or 3, N), both float32, and the saved exponentials.
 
-    e: (N, D), N ≥ 1; c: (V, D), bias: (V,); targets: (N,) int64, before the shift along rows of row_length;
-    class_weight: (V,); token_weight: (N,); num_items: one element; wanted: the gradients that will be asked for, None
-    if there is nothing to be saved for them.
+    The statistics of ignored tokens are 0. Where nothing is saved, the saved exponentials have no elements.
+    e: (N, D), N ≥ 1; c: (V, D), bias: (V,); targets: (N,) int64, before the shift, in rows of row_length tokens;
+    class_weight: (V,); token_weight: (N,); num_items: one element; wanted: the gradients that will be asked for, or
+    None if nothing is to be saved for them.
     """
     arrays = _Arrays(e, c, call, numbers)
     rows = 2 + call.loss.smooths
@@ -182,7 +183,7 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, wanted: 
 
 
 def saved_shape(e: Tensor, c: Tensor, bias: Tensor | None, wanted: Wanted, call: Call) -> tuple[int, int]:
-    """The shape of what `loss` saves, of tensors that may be fake."""
+    """The shape of the exponentials that `loss` saves. The tensors may be fake."""
     kind = kind_of_tensors(e, c, call)
     return _saved_shape(kind, kind.sizes(e.shape[0]), bias is not None, wanted)
 
@@ -191,10 +192,11 @@ def gradients(
     of_loss, of_statistics, e, c, bias, targets, class_weight, token_weight, num_items, statistics, saved,
     *, wanted: Wanted, of_token_weight: bool, row_length: int, call: Call, numbers: Numbers,
 ) -> list[Tensor]:  # fmt: skip
-    """de, dc, dbias and the gradient of token_weight, those that are wanted: like e, c, bias and token_weight.
+    """The wanted ones of de, dc, dbias and the gradient of token_weight, in the shapes of e, c, bias and token_weight.
 
-    of_loss, of_statistics: the cotangents of what `loss` returned, None for zero; statistics, saved: what it returned.
-    The program writes into saved, but nothing that another call of this reads: cce_kernels/exponentials.py.
+    of_loss, of_statistics: the cotangents of the first two results of `loss`; None for zero. statistics, saved: the
+    other results of `loss`. The program overwrites parts of saved that no later call reads
+    (cce_kernels/exponentials.py).
     """
     arrays = _Arrays(e, c, call, numbers)
     overwritten = [] if saved is None or not saved.numel() else [saved]
@@ -225,7 +227,7 @@ def gradients(
 
 
 class _Arrays:
-    """The tensors of a call in the form that its program takes: row-major, and padded to a number of tokens."""
+    """The tensors of a call in the form that its program takes: row-major, and padded to the program's size."""
 
     def __init__(self, e: Tensor, c: Tensor, call: Call, numbers: Numbers) -> None:
         axis = _vocab_axis(c)
@@ -236,7 +238,7 @@ class _Arrays:
         self.size = self.kind.sizes(self.tokens)
 
     def padded(self, x: Any, fill: float, axis: int = 0) -> Any:
-        """x with as many tokens as the program is compiled for, the new ones filled with fill."""
+        """x with as many tokens as the program is compiled for. The new tokens hold fill."""
         if x is None or self.size == self.tokens:
             return _dense(x)
         shape = list(x.shape)
@@ -244,7 +246,7 @@ class _Arrays:
         return torch.cat([x, x.new_full(shape, fill)], axis)
 
     def cut(self, x: Tensor) -> Tensor:
-        """x without the tokens that it was padded with. Not as a view, which autograd lets nobody change in place."""
+        """x without the padding. Not a view: autograd forbids to change a view in place."""
         return x if self.size == self.tokens else x.resize_(self.tokens, *x.shape[1:])
 
     def inputs(self, e, bias, targets, class_weight, token_weight, num_items, row_length: int) -> list:
@@ -263,13 +265,13 @@ def _real(x: Tensor | None) -> Tensor | None:
 
 
 def _dense(x: Any) -> Any:
-    """x in row-major memory, a pending negation carried out, which DLPack would drop."""
+    """x in row-major memory. A pending negation is carried out, as DLPack would drop it."""
     return None if x is None else x.resolve_neg().contiguous()
 
 
 def _prepared(kind: Kind, e, c, bias, words, class_weight, token_weight, num_items, row_length, label_smoothing, z_loss,
               scale):  # fmt: skip
-    """The core's inputs, token_weight, and losses.loss but for the core's numbers and token_weight."""
+    """The core's inputs, token_weight, and losses.loss with all arguments bound except numbers and token_weight."""
     call, vocabulary = kind.call, kind.c_shape[kind.static.head.vocab_axis]
     columns = _columns(words, call.ignore_index, vocabulary)
     weights = None if class_weight is None else class_weight.astype(jnp.float32)
@@ -287,7 +289,7 @@ def _prepared(kind: Kind, e, c, bias, words, class_weight, token_weight, num_ite
 
 
 def _columns(words: jax.Array, ignore_index: int, vocabulary: int) -> jax.Array:
-    """losses.columns of 64-bit targets, given as their low and high words, (2·N,)."""
+    """losses.columns for 64-bit targets, which are given as their low and high words, (2·N,)."""
     low, high = words.reshape(-1, 2).T
     in_vocabulary = (high == 0) & (low >= 0) & (low < vocabulary)
     ignored = (low == _signed(ignore_index & 0xFFFFFFFF)) & (high == _signed(ignore_index >> 32 & 0xFFFFFFFF))
@@ -295,7 +297,7 @@ def _columns(words: jax.Array, ignore_index: int, vocabulary: int) -> jax.Array:
 
 
 def _moved(x: jax.Array, by: int, fill: int) -> jax.Array:
-    """x moved by so many places, up or down, fill in those that fall free."""
+    """x moved by |by| elements, to the end if by > 0, else to the front. The elements that become free hold fill."""
     filling = jnp.full((abs(by),), fill, x.dtype)
     return jnp.concatenate([filling, x[:-by]] if by > 0 else [x[-by:], filling])
 
@@ -309,11 +311,10 @@ def _stacked(statistics: Statistics) -> jax.Array:
 
 
 def _jitted(program: Callable, outputs: int, options: dict[str, Any] | None = None) -> Callable:
-    """jax.jit(program), the first arguments being the memory of so many results, which nothing reads.
+    """jax.jit(program), whose first arguments are the memory of `outputs` results. The program does not read them.
 
-    JAX would drop them as unused. keep_unused=True prevents that, but under it JAX 0.11.2 never frees a program: the
-    cache of _dce_jaxpr then holds its own key. A function with a rule of its own for derivatives keeps its arguments,
-    whether it uses them or not.
+    JAX would drop them as unused. keep_unused=True prevents that, but then JAX 0.11.2 never frees a program: the cache
+    of _dce_jaxpr holds its own key. A function with a derivative rule of its own keeps all its arguments.
     """
     opaque = jax.custom_jvp(program)
     opaque.defjvp(_never_differentiated)
@@ -326,11 +327,13 @@ def _never_differentiated(*_: Any) -> Any:
 
 @lru_cache(maxsize=PROGRAMS)
 def _loss_program(kind: Kind, size: int, wanted: Wanted | None, saves: bool) -> Callable:
-    """size: the number of tokens, by which programs are kept and freed one by one; wanted: None for evaluation."""
+    """The forward program. size: its number of tokens, so that each size is kept and freed alone. wanted: None for
+    evaluation.
+    """
     count = 3 if saves else 2
 
     def torch_loss(*arrays):
-        inputs, token_weight, arithmetic = _prepared(kind, *arrays[count:])  # before them the results' memory
+        inputs, token_weight, arithmetic = _prepared(kind, *arrays[count:])  # the first `count` are the results' memory
         statistics, saved = core.forward_pass(inputs, kind.static, wanted)
         value, _ = arithmetic(statistics, token_weight=token_weight)
         return value, jnp.where(inputs.targets >= 0, _stacked(statistics), 0), *([saved] if saves else [])
@@ -340,12 +343,12 @@ def _loss_program(kind: Kind, size: int, wanted: Wanted | None, saves: bool) -> 
 
 @lru_cache(maxsize=PROGRAMS)
 def _gradients_program(kind: Kind, wanted: Wanted, of_token_weight: bool, with_saved: bool, size: int) -> Callable:
-    """size: as for _loss_program."""
+    """The backward program. size: as for _loss_program."""
     count = with_saved + wanted.e + wanted.c + wanted.bias + of_token_weight
 
     def torch_gradients(*arrays):
         saved = arrays[0] if with_saved else None
-        of_loss, of_statistics, stacked, *rest = arrays[count:]  # before them the results' memory
+        of_loss, of_statistics, stacked, *rest = arrays[count:]  # the first `count` are the results' memory
         inputs, token_weight, arithmetic = _prepared(kind, *rest)
 
         def named(kind_of_numbers, stacked):
@@ -354,8 +357,8 @@ def _gradients_program(kind: Kind, wanted: Wanted, of_token_weight: bool, with_s
         def value(stacked, token_weight):
             return arithmetic(named(Statistics, stacked), token_weight=token_weight)[0]
 
-        # Without a cotangent of the loss there is no way back through it: 0 times the NaN of a token whose target is
-        # out of range would be NaN.
+        # Without a cotangent of the loss, the loss is not differentiated. A cotangent of 0 would give NaN for a token
+        # whose target is out of range: 0 · NaN is NaN.
         cotangents, of_weight = jnp.zeros_like(stacked), jax.tree.map(jnp.zeros_like, token_weight)
         if of_loss is not None:
             cotangents, of_weight = jax.vjp(value, stacked, token_weight)[1](of_loss)

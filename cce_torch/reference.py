@@ -1,4 +1,4 @@
-"""The specification: the core's three numbers from the full (N, V) logits, differentiated by PyTorch, at any order."""
+"""The specification: the core's three numbers from the full (N, V) logits. PyTorch differentiates it, to any order."""
 
 import torch
 from torch import Tensor
@@ -8,11 +8,11 @@ def statistics(
     e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None, *, scale: float,
     softcap: float | None, with_sum: bool,
 ) -> Tensor:  # fmt: skip
-    """lse, target and, with_sum, the weighted sum of each token's logits, (2 or 3, N), float32 or float64 as e allows.
+    """lse, target and, with_sum, the weighted sum of each token's logits, (2 or 3, N), float32 (float64 for float64).
 
-    e: (N, D); c: (V, D), of any strides; bias: (V,) or None; columns: (N,) integers, V or more for a target that names
-    no column (its logit is 0), negative for an ignored token (its numbers are 0, and so are its gradients);
-    weights: (V,) or None for 1, used by the sum alone. Holds several (N, V) arrays.
+    e: (N, D); c: (V, D), of any strides; bias: (V,) or None; columns: (N,) integers. A column of V or more names no
+    logit: target is 0. A negative column is an ignored token: its numbers and gradients are 0. weights: (V,), for the
+    weighted sum alone; None: 1. Holds several (N, V) arrays.
     """
     with torch.autocast(e.device.type, enabled=False):
         accumulate = torch.promote_types(e.dtype, torch.float32)

@@ -1,11 +1,12 @@
-"""The user's JAX settings do not reach the programs that torch runs: these are traced and run under JAX's defaults.
+"""JAX's default settings for the programs that torch runs, whatever settings the user has made.
 
-JAX reads most of its settings while it traces a program and again when it runs it. Some of them would make our programs
-fail ("strict" promotion, `jax_transfer_guard`, `jax_debug_nans`, which finds the NaN of a buffer that is not written
-yet), some would compile them for other devices (`jax.set_mesh`) or not at all (`jax_disable_jit`).
+JAX reads most of its settings while it traces a program and again when it runs the program. With some settings our
+programs would fail: "strict" promotion, `jax_transfer_guard`, and `jax_debug_nans`, which finds the NaN of a buffer
+that is not written yet. With others they would be compiled for other devices (`jax.set_mesh`) or not at all
+(`jax_disable_jit`).
 
-Each setting has a value for the process and one for each thread, which goes before it. `defaults` sets the latter for
-the thread that it runs in, and puts back what was there. JAX's own context managers would do for most, but the one for
+Each setting has a value for the process, and one for each thread that takes precedence. `defaults` sets the values of
+its thread and then restores them. JAX's own context managers would serve for most settings, but the one for
 `debug_nans` leaves the thread without its check.
 """
 
@@ -39,7 +40,7 @@ _VALUES = [*_DEFAULTS.values(), None, None, None]
 
 
 def are_default() -> bool:
-    """Whether no setting has to be changed. Takes a microsecond."""
+    """Whether all settings already have their defaults. Takes a microsecond."""
     return [state.value for state in _STATES] == _VALUES
 
 
@@ -50,5 +51,5 @@ def defaults() -> Iterator[None]:
         for state, value in _DEFAULTS.items():
             stack.callback(state.set_local, state.swap_local(value))
         for guard in _GUARDS:
-            stack.enter_context(guard("allow"))  # which also tells the runtime
+            stack.enter_context(guard("allow"))  # not set_local alone: this also tells the runtime
         yield

@@ -1,4 +1,4 @@
-"""Whether a tensor is plain memory that can be read now. A kernel that is given anything else reads address 0."""
+"""The check that a tensor is plain memory that can be read now. For any other tensor a kernel would read address 0."""
 
 import torch
 from torch import Tensor
@@ -6,8 +6,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 PLAIN = {Tensor, torch.nn.Parameter}
-TRACED = FakeTensor, FunctionalTensor  # torch.compile passes these instead of memory
-ADDRESSED = {"cpu", "cuda", "meta"}  # devices whose tensors have a storage with an address, or none
+TRACED = FakeTensor, FunctionalTensor  # torch.compile passes these, which have no memory
+ADDRESSED = {"cpu", "cuda", "meta"}  # devices where a storage's address tells whether it has memory
 ADVICE = (
     "compute the loss inside the forward of the module that FSDP wraps: there its weights are whole, plain tensors in "
     "memory"
@@ -15,13 +15,13 @@ ADVICE = (
 
 
 def check(tensors: dict[str, Tensor | None]) -> None:
-    """Raise TypeError, with its name, for a tensor of a type that is not understood, or without its memory.
+    """Raise a TypeError that names the tensor, if its type is not supported or it has no memory.
 
-    Takes about a microsecond a tensor. Says nothing of what torch.compile traces, which has no memory yet.
+    Takes about a microsecond a tensor. Tensors that torch.compile traces are not checked: they have no memory yet.
     """
     if torch.compiler.is_compiling():
         return
-    wrapped = torch._C._are_functorch_transforms_active()  # its tensors are of the plain type, and refuse data_ptr
+    wrapped = torch._C._are_functorch_transforms_active()  # functorch's tensors have the plain type, but no data_ptr
     for name, x in tensors.items():
         if x is None:
             continue
@@ -53,12 +53,12 @@ def _has_memory(x: Tensor) -> bool:
         last = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
     if not last:
         return True
-    # A freed storage has no bytes; data_ptr of a view into it is not 0, but the offset of the view.
+    # A freed storage has 0 bytes. data_ptr of a view into it is the view's offset, which need not be 0.
     return x.data_ptr() != 0 and x.untyped_storage().nbytes() >= (x.storage_offset() + last) * x.itemsize
 
 
 def _is_awaited(x: Tensor) -> bool:
-    """Whether x is the result of a collective, which waits for it when an operator is called on x."""
+    """Whether x is the result of a collective that may still run: the first operator on x waits for it."""
     if not torch.distributed.is_available():
         return False
     from torch.distributed._functional_collectives import AsyncCollectiveTensor  # slow to import

@@ -163,7 +163,7 @@ def _decided(few: jax.Array | None, part: Part, found: Callable[[Multiplying], G
 
 def _of_others(run: _Pass, part: Part, tokens: _Tokens, before: Gradients | None, beside: Beside | None,
                how: Multiplying) -> Gradients:  # fmt: skip
-    """The gradients of tokens that are not saved: de; dc and dbias, added to those in `before`.
+    """The gradients of tokens that are not saved. dc and dbias are added to the dc and dbias in `before`.
 
     beside: a second term of the sum for dc; the dc in `before` is then uninitialised, and is written.
     """

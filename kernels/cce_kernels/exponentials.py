@@ -37,7 +37,7 @@ LARGEST_SOFTCAP = 36.0  # above it, exp(z − ρ) ≥ exp(−2κ)/V may underflo
 
 
 def can_be_saved(dtype: str, head: Head) -> bool:
-    """Only for bfloat16: float16 lacks the range, and who asks for float32 wants its accuracy."""
+    """Only for bfloat16: float16 lacks the range, and a float32 call is made for its accuracy."""
     within = head.softcap is None or LEAST_SOFTCAP <= head.softcap <= LARGEST_SOFTCAP
     return dtype == "bfloat16" and within
 

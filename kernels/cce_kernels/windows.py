@@ -17,7 +17,7 @@ class Window(NamedTuple):
 
     number: Any  # of the group
     start: Any  # the first column that is computed
-    owned: Any  # the first column that counts: those from start to here belong to the neighbour
+    owned: Any  # the first column that counts: columns before it belong to the neighbour
 
 
 @dataclass(frozen=True)

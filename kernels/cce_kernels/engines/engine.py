@@ -112,8 +112,8 @@ class Engine:
     ) -> jax.Array:  # fmt: skip
         """before, (parts, rows), with some log-sum-exps written again.
 
-        With a reference: those of the blocks that `sums` skipped, as their tokens are scattered in e. With None: those
-        that are not finite, by a running maximum.
+        With a reference: the log-sum-exps of the blocks that `sums` skipped, as their tokens are scattered in e. With
+        None: the log-sum-exps that are not finite, now with a running maximum.
         """
         raise NotImplementedError
 
@@ -160,7 +160,7 @@ class Engine:
         self, saved: jax.Array, targets: jax.Array, at_target: jax.Array, clear: jax.Array | None, *, vocabulary: int,
         gpu: Any,
     ) -> jax.Array:  # fmt: skip
-        """saved, in place, with at_target at the targets, and 0 in those of the first `clear` rows that are ignored."""
+        """saved, in place, with at_target at the targets, and 0 for ignored tokens in the first `clear` rows."""
         raise NotImplementedError
 
     def restored(self, x: jax.Array, kept: Kept, *, gpu: Any) -> jax.Array:

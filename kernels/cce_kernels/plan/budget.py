@@ -98,7 +98,7 @@ class Bytes:
         return 2 * tokens * self.call.width
 
     def beside_groups(self, saved: int) -> int:
-        """What is held, besides the group, while groups run: those of the other tokens, or of all if not `direct`."""
+        """What is held besides a group while the groups run: of the other tokens, or of all tokens if not `direct`."""
         width, others = self.call.width, self.rows - saved
         if not self.direct:
             return self.sum_of_de(self.rows) + NUMBERS * self.rows + WORKSPACE + 4 * self.rows * width

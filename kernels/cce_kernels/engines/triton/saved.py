@@ -93,7 +93,7 @@ def _targets_kernel(_, targets_ref, values_ref, saved_ref, *, tiles: TileConfig,
 
 
 def _clear_kernel(_, targets_ref, clear_ref, saved_ref, *, tiles: TileConfig):
-    """Writes 0 into those of the first clear_ref[0] rows that belong to ignored tokens."""
+    """Writes 0 into the rows of ignored tokens among the first clear_ref[0] rows."""
     tokens, columns_of_p = saved_ref.shape
     rows = indices(pl.program_id(0), tiles.rows)
     ignored = (load_vector(targets_ref, rows, rows < tokens) < 0) & (rows < clear_ref[0])
@@ -124,6 +124,6 @@ def with_targets(saved: jax.Array, targets: jax.Array, values: jax.Array, *, voc
 
 
 def cleared(saved: jax.Array, targets: jax.Array, rows: jax.Array, *, interpret: bool) -> jax.Array:
-    """saved, in place, with 0 in those of the first `rows` rows that belong to ignored tokens. rows: (1,) int32."""
+    """saved, in place, with 0 in the rows of ignored tokens among the first `rows` rows. rows: (1,) int32."""
     tiles = other_tiles(CLEARED, interpret)
     return _in_place(_clear_kernel, saved, targets, rows, name="cce_clear", tiles=tiles, interpret=interpret)

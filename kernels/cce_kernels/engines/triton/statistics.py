@@ -7,7 +7,7 @@ by 88. Such a row gets lse = inf. The rescue kernel, made of the same code, comp
 running maximum. Its programs that have nothing to rescue read 4 bytes a token and end.
 The scattered kernel exists where e is not copied with the kept tokens first. It computes the blocks whose tokens are
 not consecutive rows of e: to look up the row of each token takes registers, and 2 to 4 % of the time.
-The replace kernel exists where exponentials are saved. It writes those of the tokens whose reference is lse.
+The replace kernel exists where exponentials are saved. It writes the exponentials of tokens whose reference is lse.
 
 Fused: the matmul e·cᵀ, bias, scale, softcap, exponential, both sums.
 Read: e once per 256 columns and c once per 128 rows, from L2 where programs that run at the same time share them.

@@ -1,4 +1,4 @@
-"""The matmuls that XLA splits along the axis that they sum over, and those whose operands it copies to do so.
+"""Which matmuls XLA splits along the axis that they sum over, and for which of them it copies both operands.
 
 XLA's SplitkRewriter splits a matmul whose result has too few tiles to fill the GPU. If the length of the sum is not a
 multiple of what the parts need, XLA pads both operands: it copies whole arrays. This file repeats XLA's rule in JAX
