@@ -9,7 +9,7 @@ import pytest
 
 from cce_jax import linear_cross_entropy
 from tests.cases import IMPLS, Case, inputs
-from tests.tolerance import error
+from tests.tolerance import assert_rounded, error
 
 CASE = Case("edge", leading=(24,), width=16, vocabulary=70, arrays=("bias",))
 
@@ -180,6 +180,32 @@ def test_float16_neither_underflows_nor_overflows(cotangent):
         for gradient, want in zip(jax.grad(objective, (0, 1))(given.e, given.c, impl), exact, strict=True):
             rounded = np.asarray(want).astype(np.float16)
             assert error(gradient, want) < 2 * error(rounded, want) + 1e-3
+
+
+@pytest.mark.parametrize("impl", ["cce", "chunked"])
+def test_float16_keeps_what_is_far_smaller_than_the_largest_cotangent(impl):
+    """Flat softmaxes over many classes, of tokens that count 2⁻¹⁰ of another one: their dz are 2⁻²¹ of the largest.
+
+    lse alone has a cotangent, so no target's element hides the small ones. The token that counts has an embedding of 0:
+    dc has nothing of it, and its own row of de is left out.
+    """
+    tokens, vocabulary = 24, 2001
+    given = inputs(Case("flat", (tokens,), 16, vocabulary, ignored=0.0), "float16")
+    others = np.arange(tokens) > 0
+    e, c = (given.e / 64 * others[:, None]).astype(np.float16), (1 + given.c / 64).astype(np.float16)
+    cotangents = np.where(others, 2.0**-10, 1.0) * 2.0**14
+
+    def objective(e, c, impl):
+        _, lse = linear_cross_entropy(e, c, given.targets, impl=impl, return_lse=True, precision="highest")
+        return jnp.sum(lse * cotangents.astype(np.float32))
+
+    z = np.float64(e) @ np.float64(c).T
+    dz = cotangents[:, None] * np.exp(z - np.logaddexp.reduce(z, axis=1)[:, None])
+    reference = jax.grad(objective, (0, 1))(jnp.asarray(e), jnp.asarray(c), "reference")
+    actual = jax.grad(objective, (0, 1))(jnp.asarray(e), jnp.asarray(c), impl)
+    for name, exact, rows in (("e", dz @ np.float64(c), others), ("c", dz.T @ np.float64(e), ...)):
+        k = "ec".index(name)
+        assert_rounded(actual[k][rows], exact[rows], reference[k][rows], f"gradient of {name}", roundings=2)
 
 
 def test_float64_where_it_can_be_held():
