@@ -1,5 +1,6 @@
 """Ignored tokens that hold NaN, targets out of range, no tokens, extreme logits, determinism."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 
 from cce_jax import linear_cross_entropy
+from tests.call import run
 from tests.cases import IMPLS, Case, inputs
 from tests.tolerance import assert_rounded, error
+from tests.truth import truth
 
 CASE = Case("edge", leading=(24,), width=16, vocabulary=70, arrays=("bias",))
 
@@ -206,6 +209,60 @@ def test_float16_keeps_what_is_far_smaller_than_the_largest_cotangent(impl):
     for name, exact, rows in (("e", dz @ np.float64(c), others), ("c", dz.T @ np.float64(e), ...)):
         k = "ec".index(name)
         assert_rounded(actual[k][rows], exact[rows], reference[k][rows], f"gradient of {name}", roundings=2)
+
+
+FACTORS = {
+    "scale": Case("scale", (24,), 16, 300, options={"logit_scale": 4096.0, "reduction": "none", "return_lse": True}),
+    "class weights": Case("class weights", (24,), 16, 300, ("class_weight",),
+                          options={"label_smoothing": 1.0, "reduction": "none", "return_lse": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("impl", ["cce", "chunked"])
+@pytest.mark.parametrize("factor", FACTORS)
+def test_float16_has_room_for_every_factor_of_dz(factor, impl):
+    """Gradients that float16 holds, of a dz that is 4096 or 10⁴ times its largest cotangent."""
+    case = FACTORS[factor]
+    given = inputs(case, "float16")
+    if factor == "scale":
+        given = replace(given, e=given.e / 64, c=given.c / 64)
+    else:  # lse has no cotangent, which would be as large as the mean weight
+        weight = given.optional["class_weight"] * 1e4
+        of_lse = -given.of_loss * weight.mean(dtype=np.float32)
+        given = replace(given, optional={"class_weight": weight}, of_lse=of_lse)
+    _, _, exact = truth(given, case.options)
+    _, _, reference = run(given, case.options, "reference")
+    _, _, actual = run(given, case.options, impl)
+    for name, gradient in actual.items():
+        assert_rounded(gradient, exact[name], reference[name], f"gradient of {name}", roundings=2)
+
+
+@pytest.mark.parametrize("impl", ["cce", "chunked"])
+def test_in_float16_a_target_out_of_range_reaches_no_other_row(impl):
+    """dz is divided by a number that is computed from the cotangents of all tokens, of which one is NaN."""
+    given = inputs(CASE, "float16")
+    others = np.arange(24) != 5
+    targets = np.where(others, given.targets, 70)
+    de, dc = grads(given.e, given.c, targets, impl, reduction="sum")[1]
+    clean, _ = grads(given.e, given.c, np.where(others, given.targets, -100), impl, reduction="sum")[1]
+    np.testing.assert_array_equal(de[others], clean[others])
+    assert np.isnan(de[5]).all()
+    assert np.isnan(dc).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_removed_class_of_weight_zero_takes_no_part_in_smoothing(impl):
+    """Its logit is −inf, and 0 · inf is NaN."""
+    given = inputs(CASE)
+    weight = np.where(np.arange(70) == 3, 0.0, 1.5).astype(np.float32)
+    targets = np.where(given.targets == 3, 4, given.targets)
+    found = []
+    for low in (-np.inf, -1e4):
+        bias = np.where(weight == 0, low, given.optional["bias"]).astype(np.float32)
+        options = {"bias": bias, "class_weight": weight, "label_smoothing": 0.1}
+        found.append(grads(given.e, given.c, targets, impl, **options))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found[0]))
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 def test_float64_where_it_can_be_held():

@@ -49,3 +49,11 @@ def test_sixteen_bit(name, dtype, impl):
 def test_ragged_tiles(shape, impl):
     tokens, width, vocabulary = shape
     check(Case("ragged", (tokens,), width, vocabulary, arrays=("bias",)), "float32", impl, seed=sum(shape))
+
+
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+def test_chunked_in_several_groups(vocab_axis):
+    """Of 1024 columns, the fewest, of which the last one overlaps its neighbour."""
+    options = {"label_smoothing": 0.3, "reduction": "none", "return_lse": True}
+    case = Case("groups", (9,), 8, 2500, arrays=("bias", "class_weight"), options=options)
+    check(case, "float32", "chunked", memory_budget=0, vocab_axis=vocab_axis)
