@@ -42,9 +42,7 @@ NONE_CAPPED = (
     "none, 40 tokens of 232, bfloat16, bias, class_weight, token_weight, softcap, label_smoothing, logit_scale, "
     "reduction, return_lse, vocab_axis"
 )
-ALL_CAPPED = (
-    "all, 40 tokens of 232, bfloat16, bias, class_weight, token_weight, softcap, label_smoothing, logit_scale"
-)
+ALL_CAPPED = "all, 40 tokens of 232, bfloat16, bias, class_weight, token_weight, softcap, label_smoothing, logit_scale"
 EVALUATED = ("test_budget.py::test_evaluation_has_the_bits_of_training",)
 EVALUATED_SUM = (f"{EVALUATED[0]}[{{'reduction': 'none', 'return_lse': True, 'label_smoothing': 0.2}}]",)
 PLANS = ("test_plan.py::test_every_plan_keeps_its_promises[0]",)
@@ -256,6 +254,15 @@ FAULTS = (
     Fault("cce_jax/reference.py", "an ignored token's NaN reaches dc", "e = jnp.where(targets[:, None] < 0, 0, e)", "pass",
           _edge("nothing_of_an_ignored_token_gets_out[reference-nan]")),
     # cce_torch.
+    Fault("cce_torch/blocks.py", "a class of weight 0 and logit -inf makes the sum NaN",
+          "torch.where(weights == 0, 0, weights * z)", "(weights * z)",
+          ("test_torch_compiled.py::test_a_bias_of_minus_infinity_removes_a_class",)),
+    Fault("cce_torch/blocks.py", "one NaN makes the unit of all tokens NaN",
+          "torch.where(bound.isfinite(), bound, 0).amax()", "bound.amax()",
+          ("test_torch_compiled.py::test_in_float16_a_token_of_cotangent_nan_reaches_no_other_row",)),
+    Fault("cce_torch/reference.py", "a class of weight 0 and logit -inf makes the sum NaN",
+          "torch.where(w == 0, 0, w * z)", "(w * z)",
+          ("test_torch_compiled.py::test_a_bias_of_minus_infinity_removes_a_class",)),
     Fault("cce_torch/programs.py", "targets wrap at 32 bits", "(high == 0) & (low >= 0)", "(low >= 0)",
           ("test_torch_loss.py::test_target_out_of_range_is_nan_and_so_is_every_gradient_it_reaches[4294967299-chunked]",)),
     Fault("cce_torch/programs.py", "padding counts", "self.padded(targets, call.ignore_index)", "self.padded(targets, 0)",

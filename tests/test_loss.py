@@ -7,7 +7,7 @@ import pytest
 
 from tests.call import run
 from tests.cases import CASES, DTYPES, IMPLS, Case, inputs
-from tests.tolerance import assert_close
+from tests.tolerance import assert_close, assert_reference
 from tests.truth import truth
 
 
@@ -15,6 +15,10 @@ def check(case: Case, dtype: str, impl: str, seed: int = 0, run: Callable = run,
     given = inputs(case, dtype, seed)
     loss, lse, gradients = truth(given, case.options)
     reference = run(given, case.options, "reference")
+    for what, number, exact in zip(("loss", "lse"), reference, (loss, lse), strict=False):
+        assert_reference(number, exact, f"the reference's {what}")
+    for name, gradient in reference[2].items():
+        assert_reference(gradient, gradients[name], f"the reference's gradient of {name}")
     actual = run(given, case.options, impl, **more)
     assert_close(actual[0], loss, reference[0], "loss")
     assert_close(actual[1], lse, reference[1], "lse")

@@ -293,6 +293,20 @@ def test_float16_keeps_what_is_far_smaller_than_the_largest_cotangent(plain, nar
         assert_rounded(actual, truth, rounded, f"gradient of {name}", roundings=2)
 
 
+def test_in_float16_a_token_of_cotangent_nan_reaches_no_other_row(plain, narrow):
+    """The others' are 10⁴, which float16 does not hold where they are divided by a number for cotangents of 1."""
+    call = Call(CASE["plain"], "float16")
+    call.cotangents *= 1e4
+    call.cotangents[:, 5], call.columns[5] = 0, 3
+    clean = call(compiled.statistics)[1]["e"]
+    call.cotangents[:, 5] = torch.nan
+    found = call(compiled.statistics)[1]["e"]
+    others = torch.arange(37) != 5
+    assert clean.isfinite().all()
+    assert torch.equal(found[others], clean[others])
+    assert found[5].isnan().all()
+
+
 def test_a_retained_graph_differentiates_twice(plain):
     call = Call(CASE["everything"])
     leaves = {k: x.requires_grad_() for k, x in call.leaves.items()}
