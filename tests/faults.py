@@ -1,8 +1,8 @@
 """Plants one fault after another in a copy of the packages, and asks whether the tests that should see it fail.
 
-    python -m tests.faults                       every fault that this Python's JAX can show
+    python -m tests.faults                       every fault that any JAX shows
+    python -m tests.faults --jax11 --python P    those that JAX 0.11 alone shows, by an interpreter that has it
     python -m tests.faults --only 12 40          these, by number
-    python -m tests.faults --python P            by another interpreter, for the faults of Hopper's kernels (JAX 0.11)
     python -m tests.faults --sound               the same tests without any fault: all must pass
 
 A fault that survives needs a test that sees it. The faults are in tests/planted.py.
@@ -71,9 +71,9 @@ def main() -> int:
     parser.add_argument("--python", default=sys.executable, help="the interpreter that runs the tests")
     parser.add_argument("--jobs", type=int, default=1, help="how many run side by side")
     parser.add_argument("--sound", action="store_true", help="plant nothing: every test must pass")
-    parser.add_argument("--mosaic", action="store_true", help="those of Hopper's kernels alone, which need JAX 0.11")
+    parser.add_argument("--jax11", action="store_true", help="the faults whose tests need JAX 0.11, and no others")
     asked = parser.parse_args()
-    numbers = asked.only or [k for k, x in enumerate(FAULTS) if x.mosaic == asked.mosaic]
+    numbers = asked.only or [k for k, x in enumerate(FAULTS) if x.jax11 == asked.jax11]
     wanted = "survived" if asked.sound else "caught"
 
     def run(k: int) -> bool:

@@ -16,7 +16,7 @@ class Fault:
     old: str
     new: str
     tests: tuple[str, ...]  # arguments of pytest, in the folder tests
-    mosaic: bool = False  # whether the tests need Mosaic's GPU interpreter, which JAX 0.11 has and 0.10 has not
+    jax11: bool = False  # whether the tests need JAX 0.11: its GPU interpreter, or to compile for an absent GPU
 
 
 def _case(name: str, impl: str = "chunked") -> tuple[str, ...]:
@@ -154,7 +154,7 @@ FAULTS = (
           "return blocks * tokens + call.itemsize * call.width", "return blocks * tokens", PLANS),
     Fault(f"{ENGINES}/xla/splitk.py", "XLA is said never to copy its operands",
           "return parts > 1 and k % max(parts * 16 // itemsize, 1) > 0", "return False",
-          (HELD,)),
+          (HELD,), jax11=True),
     Fault(f"{ENGINES}/xla/statistics.py", "columns under an overlap count twice in lse",
           "z = jnp.where(own, z, -jnp.inf)", "pass", GROUPS),
     Fault(f"{ENGINES}/xla/statistics.py", "a window's first own column is not counted", "own = columns >= window.owned",
@@ -214,23 +214,23 @@ FAULTS = (
           "if vocab_axis == 0 or groups == 1 else [x for x in DC if columns % x.columns == 0]", "", PLANS),
     Fault(f"{ENGINES}/hopper/every_tile.py", "the last pair of row blocks is left out",
           "quotient(count + (PAIR_ROWS - 1), PAIR_ROWS), 1)", "quotient(count, PAIR_ROWS), 1)",
-          ("test_hopper.py::test_de_of_saved_tokens[304-0]",), mosaic=True),
+          ("test_hopper.py::test_de_of_saved_tokens[304-0]",), jax11=True),
     Fault(f"{ENGINES}/hopper/statistics.py", "columns beyond the vocabulary count in lse",
           "< vocabulary - column - begin", "< vocabulary - column + begin",
-          ("test_hopper.py::test_statistics_and_what_is_saved[0-None-None]",), mosaic=True),
+          ("test_hopper.py::test_statistics_and_what_is_saved[0-None-None]",), jax11=True),
     Fault(f"{ENGINES}/hopper/dz.py", "targets are looked for in the first part of a tile alone",
           "targets - (start + column + first)", "targets - (start + column)",
-          ("test_hopper.py::test_a_group_of_dz_and_its_part_of_dc[1]",), mosaic=True),
+          ("test_hopper.py::test_a_group_of_dz_and_its_part_of_dc[1]",), jax11=True),
     Fault(f"{ENGINES}/hopper/products.py", "dc is not multiplied by the unit",
           "x if unit_ref is None else x * unit_ref[0]", "x", ("test_hopper.py::test_a_classifier_of_shape_d_by_v",),
-          mosaic=True),
+          jax11=True),
     Fault(f"{ENGINES}/hopper/products.py", "saved exponentials are read from column 0",
           "of_tokens(saved_count_ref, start)", "of_tokens(saved_count_ref, 0)",
-          ("test_hopper.py::test_dc_of_two_parts_of_the_tokens[100-0]",), mosaic=True),
+          ("test_hopper.py::test_dc_of_two_parts_of_the_tokens[100-0]",), jax11=True),
     Fault(f"{ENGINES}/hopper/matmul.py", "both warpgroups multiply the same rows", "own = pl.ds(number * ROWS, ROWS)",
-          "own = pl.ds(0 * number, ROWS)", ("test_hopper.py::test_de_of_saved_tokens[304-0]",), mosaic=True),
+          "own = pl.ds(0 * number, ROWS)", ("test_hopper.py::test_de_of_saved_tokens[304-0]",), jax11=True),
     Fault(f"{ENGINES}/hopper/logits.py", "tanh of a small number cancels", "SMALL = 0.25", "SMALL = 0.0",
-          ("test_hopper.py::test_a_softcap_of_any_size_is_as_exact_as_the_logits[1000000.0]",), mosaic=True),
+          ("test_hopper.py::test_a_softcap_of_any_size_is_as_exact_as_the_logits[1000000.0]",), jax11=True),
     # cce_jax.
     Fault("cce_jax/core.py", "the gradients of e and c are asked for the wrong way round",
           "(1 + wanted.e, 1 + wanted.c, 1 + wanted.bias)", "(1 + wanted.c, 1 + wanted.e, 1 + wanted.bias)",
