@@ -100,7 +100,7 @@ def test_wide_integers_do_not_wrap_into_the_vocabulary(impl):
     targets = given.targets.astype(np.int64)
     targets[5], targets[6] = 2**32 + 3, -(2**40)
     loss = linear_cross_entropy(given.e, given.c, targets, impl=impl, reduction="none")
-    assert np.isnan(loss[[5, 6]]).all()
+    assert np.isnan(loss[5:7]).all()
     unsigned = np.where(given.targets < 0, 255, given.targets).astype(np.uint8)
     loss = linear_cross_entropy(given.e, given.c, unsigned, impl=impl, ignore_index=255)
     assert loss == linear_cross_entropy(given.e, given.c, given.targets, impl=impl)
