@@ -17,7 +17,7 @@ from cce_kernels.device import INTERPRETER
 from cce_kernels.head import Head
 from cce_kernels.plan import plan_of
 from tests.call import run
-from tests.cases import ARRAYS, Case, Inputs, inputs
+from tests.cases import ARRAYS, DTYPES, Case, Inputs, inputs
 from tests.tolerance import assert_rounded, error
 from tests.truth import truth
 
@@ -138,6 +138,36 @@ def test_evaluation_has_the_bits_of_training(options):
         e = np.where(hidden[:, None], np.nan, given.e).astype(given.e.dtype)
         arrays = e, given.c, np.where(hidden, -100, given.targets)
         jax.tree.map(partial(np.testing.assert_array_equal, err_msg=what), evaluate(*arrays), train(*arrays))
+
+
+def test_evaluation_rescues_what_overflows_wherever_its_row_lies():
+    """Also rows of blocks that are read at once, or looked up because their tokens do not lie side by side in e."""
+    given = Way(0, TOKENS).inputs()
+    e = (10 * np.float32(given.e)).astype(given.e.dtype)
+    z = np.float64(e) @ np.float64(given.c).T
+    targets, exact = z.argmin(1), np.logaddexp.reduce(z, axis=1)
+    assert (exact - z.min(1) > 90).all()
+    evaluate = jax.jit(partial(linear_cross_entropy, impl="cce", memory_budget=0, reduction="none"))
+    for what in ("few", "in runs", "but 5"):
+        hidden = ignored(TOKENS)[what]
+        found = evaluate(e, given.c, np.where(hidden, -100, targets))
+        np.testing.assert_allclose(found, np.where(hidden, 0, exact - z.min(1)), rtol=1e-5, err_msg=what)
+
+
+def test_dbias_of_saved_tokens_has_their_factor_to_16_bits():
+    """With logits of 0 saved exponentials are 1, and dbias is the sum of r, 1 + 2⁻⁸ of each of three tokens.
+
+    bfloat16 would round that to 1, and the sum to 3.
+    """
+    e, c, targets = (np.zeros(s, DTYPES["bfloat16"]) for s in ((FEW_TOKENS, D), (V, D), (FEW_TOKENS,)))
+    of_lse = np.where(np.arange(FEW_TOKENS) < 3, V * (1 + 2.0**-8), 0).astype(np.float32)
+
+    def objective(bias):
+        options = {"reduction": "none", "return_lse": True, "impl": "cce", "memory_budget": ALL}
+        return jnp.sum(of_lse * linear_cross_entropy(e, c, targets.astype(np.int32), bias=bias, **options)[1])
+
+    found = jax.grad(objective)(jnp.zeros(V, jnp.bfloat16))
+    np.testing.assert_array_equal(found, np.full(V, 3 * (1 + 2.0**-8)).astype(found.dtype))
 
 
 FAR = [way for way in WAYS if way.saved in (ALL, PART) and "softcap" not in way.options and way.arrays == ("bias",)]

@@ -1,5 +1,6 @@
 """Ignored tokens that hold NaN, targets out of range, no tokens, extreme logits, determinism."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 
 from cce_jax import linear_cross_entropy
+from tests.call import run
 from tests.cases import IMPLS, Case, inputs
-from tests.tolerance import error
+from tests.tolerance import assert_rounded, error
+from tests.truth import truth
 
 CASE = Case("edge", leading=(24,), width=16, vocabulary=70, arrays=("bias",))
 
@@ -95,9 +98,9 @@ def test_target_out_of_range_is_nan_and_so_is_every_gradient_it_reaches(impl, ba
 def test_wide_integers_do_not_wrap_into_the_vocabulary(impl):
     given = inputs(CASE)
     targets = given.targets.astype(np.int64)
-    targets[5] = 2**32 + 3
+    targets[5], targets[6] = 2**32 + 3, -(2**40)
     loss = linear_cross_entropy(given.e, given.c, targets, impl=impl, reduction="none")
-    assert np.isnan(loss[5])
+    assert np.isnan(loss[5:7]).all()
     unsigned = np.where(given.targets < 0, 255, given.targets).astype(np.uint8)
     loss = linear_cross_entropy(given.e, given.c, unsigned, impl=impl, ignore_index=255)
     assert loss == linear_cross_entropy(given.e, given.c, given.targets, impl=impl)
@@ -180,6 +183,91 @@ def test_float16_neither_underflows_nor_overflows(cotangent):
         for gradient, want in zip(jax.grad(objective, (0, 1))(given.e, given.c, impl), exact, strict=True):
             rounded = np.asarray(want).astype(np.float16)
             assert error(gradient, want) < 2 * error(rounded, want) + 1e-3
+
+
+@pytest.mark.parametrize("impl", ["cce", "chunked"])
+def test_float16_keeps_what_is_far_smaller_than_the_largest_cotangent(impl):
+    """Flat softmaxes over many classes, of tokens that count 2⁻¹⁰ of another one: their dz are 2⁻²¹ of the largest.
+
+    lse alone has a cotangent, so no target's element hides the small ones. The token that counts has an embedding of 0:
+    dc has nothing of it, and its own row of de is left out.
+    """
+    tokens, vocabulary = 24, 2001
+    given = inputs(Case("flat", (tokens,), 16, vocabulary, ignored=0.0), "float16")
+    others = np.arange(tokens) > 0
+    e, c = (given.e / 64 * others[:, None]).astype(np.float16), (1 + given.c / 64).astype(np.float16)
+    cotangents = np.where(others, 2.0**-10, 1.0) * 2.0**14
+
+    def objective(e, c, impl):
+        _, lse = linear_cross_entropy(e, c, given.targets, impl=impl, return_lse=True, precision="highest")
+        return jnp.sum(lse * cotangents.astype(np.float32))
+
+    z = np.float64(e) @ np.float64(c).T
+    dz = cotangents[:, None] * np.exp(z - np.logaddexp.reduce(z, axis=1)[:, None])
+    reference = jax.grad(objective, (0, 1))(jnp.asarray(e), jnp.asarray(c), "reference")
+    actual = jax.grad(objective, (0, 1))(jnp.asarray(e), jnp.asarray(c), impl)
+    for name, exact, rows in (("e", dz @ np.float64(c), others), ("c", dz.T @ np.float64(e), ...)):
+        k = "ec".index(name)
+        assert_rounded(actual[k][rows], exact[rows], reference[k][rows], f"gradient of {name}", roundings=2)
+
+
+FACTORS = {
+    "scale": Case("scale", (24,), 16, 300, options={"logit_scale": 4096.0, "reduction": "none", "return_lse": True}),
+    "class weights": Case("class weights", (24,), 16, 300, ("class_weight",),
+                          options={"label_smoothing": 1.0, "reduction": "none", "return_lse": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("impl", ["cce", "chunked"])
+@pytest.mark.parametrize("factor", FACTORS)
+def test_float16_has_room_for_every_factor_of_dz(factor, impl):
+    """Gradients that float16 holds, of a dz that is 4096 or 10⁴ times its largest cotangent."""
+    case = FACTORS[factor]
+    given = inputs(case, "float16")
+    if factor == "scale":
+        given = replace(given, e=given.e / 64, c=given.c / 64)
+    else:  # lse has no cotangent, which would be as large as the mean weight
+        weight = given.optional["class_weight"] * 1e4
+        of_lse = -given.of_loss * weight.mean(dtype=np.float32)
+        given = replace(given, optional={"class_weight": weight}, of_lse=of_lse)
+    _, _, exact = truth(given, case.options)
+    _, _, reference = run(given, case.options, "reference")
+    _, _, actual = run(given, case.options, impl)
+    for name, gradient in actual.items():
+        assert_rounded(gradient, exact[name], reference[name], f"gradient of {name}", roundings=2)
+
+
+@pytest.mark.parametrize("impl", ["cce", "chunked"])
+def test_in_float16_a_target_out_of_range_reaches_no_other_row(impl):
+    """dz is divided by a number that is computed from the cotangents of all tokens, of which one is NaN.
+
+    The others' are 100, which float16 does not hold where they are divided by a number for cotangents of 1.
+    """
+    given = inputs(CASE, "float16")
+    run = partial(grads, impl=impl, reduction="sum", token_weight=np.full(24, 100, np.float32))
+    others = np.arange(24) != 5
+    targets = np.where(others, given.targets, 70)
+    de, dc = run(given.e, given.c, targets)[1]
+    clean, _ = run(given.e, given.c, np.where(others, given.targets, -100))[1]
+    assert np.isfinite(clean).all()
+    np.testing.assert_array_equal(de[others], clean[others])
+    assert np.isnan(de[5]).all()
+    assert np.isnan(dc).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_removed_class_of_weight_zero_takes_no_part_in_smoothing(impl):
+    """Its logit is −inf, and 0 · inf is NaN."""
+    given = inputs(CASE)
+    weight = np.where(np.arange(70) == 3, 0.0, 1.5).astype(np.float32)
+    targets = np.where(given.targets == 3, 4, given.targets)
+    found = []
+    for low in (-np.inf, -1e4):
+        bias = np.where(weight == 0, low, given.optional["bias"]).astype(np.float32)
+        options = {"bias": bias, "class_weight": weight, "label_smoothing": 0.1}
+        found.append(grads(given.e, given.c, targets, impl, **options))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found[0]))
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 def test_float64_where_it_can_be_held():

@@ -7,7 +7,7 @@ import pytest
 
 from tests.call import run
 from tests.cases import CASES, DTYPES, IMPLS, Case, inputs
-from tests.tolerance import assert_close
+from tests.tolerance import assert_close, assert_reference
 from tests.truth import truth
 
 
@@ -15,6 +15,10 @@ def check(case: Case, dtype: str, impl: str, seed: int = 0, run: Callable = run,
     given = inputs(case, dtype, seed)
     loss, lse, gradients = truth(given, case.options)
     reference = run(given, case.options, "reference")
+    for what, number, exact in zip(("loss", "lse"), reference, (loss, lse), strict=False):
+        assert_reference(number, exact, f"the reference's {what}")
+    for name, gradient in reference[2].items():
+        assert_reference(gradient, gradients[name], f"the reference's gradient of {name}")
     actual = run(given, case.options, impl, **more)
     assert_close(actual[0], loss, reference[0], "loss")
     assert_close(actual[1], lse, reference[1], "lse")
@@ -49,3 +53,11 @@ def test_sixteen_bit(name, dtype, impl):
 def test_ragged_tiles(shape, impl):
     tokens, width, vocabulary = shape
     check(Case("ragged", (tokens,), width, vocabulary, arrays=("bias",)), "float32", impl, seed=sum(shape))
+
+
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+def test_chunked_in_several_groups(vocab_axis):
+    """Of 1024 columns, the fewest, of which the last one overlaps its neighbour."""
+    options = {"label_smoothing": 0.3, "reduction": "none", "return_lse": True}
+    case = Case("groups", (9,), 8, 2500, arrays=("bias", "class_weight"), options=options)
+    check(case, "float32", "chunked", memory_budget=0, vocab_axis=vocab_axis)

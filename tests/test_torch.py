@@ -291,6 +291,17 @@ def test_padding_changes_nothing(reduction, monkeypatch):
     assert_same(padded, run("reference"))
 
 
+def test_padding_counts_in_no_mean(monkeypatch):
+    """Without token weights, which are 0 where there is padding."""
+    from cce_torch import programs
+
+    monkeypatch.setattr(programs, "EXACT", 0)
+    monkeypatch.setattr(programs, "_kinds", {})
+    e, c, t = example(300)
+    run = [linear_cross_entropy(e, c, t, impl=impl) for impl in ("chunked", "reference")]
+    assert_same(run[:1], run[1:])
+
+
 def test_threads_that_call_first_at_once_pad_alike(monkeypatch):
     """A backward pass looks up again, by then perhaps in another thread, to which size its forward pass padded."""
     from cce_torch import programs

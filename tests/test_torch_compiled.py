@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from cce_kernels import windows
 from cce_torch import blocks, compiled, reference
 from tests.cases import CASES, DTYPES, Case, inputs
-from tests.tolerance import assert_close, error
+from tests.tolerance import assert_close, assert_rounded, error
 from tests.truth import losses
 
 NAMES = ["plain", "none ignored", "one token", "one of everything", "tiles exactly", "bias", "softcap", "scale",
@@ -277,6 +277,34 @@ def test_float16_neither_overflows_nor_underflows(size, cotangent, scale, plain,
     call.weights *= 100
     call.leaves = {k: size * x for k, x in call.leaves.items()}
     check(call(compiled.statistics), float64(call), call(reference.statistics))
+
+
+def test_float16_keeps_what_is_far_smaller_than_the_largest_cotangent(plain, narrow):
+    """As tests/test_edges.py has it: flat softmaxes of tokens that count 2⁻¹⁰ of another one, through lse alone."""
+    call = Call(Case("flat", (24,), 16, 2001, ignored=0.0), "float16")
+    others = torch.arange(24) > 0
+    e, c = call.leaves["e"], call.leaves["c"]
+    call.leaves = {"e": e / 64 * others[:, None], "c": 1 + c / 64}
+    call.cotangents = torch.zeros(2, 24)
+    call.cotangents[0] = torch.where(others, 2.0**-10, 1.0) * 2.0**14
+    found, exact, other = (x[1] for x in (call(compiled.statistics), float64(call), call(reference.statistics)))
+    for name, rows in (("e", others), ("c", ...)):
+        actual, truth, rounded = (array(x[name][rows]) for x in (found, exact, other))
+        assert_rounded(actual, truth, rounded, f"gradient of {name}", roundings=2)
+
+
+def test_in_float16_a_token_of_cotangent_nan_reaches_no_other_row(plain, narrow):
+    """The others' are 10⁴, which float16 does not hold where they are divided by a number for cotangents of 1."""
+    call = Call(CASE["plain"], "float16")
+    call.cotangents *= 1e4
+    call.cotangents[:, 5], call.columns[5] = 0, 3
+    clean = call(compiled.statistics)[1]["e"]
+    call.cotangents[:, 5] = torch.nan
+    found = call(compiled.statistics)[1]["e"]
+    others = torch.arange(37) != 5
+    assert clean.isfinite().all()
+    assert torch.equal(found[others], clean[others])
+    assert found[5].isnan().all()
 
 
 def test_a_retained_graph_differentiates_twice(plain):

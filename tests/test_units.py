@@ -11,6 +11,7 @@ from cce_kernels.device import H200, Gpu
 from cce_kernels.engines import hopper
 from cce_kernels.engines.order import SCRATCH_BYTES, grouped_order, vocabulary_splits
 from cce_kernels.engines.triton.tiles import SAFE, TileConfig, tiles_for
+from cce_kernels.engines.xla import splitk
 from cce_kernels.head import Head
 from cce_kernels.numbers import Wanted
 from cce_kernels.plan import Plan, plan_of
@@ -97,6 +98,16 @@ def test_an_unknown_gpu_gets_tiles_that_fit_every_gpu():
         assert tiles is SAFE[itemsize]
         for tile in tiles:  # what the pipelined loads of both operands take of shared memory
             assert (tile.rows + tile.columns) * tile.depth * itemsize * tile.stages <= 99 * 1024
+
+
+def test_xla_copies_what_it_pads():
+    """Two matmuls for which tests/test_held.py found copies, where it can compile for a GPU, in so many parts."""
+    for rows, columns, inner, parts in ((1024, 1024, 128264, 4), (4096, 256, 15092, 2)):
+        assert splitk.splits(rows, columns, inner, 2, 2, H200) == parts
+        assert splitk.pads(rows, columns, inner, 2, 2, H200)
+        assert not splitk.pads(rows, columns, -(-inner // 64) * 64, 2, 2, H200), "nothing need be padded"
+        assert not splitk.pads(8192, 8192, inner, 2, 2, H200), "its tiles fill the GPU"
+        assert not splitk.pads(rows, columns, inner, 2, 2, None)
 
 
 HEADS = st.builds(Head, softcap=st.sampled_from([None, 30.0]))

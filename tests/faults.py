@@ -1,0 +1,93 @@
+"""Plants one fault after another in a copy of the packages, and asks whether the tests that should see it fail.
+
+    python -m tests.faults                       every fault that any JAX shows
+    python -m tests.faults --jax11 --python P    those that JAX 0.11 alone shows, by an interpreter that has it
+    python -m tests.faults --only 12 40          these, by number
+    python -m tests.faults --sound               the same tests without any fault: all must pass
+
+A fault that survives needs a test that sees it. The faults are in tests/planted.py.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.planted import FAULTS, Fault
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("kernels", "cce_jax", "cce_torch")
+COPIED = (*PACKAGES, "tests", "pyproject.toml")
+SECONDS = 400  # a fault may make a kernel wait for ever
+ANSWERS, NOTHING = {0: "survived", 1: "caught"}, "no test ran"  # by pytest's exit status
+
+
+@contextmanager
+def planted(fault: Fault | None) -> Iterator[Path]:
+    """A copy of the packages and the tests, with the fault, or sound."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in COPIED:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(ROOT / name, copy / name)
+        if fault is not None:
+            file = copy / fault.file
+            text = file.read_text()
+            assert text.count(fault.old) == 1, f"{fault.file} has {fault.old!r} {text.count(fault.old)} times"
+            file.write_text(text.replace(fault.old, fault.new))
+        yield copy
+
+
+def answer(fault: Fault, sound: bool, python: str) -> tuple[str, str]:
+    """What became of the fault, and pytest's last line that says why."""
+    with planted(None if sound else fault) as copy:
+        command = [python, "-m", "pytest", "-x", "-p", "no:cacheprovider", *fault.tests]
+        paths = f"{copy}{os.pathsep}{copy / 'kernels'}"
+        environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+        try:
+            done = subprocess.run(command, cwd=copy / "tests", env=environment, timeout=SECONDS, capture_output=True,
+                                  text=True)  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return "caught", f"no end after {SECONDS} s"
+    output = done.stdout.strip().splitlines()
+    reasons = [line for line in output if line.startswith(("E  ", "ERROR"))]
+    ran = any(word in done.stdout for word in (" passed", " failed"))  # not only skipped
+    status = ANSWERS.get(done.returncode, NOTHING) if ran else NOTHING
+    return status, (reasons or output or [done.stderr.strip()])[0].removeprefix("E").strip()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", type=int, nargs="+", metavar="K", help="numbers of faults")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter that runs the tests")
+    parser.add_argument("--jobs", type=int, default=1, help="how many run side by side")
+    parser.add_argument("--sound", action="store_true", help="plant nothing: every test must pass")
+    parser.add_argument("--jax11", action="store_true", help="the faults whose tests need JAX 0.11, and no others")
+    asked = parser.parse_args()
+    numbers = asked.only or [k for k, x in enumerate(FAULTS) if x.jax11 == asked.jax11]
+    wanted = "survived" if asked.sound else "caught"
+
+    def run(k: int) -> bool:
+        begun = time.monotonic()
+        found, why = answer(FAULTS[k], asked.sound, asked.python)
+        seconds = time.monotonic() - begun
+        print(f"{k:3} {found:11} {seconds:4.0f} s  {FAULTS[k].file}: {FAULTS[k].what}  [{why[:100]}]", flush=True)
+        return found == wanted
+
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        held = list(pool.map(run, numbers))
+    print(f"{sum(held)} of {len(held)} {'sound' if asked.sound else 'caught'}")
+    return 0 if all(held) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
