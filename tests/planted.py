@@ -200,7 +200,7 @@ FAULTS = (
           "return columns if mask is None else mask & columns", "return columns if mask is None else mask",
           _case("plain", "cce")),
     Fault(f"{ENGINES}/triton/__init__.py", "rows of ignored tokens are never cleared",
-          "return filled if clear is None else saved.cleared(", "return filled if True else saved.cleared(",
+          "return filled if clear is None else exponentials.cleared(", "return filled if True else saved.cleared(",
           _way(ALL_BIAS)),
     Fault(f"{ENGINES}/hopper/__init__.py", "a width of one TMA tile is served", "size > tiles.TMA_COLUMNS",
           "size >= tiles.TMA_COLUMNS", PLANS),
