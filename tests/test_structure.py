@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cce_jax import api, linear_cross_entropy
-from cce_kernels.device import INTERPRETER
+from cce_kernels.device import H200, INTERPRETER
 from cce_kernels.plan import plan_of
 from cce_kernels.plan.budget import GROUP_BYTES
 from tests.lowering import nested
@@ -158,7 +158,12 @@ def test_float16_and_float32_save_nothing():
 def test_the_kernels_that_a_budget_launches(memory_budget, launches):
     """With all saved, no logit is computed a second time."""
     found = kernels(traced("cce", (0, 1), memory_budget=memory_budget))
-    assert {name: len(eqns) for name, eqns in found.items()} == {name: 2 * n for name, n in launches.items()}
+    expected = {name: 2 * n for name, n in launches.items()}
+    interpreted = plan_of(call_of((N, D, V), memory_budget), INTERPRETER, "cce")
+    compiled = plan_of(call_of((N, D, V), memory_budget), H200, "cce", interpreted.saved)
+    if "cce_clear" in expected and compiled.backward.saved.products.engine.stops:
+        expected["cce_clear"] -= 1  # XLA would pad this matmul on an H200: the kernels in its place read no such rows
+    assert {name: len(eqns) for name, eqns in found.items()} == expected
 
 
 @pytest.mark.parametrize("argnums", [0, 1, (0, 1)])

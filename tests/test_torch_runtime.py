@@ -364,7 +364,7 @@ def test_a_process_that_was_forked_before_jax_started_may_call():
 
 
 def test_a_cuda_graph_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True)
     bridge.check_can_run(torch.device("cpu"))
     with pytest.raises(RuntimeError, match=r"captured in a CUDA graph.*impl='torch_compile'"):
         bridge.check_can_run(torch.device("cuda", 0))
