@@ -303,6 +303,8 @@ FAULTS = (
           (f"{EXACT}[plain-float32-cpu]",)),
     Fault("cce_torch/blocks.py", "a target is found in every group after its own",
           "here = (own >= 0) & (own < z.shape[1])", "here = own < z.shape[1]", (f"{EXACT}[plain-float32-cpu]",)),
+    Fault("cce_torch/programs.py", "a call is planned for no GPU", "gpu = gpu_of(on) if device.type == \"cuda\" else None",
+          "gpu = None", ("test_torch_runtime.py::test_a_call_is_planned_for_the_gpu_of_its_tensors",)),
     Fault("cce_torch/blocks.py", "softcap's derivative is of another number", "dz * (1 - (z / softcap) ** 2)",
           "dz * (1 - z / softcap)", (f"{EXACT}[softcap-float32-cpu]",)),
     Fault("cce_torch/compiled.py", "an ignored token's NaN reaches dc", "torch.where(live[:, None], e, 0).to(operand)",
