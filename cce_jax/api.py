@@ -133,13 +133,13 @@ def linear_cross_entropy(
     e, c, bias, targets, class_weight, token_weight, num_items = map(_array, ARRAYS, given)
     contract.num_items(num_items, reduction)
     _check_types(e, c, bias, targets, class_weight, token_weight)
+    layout = layout_of(e, c, vocab_axis, sharding) if e.ndim > 0 and c.ndim == 2 else None
     contract.shapes(
-        e.shape, c.shape, targets.shape, vocab_axis=vocab_axis, shift=shift, bias=_shape(bias),
+        e.shape, c.shape if layout is None else layout.whole_width(c, vocab_axis), targets.shape, vocab_axis=vocab_axis, shift=shift, bias=_shape(bias),
         class_weight=_shape(class_weight), token_weight=_shape(token_weight),
     )  # fmt: skip
     if num_items is not None and np.shape(num_items) != ():
         raise ValueError(f"num_items must be a number or a scalar array, got shape {np.shape(num_items)}")
-    layout = layout_of(e, c, vocab_axis, sharding)
     if shift and layout is not None and layout.split_sequences and (reduction == "none" or return_lse):
         raise ValueError(
             f"shift={shift} with reduction='none' or return_lse needs whole sequences, but sharding splits them over "
@@ -180,7 +180,8 @@ def _loss(
     numbers = _statistics(Inputs(e, c, bias, columns, weights, scale), core, layout)
     loss, lse = losses.loss(numbers, columns, whole_weights(weights, layout), token_weight, num_items,
                             vocabulary=vocabulary, options=options, label_smoothing=label_smoothing, z_loss=z_loss,
-                            summed=() if layout is None else layout.summed)  # fmt: skip
+                            summed=() if layout is None else layout.summed,
+                            out_sharding=None if layout is None else layout.out_sharding)  # fmt: skip
     if options.reduction == "none":
         loss = _unshifted(loss, shift, layout)
     return loss, _unshifted(lse, shift, layout)

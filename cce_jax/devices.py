@@ -29,10 +29,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cce_jax import core as one_device
+from cce_jax import core as passes
 from cce_jax import reference
 from cce_jax.core import Core
 from cce_jax.sharding import Axes, Layout, varying
@@ -89,9 +88,11 @@ def whole_numbers(inputs: Inputs, core: Core, layout: Layout | None) -> Statisti
         return jax.tree.map(lambda x: _own_tokens(x, local), _shaped(numbers, whole.targets))
 
     if not layout.explicit:
+        if layout.mapped:  # so that gradients lie as their inputs do
+            at = zip(inputs, _specs(core, layout), strict=True)
+            inputs = Inputs(*(None if x is None else lax.with_sharding_constraint(x, spec) for x, spec in at))  # type: ignore[arg-type]
         return run(inputs)
-    out = NamedSharding(layout.mesh, layout.explicit_part(layout.spec_of_tokens))
-    return jax.sharding.auto_axes(run, axes=layout.explicit, out_sharding=out)(inputs)
+    return jax.sharding.auto_axes(run, axes=tuple(layout.explicit), out_sharding=layout.out_sharding)(inputs)
 
 
 def whole_weights(weights: jax.Array | None, layout: Layout | None) -> jax.Array | None:
@@ -118,19 +119,19 @@ def _of_columns(
 ) -> tuple[Statistics, Held]:  # fmt: skip
     """The numbers over all columns, from the device's own; e: (N, D)."""
     if layout is None or layout.size(layout.columns) == 1:
-        numbers, saved = one_device.forward_pass(inputs, core, wanted)
+        numbers, saved = passes.forward_pass(inputs, core, wanted)
         return numbers, Held(numbers, saved, None)
     over, vocabulary = layout.columns, core.head.vocabulary(inputs.c) * layout.size(layout.columns)
     named = inputs.targets < vocabulary
     inputs = inputs._replace(targets=_columns_of(inputs, core, layout))
-    target = one_device.target_logits(inputs, core, wanted)
+    target = passes.target_logits(inputs, core, wanted)
     if core.impl != "chunked":  # which needs no reference, and finds the target's logit with the other numbers
         target = lax.psum(target, over)
     reference = jnp.where(named, target, -FLOAT32_MAX)
-    numbers, saved = one_device.forward_pass(inputs, core, wanted, reference)
-    lse, *sums = lax.all_gather(numbers, over)
-    lse, (target, total) = jax.nn.logsumexp(lse, axis=0), jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
-    return Statistics(lse, target, total), Held(numbers, saved, Shard(lse, reference))
+    numbers, saved = passes.forward_pass(inputs, core, wanted, reference)
+    of_devices = lax.all_gather(jnp.stack([x for x in numbers if x is not None], axis=1), over)
+    lse, (target, *total) = jax.nn.logsumexp(of_devices[..., 0], axis=0), jnp.sum(of_devices[..., 1:], axis=0).T
+    return Statistics(lse, target, *(total or [None])), Held(numbers, saved, Shard(lse, reference))
 
 
 def _backward(inputs: Inputs, held: Held, cotangents: Cotangents, *, core: Core, layout: Layout | None,
@@ -142,7 +143,7 @@ def _backward(inputs: Inputs, held: Held, cotangents: Cotangents, *, core: Core,
         if summands := _untyped(layout):
             cotangents = lax.psum(cotangents, summands)
     cotangents = jax.tree.map(lambda x: x.reshape(-1), cotangents)
-    (de, dc, dbias), _ = one_device.gradients(flat, held.numbers, held.saved, cotangents, core, wanted, held.shard)
+    (de, dc, dbias), _ = passes.gradients(flat, held.numbers, held.saved, cotangents, core, wanted, held.shard)
     if de is not None:
         de = de.reshape(whole.e.shape)
     if layout is not None:
@@ -222,9 +223,16 @@ def _shaped(numbers: Statistics, targets: jax.Array) -> Statistics:
 
 
 def _on_devices(run: Any, layout: Layout, in_specs: Any, out_specs: Any) -> Any:
+    """run, as what each device does with its part of the arrays."""
+
+    def untyped(*arrays: Any) -> Any:
+        if layout.typed:  # the types are still on the arguments; the result of any operation has none
+            arrays = jax.tree.map(lambda x: lax.bitcast_convert_type(x, x.dtype), arrays)
+        return run(*arrays)
+
     mesh = layout.mesh if jax.sharding.get_abstract_mesh().empty else None
     axes = layout.mapped | frozenset(layout.mesh.manual_axes)
-    return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
+    return jax.shard_map(untyped, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
 
 
 def _specs(core: Core, layout: Layout) -> Inputs:
@@ -247,17 +255,19 @@ def _summing(core: Core, inputs: Inputs, layout: Layout) -> Core:
 def _sums(inputs: Inputs, layout: Layout) -> Any:
     """The axes over which de, dc and dbias are summed, besides those over which they are scattered."""
     varies = _union(layout, inputs)
-    shared = layout.gathered | layout.gathered_tokens
 
-    def over(x: jax.Array | None, split: Axes) -> Axes:
+    def over(x: jax.Array | None, split: Axes, scattered: frozenset[str]) -> Axes:
         if x is None:
             return ()
-        found = frozenset(split) & layout.mapped - shared
-        found |= (varies - varying(x) - layout.gathered) if layout.typed else frozenset()
+        found = (layout.mapped.intersection(split) | (varies - varying(x) if layout.typed else varies)) - scattered
         return tuple(a for a in layout.mesh.axis_names if a in found and layout.mesh.shape[a] > 1)
 
-    tokens = layout.all_tokens
-    return Gradients(over(inputs.e, layout.columns), over(inputs.c, tokens), over(inputs.bias, tokens))  # type: ignore[arg-type]
+    tokens = tuple(a for a in layout.all_tokens if a not in layout.gathered_tokens)
+    return Gradients(
+        over(inputs.e, layout.columns, layout.gathered_tokens),  # type: ignore[arg-type]
+        over(inputs.c, tokens, layout.gathered),  # type: ignore[arg-type]
+        over(inputs.bias, tokens, frozenset(layout.gathered_columns)),  # type: ignore[arg-type]
+    )
 
 
 def _untyped(layout: Layout) -> Axes:

@@ -42,16 +42,20 @@ def loss(
     label_smoothing: Any = None,
     z_loss: Any = None,
     summed: tuple[str, ...] = (),
+    out_sharding: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The loss, a scalar or for "none" of the shape of columns, and lse, which is 0 for ignored tokens.
 
     numbers: each of the shape of columns; class_weight: (V,) float32; token_weight: of the shape of columns;
     label_smoothing, z_loss: numbers or scalar arrays, None if options.smooths or options.has_z_loss is False.
     summed: the axes of jax.shard_map over whose devices the tokens are split, so that "mean" and "sum" extend over them.
+    out_sharding: of columns, where the mesh has Explicit axes.
     """
     kept = columns >= 0
     lse, target = jnp.where(kept, numbers.lse, 0), jnp.where(kept, numbers.target, 0)
-    target_weight = 1.0 if class_weight is None else class_weight[jnp.clip(columns, 0, vocabulary - 1)]
+    target_weight = 1.0
+    if class_weight is not None:
+        target_weight = class_weight.at[jnp.clip(columns, 0, vocabulary - 1)].get(out_sharding=out_sharding)
     ce = target_weight * (lse - target)
     if options.smooths:
         assert numbers.sum is not None

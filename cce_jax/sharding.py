@@ -120,6 +120,11 @@ class Layout:
         """V, where c is what the caller gave: inside jax.shard_map one device's part."""
         return c.shape[vocab_axis] * self.size(tuple(a for a in self.vocabulary if a not in self.mapped))
 
+    def whole_width(self, c: Any, vocab_axis: int) -> tuple[int, int]:
+        """The shape of c after it is gathered along its width inside the caller's jax.shard_map."""
+        parts = self.size(tuple(a for a in self.width if a not in self.mapped))
+        return tuple(n * (parts if axis != vocab_axis else 1) for axis, n in enumerate(c.shape))  # type: ignore[return-value]
+
     def local(self) -> "Layout":
         """What of the layout the caller's own jax.shard_map does."""
 
@@ -133,6 +138,11 @@ class Layout:
     def explicit_part(self, spec: P) -> P:
         """spec without the axes that are not Explicit."""
         return P(*(tuple(a for a in entry if a in self.explicit) or None for entry in _entries(spec)))
+
+    @property
+    def out_sharding(self) -> NamedSharding | None:
+        """The sharding of arrays of the shape of targets, for operations that ask for it where axes are Explicit."""
+        return NamedSharding(self.mesh, self.explicit_part(self.spec_of_tokens)) if self.explicit else None
 
     def laid_out(self, x: Any, spec: P) -> Any:
         """x with this spec over the Explicit axes: x moves if its type says otherwise. XLA moves it over Auto axes."""
