@@ -134,8 +134,9 @@ def linear_cross_entropy(
     contract.num_items(num_items, reduction)
     _check_types(e, c, bias, targets, class_weight, token_weight)
     layout = layout_of(e, c, vocab_axis, sharding) if e.ndim > 0 and c.ndim == 2 else None
+    shape_of_c = c.shape if layout is None else layout.whole_width(c, vocab_axis)
     contract.shapes(
-        e.shape, c.shape if layout is None else layout.whole_width(c, vocab_axis), targets.shape, vocab_axis=vocab_axis, shift=shift, bias=_shape(bias),
+        e.shape, shape_of_c, targets.shape, vocab_axis=vocab_axis, shift=shift, bias=_shape(bias),
         class_weight=_shape(class_weight), token_weight=_shape(token_weight),
     )  # fmt: skip
     if num_items is not None and np.shape(num_items) != ():

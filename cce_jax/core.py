@@ -43,10 +43,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cce_jax import reference
+from cce_jax.whole import on_one_device
 from cce_kernels import backward, forward
 from cce_kernels.call import Call
 from cce_kernels.device import H200, INTERPRETER, Gpu, cuda_gpu
+from cce_kernels.engines.xla import XLA
 from cce_kernels.exponentials import saved_shape
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
@@ -143,4 +144,10 @@ def _on_platform(
     plan = partial(_plan, inputs, core, wanted, here.saved)  # the saved exponentials have one shape on all platforms
     on_gpu = here if core.gpu is not None else plan(cuda_gpu() or H200, core.impl)
     elsewhere = plan(INTERPRETER, "cce") if core.impl == "cce" else plan(None, "chunked")
-    return partial(lax.platform_dependent, cuda=partial(run, on_gpu), default=partial(run, elsewhere))
+
+    def on_cuda(inputs: Inputs, *others):
+        if on_gpu.forward.sums.engine is not XLA:
+            inputs = inputs._replace(targets=on_one_device(inputs.targets))
+        return run(on_gpu, inputs, *others)
+
+    return partial(lax.platform_dependent, cuda=on_cuda, default=partial(run, elsewhere))

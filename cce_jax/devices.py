@@ -1,6 +1,6 @@
 """The two passes of the core on the devices of a Layout: what each device computes, and what the devices exchange.
 
-Let device d hold some tokens, and the columns V_d of the logits. With the numbers of its own columns, lse_id and sum_id,
+Let device d hold some tokens, and the columns V_d of the logits. With the numbers lse_id and sum_id of its columns,
 
     target_i = Σ_d [t_i ∈ V_d] z_i,t_i        lse_i = log Σ_d exp lse_id        sum_i = Σ_d sum_id
     de_i = Σ_d Σ_{v ∈ V_d} dz_iv c_v          dc_v = Σ_i dz_iv e_i,  v ∈ V_d
@@ -8,8 +8,8 @@ Let device d hold some tokens, and the columns V_d of the logits. With the numbe
 and dz_iv needs the numbers of token i over all columns, and nothing else of another device. Exchanged are:
 
     forward    target_i, summed first: it is the reference of the exponentials on every device; then lse_id and sum_id
-    backward   de, summed in float32 over the devices that share its tokens; dc, summed in c's type over the devices that
-               share its columns: the kernels write dc in c's type, and hold no float32 copy of it
+    backward   de, summed in float32 over the devices that share its tokens; dc, summed in c's type over the devices
+               that share its columns: the kernels write dc in c's type, and hold no float32 copy of it
     both       where one mesh axis splits the tokens and c: the smaller of e and c, gathered; its gradient is scattered.
                It is gathered again in the backward pass, so that no device holds all of it in between.
 
@@ -139,6 +139,7 @@ def _backward(inputs: Inputs, held: Held, cotangents: Cotangents, *, core: Core,
     whole = _gathered(inputs, core, layout)
     flat = _flat(whole)
     if layout is not None:
+        flat = flat._replace(targets=_columns_of(flat, core, layout))
         cotangents = jax.tree.map(lambda x: _all_tokens(x, layout), cotangents)
         if summands := _untyped(layout):
             cotangents = lax.psum(cotangents, summands)

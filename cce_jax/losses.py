@@ -48,7 +48,7 @@ def loss(
 
     numbers: each of the shape of columns; class_weight: (V,) float32; token_weight: of the shape of columns;
     label_smoothing, z_loss: numbers or scalar arrays, None if options.smooths or options.has_z_loss is False.
-    summed: the axes of jax.shard_map over whose devices the tokens are split, so that "mean" and "sum" extend over them.
+    summed: the axes of jax.shard_map over whose devices the tokens are split: "mean" and "sum" extend over them.
     out_sharding: of columns, where the mesh has Explicit axes.
     """
     kept = columns >= 0

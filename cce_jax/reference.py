@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-
 from jax import lax
 
 from cce_kernels.head import Head

@@ -94,19 +94,22 @@ class Layout:
 
     def whole_sequences(self, x: jax.Array) -> jax.Array:
         """x, of the shape of targets, with its last axis whole on every device."""
-        axes = self.split_sequences
-        return lax.all_gather(x, axes, axis=x.ndim - 1, tiled=True) if axes else self.laid_out(x, self.spec_of_sequences)
+        if axes := self.split_sequences:
+            return lax.all_gather(x, axes, axis=x.ndim - 1, tiled=True)
+        return self.laid_out(x, self.spec_of_sequences)
 
     def own_sequences(self, x: jax.Array) -> jax.Array:
         """The inverse of whole_sequences, over Manual axes."""
-        axes = self.split_sequences
-        size = x.shape[-1] // self.size(axes)
-        return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, x.ndim - 1) if axes else x
+        if axes := self.split_sequences:
+            size = x.shape[-1] // self.size(axes)
+            return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, x.ndim - 1)
+        return x
 
     @property
     def split_sequences(self) -> Axes:
         """The Manual axes that split the last axis of targets."""
-        return tuple(a for a in self.tokens[-1] if a not in self.mapped) if self.tokens else ()
+        last = self.tokens[-1:]
+        return tuple(a for axes in last for a in axes if a not in self.mapped)
 
     def _spec(self, *axes: Axes) -> P:
         """The spec of an array over the axes that the call makes Manual."""
@@ -233,7 +236,7 @@ def _given(name: str, spec: P, x: Any, seen: tuple[Axes, ...], mesh: AbstractMes
     axes = [a for entry in found for a in entry]
     for a in axes:
         if a not in mesh.axis_names:
-            raise ValueError(f"sharding names the axis {a!r} for {name}, which the mesh {mesh.axis_names} does not have")
+            raise ValueError(f"sharding names the axis {a!r} for {name}; the mesh has the axes {mesh.axis_names}")
         if axes.count(a) > 1:
             raise ValueError(f"sharding names the axis {a!r} twice for {name}: {spec}")
     explicit = tuple(tuple(a for a in entry if _type(mesh, a) is AxisType.Explicit) for entry in found)

@@ -27,10 +27,10 @@ def _lowered(ctx: Any, x: Any) -> list[Any]:
         split = ["data"] * (getattr(where, "num_devices", 1) not in (None, 1))
     if split:
         raise NotImplementedError(
-            "linear_cross_entropy does not know how its arrays lie over the devices of this program, and XLA cannot "
-            f"split the kernels. Say how e and c lie, such as linear_cross_entropy(..., sharding=(P({split[0]!r}), P())) "
-            "for tokens that are split over this mesh axis and a c that all devices hold (docs/devices.md has more), or "
-            "give the mesh Explicit axes, or use impl='chunked'"
+            "linear_cross_entropy: XLA cannot split the kernels over the devices of this program. Say how e and c lie, "
+            f"such as linear_cross_entropy(..., sharding=(P({split[0]!r}), P())) where this mesh axis splits the first "
+            "axis of e and all devices hold c (docs/devices.md has more), or give the mesh Explicit axes, or use "
+            "impl='chunked'"
         )
     return [x]
 
