@@ -174,7 +174,8 @@ def _loss(
         token_weight = None if token_weight is None else _shifted(token_weight, shift, 0, layout)
     weights = None if class_weight is None else jax.lax.stop_gradient(class_weight.astype(jnp.float32))
     if layout is not None:
-        e, c = layout.laid_out(e, layout.spec_of_e), layout.laid_out(c, layout.spec_of_c(vocab_axis))
+        e = layout.laid_out(e, layout.spec_of_e, layout.given_e)
+        c = layout.laid_out(c, layout.spec_of_c(vocab_axis), layout.given_c)
         bias, weights = (layout.laid_out(x, layout.spec_of_columns) for x in (bias, weights))
         targets, token_weight = (layout.laid_out(x, layout.spec_of_tokens) for x in (targets, token_weight))
     columns = losses.columns(targets, ignore_index, vocabulary)

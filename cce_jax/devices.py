@@ -46,6 +46,14 @@ class Held(NamedTuple):
     shard: Shard | None  # None: the device has all columns
 
 
+class _Sums(NamedTuple):
+    """The axes over whose devices each gradient is summed."""
+
+    e: Axes
+    c: Axes
+    bias: Axes
+
+
 def forward_pass(
     inputs: Inputs, core: Core, layout: Layout | None, wanted: Wanted | None
 ) -> tuple[Statistics, Held]:  # fmt: skip
@@ -64,7 +72,7 @@ def gradients(
 ) -> Gradients:
     """de, dc and dbias, each with the shape, type and layout of its input; None where not wanted."""
     if layout is None:
-        return _backward(inputs, held, cotangents, core=core, layout=None, wanted=wanted, sums=Gradients((), (), ()))
+        return _backward(inputs, held, cotangents, core=core, layout=None, wanted=wanted, sums=_Sums((), (), ()))
     specs = _specs(core, layout)
     run = partial(_backward, core=_summing(core, inputs, layout), layout=layout, wanted=wanted,
                   sums=_sums(inputs, layout))  # fmt: skip
@@ -90,9 +98,11 @@ def whole_numbers(inputs: Inputs, core: Core, layout: Layout | None) -> Statisti
     if not layout.explicit:
         if layout.mapped:  # so that gradients lie as their inputs do
             at = zip(inputs, _specs(core, layout), strict=True)
-            inputs = Inputs(*(None if x is None else lax.with_sharding_constraint(x, spec) for x, spec in at))  # type: ignore[arg-type]
+            pinned: Any = (None if x is None else lax.with_sharding_constraint(x, spec) for x, spec in at)
+            inputs = Inputs(*pinned)
         return run(inputs)
-    return jax.sharding.auto_axes(run, axes=tuple(layout.explicit), out_sharding=layout.out_sharding)(inputs)
+    over_auto: Any = jax.sharding.auto_axes(run, axes=tuple(layout.explicit), out_sharding=layout.out_sharding)
+    return over_auto(inputs)
 
 
 def whole_weights(weights: jax.Array | None, layout: Layout | None) -> jax.Array | None:
@@ -135,7 +145,7 @@ def _of_columns(
 
 
 def _backward(inputs: Inputs, held: Held, cotangents: Cotangents, *, core: Core, layout: Layout | None,
-              wanted: Wanted, sums: Any) -> Gradients:  # fmt: skip
+              wanted: Wanted, sums: _Sums) -> Gradients:  # fmt: skip
     whole = _gathered(inputs, core, layout)
     flat = _flat(whole)
     if layout is not None:
@@ -236,10 +246,11 @@ def _on_devices(run: Any, layout: Layout, in_specs: Any, out_specs: Any) -> Any:
     return jax.shard_map(untyped, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
 
 
-def _specs(core: Core, layout: Layout) -> Inputs:
-    of_columns = layout.spec_of_columns
-    return Inputs(layout.spec_of_e, layout.spec_of_c(core.head.vocab_axis), of_columns, layout.spec_of_tokens,
-                  of_columns, P())  # type: ignore[arg-type]  # fmt: skip
+def _specs(core: Core, layout: Layout) -> Any:
+    """Inputs of specs."""
+    c, of_columns = layout.spec_of_c(core.head.vocab_axis), layout.spec_of_columns
+    specs: tuple[Any, ...] = layout.spec_of_e, c, of_columns, layout.spec_of_tokens, of_columns, P()
+    return Inputs(*specs)
 
 
 def _each(layout: Layout) -> P:
@@ -253,7 +264,7 @@ def _summing(core: Core, inputs: Inputs, layout: Layout) -> Core:
     return replace(core, wide_de=bool(_sums(inputs, layout).e or layout.gathered_tokens))
 
 
-def _sums(inputs: Inputs, layout: Layout) -> Any:
+def _sums(inputs: Inputs, layout: Layout) -> "_Sums":
     """The axes over which de, dc and dbias are summed, besides those over which they are scattered."""
     varies = _union(layout, inputs)
 
@@ -264,11 +275,9 @@ def _sums(inputs: Inputs, layout: Layout) -> Any:
         return tuple(a for a in layout.mesh.axis_names if a in found and layout.mesh.shape[a] > 1)
 
     tokens = tuple(a for a in layout.all_tokens if a not in layout.gathered_tokens)
-    return Gradients(
-        over(inputs.e, layout.columns, layout.gathered_tokens),  # type: ignore[arg-type]
-        over(inputs.c, tokens, layout.gathered),  # type: ignore[arg-type]
-        over(inputs.bias, tokens, frozenset(layout.gathered_columns)),  # type: ignore[arg-type]
-    )
+    e = over(inputs.e, layout.columns, layout.gathered_tokens)
+    c = over(inputs.c, tokens, layout.gathered)
+    return _Sums(e, c, over(inputs.bias, tokens, frozenset(layout.gathered_columns)))
 
 
 def _untyped(layout: Layout) -> Axes:

@@ -42,6 +42,8 @@ class Layout:
     width: Axes  # the axes that split c's width, all of them in `gathered`
     gathered: frozenset[str]  # axes over which c is gathered, as they split the tokens too
     gathered_tokens: frozenset[str]  # axes over which e is gathered, as they split the vocabulary too
+    given_e: tuple[Axes, ...]  # the axes that split each axis of e as the caller has it
+    given_c: tuple[Axes, ...]
 
     @property
     def columns(self) -> Axes:
@@ -114,7 +116,7 @@ class Layout:
     def _spec(self, *axes: Axes) -> P:
         """The spec of an array over the axes that the call makes Manual."""
         found = (tuple(a for a in entry if a in self.mapped) for entry in axes)
-        return P(*(None if not entry else entry if len(entry) > 1 else entry[0] for entry in found))
+        return P(*(entry or None for entry in found))
 
     def size(self, axes: Axes) -> int:
         return math.prod(self.mesh.shape[a] for a in axes)
@@ -147,11 +149,18 @@ class Layout:
         """The sharding of arrays of the shape of targets, for operations that ask for it where axes are Explicit."""
         return NamedSharding(self.mesh, self.explicit_part(self.spec_of_tokens)) if self.explicit else None
 
-    def laid_out(self, x: Any, spec: P) -> Any:
-        """x with this spec over the Explicit axes: x moves if its type says otherwise. XLA moves it over Auto axes."""
-        if x is None or not self.explicit:
+    def laid_out(self, x: Any, spec: P, given: tuple[Axes, ...] | None = None) -> Any:
+        """x with this spec, where it moves if its type says otherwise. XLA moves it over Auto axes, where it must.
+
+        given: the axes that split each axis of x. Over Auto axes the gradient of x is then split in the same way.
+        """
+        if x is None or not self.mapped:
             return x
-        return jax.reshard(x, NamedSharding(self.mesh, self.explicit_part(spec)))
+        if self.explicit:
+            return jax.reshard(x, NamedSharding(self.mesh, self.explicit_part(spec)))
+        if given is None or self._spec(*given) == spec:
+            return x
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, self._spec(*given)))
 
 
 def varying(x: Any) -> frozenset[str]:
@@ -219,7 +228,7 @@ def _layout(mesh: AbstractMesh, mapped: frozenset[str], typed: bool, e: Any, c: 
             f"sharding splits the vocabulary of c over {vocabulary}, of which {tuple(gathered & set(vocabulary))} "
             "splits the tokens too: inside jax.shard_map this axis must come last"
         )
-    return Layout(mesh, mapped, typed, tuple(tokens), ordered, width, gathered, of_tokens)
+    return Layout(mesh, mapped, typed, tuple(tokens), ordered, width, gathered, of_tokens, of_e, of_c)
 
 
 def _pair(sharding: Any) -> tuple[P, P]:
