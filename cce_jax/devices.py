@@ -98,7 +98,7 @@ def whole_numbers(inputs: Inputs, core: Core, layout: Layout | None) -> Statisti
     if not layout.explicit:
         if layout.mapped:  # so that gradients lie as their inputs do
             at = zip(inputs, _specs(core, layout), strict=True)
-            pinned: Any = (None if x is None else lax.with_sharding_constraint(x, spec) for x, spec in at)
+            pinned: Any = (None if x is None else layout.pinned(x, spec) for x, spec in at)
             inputs = Inputs(*pinned)
         return run(inputs)
     over_auto: Any = jax.sharding.auto_axes(run, axes=tuple(layout.explicit), out_sharding=layout.out_sharding)
@@ -106,14 +106,14 @@ def whole_numbers(inputs: Inputs, core: Core, layout: Layout | None) -> Statisti
 
 
 def whole_weights(weights: jax.Array | None, layout: Layout | None) -> jax.Array | None:
-    """class_weight of the whole vocabulary, on every device."""
+    """class_weight of the whole vocabulary, on every device: XLA is not left to split the look-up of targets in it."""
     if weights is None or layout is None:
         return weights
-    axes = tuple(a for a in layout.vocabulary if a not in layout.mapped)
-    if not axes:
-        return layout.laid_out(weights, P())
-    place = jnp.zeros(weights.size * layout.size(axes), weights.dtype)
-    return lax.psum(lax.dynamic_update_slice_in_dim(place, weights, lax.axis_index(axes) * weights.size, 0), axes)
+    if axes := tuple(a for a in layout.vocabulary if a not in layout.mapped):
+        place = jnp.zeros(weights.size * layout.size(axes), weights.dtype)
+        start = lax.axis_index(axes) * weights.size
+        weights = lax.psum(lax.dynamic_update_slice_in_dim(place, weights, start, 0), axes)
+    return layout.pinned(weights, P())
 
 
 def _forward(

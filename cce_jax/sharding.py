@@ -154,13 +154,17 @@ class Layout:
 
         given: the axes that split each axis of x. Over Auto axes the gradient of x is then split in the same way.
         """
-        if x is None or not self.mapped:
+        if x is None:
             return x
         if self.explicit:
+            return self.pinned(x, spec)
+        return x if given is None or self._spec(*given) == spec else self.pinned(x, self._spec(*given))
+
+    def pinned(self, x: jax.Array, spec: P) -> jax.Array:
+        """x with this spec, and its gradient too."""
+        if self.explicit:
             return jax.reshard(x, NamedSharding(self.mesh, self.explicit_part(spec)))
-        if given is None or self._spec(*given) == spec:
-            return x
-        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, self._spec(*given)))
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec)) if self.mapped else x
 
 
 def varying(x: Any) -> frozenset[str]:
