@@ -181,49 +181,35 @@ def test_donated_buffers(mode):
     assert_same(loss, gradients, one_device(given))
 
 
-@pytest.mark.parametrize("mode", ["auto", "checked", "unchecked"])
-def test_gradients_taken_inside_shard_map(mode):
-    """With check_vma JAX knows which gradients are sums over devices already; without, a local loss stays local."""
+def inside(mode, layout, summed=(), **options):
+    """Loss and gradients are right where the gradient is taken inside of jax.shard_map. summed: axes of the loss."""
     given = uneven(PLAIN)
-    mesh = mesh_of(BOTH, mode)
-    made = arrays(given, BOTH, mesh)
-    want = one_device(given, reduction="sum")
-    at = tuple(BOTH.specs()[k] for k in ("e", "c", "targets"))
-    tokens = Layout("tokens", BOTH.mesh, BOTH.e, P())
+    mesh = mesh_of(layout, mode)
+    made = arrays(given, layout, mesh)
+    at = tuple(layout.specs()[name] for name in ("e", "c", "targets"))
 
-    def local(e, c, t):
-        """Without `sharding`: every device's own tokens, and the whole c."""
-        value, (de, dc) = jax.value_and_grad(
-            lambda e, c: linear_cross_entropy(e, c, t, impl="chunked", reduction="sum", precision="highest"), (0, 1)
-        )(e, c)
-        summed = ("data", "context")
-        return jax.lax.psum(value, summed), de, dc if mode == "checked" else jax.lax.psum(dc, summed)
-
-    def whole(e, c, t):
-        call = partial(linear_cross_entropy, targets=t, impl="chunked", reduction="sum", precision="highest")
-        value, (de, dc) = jax.value_and_grad(lambda e, c: call(e, c, sharding=at[:2]), (0, 1))(e, c)
-        return value, de, dc
+    def run(e, c, t):
+        call = partial(linear_cross_entropy, targets=t, impl="chunked", reduction="sum", precision="highest", **options)
+        value, (de, dc) = jax.value_and_grad(call, (0, 1))(e, c)
+        return jax.lax.psum(value, summed) if summed else value, de, dc
 
     with jax.set_mesh(mesh):
-        if mode == "checked":
-            run = jax.shard_map(whole, in_specs=at, out_specs=(P(), *at[:2]))
-            for x, y in zip(jax.jit(run)(made["e"], made["c"], made["targets"]), want.values(), strict=True):
-                assert error(x, y) < ROUNDING
-        if mode != "auto":
-            specs = tokens.specs()
-            at = tuple(specs[k] for k in ("e", "c", "targets"))
-            run = jax.shard_map(local, in_specs=at, out_specs=(P(), *at[:2]), check_vma=mode == "checked")
-            for x, y in zip(jax.jit(run)(made["e"], made["c"], made["targets"]), want.values(), strict=True):
-                assert error(x, y) < ROUNDING
-        else:
-            with pytest.raises(ValueError, match="tensor"):  # the names of the mesh's axes are checked
-                linear_cross_entropy(made["e"], made["c"], made["targets"], sharding=(P("data"), P("sensor")))
+        mapped = jax.shard_map(run, in_specs=at, out_specs=(P(), *at[:2]), check_vma=mode == "checked")
+        found = jax.jit(mapped)(made["e"], made["c"], made["targets"])
+    want = one_device(given, reduction="sum")
+    assert_same(found[0], {"e": found[1], "c": found[2]}, want)
+
+
+def test_gradients_inside_a_checked_shard_map():
+    """The types say which gradients are sums over devices: dc is summed, with `sharding` and without."""
+    inside("checked", BOTH, sharding=(BOTH.e, BOTH.c))
+    inside("checked", Layout("tokens", BOTH.mesh, BOTH.e, P()), summed=("data", "context"))
 
 
 @pytest.mark.parametrize("mode", MODES[:3])
 def test_no_buffer_of_the_size_of_the_logits(mode):
     """And none of the size of e where the tokens are split, or of c where its vocabulary is."""
-    tokens, width, vocabulary = 4096, 8, 16384
+    tokens, width, vocabulary = 4096, 8, 65536
     layout = Layout("both", {"data": 2, "tensor": 4}, P("data"), P("tensor"))
     mesh = mesh_of(layout, mode)
     shapes = {"e": ((tokens, width), jnp.float32), "c": ((vocabulary, width), jnp.float32),
