@@ -43,7 +43,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cce_jax.whole import on_one_device
+from cce_jax.one_device import on_one_device
 from cce_kernels import backward, forward
 from cce_kernels.call import Call
 from cce_kernels.device import H200, INTERPRETER, Gpu, cuda_gpu
