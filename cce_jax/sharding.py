@@ -160,7 +160,7 @@ class Layout:
             return self.pinned(x, spec)
         return x if given is None or self._spec(*given) == spec else self.pinned(x, self._spec(*given))
 
-    def pinned(self, x: jax.Array, spec: P) -> jax.Array:
+    def pinned(self, x: Any, spec: P) -> Any:
         """x with this spec, and its gradient too."""
         if self.explicit:
             return jax.reshard(x, NamedSharding(self.mesh, self.explicit_part(spec)))
