@@ -76,7 +76,8 @@ def gradients(
     specs = _specs(core, layout)
     run = partial(_backward, core=_summing(core, inputs, layout), layout=layout, wanted=wanted,
                   sums=_sums(inputs, layout))  # fmt: skip
-    out = Gradients(specs.e if wanted.e else None, specs.c if wanted.c else None, specs.bias if wanted.bias else None)
+    dc = layout.spec_of_dc(core.head.vocab_axis)
+    out = Gradients(specs.e if wanted.e else None, dc if wanted.c else None, specs.bias if wanted.bias else None)
     found = _on_devices(run, layout, (specs, _each(layout), layout.spec_of_tokens), out)(inputs, held, cotangents)
     if not layout.typed:
         return found
@@ -276,7 +277,7 @@ def _sums(inputs: Inputs, layout: Layout) -> "_Sums":
 
     tokens = tuple(a for a in layout.all_tokens if a not in layout.gathered_tokens)
     e = over(inputs.e, layout.columns, layout.gathered_tokens)
-    c = over(inputs.c, tokens, layout.gathered)
+    c = over(inputs.c, tokens, layout.gathered | layout.reduced)
     return _Sums(e, c, over(inputs.bias, tokens, frozenset(layout.gathered_columns)))
 
 

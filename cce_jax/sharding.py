@@ -44,6 +44,7 @@ class Layout:
     gathered_tokens: frozenset[str]  # axes over which e is gathered, as they split the vocabulary too
     given_e: tuple[Axes, ...]  # the axes that split each axis of e as the caller has it
     given_c: tuple[Axes, ...]
+    reduced: frozenset[str]  # Explicit axes over which dc is left unreduced, as c's type asks for: P(reduced=...)
 
     @property
     def columns(self) -> Axes:
@@ -92,7 +93,12 @@ class Layout:
         return self._spec(self.vocabulary)
 
     def spec_of_c(self, vocab_axis: int) -> P:
-        return self._spec(*_in_order(vocab_axis, self.vocabulary, self.width))
+        spec = self._spec(*_in_order(vocab_axis, self.vocabulary, self.width))
+        return spec.update(reduced=self.reduced) if self.reduced else spec
+
+    def spec_of_dc(self, vocab_axis: int) -> P:
+        spec = self.spec_of_c(vocab_axis)
+        return spec.update(unreduced=self.reduced, reduced=frozenset()) if self.reduced else spec
 
     def whole_sequences(self, x: jax.Array) -> jax.Array:
         """x, of the shape of targets, with its last axis whole on every device."""
@@ -142,7 +148,8 @@ class Layout:
 
     def explicit_part(self, spec: P) -> P:
         """spec without the axes that are not Explicit."""
-        return P(*(tuple(a for a in entry if a in self.explicit) or None for entry in _entries(spec)))
+        explicit = (tuple(a for a in entry if a in self.explicit) or None for entry in _entries(spec))
+        return P(*explicit, reduced=spec.reduced)
 
     @property
     def out_sharding(self) -> NamedSharding | None:
@@ -232,7 +239,8 @@ def _layout(mesh: AbstractMesh, mapped: frozenset[str], typed: bool, e: Any, c: 
             f"sharding splits the vocabulary of c over {vocabulary}, of which {tuple(gathered & set(vocabulary))} "
             "splits the tokens too: inside jax.shard_map this axis must come last"
         )
-    return Layout(mesh, mapped, typed, tuple(tokens), ordered, width, gathered, of_tokens, of_e, of_c)
+    return Layout(mesh, mapped, typed, tuple(tokens), ordered, width, gathered, of_tokens, of_e, of_c,
+                  jax.typeof(c).sharding.spec.reduced & mapped)  # fmt: skip
 
 
 def _pair(sharding: Any) -> tuple[P, P]:
@@ -280,15 +288,15 @@ def _from_types(x: Any, mesh: AbstractMesh) -> tuple[Axes, ...]:
 
 
 def _split(name: str, spec: P, x: Any) -> list[Axes]:
-    if len(spec) > x.ndim:
+    if len(spec.partitions) > x.ndim:
         raise ValueError(f"sharding says {spec} for {name}, which has {x.ndim} axes: {name} {x.shape}")
-    if P.UNCONSTRAINED in spec:
+    if P.UNCONSTRAINED in spec.partitions:
         raise ValueError(f"sharding says {spec} for {name}: it must say how {name} lies, not leave it open")
-    return [*_entries(spec), *[()] * (x.ndim - len(spec))]
+    return [*_entries(spec), *[()] * (x.ndim - len(spec.partitions))]
 
 
 def _entries(spec: P) -> list[Axes]:
-    return [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
+    return [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec.partitions]
 
 
 def _mesh(x: Any) -> AbstractMesh:

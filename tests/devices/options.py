@@ -226,3 +226,37 @@ def test_no_buffer_of_the_size_of_the_logits(mode):
     assert (tokens, width) not in sizes
     assert (vocabulary, width) not in sizes
     assert (tokens // 2, width) in sizes, "the check sees a device's e"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_export(mode):
+    given = uneven(PLAIN)
+    mesh = mesh_of(BOTH, mode)
+    leaves, others = leaves_of(arrays(given, BOTH, mesh))
+    with jax.set_mesh(mesh):
+        exported = jax.export.export(jax.jit(gradient_of(BOTH, mode)))(leaves, others)
+        loss, gradients = jax.jit(exported.call)(leaves, others)
+    assert_same(loss, gradients, one_device(given))
+
+
+@pytest.mark.parametrize("of_c", [P(), P("tensor")])
+def test_reduced_weights(of_c):
+    """c of type P(..., reduced={"data"}): dc of two micro-batches is summed over the devices once."""
+    given = uneven(PLAIN)
+    layout = Layout("reduced", {"data": 4, "tensor": 2}, P("data"), of_c)
+    mesh = mesh_of(layout, "explicit")
+    made = arrays(given, layout, mesh)
+
+    def twice(e, c, targets):
+        c = jax.reshard(c, P(*of_c, reduced={"data"}))
+        gradient = jax.grad(lambda c: linear_cross_entropy(e, c, targets, impl="chunked", precision="highest"))
+        return jax.reshard(gradient(c) + gradient(2 * c), of_c)
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(twice).lower(made["e"], made["c"], made["targets"]).compile()
+        found = compiled(made["e"], made["c"], made["targets"])
+    plain = jax.grad(partial(linear_cross_entropy, impl="reference", precision="highest"), 1)
+    c = jnp.asarray(given.c)
+    assert error(found, plain(given.e, c, given.targets) + plain(given.e, 2 * c, given.targets)) < ROUNDING
+    sums = {k: n for k, n in collectives(compiled).items() if k.endswith(",16]") and "reduce" in k}
+    assert sums == {f"all-reduce f32[{32 if of_c else 64},16]": 1}
