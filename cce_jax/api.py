@@ -108,15 +108,22 @@ def linear_cross_entropy(
         jax_default_matmul_precision.
       check_targets: raise if a target is outside [0, V) and not ignore_index. This waits until targets is computed, and
         does not work under jit.
+      sharding: for several devices, docs/devices.md: how e and c lie over the axes of the mesh, a pair of
+        jax.sharding.PartitionSpec such as (P("data"), P("tensor")). It is needed where types do not say it: for the
+        kernels over Auto axes, and inside jax.shard_map where a mesh axis splits one loss: "mean" and "sum" then extend
+        over the axes that split e, and targets are numbers of the whole vocabulary if an axis splits c's. targets and
+        token_weight lie as e does without its last axis, bias and class_weight as c's vocabulary. memory_budget is a
+        device's.
 
     Returns:
       The loss in nats, float32 (float64 for float64 inputs): a scalar; for reduction="none" an array of the shape of
       targets after the shift.
 
     Raises:
-      ValueError: shapes do not fit, an option is out of its range, or, with check_targets, a target is out of range.
+      ValueError: shapes do not fit, an option is out of its range, sharding contradicts mesh or arrays, or, with
+        check_targets, a target is out of range.
       TypeError: an array has a wrong type.
-      NotImplementedError: the GPU cannot run impl="cce".
+      NotImplementedError: the GPU cannot run impl="cce", or XLA would have to split the kernels over devices.
     """
     contract.choice("reduction", reduction, contract.REDUCTIONS)
     contract.choice("impl", impl, contract.IMPLS)

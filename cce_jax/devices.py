@@ -11,7 +11,8 @@ and dz_iv needs the numbers of token i over all columns, and nothing else of ano
     backward   de, summed in float32 over the devices that share its tokens; dc, summed in c's type over the devices
                that share its columns: the kernels write dc in c's type, and hold no float32 copy of it
     both       where one mesh axis splits the tokens and c: the smaller of e and c, gathered; its gradient is scattered.
-               It is gathered again in the backward pass, so that no device holds all of it in between.
+               The backward pass gathers it again, so that no device holds all of it in between. (XLA gathers once where
+               nothing comes between the passes.)
 
 One jax.shard_map runs a pass. In it all mesh axes are Manual and arrays have no types that say over which axes they
 vary, also where the caller's own shard_map has such types (check_vma): Pallas' interpreter does not work with them. So
@@ -76,8 +77,9 @@ def gradients(
     specs = _specs(core, layout)
     run = partial(_backward, core=_summing(core, inputs, layout), layout=layout, wanted=wanted,
                   sums=_sums(inputs, layout))  # fmt: skip
-    dc = layout.spec_of_dc(core.head.vocab_axis)
-    out = Gradients(specs.e if wanted.e else None, dc if wanted.c else None, specs.bias if wanted.bias else None)
+    of_gradients: tuple[Any, ...] = specs.e, layout.spec_of_dc(core.head.vocab_axis), specs.bias
+    asked = wanted.e, wanted.c, wanted.bias
+    out = Gradients(*(spec if one else None for spec, one in zip(of_gradients, asked, strict=True)))
     found = _on_devices(run, layout, (specs, _each(layout), layout.spec_of_tokens), out)(inputs, held, cotangents)
     if not layout.typed:
         return found

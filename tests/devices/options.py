@@ -260,3 +260,21 @@ def test_reduced_weights(of_c):
     assert error(found, plain(given.e, c, given.targets) + plain(given.e, 2 * c, given.targets)) < ROUNDING
     sums = {k: n for k, n in collectives(compiled).items() if k.endswith(",16]") and "reduce" in k}
     assert sums == {f"all-reduce f32[{32 if of_c else 64},16]": 1}
+
+
+@pytest.mark.parametrize("impl", ["chunked", "cce"])
+def test_columns_that_a_bias_takes_out(impl):
+    """A vocabulary that the devices do not divide, padded to one that they do: the pad's bias is -inf."""
+    given = uneven(Case("odd", leading=(8, 2), width=16, vocabulary=61))
+    layout = Layout("vocabulary", {"tensor": 8}, P(), P("tensor"))
+    mesh = mesh_of(layout, "auto")
+    bias = np.where(np.arange(64) < 61, 0, -np.inf).astype(np.float32)
+    padded = type(given)(given.e, np.pad(given.c, ((0, 3), (0, 0))), given.targets, {"bias": bias}, given.of_loss,
+                         given.of_lse)  # fmt: skip
+    leaves, others = leaves_of(arrays(padded, layout, mesh))
+    with jax.set_mesh(mesh):
+        loss, gradients = jax.jit(gradient_of(layout, "auto", impl=impl))(leaves, others)
+    dc, dbias = np.asarray(gradients["c"]), np.asarray(gradients["bias"])
+    assert_same(loss, {"e": gradients["e"], "c": dc[:61]}, one_device(given))
+    assert not dc[61:].any()
+    assert not dbias[61:].any()
