@@ -264,7 +264,7 @@ def least(plan: Plan) -> int:
     dz = of_xla(plan) * rows + call.itemsize * call.width if engine is XLA else call.itemsize * rows
     sums = 4 * -(-rows // 64) if call.wanted is not None and call.wanted.bias else 0
     group = min(1024, call.vocabulary) * (dz + call.itemsize * call.width * by_xla + sums)
-    placed = rows == call.tokens and engine is not XLA and not call.wide_de  # in the memory of de
+    placed = rows == call.tokens and engine is not XLA  # in the memory of de
     e = 0 if placed else call.itemsize * rows * call.width
     return e + max(call.itemsize, 4) * rows * call.width + 256 * rows + 32 * MIB * by_xla + group
 
