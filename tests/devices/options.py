@@ -25,6 +25,7 @@ from tests.devices.meshes import (
     over,
     uneven,
 )
+from tests.lowering import nested
 from tests.tolerance import error
 
 BOTH = Layout("both", {"data": 2, "context": 2, "tensor": 2}, P("data", "context"), P("tensor"))
@@ -278,3 +279,24 @@ def test_columns_that_a_bias_takes_out(impl):
     assert_same(loss, {"e": gradients["e"], "c": dc[:61]}, one_device(given))
     assert not dc[61:].any()
     assert not dbias[61:].any()
+
+
+@pytest.mark.parametrize("mode", MODES[:3])
+def test_de_is_summed_in_float32_and_dc_in_its_type(mode):
+    layout = Layout("both", {"data": 2, "tensor": 4}, P("data"), P("tensor"))
+    mesh = mesh_of(layout, mode)
+    leaves, others = leaves_of(arrays(uneven(PLAIN, "bfloat16"), layout, mesh))
+    with jax.set_mesh(mesh):
+        traced = jax.jit(gradient_of(layout, mode)).trace(leaves, others)
+    found = {str(x.aval.dtype) + str(x.aval.shape) for x in summed(traced.jaxpr.jaxpr)}
+    assert {"float32(4, 8, 16)", "bfloat16(16, 16)"} <= found
+    assert "bfloat16(4, 8, 16)" not in found
+
+
+def summed(jaxpr):
+    """Everything that a traced program sums over devices."""
+    for eqn in jaxpr.eqns:
+        if "psum" in eqn.primitive.name:
+            yield from eqn.invars
+        for inner in nested(eqn):
+            yield from summed(inner)
