@@ -2,8 +2,9 @@
 
 from cce_kernels.version import installed
 from cce_torch.api import LinearCrossEntropy, linear_cross_entropy
+from cce_torch.head import LinearCrossEntropyHead
 
-__all__ = ["LinearCrossEntropy", "linear_cross_entropy"]
+__all__ = ["LinearCrossEntropy", "LinearCrossEntropyHead", "linear_cross_entropy"]
 
 __version__: str
 

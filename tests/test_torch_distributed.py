@@ -1,0 +1,265 @@
+"""cce_torch in several processes, which talk by gloo: the results are those of one process.
+
+A process needs seconds to start. So each test starts its processes once, and they make many checks.
+"""
+
+import copy
+import functools
+import os
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from cce_torch import LinearCrossEntropyHead
+from tests.call_torch import array
+from tests.tolerance import assert_close, bound, error
+
+pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+
+TIMEOUT = timedelta(seconds=120)
+IMPLS = ("torch_compile", "chunked", "reference")
+
+
+def in_processes(count: int, check: Callable[[], None]) -> None:
+    """Calls check in so many processes of one group. An error in one of them ends all and is raised here."""
+    with tempfile.NamedTemporaryFile() as file:
+        torch.multiprocessing.spawn(_process, (count, file.name, check), nprocs=count)
+
+
+def _process(rank: int, count: int, file: str, check: Callable[[], None]) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=count, timeout=TIMEOUT)
+    try:
+        check()
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def gathered(x: torch.Tensor) -> list[torch.Tensor]:
+    """x of every process."""
+    found = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, x.contiguous())
+    return found
+
+
+def assert_same_everywhere(x: torch.Tensor, what: str) -> None:
+    x = x.detach()
+    assert all(torch.equal(x, y) for y in gathered(x)), f"{what} differs between the processes"
+
+
+# A model whose batch is split over the processes.
+
+N, D, V = 12, 8, 37  # tokens of one process
+IGNORED = -100
+
+
+class Model(nn.Module):
+    """An embedding, a layer, a norm and the head."""
+
+    def __init__(self, head: nn.Linear, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.body, self.norm, self.head = nn.Embedding(V, D), nn.Linear(D, D), nn.LayerNorm(D), head
+        if tied:
+            self.embedding.weight = head.weight
+
+    def hidden(self, tokens):
+        return self.norm(torch.tanh(self.body(self.embedding(tokens))))
+
+    def forward(self, tokens, targets, **options):
+        return self.head(self.hidden(tokens), targets, **options)
+
+
+class Plain(nn.Linear):
+    """A head with the same signature that holds the logits."""
+
+    def forward(self, h, targets, num_items):  # type: ignore[override]
+        z = super().forward(h).to(torch.promote_types(h.dtype, torch.float32))
+        return nn.functional.cross_entropy(z, targets, ignore_index=IGNORED, reduction="sum") / num_items
+
+
+def batch(processes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and targets, (processes, N). The processes ignore different numbers of targets, the last one all."""
+    generator = torch.Generator().manual_seed(3)
+    tokens, targets = torch.randint(V, (2, processes, N), generator=generator)
+    targets[0, ::3] = IGNORED
+    targets[-1] = IGNORED
+    return tokens, targets
+
+
+def model(head: Callable, *, bias: bool = True, tied: bool = False, frozen: bool = False, dtype=torch.float32) -> Model:
+    """The same weights at each call, standing well away from 0."""
+    torch.manual_seed(0)
+    made = Model(head(D, V, bias), tied)
+    with torch.no_grad():
+        made.head.weight *= 3
+    made.head.requires_grad_(not frozen)
+    return made.to(dtype)
+
+
+@functools.cache
+def expected(processes: int, dtype=torch.float64, **options) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """The loss of all tokens in one process, with full logits, and the gradients by the names of parameters."""
+    whole = model(Plain, dtype=dtype, **options)
+    tokens, targets = batch(processes)
+    loss = whole(tokens.flatten(), targets.flatten(), num_items=int((targets != IGNORED).sum()))
+    loss.backward()
+    return array(loss), {k: array(p.grad) for k, p in whole.named_parameters() if p.grad is not None}
+
+
+def assert_gradients(found: dict[str, torch.Tensor], what: str, low=torch.float32, **options) -> None:
+    """low: the type that the model computes in."""
+    processes = dist.get_world_size()
+    truth, reference = (expected(processes, dtype, **options)[1] for dtype in (torch.float64, low))
+    assert found.keys() == truth.keys(), f"{what}: gradients of {sorted(found)}, not {sorted(truth)}"
+    for name, x in found.items():
+        if low == torch.float32:
+            assert_close(array(x), truth[name], reference[name], f"{what}: {name}")
+        else:
+            allowed = bound(reference[name], truth[name])
+            assert error(array(x.float()), truth[name]) <= allowed, f"{what}: {name}"
+
+
+def whole_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Of FSDP2's or plain parameters."""
+    grads = {k: p.grad for k, p in module.named_parameters() if p.grad is not None}
+    return {
+        k.removeprefix("module."): g.full_tensor() if hasattr(g, "full_tensor") else g  # type: ignore[attr-defined]
+        for k, g in grads.items()
+    }
+
+
+def step(wrapped: nn.Module, **options) -> torch.Tensor:
+    """The loss of this process' tokens, differentiated. Every wrapper takes the mean of the gradients."""
+    processes, rank = dist.get_world_size(), dist.get_rank()
+    tokens, targets = batch(processes)
+    count = (targets != IGNORED).sum() / processes  # of all processes, over the number of processes
+    loss = wrapped(tokens[rank], targets[rank], num_items=count.item(), **options)
+    loss.backward()
+    return loss.detach()
+
+
+def assert_loss(loss: torch.Tensor, what: str, **options) -> None:
+    truth, reference = (
+        expected(dist.get_world_size(), dtype, **options)[0] for dtype in (torch.float64, torch.float32)
+    )
+    mean = torch.stack(gathered(loss)).mean()
+    assert_close(array(mean), truth, reference, f"{what}: loss")
+
+
+def fsdp2(module: Model, how: str, mesh=None, **policy) -> nn.Module:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    options: dict = {"mesh": mesh or init_device_mesh("cpu", (dist.get_world_size(),))}
+    if policy:
+        options["mp_policy"] = MixedPrecisionPolicy(**policy)
+    if how == "by itself":
+        fully_shard(module.head, **options)
+    elif how == "with the norm":
+        fully_shard([module.norm, module.head], **options)
+    fully_shard(module.body, **options)
+    return fully_shard(module, **options)
+
+
+def check_data_parallel() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for impl in IMPLS[:2]:
+        head = functools.partial(LinearCrossEntropyHead, impl=impl)
+        for options in ({}, {"tied": True}, {"bias": False}, {"frozen": True}):
+            what = f"DDP, {impl}, {options}"
+            wrapped = nn.parallel.DistributedDataParallel(model(head, **options))
+            assert_loss(step(wrapped), what, **options)
+            assert_gradients(whole_gradients(wrapped), what, **options)
+        for how in ("in the root", "by itself", "with the norm"):
+            for options in ({}, {"bias": False}, {"frozen": True}, {"tied": True}):
+                if options.get("tied") and how != "in the root":
+                    continue  # FSDP2 takes no parameter into two groups
+                what = f"FSDP2 {how}, {impl}, {options}"
+                wrapped = fsdp2(model(head, **options), how)
+                assert_loss(step(wrapped), what, **options)
+                assert_gradients(whole_gradients(wrapped), what, **options)
+
+    for whole, options in ((True, {}), (False, {}), (False, {"frozen": True}), (False, {"tied": True})):
+        wrapped = model(LinearCrossEntropyHead, **options)
+        what = f"FSDP1, {'by itself' if whole else 'in the root'}, {options}"
+        if whole:
+            wrapped.head = FullyShardedDataParallel(wrapped.head, use_orig_params=True, device_id="cpu")
+        wrapped = FullyShardedDataParallel(wrapped, use_orig_params=True, device_id="cpu")
+        assert_loss(step(wrapped), what, **options)
+        with FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True):
+            named = {k.replace("_fsdp_wrapped_module.", ""): p for k, p in wrapped.named_parameters()}
+            found = {k: p.grad.clone() for k, p in named.items() if p.requires_grad}
+        assert_gradients(found, what, **options)
+
+
+def check_mixed_precision_checkpoints_and_compile() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    rank = dist.get_rank()
+    tokens, targets = (x[rank] for x in batch(dist.get_world_size()))
+    for how in ("in the root", "by itself", "with the norm"):
+        policy = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        wrapped = fsdp2(model(LinearCrossEntropyHead), how, **policy)
+        step(wrapped)
+        assert_gradients(whole_gradients(wrapped), f"bfloat16 {how}", low=torch.bfloat16)
+        one = wrapped(tokens, targets, num_items=1)
+        for count in (12345, torch.tensor(12345), 12345.0):
+            loss = wrapped(tokens, targets, num_items=count)
+            torch.testing.assert_close(loss * 12345, one, rtol=1e-6, atol=0)  # 12352 would be 6e-4 off
+        if how == "by itself":  # else the root casts num_items before the head is called
+            h = wrapped.hidden(tokens)
+            loss = wrapped.head(h, targets, num_items=torch.tensor(12345.0))
+            torch.testing.assert_close(loss * 12345, wrapped.head(h, targets, num_items=1), rtol=1e-6, atol=0)
+        with pytest.raises(TypeError, match="num_items is a bfloat16.*a tensor of integers"):
+            wrapped(tokens, targets, num_items=torch.tensor(12345.0))
+
+    class Checkpointed(Model):
+        def forward(self, tokens, targets, *, reentrant, **options):
+            return checkpoint(functools.partial(self.head, **options), self.hidden(tokens), targets,
+                              use_reentrant=reentrant)  # fmt: skip
+
+    for impl in IMPLS[:2]:
+        for reentrant in (False, True):
+            for wrap in (nn.parallel.DistributedDataParallel, functools.partial(fsdp2, how="in the root")):
+                made = model(functools.partial(LinearCrossEntropyHead, impl=impl))
+                made.__class__ = Checkpointed
+                wrapped = wrap(made)
+                what = f"checkpoint, {impl}, {reentrant=}, {type(wrapped).__name__}"
+                assert_loss(step(wrapped, reentrant=reentrant), what)
+                assert_gradients(whole_gradients(wrapped), what)
+        for how in ("in the root", "by itself", "DDP"):
+            made = model(functools.partial(LinearCrossEntropyHead, impl=impl))
+            made.head.compile(backend="aot_eager", fullgraph=True)
+            wrapped = nn.parallel.DistributedDataParallel(made) if how == "DDP" else fsdp2(made, how)
+            assert_loss(step(wrapped), f"compiled {how}")
+            assert_gradients(whole_gradients(wrapped), f"compiled {how}")
+
+
+def check_hybrid() -> None:
+    """HSDP: sharded over one axis of the mesh, replicated over the other."""
+    for how in ("in the root", "by itself"):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        wrapped = fsdp2(model(LinearCrossEntropyHead), how, mesh)
+        assert_loss(step(wrapped), f"HSDP {how}")
+        assert_gradients(whole_gradients(wrapped), f"HSDP {how}")
+
+
+def test_data_parallel():
+    in_processes(2, check_data_parallel)
+
+
+def test_mixed_precision_checkpoints_and_compile():
+    in_processes(2, check_mixed_precision_checkpoints_and_compile)
+
+
+def test_hybrid():
+    in_processes(4, check_hybrid)
