@@ -9,7 +9,7 @@ from cce_torch.api import LinearCrossEntropy
 
 
 class LinearCrossEntropyHead(torch.nn.Linear):
-    """A `torch.nn.Linear` that is the language model's head, and computes the loss without the logits if it gets targets.
+    """The `torch.nn.Linear` of a language model's head, which computes the loss without the logits if it gets targets.
 
         head(h)             the logits, as torch.nn.Linear gives them
         head(h, targets)    linear_cross_entropy(h, head.weight, targets, head.bias)
@@ -78,10 +78,10 @@ class LinearCrossEntropyHead(torch.nn.Linear):
         if isinstance(num_items, _Hidden):
             num_items = num_items.value
         if isinstance(num_items, Tensor) and num_items.is_floating_point() and num_items.itemsize < 4:
+            dtype = str(num_items.dtype).removeprefix("torch.")
             raise TypeError(
-                f"num_items is a {str(num_items.dtype).removeprefix('torch.')}, which does not hold whole numbers above "
-                "256 or 2048: FSDP's mixed precision casts every float tensor among a module's arguments. Pass a Python "
-                "number or a tensor of integers"
+                f"num_items is a {dtype}, which does not hold every whole number: FSDP's mixed precision casts every "
+                "float tensor among a module's arguments. Pass a Python number or a tensor of integers"
             )
         return self.loss(h, self.weight, targets, self.bias, token_weight=token_weight, num_items=num_items)
 

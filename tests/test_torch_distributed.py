@@ -3,7 +3,6 @@
 A process needs seconds to start. So each test starts its processes once, and they make many checks.
 """
 
-import copy
 import functools
 import os
 import tempfile
@@ -219,7 +218,7 @@ def check_mixed_precision_checkpoints_and_compile() -> None:
             h = wrapped.hidden(tokens)
             loss = wrapped.head(h, targets, num_items=torch.tensor(12345.0))
             torch.testing.assert_close(loss * 12345, wrapped.head(h, targets, num_items=1), rtol=1e-6, atol=0)
-        with pytest.raises(TypeError, match="num_items is a bfloat16.*a tensor of integers"):
+        with pytest.raises(TypeError, match=r"num_items is a bfloat16.*a tensor of integers"):
             wrapped(tokens, targets, num_items=torch.tensor(12345.0))
 
     class Checkpointed(Model):
