@@ -3,8 +3,9 @@
 from cce_kernels.version import installed
 from cce_torch.api import LinearCrossEntropy, linear_cross_entropy
 from cce_torch.head import LinearCrossEntropyHead
+from cce_torch.vocab_parallel import VocabParallel
 
-__all__ = ["LinearCrossEntropy", "LinearCrossEntropyHead", "linear_cross_entropy"]
+__all__ = ["LinearCrossEntropy", "LinearCrossEntropyHead", "VocabParallel", "linear_cross_entropy"]
 
 __version__: str
 

@@ -3,6 +3,7 @@
 A process needs seconds to start. So each test starts its processes once, and they make many checks.
 """
 
+import dataclasses
 import functools
 import os
 import tempfile
@@ -16,25 +17,28 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from cce_torch import LinearCrossEntropyHead
-from tests.call_torch import array
+from cce_torch import LinearCrossEntropyHead, VocabParallel, blocks
+from tests.call_torch import array, run, tensor
+from tests.cases import CASES, Case, Inputs, inputs
 from tests.tolerance import assert_close, bound, error
+from tests.truth import truth
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
 TIMEOUT = timedelta(seconds=120)
-IMPLS = ("torch_compile", "chunked", "reference")
+IMPLS = ("torch_compile", "reference")
 
 
 def in_processes(count: int, check: Callable[[], None]) -> None:
     """Calls check in so many processes of one group. An error in one of them ends all and is raised here."""
-    with tempfile.NamedTemporaryFile() as file:
-        torch.multiprocessing.spawn(_process, (count, file.name, check), nprocs=count)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_process, (count, f"{folder}/store", check), nprocs=count)
 
 
 def _process(rank: int, count: int, file: str, check: Callable[[], None]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    blocks._uncompilable.add("cpu")  # "torch_compile" runs uncompiled: compiling takes most of a minute
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=count, timeout=TIMEOUT)
     try:
         check()
@@ -262,3 +266,59 @@ def test_mixed_precision_checkpoints_and_compile():
 
 def test_hybrid():
     in_processes(4, check_hybrid)
+
+
+# The vocabulary split over the processes.
+
+
+def held_by(rank: int, stops: tuple[int, ...]) -> tuple[int, int]:
+    """The rows of the process: from the stop of the one before it to its own."""
+    return (0, *stops)[rank], stops[rank]
+
+
+def run_split(given: Inputs, options: dict, stops: tuple[int, ...], impl: str, **more) -> tuple:
+    """tests.call_torch.run, where each process holds some rows of c and bias. The gradients are gathered."""
+    rank = dist.get_rank()
+    start, stop = held_by(rank, stops)
+    own = dict(given.optional)
+    if "bias" in own:
+        own["bias"] = own["bias"][start:stop]
+    local = dataclasses.replace(given, c=given.c[start:stop], optional=own)
+    shard = VocabParallel(None, start, stop)
+    loss, lse, gradients = run(local, options, impl, vocab_parallel=shard, **more)
+    for name in ("c", "bias"):
+        if name in gradients:
+            parts: list = [None] * dist.get_world_size()
+            dist.all_gather_object(parts, gradients[name])
+            gradients[name] = np.concatenate(parts)
+    return loss, lse, gradients
+
+
+def assert_split(case: Case, stops: tuple[int, ...], impl: str, dtype: str = "float32", seed: int = 0, **more) -> None:
+    """Against one process, by tests.tolerance. Loss, lse and the gradients of what is whole are equal everywhere."""
+    given = inputs(case, dtype, seed)
+    what = f"{case}, {impl}, {dtype}, {stops=}, {more}"
+    loss, lse, gradients = run_split(given, case.options, stops, impl, **more)
+    for name, x in {"loss": loss, "lse": lse, "e": gradients["e"]}.items():
+        assert_same_everywhere(tensor(x).float(), f"{what}: {name}")
+    true_loss, true_lse, true_gradients = truth(given, case.options)
+    reference_loss, reference_lse, reference = run(given, case.options, "reference")
+    assert_close(loss, true_loss, reference_loss, f"{what}: loss")
+    assert_close(lse, true_lse, reference_lse, f"{what}: lse")
+    for name, x in gradients.items():
+        assert_close(x, true_gradients[name], reference[name], f"{what}: d{name}")
+
+
+def check_vocab_parallel_in_two() -> None:
+    for impl in IMPLS:
+        for case in CASES:
+            v = case.vocabulary
+            assert_split(case, (v // 3, v), impl)  # with V = 1 the first process holds nothing
+        for dtype in ("bfloat16", "float16"):
+            assert_split(CASES[0], (100, 203), impl, dtype)
+        assert_split(CASES[0], (203, 203), impl)
+        assert_split(CASES[0], (50, 203), impl, vocab_axis=1)
+
+
+def test_vocab_parallel_in_two_processes():
+    in_processes(2, check_vocab_parallel_in_two)
