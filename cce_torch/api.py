@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cce_kernels import contract
-from cce_torch import compiled, losses, ops, reference, shards, tensors
+from cce_torch import compiled, dtensors, losses, ops, reference, shards, tensors
 from cce_torch import vocab_parallel as parallel
 from cce_torch.vocab_parallel import VocabParallel
 
@@ -129,6 +129,14 @@ def linear_cross_entropy(
       NotImplementedError: the impl does not run on this device.
       torch.OutOfMemoryError: there is no memory for the scratch, even after freeing PyTorch's cache.
     """
+    given = dict(e=e, c=c, targets=targets, bias=bias, class_weight=class_weight, token_weight=token_weight)
+    if dtensors.are_among(given):
+        return dtensors.loss(linear_cross_entropy, given, num_items, dict(
+            ignore_index=ignore_index, softcap=softcap, reduction=reduction, shift=shift, return_lse=return_lse,
+            logit_scale=logit_scale, label_smoothing=label_smoothing, z_loss=z_loss, vocab_axis=vocab_axis, impl=impl,
+            memory_budget=memory_budget, precision=precision, check_targets=check_targets,
+            vocab_parallel=vocab_parallel, vocab_parallel_options=vocab_parallel_options,
+        ))  # fmt: skip
     contract.choice("reduction", reduction, contract.REDUCTIONS)
     contract.choice("impl", impl, IMPLS)
     contract.choice("vocab_axis", vocab_axis, (0, 1))
@@ -143,7 +151,6 @@ def linear_cross_entropy(
     budget = contract.memory_budget(memory_budget)
     shift = contract.integer("shift", shift)
     contract.num_items(num_items, reduction)
-    given = dict(e=e, c=c, targets=targets, bias=bias, class_weight=class_weight, token_weight=token_weight)
     _check_tensors(given, num_items)
     e, c, bias = _autocast(e), _autocast(c), _autocast(bias)
     _check_types(e, c, bias, targets, class_weight, token_weight)

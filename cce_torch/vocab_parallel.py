@@ -79,20 +79,31 @@ class VocabParallel:
           ValueError: not exactly one axis of c's mesh splits the vocabulary, or another splits c's width.
         """
         from torch.distributed.tensor import DTensor, Shard
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         if not isinstance(c, DTensor):
             raise TypeError(f"c must be a DTensor, got {type(c).__name__}: write VocabParallel(group, start, stop)")
-        axes = [i for i, p in enumerate(c.placements) if p == Shard(vocab_axis)]
-        if len(axes) != 1 or not all(p.is_replicate() for i, p in enumerate(c.placements) if i not in axes):
+        others = [p for p in c.placements if p != Shard(vocab_axis)]
+        if len(others) != len(c.placements) - 1 or not all(p.is_replicate() for p in others):
             raise ValueError(
                 f"c must be split along its axis {vocab_axis}, the vocabulary, by one axis of its mesh and replicated "
                 f"over the others, got placements {c.placements}"
             )
-        shape, offset = compute_local_shape_and_global_offset(c.shape, c.device_mesh, c.placements)
-        rows, vocabulary = shape[vocab_axis], c.shape[vocab_axis]
+        return cls.from_placements(c.shape, c.device_mesh, c.placements, vocab_axis=vocab_axis,
+                                   reduce_e_grad=reduce_e_grad, sequence_axis=sequence_axis)  # fmt: skip
+
+    @classmethod
+    def from_placements(
+        cls, shape: torch.Size, mesh: Any, placements: Sequence[Any], *, vocab_axis: int = 0,
+        reduce_e_grad: bool = True, sequence_axis: int | None = None,
+    ) -> Self:  # fmt: skip
+        """The same for a DTensor of this shape on the mesh, of whose placements exactly one splits the vocabulary."""
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        axis = next(i for i, p in enumerate(placements) if p.is_shard())
+        local, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+        rows, vocabulary = local[vocab_axis], shape[vocab_axis]
         start = min(offset[vocab_axis], vocabulary)  # of an empty shard the offset lies beyond
-        group = c.device_mesh.get_group(axes[0])
+        group = mesh.get_group(axis)
         return cls(group, start, start + rows, reduce_e_grad, vocabulary, sequence_axis)
 
     def held(self, columns: Tensor) -> Tensor:

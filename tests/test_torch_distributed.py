@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from cce_torch import LinearCrossEntropyHead, VocabParallel, blocks
+from cce_torch import LinearCrossEntropyHead, VocabParallel, blocks, linear_cross_entropy
 from tests.call_torch import array, run, tensor
 from tests.cases import CASES, Case, Inputs, inputs
 from tests.tolerance import assert_close, bound, error
@@ -322,3 +322,59 @@ def check_vocab_parallel_in_two() -> None:
 
 def test_vocab_parallel_in_two_processes():
     in_processes(2, check_vocab_parallel_in_two)
+
+
+# DTensors.
+
+
+def assert_dtensors(case: Case, mesh, placements: dict[str, list], impl: str, **more) -> None:
+    """The loss of distributed inputs and its gradients against one process, and the placements of the gradients."""
+    from torch.distributed.tensor import distribute_tensor
+
+    what = f"{case}, {impl}, {placements}, {more}"
+    given = inputs(case)
+    whole = {"e": given.e, "c": given.c, "targets": given.targets, **given.optional}
+    leaves = {}
+    for name, x in whole.items():
+        x = tensor(x).long() if name == "targets" else tensor(x)
+        leaves[name] = distribute_tensor(x, mesh, placements[name]) if name in placements else x
+        leaves[name].requires_grad_(name in given.differentiable())
+    loss, lse = linear_cross_entropy(**leaves, impl=impl, **{**case.options, **more, "return_lse": True})
+    objective = (loss.full_tensor() * tensor(given.of_loss)).sum()
+    if case.options.get("return_lse"):
+        objective = objective + (lse.full_tensor() * tensor(given.of_lse)).sum()
+    names = list(given.differentiable())
+    gradients = dict(zip(names, torch.autograd.grad(objective, [leaves[k] for k in names]), strict=True))
+    true_loss, true_lse, true_gradients = truth(given, case.options)
+    reference_loss, reference_lse, reference = run(given, case.options, "reference")
+    assert_close(array(loss.full_tensor()), true_loss, reference_loss, f"{what}: loss")
+    assert_close(array(lse.full_tensor()), true_lse, reference_lse, f"{what}: lse")
+    for name, x in gradients.items():
+        if name in placements:
+            assert x.placements == leaves[name].placements, f"{what}: d{name} has placements {x.placements}"
+            x = x.full_tensor()
+        assert_close(array(x), true_gradients[name], reference[name], f"{what}: d{name}")
+
+
+def check_dtensors() -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    rng = np.random.default_rng(0)
+    meshes = [init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)]) for shape in ((4,), (2, 2))]
+    everywhere = [Replicate(), Shard(0), Shard(1)]
+    ways = {"e": [*everywhere, Shard(2)], "c": [Replicate(), Shard(0), Shard(0), Shard(1)], "targets": everywhere,
+            "token_weight": everywhere, "bias": everywhere[:2], "class_weight": everywhere[:2]}  # fmt: skip
+    cases = [x for x in CASES if int(x.options.get("shift", 0)) <= 1]
+    for draw in range(60):
+        leading, vocabulary = ((5, 7), (2, 9), (1, 3))[draw % 3], int(rng.choice((203, 37, 5)))
+        case = dataclasses.replace(cases[draw % len(cases)], leading=leading, vocabulary=vocabulary)
+        mesh = meshes[rng.integers(2)]
+        names = ["e", "c", "targets", *case.arrays]
+        placements = {k: [ways[k][rng.integers(len(ways[k]))] for _ in range(mesh.ndim)] for k in names}
+        if case.options.get("shift"):
+            placements["e"] = [Replicate() if p == Shard(1) else p for p in placements["e"]]
+        assert_dtensors(case, mesh, placements, IMPLS[draw % len(IMPLS)])
+
+
+def test_dtensors():
+    in_processes(4, check_dtensors)
