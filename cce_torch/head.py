@@ -48,7 +48,13 @@ class LinearCrossEntropyHead(torch.nn.Linear):
         return head.train(linear.training)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As `forward`. A num_items is hidden from the hooks: FSDP2's mixed precision would cast it to 16 bits."""
+        """As `forward`.
+
+        targets go by name, as hooks of tensor parallelism drop all arguments without a name but the first. A num_items
+        is hidden from the hooks, as FSDP2's mixed precision would cast it to 16 bits.
+        """
+        if len(args) == 2:
+            args, kwargs = args[:1], {"targets": args[1], **kwargs}
         if isinstance(kwargs.get("num_items"), Tensor):
             kwargs["num_items"] = _Hidden(kwargs["num_items"])
         return super().__call__(*args, **kwargs)

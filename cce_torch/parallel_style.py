@@ -23,7 +23,7 @@ class VocabParallelStyle(ParallelStyle):
 
         parallelize_module(model, mesh, {"lm_head": VocabParallelStyle()})
 
-    ColwiseParallel itself drops the targets, and would split the loss.
+    ColwiseParallel itself would split the loss.
 
     head(h, targets) returns plain tensors that are equal on all processes of the mesh: the loss and, if it was asked
     for, lse, of all tokens. targets and token_weight are plain tensors, of all tokens on every process of the mesh.
@@ -57,11 +57,10 @@ class VocabParallelStyle(ParallelStyle):
         def enter(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             if not args:
                 raise TypeError("give h as the first argument, not by name")
-            h, *others = args
-            return (self._distributed(h, _targets(args, kwargs), device_mesh), *others), kwargs
+            return (self._distributed(*args, kwargs.get("targets"), device_mesh),), kwargs
 
         def leave(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-            if _targets(args, kwargs) is None:
+            if kwargs.get("targets") is None:
                 output = output.redistribute(placements=self.output_layouts)
                 return output.to_local() if self.use_local_output else output
             return tuple(x.to_local() for x in output) if isinstance(output, tuple) else output.to_local()
@@ -90,7 +89,3 @@ class VocabParallelStyle(ParallelStyle):
                 shape = {"shape": whole, "stride": torch.empty(whole, device="meta").stride()}
             h = DTensor.from_local(h, mesh, self.input_layouts, run_check=False, **shape)
         return h.redistribute(placements=[Replicate()]) if targets is None else h
-
-
-def _targets(args: tuple, kwargs: dict) -> Any:
-    return args[1] if len(args) > 1 else kwargs.get("targets")

@@ -9,6 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import pytest
@@ -118,9 +119,11 @@ def expected(processes: int, dtype=torch.float64, **options) -> tuple[np.ndarray
     return array(loss), {k: array(p.grad) for k, p in whole.named_parameters() if p.grad is not None}
 
 
-def assert_gradients(found: dict[str, torch.Tensor], what: str, low=torch.float32, **options) -> None:
-    """low: the type that the model computes in."""
-    processes = dist.get_world_size()
+def assert_gradients(
+    found: dict[str, torch.Tensor], what: str, low=torch.float32, processes: int | None = None, **options
+) -> None:
+    """low: the type that the model computes in; processes: among how many the batch is split."""
+    processes = processes or dist.get_world_size()
     truth, reference = (expected(processes, dtype, **options)[1] for dtype in (torch.float64, low))
     assert found.keys() == truth.keys(), f"{what}: gradients of {sorted(found)}, not {sorted(truth)}"
     for name, x in found.items():
@@ -140,9 +143,12 @@ def whole_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def step(wrapped: nn.Module, **options) -> torch.Tensor:
-    """The loss of this process' tokens, differentiated. Every wrapper takes the mean of the gradients."""
-    processes, rank = dist.get_world_size(), dist.get_rank()
+def step(wrapped: nn.Module, group=None, **options) -> torch.Tensor:
+    """The loss of this process' tokens, differentiated. Every wrapper takes the mean of the gradients.
+
+    group: the processes among which the batch is split.
+    """
+    processes, rank = dist.get_world_size(group), dist.get_rank(group)
     tokens, targets = batch(processes)
     count = (targets != IGNORED).sum() / processes  # of all processes, over the number of processes
     loss = wrapped(tokens[rank], targets[rank], num_items=count.item(), **options)
@@ -158,7 +164,7 @@ def assert_loss(loss: torch.Tensor, what: str, **options) -> None:
     assert_close(array(mean), truth, reference, f"{what}: loss")
 
 
-def fsdp2(module: Model, how: str, mesh=None, **policy) -> nn.Module:
+def fsdp2(module: Any, how: str, mesh=None, **policy) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     options: dict = {"mesh": mesh or init_device_mesh("cpu", (dist.get_world_size(),))}
@@ -378,3 +384,84 @@ def check_dtensors() -> None:
 
 def test_dtensors():
     in_processes(4, check_dtensors)
+
+
+# Tensor parallelism of the head.
+
+
+def check_tensor_parallel() -> None:
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+    from cce_torch import VocabParallelStyle
+
+    mesh = init_device_mesh("cpu", (2,))
+    head = functools.partial(LinearCrossEntropyHead, impl="torch_compile")
+    tokens, targets = batch(1)[0][0], batch(2)[1][0]
+    count = int((targets != IGNORED).sum())
+
+    def one_process(dtype, options):
+        whole = model(Plain, dtype=dtype, **options)
+        loss = whole(tokens, targets, num_items=count)
+        loss.backward()
+        logits = nn.functional.linear(whole.hidden(tokens), whole.head.weight, whole.head.bias)
+        return array(loss), {k: array(p.grad) for k, p in whole.named_parameters() if p.grad is not None}, array(logits)
+
+    for options in ({}, {"bias": False}, {"frozen": True}, {"tied": True}):
+        truth_, reference = (one_process(dtype, options) for dtype in (torch.float64, torch.float32))
+        split = model(head, **options)
+        if options.get("tied"):
+            split = parallelize_module(split, mesh, {"embedding": RowwiseParallel(input_layouts=Replicate())})
+            split.head.weight = split.embedding.weight
+        split = parallelize_module(split, mesh, {"head": VocabParallelStyle()})
+        assert split.head.weight.placements == (Shard(0),)
+        loss = split(tokens, targets)
+        loss.backward()
+        assert_same_everywhere(loss, "loss")
+        assert_close(array(loss), truth_[0], reference[0], f"{options}: loss")
+        found = whole_gradients(split)
+        assert found.keys() == truth_[1].keys()
+        for name, x in found.items():
+            assert_close(array(x), truth_[1][name], reference[1][name], f"{options}: {name}")
+        part = split.head(split.hidden(tokens))
+        assert_close(array(DTensor.from_local(part, mesh, [Shard(1)], shape=(N, V), stride=(V, 1)).full_tensor()),
+                     truth_[2], reference[2], "logits")  # fmt: skip
+
+    for tokens in (11, 4, 1):  # the last process has fewer, or none
+        h, t = torch.randn(tokens, D, generator=torch.Generator().manual_seed(2)), targets[:tokens]
+        whole, split = model(head), model(head)
+        split = parallelize_module(split, mesh, {"head": VocabParallelStyle(input_layouts=Shard(0))})
+        leaves = h.clone().requires_grad_(), DTensor.to_local(distribute_tensor(h, mesh, [Shard(0)])).requires_grad_()
+        expected_, loss = whole.head(leaves[0], t), split.head(leaves[1], t)
+        expected_.backward()
+        loss.backward()
+        pairs = [(loss, expected_), (leaves[1].grad, distribute_tensor(leaves[0].grad, mesh, [Shard(0)]).to_local())]
+        parameters = zip(split.head.parameters(), whole.head.parameters(), strict=True)
+        pairs += [(p.grad.full_tensor(), q.grad) for p, q in parameters]
+        for actual, exact in pairs:
+            torch.testing.assert_close(actual, exact, rtol=1e-5, atol=1e-6)
+
+
+def check_fsdp_with_tensor_parallel() -> None:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from cce_torch import VocabParallelStyle
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    for how in ("in the root", "by itself", "with the norm"):
+        for impl in IMPLS:
+            made = model(functools.partial(LinearCrossEntropyHead, impl=impl))
+            made = parallelize_module(made, mesh["tensor"], {"head": VocabParallelStyle()})
+            wrapped = fsdp2(made, how, mesh["data"])
+            step(wrapped, mesh.get_group("data"))
+            assert_gradients(whole_gradients(wrapped), f"FSDP2 {how} with tensor parallelism", processes=2)
+            with pytest.raises(TypeError, match=r"forward of the module that FSDP wraps"):
+                linear_cross_entropy(torch.rand(2, D), made.head.weight, torch.arange(2), impl=impl)
+
+
+def test_tensor_parallel():
+    in_processes(2, check_tensor_parallel)
+
+
+def test_fsdp_with_tensor_parallel():
+    in_processes(4, check_fsdp_with_tensor_parallel)
