@@ -49,7 +49,7 @@ from cce_kernels.call import Call
 from cce_kernels.device import H200, INTERPRETER, Gpu, cuda_gpu
 from cce_kernels.exponentials import saved_shape
 from cce_kernels.head import Head
-from cce_kernels.numbers import Cotangents, Gradients, Inputs, Statistics, Wanted
+from cce_kernels.numbers import Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
 from cce_kernels.plan import Plan, plan_of
 
 Impl = Literal["auto", "cce", "chunked", "reference"]
@@ -64,6 +64,7 @@ class Core:
     impl: Impl
     memory_budget: int
     gpu: Gpu | None = None
+    wide_de: bool = False  # whether `gradients` gives de in float32, for a sum over devices
 
 
 def statistics(inputs: Inputs, core: Core) -> Statistics:
@@ -87,42 +88,53 @@ def _plan(
 ) -> Plan:  # fmt: skip
     tokens, width = inputs.e.shape
     call = Call(tokens, width, core.head.vocabulary(inputs.c), str(jnp.dtype(inputs.e.dtype)), core.head,
-                inputs.bias is not None, core.with_sum, wanted, core.memory_budget)  # fmt: skip
+                inputs.bias is not None, core.with_sum, wanted, core.memory_budget, core.wide_de)  # fmt: skip
     return plan_of(call, gpu, impl, saved)
 
 
-def forward_pass(inputs: Inputs, core: Core, wanted: Wanted | None) -> tuple[Statistics, jax.Array | None]:
+def target_logits(inputs: Inputs, core: Core, wanted: Wanted | None) -> jax.Array:
+    """Equation (2) for a shard of the vocabulary, (N,). `forward_pass` takes the sum over all shards."""
+    return _on_platform(lambda plan, inputs: forward.target(inputs, plan), inputs, core, wanted)(inputs)
+
+
+def forward_pass(
+    inputs: Inputs, core: Core, wanted: Wanted | None, reference: jax.Array | None = None
+) -> tuple[Statistics, jax.Array | None]:
     """Equations (1)-(3), and the exponentials that are saved for `gradients`: of e's type, or None.
 
-    wanted: the gradients that will be asked for; None if there will be none.
+    wanted: the gradients that will be asked for; None if there will be none. reference: for a shard of the vocabulary,
+    numbers.Shard.reference.
     """
     saved = saved_shape(plan_for(inputs, core, wanted).saved, core.head.vocabulary(inputs.c))
 
-    def run(plan: Plan, inputs: Inputs):
-        numbers, exponentials = forward.statistics(inputs, plan)
+    def run(plan: Plan, inputs: Inputs, reference: jax.Array | None):
+        numbers, exponentials = forward.statistics(inputs, plan, reference)
         if saved[0] and exponentials is None:  # this platform saves nothing, but all platforms return one shape
             exponentials = lax.empty(saved, inputs.e.dtype)
         return numbers, exponentials
 
-    return _on_platform(run, inputs, core, wanted)(inputs)
+    return _on_platform(run, inputs, core, wanted)(inputs, reference)
 
 
 def gradients(
-    inputs: Inputs, numbers: Statistics, saved: jax.Array | None, cotangents: Cotangents, core: Core, wanted: Wanted
-) -> tuple[Gradients, jax.Array | None]:
+    inputs: Inputs, numbers: Statistics, saved: jax.Array | None, cotangents: Cotangents, core: Core, wanted: Wanted,
+    shard: Shard | None = None,
+) -> tuple[Gradients, jax.Array | None]:  # fmt: skip
     """Equations (6) and (7): de, dc and dbias in the types of e, c and bias, None where not wanted; and saved.
 
     numbers and saved: the results of `forward_pass`. The returned saved may have been overwritten in part; it still
-    gives the same gradients in another call of this function.
+    gives the same gradients in another call of this function. shard: for a shard of the vocabulary, what the device
+    must know of the other columns.
     """
 
     def run(plan: Plan, *arrays):
-        inputs, numbers, saved, cotangents = arrays
-        found, overwritten = backward.gradients(inputs, numbers, saved if plan.saved else None, cotangents, plan)
+        inputs, numbers, saved, cotangents, shard = arrays
+        saved_here = saved if plan.saved else None
+        found, overwritten = backward.gradients(inputs, numbers, saved_here, cotangents, plan, shard)
         return found, saved if overwritten is None else overwritten
 
     held = 0 if saved is None else saved.shape[0]  # fewer than planned if the forward pass could not save
-    return _on_platform(run, inputs, core, wanted, held)(inputs, numbers, saved, cotangents)
+    return _on_platform(run, inputs, core, wanted, held)(inputs, numbers, saved, cotangents, shard)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

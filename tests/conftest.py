@@ -5,6 +5,7 @@ import hypothesis
 import jax
 import pytest
 
+from cce_kernels.engines import hopper
 from cce_kernels.plan import choose
 
 hypothesis.settings.register_profile("all", deadline=None, derandomize=True)
@@ -33,6 +34,16 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="module")
+def hopper_kernels_in_every_jax():
+    """Plans use the kernels for Hopper also where the installed JAX is not one with which they were measured."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper, "MOSAIC", True)
+        choose.plan_of.cache_clear()
+        yield
+    choose.plan_of.cache_clear()
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ import pytest
 
 from cce_kernels.call import Call
 from cce_kernels.device import H200, INTERPRETER, Gpu
-from cce_kernels.engines import hopper
 from cce_kernels.engines.engine import Multiplying
 from cce_kernels.engines.hopper import HOPPER, tiles
 from cce_kernels.engines.triton.tiles import TABLE
@@ -33,13 +32,7 @@ TMA_ROWS, TMA_BYTES = 8, 128  # of one tile that TMA copies
 LIMIT = 2**31
 
 
-@pytest.fixture(autouse=True, scope="module")
-def with_jax_that_runs_the_kernels_for_hopper():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper, "MOSAIC", True)
-        plan_of.cache_clear()
-        yield
-    plan_of.cache_clear()
+pytestmark = pytest.mark.usefixtures("hopper_kernels_in_every_jax")
 
 
 def up(x: int, of: int) -> int:
@@ -271,7 +264,8 @@ def least(plan: Plan) -> int:
     dz = of_xla(plan) * rows + call.itemsize * call.width if engine is XLA else call.itemsize * rows
     sums = 4 * -(-rows // 64) if call.wanted is not None and call.wanted.bias else 0
     group = min(1024, call.vocabulary) * (dz + call.itemsize * call.width * by_xla + sums)
-    e = 0 if rows == call.tokens and engine is not XLA else call.itemsize * rows * call.width
+    placed = rows == call.tokens and engine is not XLA and not call.wide_de  # in the memory of de
+    e = 0 if placed else call.itemsize * rows * call.width
     return e + max(call.itemsize, 4) * rows * call.width + 256 * rows + 32 * MIB * by_xla + group
 
 
@@ -379,7 +373,7 @@ def drawn(rng: np.random.Generator) -> tuple[Call, Gpu | None, str]:
     width = pick((pick(WIDTHS), size(0, 14, multiple), size(5, 14, 64)))
     vocabulary = pick((pick(VOCABULARIES), size(0, 20, multiple), size(6, 20, 64), size(10, 18, 256)))
     e, c, bias = (bool(x) for x in rng.random(3) < (0.8, 0.8, 0.2))
-    with_sum, impl = bool(rng.random() < 0.2), pick(("auto", "auto", "cce", "chunked"))
+    with_sum, impl = bool(rng.random() < 0.4), pick(("auto", "auto", "cce", "chunked"))
     gpu = None if impl == "chunked" and rng.random() < 0.5 else pick(GPUS)
     dtype = pick(("bfloat16", "bfloat16", "float16", "float32", "float64" if impl == "chunked" else "float32"))
     if for_hopper:
@@ -392,7 +386,8 @@ def drawn(rng: np.random.Generator) -> tuple[Call, Gpu | None, str]:
     budget = pick((0, DEFAULT, DEFAULT, size(10, 38), *shares, 2**62))
     head = Head(pick((None, None, None, 30.0, 50.0)), int(rng.integers(2)))
     wanted = Wanted(e, c, bias) if rng.random() < 0.8 else None
-    call = Call(tokens, width, vocabulary, dtype, head, bias, with_sum, wanted, budget)
+    wide_de = bool(rng.random() < 0.2)
+    call = Call(tokens, width, vocabulary, dtype, head, bias, with_sum, wanted, budget, wide_de)
     return call, gpu, impl
 
 
@@ -415,7 +410,7 @@ def test_every_plan_keeps_its_promises(chunk):
         found["several groups"] += by_hopper and any(x.groups.count > 1 for x in parts(plan))
         found["splits"] += any(how.splits > 1 for x in parts(plan) for how in products_of(x))
         found["dz of saved"] += backward.saved is not None and backward.saved.dz is not None
-    assert min(found.values()) >= 20, f"too few of a kind: {found}"
+    assert min(found.values()) >= 10, f"too few of a kind: {found}"
 
 
 def test_every_gpu_of_the_table_is_drawn():

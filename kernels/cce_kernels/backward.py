@@ -17,11 +17,9 @@ from jax import lax
 from cce_kernels.engines.engine import Multiplying
 from cce_kernels.exponentials import factors, references, scaled
 from cce_kernels.gradients import ALL_COLUMNS, Beside, add_groups, begun, fitted, unscaled, without_ignored
-from cce_kernels.numbers import Cotangents, Gradients, Inputs, Statistics, Wanted
+from cce_kernels.numbers import Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
 from cce_kernels.plan.plan import FEW, Part, Plan
 from cce_kernels.tokens import Kept
-
-STEP = 64  # rows: matmuls read P in steps of so many, so that rows from the last kept token to a step's end must be 0
 
 
 class _Tokens(NamedTuple):
@@ -30,21 +28,22 @@ class _Tokens(NamedTuple):
     e: Callable[[], jax.Array]  # gathers their embeddings at each use, so that only one copy exists at a time
     targets: jax.Array
     numbers: Statistics
+    reference: jax.Array | None  # ρ of their saved exponentials; None: nothing is saved
     cotangents: Cotangents
     count: jax.Array  # type: ignore[assignment]  # (1,) int32: how many are kept
 
     def part(self, start: int, stop: int) -> "_Tokens":
         rows = slice(start, stop)
-        targets, numbers, cotangents = jax.tree.map(lambda x: x[rows], (self.targets, self.numbers, self.cotangents))
+        given = self.targets, self.numbers, self.reference, self.cotangents
+        targets, numbers, reference, cotangents = jax.tree.map(lambda x: x[rows], given)
         count = jnp.clip(self.count - start, 0, stop - start)
-        return _Tokens(lambda: self.e()[rows], targets, numbers, cotangents, count)
+        return _Tokens(lambda: self.e()[rows], targets, numbers, reference, cotangents, count)
 
 
 class _Saved(NamedTuple):
-    """The exponentials of the saved tokens, their reference and, if they are multiplied as they are, their factor r."""
+    """The exponentials of the saved tokens, and, if they are multiplied as they are, their factor r."""
 
     exponentials: jax.Array
-    reference: jax.Array
     r: jax.Array | None
 
 
@@ -64,6 +63,11 @@ class _Pass(NamedTuple):
     def head(self):
         return self.plan.call.head
 
+    @property
+    def type_of_de(self):
+        e = self.inputs.e.dtype
+        return jnp.promote_types(e, jnp.float32) if self.plan.call.wide_de else e
+
     def given(self, tokens: _Tokens) -> Inputs:
         return self.inputs._replace(e=tokens.e(), targets=tokens.targets)
 
@@ -73,21 +77,29 @@ class _Pass(NamedTuple):
 
 
 def gradients(
-    inputs: Inputs, numbers: Statistics, saved: jax.Array | None, cotangents: Cotangents, plan: Plan
-) -> tuple[Gradients, jax.Array | None]:
+    inputs: Inputs, numbers: Statistics, saved: jax.Array | None, cotangents: Cotangents, plan: Plan,
+    shard: Shard | None = None,
+) -> tuple[Gradients, jax.Array | None]:  # fmt: skip
     """de, dc and dbias in the types of e, c and bias, None where not wanted; and saved, which has been overwritten.
 
     numbers and saved: the results of forward.statistics with the same plan. Ignored tokens contribute nothing.
+    shard: where the columns are a shard of the vocabulary. The cotangents are then those of all columns' numbers, and
+    de is the part of these columns. de is at least float32 if plan.call.wide_de.
     """
     assert plan.backward is not None
-    kept = None
+    kept, reference = None, None
+    if saved is not None:
+        reference = references(numbers, inputs.targets, plan.call.vocabulary, shard)
+    if shard is not None:
+        numbers = numbers._replace(lse=shard.lse)
     if plan.looks:
         # Without the barrier XLA would reuse the forward pass's copy of the kept rows of e, and hold it between the
         # passes. The barrier makes this copy depend on the forward pass's result.
-        targets, numbers = lax.optimization_barrier((inputs.targets, numbers))
+        targets, numbers, reference = lax.optimization_barrier((inputs.targets, numbers, reference))
         kept = Kept.of(targets, plan.rows)
         cotangents = kept.gathered(cotangents, 0)
         numbers = Statistics(kept.gathered(numbers.lse, jnp.inf), kept.gathered(numbers.target, 0), None)
+        reference = kept.gathered(reference, 0)
         inputs = inputs._replace(targets=kept.gathered(targets, -1))
     else:
         inputs, lse, cotangents = without_ignored(inputs, numbers.lse, cotangents)
@@ -95,7 +107,8 @@ def gradients(
     cotangents, unit = fitted(cotangents, inputs)
     e = inputs.e
     count = jnp.full(1, plan.rows, jnp.int32) if kept is None else kept.count
-    everyone = _Tokens(lambda: e if kept is None else kept.gathered(e, 0), inputs.targets, numbers, cotangents, count)
+    everyone = _Tokens(lambda: e if kept is None else kept.gathered(e, 0), inputs.targets, numbers, reference,
+                       cotangents, count)  # fmt: skip
     run = _Pass(inputs, unit, plan)
     few = None if kept is None else count[0] < FEW * plan.rows
 
@@ -107,7 +120,7 @@ def gradients(
             found = found._replace(e=plan.forward.rescue.engine.restored(found.e, kept, gpu=plan.gpu))  # type: ignore
         return found, saved
     parts = _one_after_another(run, everyone, ready, few)
-    of_e = [unscaled(x.e, unit, e.dtype) for x in parts if x.e is not None]
+    of_e = [unscaled(x.e, unit, run.type_of_de) for x in parts if x.e is not None]
     de = None if not of_e else jnp.concatenate(of_e) if kept is None else kept.restored(*of_e)
     _, dc, dbias = parts[-1]
     return Gradients(de, dc, None if dbias is None else unscaled(dbias, unit, e.dtype)), saved
@@ -118,23 +131,23 @@ def _ready(run: _Pass, p: jax.Array, tokens: _Tokens, few: jax.Array | None) -> 
     plan, backward, vocabulary = run.plan, run.plan.backward, run.plan.call.vocabulary
     assert backward is not None
     assert backward.saved is not None
-    reference = references(tokens.numbers, tokens.targets, vocabulary)
     if backward.saved.dz is not None:
-        return _Saved(p, reference, None)
+        return _Saved(p, None)
     # clear: rows of ignored tokens among the first so many must be 0. Matmuls that stop at the last kept token read no
     # rows after it, except those of the last step.
     clear = None
     if few is None or run.wanted.bias:
         clear = jnp.full(1, p.shape[0], jnp.int32)
     elif backward.together:
-        clear = tokens.count + (STEP - 1)
+        clear = tokens.count + (backward.saved.products.engine.depth - 1)
     elif not backward.saved.products.engine.stops:
         clear = jnp.where(few, 0, p.shape[0]).astype(jnp.int32).reshape(1)
-    r, at_target = factors(reference, tokens.numbers, tokens.cotangents)
+    assert tokens.reference is not None
+    r, at_target = factors(tokens.reference, tokens.numbers, tokens.cotangents, run.head)
     step = plan.forward.rescue
     assert step is not None
     p = step.engine.ready(p, tokens.targets, at_target, clear, vocabulary=vocabulary, gpu=plan.gpu)
-    return _Saved(p, reference, r if run.inputs.scale is None else r * run.inputs.scale)
+    return _Saved(p, r if run.inputs.scale is None else r * run.inputs.scale)
 
 
 def _one_after_another(run: _Pass, everyone: _Tokens, saved: _Saved | None, few: jax.Array | None) -> list[Gradients]:
@@ -179,10 +192,11 @@ def _of_others(run: _Pass, part: Part, tokens: _Tokens, before: Gradients | None
 
 
 def _of_saved_dz(run: _Pass, part: Part, tokens: _Tokens, saved: _Saved, how: Multiplying) -> Gradients:
-    """The gradients of the saved tokens where dz is not linear in p: dz is formed of their exponentials."""
+    """The gradients of the saved tokens where a weighted sum is asked for: dz is formed of their exponentials."""
     given = run.given(tokens)
     assert part.dz is not None
-    form = part.dz.engine.form_dz_of_saved(saved.exponentials, given, saved.reference, tokens.numbers.lse,
+    assert tokens.reference is not None
+    form = part.dz.engine.form_dz_of_saved(saved.exponentials, given, tokens.reference, tokens.numbers.lse,
                                            tokens.cotangents, head=run.head, groups=part.groups, wanted=run.wanted,
                                            tiles=part.dz.tiles, gpu=run.plan.gpu)  # fmt: skip
     return _summed(run, part, how, given, None, form, run.products(how, part, given.e, tokens))
@@ -208,7 +222,7 @@ def _of_exponentials(run: _Pass, part: Part, tokens: _Tokens, saved: _Saved, how
     de, dc, dbias = begun(given, run.head, run.wanted)
     e = given.e
     if run.wanted.e:
-        de = (run.products(how, part, e, tokens).add_de(None, p, ALL_COLUMNS) * r[:, None]).astype(e.dtype)
+        de = (run.products(how, part, e, tokens).add_de(None, p, ALL_COLUMNS) * r[:, None]).astype(run.type_of_de)
         r, de = lax.optimization_barrier((r, de))  # so that the scaled e and a float32 de never exist at the same time
     if dc is not None:
         dc = run.products(how, part, scaled(e, r), tokens).put_dc(dc, p, ALL_COLUMNS)
@@ -223,7 +237,7 @@ def _of_exponentials(run: _Pass, part: Part, tokens: _Tokens, saved: _Saved, how
 def _together(run: _Pass, everyone: _Tokens, saved: _Saved | None) -> Gradients:
     """de, with the kept tokens first, and dc, one sum over saved and other tokens.
 
-    One buffer, `place`, holds the scaled e until dc is computed, and then de.
+    One buffer, `place`, holds the scaled e until dc is computed, and then de, if de has e's type.
     """
     plan, how, c = run.plan, run.plan.backward, run.inputs.c
     assert how is not None
@@ -246,6 +260,8 @@ def _together(run: _Pass, everyone: _Tokens, saved: _Saved | None) -> Gradients:
     if not run.wanted.e:
         return Gradients(None, dc, None)
     place, dc = lax.optimization_barrier((place, dc))  # dc reads the scaled e before de overwrites it
+    if run.type_of_de != place.dtype:
+        place = lax.empty(place.shape, run.type_of_de)
     step = how.de_of_saved
     de = step.engine.de_of_saved(p, r, c, first.count, place, head=run.head, tiles=step.tiles, gpu=plan.gpu)
     if de_of_others is not None:

@@ -21,10 +21,16 @@ class Call:
     with_sum: bool  # whether the weighted sum of the logits is asked for
     wanted: Wanted | None  # the gradients that will be asked for; None for evaluation
     memory_budget: int  # bytes
+    wide_de: bool = False  # whether de is at least float32, for a sum over devices; else it has the type of e
 
     @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
+
+    @property
+    def of_de(self) -> int:
+        """Bytes of an element of de."""
+        return self.wide if self.wide_de else self.itemsize
 
     @property
     def wide(self) -> int:

@@ -12,27 +12,51 @@ import jax.numpy as jnp
 
 from cce_kernels.engines.engine import Sums
 from cce_kernels.exponentials import by_target
-from cce_kernels.numbers import Inputs, Statistics
+from cce_kernels.numbers import FLOAT32_MAX, Inputs, Statistics
 from cce_kernels.plan.plan import Plan
 from cce_kernels.tokens import Kept, Rows
 
 
-def statistics(inputs: Inputs, plan: Plan) -> tuple[Statistics, jax.Array | None]:
+def target(inputs: Inputs, plan: Plan) -> jax.Array:
+    """The logit of each token's target, (N,), at least float32: 0 where the target names no column, or is ignored.
+
+    It is 0 everywhere if the plan needs no reference. For a shard of the vocabulary: `statistics` wants the sum over
+    all shards.
+    """
+    if plan.forward.target is None:
+        return jnp.zeros(inputs.targets.shape, jnp.promote_types(inputs.e.dtype, jnp.float32))
+    kept = Kept.of(inputs.targets, plan.rows) if plan.looks else None
+    inputs, at = _arranged(inputs, kept, plan)
+    found = jnp.where(_named(inputs, plan), _target(inputs, at, plan), 0.0)
+    return found if kept is None else kept.restored(found)
+
+
+def statistics(
+    inputs: Inputs, plan: Plan, reference: jax.Array | None = None
+) -> tuple[Statistics, jax.Array | None]:  # fmt: skip
     """The core's numbers of each token, (N,), at least float32; and the saved exponentials, (plan.saved, V), or None.
 
     The target logit is 0 where the target names no column. An ignored token's numbers are arbitrary.
+    reference: where the columns are a shard of the vocabulary, numbers.Shard.reference. The numbers are of the shard's
+    columns, and the log-sum-exp is −inf where their exponentials underflow relative to the reference.
     """
     kept = Kept.of(inputs.targets, plan.rows) if plan.looks else None
     inputs, at = _arranged(inputs, kept, plan)
-    vocabulary = plan.call.vocabulary
-    sums = _sums(inputs, at, plan)
-    named = (inputs.targets >= 0) & (inputs.targets < vocabulary)
+    if plan.forward.target is None:
+        reference = None
+    elif reference is None:
+        reference = _target(inputs, at, plan)
+    else:
+        given = reference if kept is None else kept.gathered(reference, 0)
+        reference = jnp.where(inputs.targets < 0, FLOAT32_MAX, given)
+    sums = _sums(inputs, at, reference, plan)
+    assert sums.target is not None
     numbers = Statistics(
         sums.lse[0] if len(sums.lse) == 1 else jax.nn.logsumexp(sums.lse, axis=0),
-        jnp.where(named, sums.target, 0.0),  # type: ignore[arg-type]
+        jnp.where(_named(inputs, plan), sums.target, 0.0),
         None if sums.sum is None else jnp.sum(sums.sum, axis=0),
     )
-    saved = None if sums.saved is None else _by_final_reference(inputs, numbers, sums.saved, plan)
+    saved = None if sums.saved is None else _by_final_reference(inputs, numbers.lse, sums, plan)
     if kept is not None:
         numbers = jax.tree.map(kept.restored, numbers)
     return numbers, saved
@@ -50,12 +74,21 @@ def _arranged(inputs: Inputs, kept: Kept | None, plan: Plan) -> tuple[Inputs, Ro
     return inputs, Rows(kept.order, starts, kept.count)
 
 
-def _sums(inputs: Inputs, at: Rows, plan: Plan) -> Sums:
+def _named(inputs: Inputs, plan: Plan) -> jax.Array:
+    """Whether each token's target names a column."""
+    return (inputs.targets >= 0) & (inputs.targets < plan.call.vocabulary)
+
+
+def _target(inputs: Inputs, at: Rows, plan: Plan) -> jax.Array:
+    """Each token's reference, (rows,)."""
+    step = plan.forward.target
+    assert step is not None
+    return step.engine.target(inputs, at.order, head=plan.call.head, tiles=step.tiles, gpu=plan.gpu)
+
+
+def _sums(inputs: Inputs, at: Rows, reference: jax.Array | None, plan: Plan) -> Sums:
     """The sums of every token and the logit of its target."""
     head, gpu, how = plan.call.head, plan.gpu, plan.forward
-    reference = None
-    if how.target is not None:
-        reference = how.target.engine.target(inputs, at.order, head=head, tiles=how.target.tiles, gpu=gpu)
     sums = how.sums.engine.sums(inputs, at, reference, plan.saved, head=head, with_sum=plan.call.with_sum,
                                 tiles=how.sums.tiles, splits=how.splits, gpu=gpu)  # fmt: skip
     if reference is None:
@@ -70,10 +103,12 @@ def _sums(inputs: Inputs, at: Rows, plan: Plan) -> Sums:
     return sums._replace(lse=lse, target=reference)
 
 
-def _by_final_reference(inputs: Inputs, numbers: Statistics, saved: jax.Array, plan: Plan) -> jax.Array:
-    """saved, with the exponentials written again for tokens whose reference is lse: `sums` did not know lse yet."""
-    by_lse = (inputs.targets >= 0) & ~by_target(numbers, inputs.targets, plan.call.vocabulary)
+def _by_final_reference(inputs: Inputs, lse: jax.Array, sums: Sums, plan: Plan) -> jax.Array:
+    """The exponentials, written again for tokens whose reference is lse: `sums` did not know lse yet."""
+    assert sums.target is not None
+    assert sums.saved is not None
+    by_lse = (inputs.targets >= 0) & ~by_target(lse, sums.target)
     step = plan.forward.rescue
     assert step is not None
-    return step.engine.replaced(inputs, numbers.lse, by_lse, saved, head=plan.call.head, tiles=step.tiles,
+    return step.engine.replaced(inputs, lse, by_lse, sums.saved, head=plan.call.head, tiles=step.tiles,
                                 splits=plan.forward.splits, gpu=plan.gpu)  # fmt: skip

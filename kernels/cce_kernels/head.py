@@ -42,10 +42,18 @@ class Head:
         return z if self.softcap is None else self.softcap * jnp.tanh(z / self.softcap)
 
     def cotangent(self, z, p, is_target, of: Cotangents, weights, scale) -> jax.Array:
-        """dz, the cotangent of the raw product e·c. Every argument broadcasts against z. weights, scale: None for 1."""
+        """dz, the cotangent of the raw product e·c. Every argument broadcasts against z. weights, scale: None for 1.
+
+        z is used where the softcap is set.
+        """
         dz = of.lse * p + jnp.where(is_target, of.target, 0.0)
         if of.sum is not None:
             dz += of.sum if weights is None else of.sum * weights
         if self.softcap is not None:
-            dz *= 1 - (z / self.softcap) ** 2
+            dz *= self.slope(z)
         return dz if scale is None else dz * scale
+
+    def slope(self, z):
+        """∂z/∂y of a logit z, where the softcap is set."""
+        assert self.softcap is not None
+        return 1 - (z / self.softcap) ** 2

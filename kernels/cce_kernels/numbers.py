@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 import jax
 
+FLOAT32_MAX = 3e38  # replaces an infinite reference: inf − inf would be NaN
+LOG2_E = 1.4426950408889634  # the hardware's exponential is base 2: exp(z) = exp2(z · log2 e)
+
 
 class Inputs(NamedTuple):
     """The arrays of a call."""
@@ -26,6 +29,13 @@ class Statistics(NamedTuple):
     lse: jax.Array  # the log-sum-exp of its logits
     target: jax.Array  # the logit of its target
     sum: jax.Array | None  # the weighted sum of its logits; None: not asked for
+
+
+class Shard(NamedTuple):
+    """What a device that holds only some columns of the vocabulary must know of all columns, (N,) float32 each."""
+
+    lse: jax.Array  # the log-sum-exp of all columns
+    reference: jax.Array  # the target's logit, whichever device holds it; −FLOAT32_MAX where no device does
 
 
 class Cotangents(NamedTuple):

@@ -47,6 +47,7 @@ class Engine:
     stops: bool  # whether its kernels stop at the last kept token
     in_place: bool  # whether `products` reads c_g in c and writes dc_g in dc, without copies of them
     multiplies_fastest: bool  # whether `products` takes no longer than XLA's matmuls
+    depth: int  # for an engine with `de_of_saved`: the tokens that a matmul reads at once, from each multiple of it on
 
     def offers(self, method: str) -> bool:
         """Whether the engine has this method of the second half."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cce_kernels.call import Call
 from cce_kernels.device import Gpu
 from cce_kernels.engines.engine import Engine
-from cce_kernels.exponentials import linear, saved_shape
+from cce_kernels.exponentials import saved_shape
 from cce_kernels.windows import FEWEST_COLUMNS
 
 WORKSPACE = 32 * 2**20  # what XLA's matmuls take
@@ -39,7 +39,7 @@ class Bytes:
     @property
     def direct(self) -> bool:
         """Whether saved exponentials are multiplied as they are."""
-        return linear(self.call.head, self.call.with_sum)
+        return not self.call.with_sum
 
     @property
     def together(self) -> bool:
@@ -49,7 +49,7 @@ class Bytes:
     @property
     def gathered(self) -> int:
         """The copy of e with the kept tokens first, or with zeros for ignored tokens; 0 where it shares de's memory."""
-        placed = self.engine.stops and self.rows == self.call.tokens
+        placed = self.engine.stops and self.rows == self.call.tokens and not self.call.wide_de
         return 0 if placed else self.call.itemsize * self.rows * self.call.width
 
     @property
@@ -78,7 +78,7 @@ class Bytes:
 
         First de in float32 and rounded, then the scaled e. XLA puts the float32 de into the memory of dc if it fits.
         """
-        call, rounded = self.call, 2 * tokens * self.call.width
+        call, rounded = self.call, self.call.of_de * tokens * self.call.width
         if call.wanted is not None and call.wanted.c and 2 * tokens <= call.vocabulary:
             return rounded + NUMBERS * self.rows + WORKSPACE
         return 4 * tokens * call.width + max(rounded, WORKSPACE) + NUMBERS * self.rows
@@ -90,19 +90,20 @@ class Bytes:
     def beside_saved(self, tokens: int) -> int:
         """What so many saved tokens hold besides their exponentials while groups of the other tokens run: de, rounded.
 
-        If `together`, it is the scaled e instead, which takes no memory of its own where de is wanted.
+        If `together`, it is the scaled e instead, which takes no memory of its own where de is wanted in the type of e.
         """
-        wanted = self.call.wanted
+        call, wanted = self.call, self.call.wanted
         if self.together:
-            return 2 * self.rows * self.call.width * (wanted is not None and wanted.c and not wanted.e)
-        return 2 * tokens * self.call.width
+            placed = wanted is not None and wanted.e and not call.wide_de
+            return 2 * self.rows * call.width * (wanted is not None and wanted.c and not placed)
+        return call.of_de * tokens * call.width
 
     def beside_groups(self, saved: int) -> int:
         """What is held besides a group while the groups run: of the other tokens, or of all tokens if not `direct`."""
         width, others = self.call.width, self.rows - saved
         if not self.direct:
             return self.sum_of_de(self.rows) + NUMBERS * self.rows + WORKSPACE + 4 * self.rows * width
-        of_others = 2 * others * width + max(4 * others * width, SPLIT_BYTES) + NUMBERS * self.rows
+        of_others = self.call.of_de * others * width + max(4 * others * width, SPLIT_BYTES) + NUMBERS * self.rows
         return self.beside_saved(saved) + of_others
 
     def wanted_group(self, tokens: int) -> int:

@@ -119,7 +119,7 @@ def _forward(x: _Setting) -> Forward:
 def _saved_tokens(x: _Setting) -> int:
     """The number of tokens whose exponentials the forward pass is to save."""
     call, tokens, count = x.call, x.rows, x.bytes
-    if call.wanted is None or not x.engine.stops or not can_be_saved(call.dtype, call.head):
+    if call.wanted is None or not x.engine.stops or not can_be_saved(call.dtype, call.head, call.with_sum):
         return 0
     budget = call.memory_budget - count.gathered
     whole = math.inf

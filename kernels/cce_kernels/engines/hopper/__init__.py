@@ -34,6 +34,7 @@ def units_of(gpu: Gpu) -> int:
 class Hopper(Engine):
     name = "hopper"
     finds_target, stops, in_place, multiplies_fastest = False, True, True, True
+    depth = tiles.DEPTH
 
     def serves(self, call: Call, gpu: Gpu | None) -> bool:
         """Calls with 16-bit types, MANY tokens or more, no bias, no weighted sum, and a D and V that TMA can copy.

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from cce_kernels.engines.hopper.every_tile import PAIR_GROUP, Extent, every_tile, live_pairs, padded
-from cce_kernels.engines.hopper.logits import LOG2_E, logits
+from cce_kernels.engines.hopper.logits import logits
 from cce_kernels.engines.hopper.matmul import Multiply, Place, Sum, along_rows, column_numbers, parts_of, vector_of
 from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS, PairTiles
 from cce_kernels.engines.order import row_group
 from cce_kernels.gradients import FormDz
 from cce_kernels.head import Head
-from cce_kernels.numbers import Cotangents, Inputs
+from cce_kernels.numbers import LOG2_E, Cotangents, Inputs
 from cce_kernels.windows import Groups, Window
 
 

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from cce_kernels.head import Head
+from cce_kernels.numbers import LOG2_E
 
-LOG2_E = 1.4426950408889634  # the hardware's exponential is base 2: exp(z) = exp2(z · log2 e)
 SMALL = 0.25  # at this |x| both formulas for tanh x have an error of less than four roundings
 
 

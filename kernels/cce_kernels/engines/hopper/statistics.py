@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 
 from cce_kernels.engines.engine import Sums
 from cce_kernels.engines.hopper.every_tile import PAIR_GROUP, padded
-from cce_kernels.engines.hopper.logits import LOG2_E, logits
+from cce_kernels.engines.hopper.logits import logits
 from cce_kernels.engines.hopper.matmul import (
     BLOCK,
     ROWS,
@@ -32,10 +32,8 @@ from cce_kernels.engines.hopper.matmul import (
 from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS, PairTiles
 from cce_kernels.engines.order import cdiv, grouped_order, row_group
 from cce_kernels.head import Head
-from cce_kernels.numbers import Inputs
+from cce_kernels.numbers import FLOAT32_MAX, LOG2_E, Inputs
 from cce_kernels.tokens import Rows
-
-FLOAT32_MAX = 3e38  # replaces an infinite reference: inf − inf would be NaN
 
 
 def sums(
@@ -85,10 +83,13 @@ def sums(
 
                 def exponentials():
                     for begin, raw in parts_of(product(n), e.dtype):
-                        p = jnp.exp2(logits(raw, head, scale) * LOG2_E - along_rows(shift, raw.shape))
+                        z = logits(raw, head, scale)
+                        p = jnp.exp2(z * LOG2_E - along_rows(shift, raw.shape))
                         if vocabulary % columns:
                             p = jnp.where(column_numbers(p.shape) < vocabulary - column - begin, p, 0.0)
                         sums.append(jnp.sum(p, axis=1))
+                        if saved_ref is not None and head.softcap is not None:
+                            p *= head.slope(z)
                         yield p.astype(e.dtype)
 
                 if saved_ref is None:

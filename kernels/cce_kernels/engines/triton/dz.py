@@ -16,7 +16,6 @@ from jax.experimental import pallas as pl
 
 from cce_kernels.engines.order import cdiv, grouped_order, row_group
 from cce_kernels.engines.triton.loads import (
-    LOG2_E,
     dz_shapes,
     exp2_shifted,
     indices,
@@ -30,7 +29,7 @@ from cce_kernels.engines.triton.loads import (
 from cce_kernels.engines.triton.tiles import TileConfig
 from cce_kernels.gradients import FormDz
 from cce_kernels.head import Head
-from cce_kernels.numbers import Cotangents, Inputs
+from cce_kernels.numbers import LOG2_E, Cotangents, Inputs
 from cce_kernels.windows import Groups, Window
 
 

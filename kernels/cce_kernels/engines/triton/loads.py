@@ -15,10 +15,7 @@ from jax.experimental.pallas import triton as plgpu
 from cce_kernels.engines.order import cdiv
 from cce_kernels.engines.triton.tiles import TileConfig
 from cce_kernels.head import Head
-from cce_kernels.numbers import Inputs
-
-LOG2_E = 1.4426950408889634  # the hardware's exponential is base 2: exp(z) = exp2(z · log2 e)
-FLOAT32_MAX = 3e38  # replaces an infinite reference: inf − inf would be NaN
+from cce_kernels.numbers import LOG2_E, Inputs
 
 # JAX 0.11 warns at every Triton lowering. A user can do nothing about it: pyproject.toml bounds jax from above instead.
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)

@@ -1,6 +1,6 @@
 """Kernels that work on saved exponentials P (cce_kernels/exponentials.py).
 
-    dz        dz.py's formula, with p_iv = P_iv · exp(ρ_i − lse_i) and z_iv = ρ_i + log P_iv
+    dz        dz.py's formula without a softcap, with p_iv = P_iv · exp(ρ_i − lse_i)
     targets   P_i,t_i ← a given number, in place
     clear     P_i ← 0 where token i is ignored, in place
 
@@ -54,9 +54,8 @@ def _dz_kernel(
 
     saved = load_tile(saved_ref, rows, columns, rows_ok, local_ok).astype(jnp.float32)
     saved = jnp.where(targets >= 0, saved, 0.0)  # the rows of ignored tokens are arbitrary, and may hold NaN
-    z = None if head.softcap is None else jnp.maximum(reference + jnp.log(saved), -head.softcap)
     p = saved * jnp.exp(reference - lse)
-    dz = head.cotangent(z, p, columns[None, :] == targets, of, weights, load_scalar(inputs.scale))
+    dz = head.cotangent(None, p, columns[None, :] == targets, of, weights, load_scalar(inputs.scale))
     if groups.overlap:
         dz = jnp.where((columns >= window_ref[1])[None, :], dz, 0.0)
     store_dz(dz_ref, sums_ref, dz, row_block, rows, local, rows_ok, local_ok)

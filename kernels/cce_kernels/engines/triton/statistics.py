@@ -28,8 +28,6 @@ from jax.experimental.pallas import triton as plgpu
 from cce_kernels.engines.engine import Sums
 from cce_kernels.engines.order import cdiv, grouped_order, row_group
 from cce_kernels.engines.triton.loads import (
-    FLOAT32_MAX,
-    LOG2_E,
     exp2_shifted,
     indices,
     inside,
@@ -42,7 +40,7 @@ from cce_kernels.engines.triton.loads import (
 )
 from cce_kernels.engines.triton.tiles import TileConfig
 from cce_kernels.head import Head
-from cce_kernels.numbers import Inputs
+from cce_kernels.numbers import FLOAT32_MAX, LOG2_E, Inputs
 from cce_kernels.tokens import Rows
 
 
@@ -54,12 +52,13 @@ def _run_of(inputs: Inputs, tokens: int, *, head: Head, tiles: TileConfig, split
     return row_block, split, split * column_tiles // splits, (split + 1) * column_tiles // splits
 
 
-def _store_exponentials(saved_ref, p: jax.Array, rows: jax.Array, columns: jax.Array, rows_ok) -> None:
-    """Stores p, which is 0 from column V on, up to the end of P's rows.
+def _store_exponentials(saved_ref, p: jax.Array, slope, rows: jax.Array, columns: jax.Array, rows_ok) -> None:
+    """Stores p·slope up to the end of P's rows. p is 0 from column V on. slope: None for 1.
 
     With a mask that ends at an arbitrary V the compiler would store one column at a time.
     """
     mask = tile_mask(rows_ok, inside(columns, saved_ref.shape[1], columns.size), (rows.size, columns.size))
+    p = p if slope is None else p * slope
     plgpu.store(saved_ref.at[tile_index(rows, columns)], p.astype(saved_ref.dtype), mask=mask)
 
 
@@ -112,6 +111,7 @@ def _kernel(
             valid = jnp.ones_like(columns, jnp.float32) if columns_ok is None else columns_ok.astype(jnp.float32)
             weights = valid if inputs.weights is None else load_vector(inputs.weights, columns, columns_ok)
             weighted += jnp.sum(jnp.where(weights[None, :] == 0, 0.0, weights[None, :] * z), axis=1)
+        slope = None if saved_ref is None or head.softcap is None else head.slope(z)
         if columns_ok is not None:
             z = jnp.where(columns_ok[None, :], z, -jnp.inf)
         if rescue:
@@ -120,7 +120,7 @@ def _kernel(
         p = exp2_shifted(z, reference[:, None], interpret=interpret)
         total += jnp.sum(p, axis=1)
         if saved_ref is not None:
-            _store_exponentials(saved_ref, p, rows, columns, saved_ok)
+            _store_exponentials(saved_ref, p, slope, rows, columns, saved_ok)
         return reference, total, weighted
 
     zeros = jnp.zeros((tiles.rows,), jnp.float32)
@@ -183,9 +183,10 @@ def _replace_kernel(
         columns = indices(j, tiles.columns)
         columns_ok = inside(columns, vocabulary, tiles.columns)
         z = logits_tile(inputs, rows, columns, rows_ok, columns_ok, head=head, tiles=tiles)
+        slope = None if head.softcap is None else head.slope(z)
         if columns_ok is not None:
             z = jnp.where(columns_ok[None, :], z, -jnp.inf)
-        _store_exponentials(saved_ref, exp2_shifted(z, lse, interpret=interpret), rows, columns, written)
+        _store_exponentials(saved_ref, exp2_shifted(z, lse, interpret=interpret), slope, rows, columns, written)
         return carry
 
     lax.fori_loop(first, last, tile, 0)

@@ -15,7 +15,6 @@ from jax.experimental.pallas import triton as plgpu
 
 from cce_kernels.engines.order import cdiv
 from cce_kernels.engines.triton.loads import (
-    FLOAT32_MAX,
     indices,
     inside,
     launch,
@@ -26,7 +25,7 @@ from cce_kernels.engines.triton.loads import (
 )
 from cce_kernels.engines.triton.tiles import TileConfig
 from cce_kernels.head import Head
-from cce_kernels.numbers import Inputs
+from cce_kernels.numbers import FLOAT32_MAX, Inputs
 
 
 def _kernel(inputs: Inputs, order_ref, target_ref, *, head: Head, tiles: TileConfig):
