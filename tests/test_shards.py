@@ -1,0 +1,175 @@
+"""Passes over shards of the vocabulary, one after another on one device, against float64 of all columns."""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cce_kernels import backward, forward
+from cce_kernels.call import Call
+from cce_kernels.device import INTERPRETER, local_gpu
+from cce_kernels.head import Head
+from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Shard, Wanted
+from cce_kernels.plan import plan_of
+
+pytestmark = pytest.mark.usefixtures("budget_in_tokens")
+ALL = 1000  # tokens: all are saved
+ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-20}
+
+
+class Problem(NamedTuple):
+    inputs: Inputs
+    cotangents: Cotangents
+    head: Head
+    vocabulary: int
+
+
+def problem(
+    tokens=40, width=32, vocabulary=229, dtype="bfloat16", *, head=None, bias=False, weighted=False, size=1.0, seed=0,
+    ignored=0.2,
+) -> Problem:  # fmt: skip
+    rng, head = np.random.default_rng(seed), head or Head()
+    e = (size * rng.standard_normal((tokens, width))).astype(jnp.dtype(dtype))
+    c = (rng.standard_normal((vocabulary, width)) / width**0.5).astype(jnp.dtype(dtype))
+    targets = rng.integers(0, vocabulary, tokens).astype(np.int32)
+    targets[rng.uniform(size=tokens) < ignored] = -1
+    targets[1] = vocabulary  # names no column
+    b = rng.standard_normal(vocabulary).astype(jnp.dtype(dtype)) if bias else None
+    weights = rng.uniform(size=vocabulary).astype(np.float32) if weighted else None
+    of = rng.uniform(0.5, 1.5, (3, tokens)).astype(np.float32)
+    return Problem(Inputs(e, c if head.vocab_axis == 0 else c.T, b, targets, weights),  # type: ignore[arg-type]
+                   Cotangents(of[0], -of[1], of[2] / vocabulary if weighted else None), head, vocabulary)  # fmt: skip
+
+
+def truth(x: Problem) -> dict[str, np.ndarray]:
+    e, c, bias, targets, weights, _ = (None if y is None else np.float64(y) for y in x.inputs)
+    c = c if x.head.vocab_axis == 0 else c.T
+    raw = e @ c.T + (0 if bias is None else bias)
+    z = raw if x.head.softcap is None else x.head.softcap * np.tanh(raw / x.head.softcap)
+    slope = 1.0 if x.head.softcap is None else 1 - (z / x.head.softcap) ** 2
+    lse, kept = np.logaddexp.reduce(z, axis=1), targets >= 0
+    is_target = targets[:, None] == np.arange(x.vocabulary)
+    dz = x.cotangents.lse[:, None] * np.exp(z - lse[:, None]) + x.cotangents.target[:, None] * is_target
+    if weights is not None:
+        dz += x.cotangents.sum[:, None] * weights
+    dz = np.where(kept[:, None], dz * slope, 0)
+    dc = dz.T @ e
+    found = {"lse": lse[kept], "target": (z * is_target).sum(1)[kept], "e": dz @ c, "bias": dz.sum(0),
+             "c": dc if x.head.vocab_axis == 0 else dc.T}  # fmt: skip
+    return found if weights is None else found | {"sum": (z @ weights)[kept]}
+
+
+def over_shards(x: Problem, bounds, impl, gpu, memory_budget: int) -> dict[str, np.ndarray]:
+    """The same from one pass over each shard of columns, bounds[k] to bounds[k + 1]."""
+    inputs, axis = x.inputs, x.head.vocab_axis
+    wanted = Wanted(True, True, inputs.bias is not None)
+    targets, shards = np.asarray(inputs.targets), []
+    for start, stop in pairwise(bounds):
+        local = np.where((targets >= start) & (targets < stop), targets - start, stop - start)
+        part = (slice(start, stop), slice(None))[:: 1 - 2 * axis]
+        given = Inputs(inputs.e, inputs.c[part], None if inputs.bias is None else inputs.bias[start:stop],
+                       np.where(targets < 0, -1, local).astype(np.int32),
+                       None if inputs.weights is None else inputs.weights[start:stop])  # fmt: skip
+        call = Call(*inputs.e.shape, stop - start, str(inputs.e.dtype), x.head, wanted.bias,
+                    inputs.weights is not None, wanted, memory_budget, wide_de=True)  # fmt: skip
+        shards.append((jax.tree.map(jnp.asarray, given), plan_of(call, gpu, impl)))
+    reference = sum(forward.target(*shard) for shard in shards)
+    reference = jnp.where(targets == x.vocabulary, -FLOAT32_MAX, reference)
+    passes = [forward.statistics(*shard, reference) for shard in shards]
+    kept = targets >= 0
+    lse = jax.nn.logsumexp(jnp.stack([numbers.lse for numbers, _ in passes]), axis=0)
+    found = [
+        backward.gradients(given, numbers, saved, x.cotangents, plan, Shard(lse, reference))[0]
+        for (given, plan), (numbers, saved) in zip(shards, passes, strict=True)
+    ]
+    assert all(gradients.e.dtype == np.float32 for gradients in found)
+    result = {"lse": lse[kept], "target": sum(numbers.target for numbers, _ in passes)[kept],
+              "e": sum(of.e for of in found), "c": np.concatenate([of.c for of in found], axis)}  # fmt: skip
+    if wanted.bias:
+        result["bias"] = np.concatenate([gradients.bias for gradients in found])
+    if inputs.weights is not None:
+        result["sum"] = sum(numbers.sum for numbers, _ in passes)[kept]
+    return result
+
+
+def check(x: Problem, bounds, impl, gpu, memory_budget: int) -> None:
+    exact, found = truth(x), over_shards(x, bounds, impl, gpu, memory_budget)
+    for name, value in found.items():
+        value, true = np.float64(value), exact[name]
+        # The kernels round saved exponentials, r·e or dz, and the result.
+        allowed = 2.0**-19 if name in ("lse", "target", "sum") else 3 * ROUNDING[str(x.inputs.e.dtype)]
+        assert np.linalg.norm(value - true) <= allowed * np.linalg.norm(true), name
+
+
+ENGINES = [("cce", INTERPRETER), ("chunked", None)]
+
+
+@pytest.mark.parametrize(("impl", "gpu"), ENGINES, ids=["cce", "chunked"])
+@pytest.mark.parametrize("memory_budget", [0, 16, ALL])
+@pytest.mark.parametrize("options", [
+    {}, {"bias": True, "head": Head(softcap=4.0, vocab_axis=1)}, {"weighted": True, "bias": True, "vocabulary": 232},
+], ids=["plain", "bias, softcap, (D, V)", "weighted sum"])  # fmt: skip
+def test_shards_give_what_all_columns_give(impl, gpu, memory_budget, options):
+    check(problem(**options), (0, 40, 41, 150, options.get("vocabulary", 229)), impl, gpu, memory_budget)
+
+
+@settings(max_examples=12)
+@given(st.data())
+def test_any_shards(data):
+    vocabulary = data.draw(st.integers(2, 300))
+    x = problem(
+        data.draw(st.integers(2, 60)), 16, vocabulary, data.draw(st.sampled_from(["bfloat16", "float16", "float32"])),
+        head=Head(data.draw(st.sampled_from([None, 5.0])), data.draw(st.integers(0, 1))), bias=data.draw(st.booleans()),
+        weighted=data.draw(st.booleans()), size=data.draw(st.sampled_from([0.1, 1.0, 5.0])),
+        seed=data.draw(st.integers(0, 99)), ignored=data.draw(st.sampled_from([0.0, 0.5, 0.9])),
+    )  # fmt: skip
+    bounds = sorted({0, vocabulary, *data.draw(st.lists(st.integers(1, vocabulary), max_size=3))})
+    impl, gpu = data.draw(st.sampled_from(ENGINES))
+    check(x, bounds, impl, gpu, data.draw(st.sampled_from([0, 8, ALL])))
+
+
+def test_a_shard_whose_exponentials_underflow_has_no_share():
+    """The targets' logits are 200 above every logit of the second shard: its log-sum-exp is -inf, its gradients 0."""
+    x = problem(dtype="bfloat16", vocabulary=64, ignored=0.0)
+    c = np.zeros_like(x.inputs.c)
+    c[:32, 0] = 200
+    e = np.zeros_like(x.inputs.e)
+    e[:, 0] = 1
+    x = x._replace(inputs=x.inputs._replace(e=e, c=c, targets=np.arange(40, dtype=np.int32) % 32))
+    for memory_budget in (0, ALL):
+        check(x, (0, 32, 64), "cce", INTERPRETER, memory_budget)
+
+
+def test_nothing_is_rescued_because_its_target_lies_elsewhere(monkeypatch):
+    """`again` writes nothing: no sum is inf. `replaced` writes nothing: every reference is the target's logit."""
+    x = problem(ignored=0.0, size=0.1)
+    targets = x.inputs.targets % 229
+    reference = jnp.full(40, 0.0)
+    local = x.inputs._replace(c=x.inputs.c[:100], targets=jnp.where(targets < 100, targets, 100))
+    call = Call(40, 32, 100, "bfloat16", x.head, False, False, Wanted(True, True, False), ALL)
+    plan = plan_of(call, INTERPRETER, "cce")
+    engine, seen = type(plan.forward.rescue.engine), []  # type: ignore[union-attr]
+    again, replaced = engine.again, engine.replaced
+    monkeypatch.setattr(
+        engine, "again", lambda self, i, at, r, lse, **k: (seen.append(lse), again(self, i, at, r, lse, **k))[1]
+    )
+    monkeypatch.setattr(
+        engine, "replaced", lambda self, i, lse, by, s, **k: (seen.append(by), replaced(self, i, lse, by, s, **k))[1]
+    )
+    forward.statistics(local, plan, reference)
+    before, by_lse = seen
+    assert np.isfinite(before).all()
+    assert not by_lse.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory_budget", [0, 512, ALL])
+@pytest.mark.parametrize("options", [{}, {"head": Head(softcap=20.0, vocab_axis=1)}, {"bias": True}], ids=str)
+def test_shards_on_a_gpu(memory_budget, options):
+    """Both engines of kernels: Hopper's where there is no bias."""
+    check(problem(704, 256, 4096, size=2.0, **options), (0, 1024, 1152, 4096), "cce", local_gpu(), memory_budget)
