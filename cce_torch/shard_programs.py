@@ -2,7 +2,7 @@
 
 Columns are those of the shard, int32: negative for an ignored token, the number of the shard's columns where the shard
 does not hold the token's target. The exponentials of a token are relative to its reference, the logit of its target,
-which one of the shards holds: all shards get the same.
+which one of the shards holds: all shards get the same. It is −inf where none holds it.
 """
 
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 from torch import Tensor
 
 from cce_jax import core, losses
-from cce_kernels.backward import Shard
-from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
+from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Shard, Statistics, Wanted
 from cce_torch import bridge
 from cce_torch.programs import (
     ON_GPU,
@@ -53,11 +53,13 @@ class _Tensors(Arrays):
         return x if self.size == self.tokens else x[..., : self.tokens].contiguous()
 
 
-def target(e: Tensor, *others: Any, **options: Any) -> Tensor:
-    """The logit of each token's target, (N,) float32: 0 where the shard does not hold it."""
+def target(e: Tensor, *others: Any, saving_for: Wanted | None, **options: Any) -> Tensor:
+    """The logit of each token's target, (N,) float32: 0 where the shard does not hold it. Options as for statistics."""
     tensors = _Tensors(e, *others, **options)
     output = e.new_empty(tensors.size, dtype=torch.float32)
-    return tensors.first(bridge.run(_target_program(tensors.kind, tensors.size), tensors.given, [output])[0])
+    return tensors.first(
+        bridge.run(_target_program(tensors.kind, tensors.size, saving_for), tensors.given, [output])[0]
+    )
 
 
 def statistics(e: Tensor, *others: Any, reference: Tensor, saving_for: Wanted | None, **options: Any
@@ -109,9 +111,9 @@ def _inputs(e, c, bias, columns, weights, scale) -> Inputs:
 
 
 @lru_cache(maxsize=PROGRAMS)
-def _target_program(kind: Kind, size: int) -> Callable:
+def _target_program(kind: Kind, size: int, wanted: Wanted | None) -> Callable:
     def torch_shard_target(_, *arrays):
-        return (core.target_logits(_inputs(*arrays), kind.static),)
+        return (core.target_logits(_inputs(*arrays), kind.static, wanted),)
 
     return jitted(torch_shard_target, 1)
 
@@ -122,7 +124,7 @@ def _statistics_program(kind: Kind, size: int, wanted: Wanted | None, saves: boo
 
     def torch_shard_statistics(*arrays):
         reference, *rest = arrays[count:]  # the first `count` are the results' memory
-        numbers, saved = core.forward_pass(_inputs(*rest), kind.static, wanted, reference)
+        numbers, saved = core.forward_pass(_inputs(*rest), kind.static, wanted, _finite(reference))
         return rows_of(numbers), *([saved] if saves else [])
 
     return jitted(torch_shard_statistics, count)
@@ -137,12 +139,17 @@ def _gradients_program(kind: Kind, wanted: Wanted, with_saved: bool, size: int) 
         cotangents, own, lse, reference, *rest = arrays[count:]  # the first `count` are the results' memory
         found, saved = core.gradients(
             _inputs(*rest), _named(Statistics, own), saved, _named(Cotangents, cotangents), kind.static, wanted,
-            Shard(lse, reference),
+            Shard(lse, _finite(reference)),
         )  # fmt: skip
         results = [x for x in found if x is not None]
         return (saved, *results) if with_saved else tuple(results)
 
     return jitted(torch_shard_gradients, count, ON_GPU if kind.device.platform != "cpu" else None)
+
+
+def _finite(reference: jax.Array) -> jax.Array:
+    """reference as numbers.Shard has it: −FLOAT32_MAX where no shard holds the target."""
+    return jnp.maximum(reference, -FLOAT32_MAX)
 
 
 def _named(numbers: Any, rows: jax.Array) -> Any:

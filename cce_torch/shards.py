@@ -13,8 +13,6 @@ from torch import Tensor
 
 from cce_torch import compiled, reference, tensors
 
-NO_REFERENCE = -torch.finfo(torch.float32).max  # of a token whose target is in no shard
-
 
 @dataclass(frozen=True)
 class Options:
@@ -37,11 +35,13 @@ def needs_reference(options: Options) -> bool:
     return options.impl not in ("torch_compile", "reference")
 
 
-def target(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, options: Options) -> Tensor:
+def target(
+    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, saving_for: tuple[bool, ...], options: Options
+) -> Tensor:
     """The logit of each token's target, (N,): 0 where the shard does not hold it."""
     if not e.shape[0] or not c.shape[0]:
         return e.new_zeros(e.shape[0], dtype=torch.float32)
-    return _run(shard_target, e, c, bias, columns, *astuple(options))
+    return _run(shard_target, e, c, bias, columns, saving_for, *astuple(options))
 
 
 def statistics(
@@ -120,13 +120,14 @@ def _options(impl, with_sum, scale, softcap, precision, memory_budget) -> dict[s
 
 @torch.library.custom_op("cce_torch::shard_target", mutates_args=(), tags=TAGS)
 def shard_target(
-    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, impl: str, with_sum: bool, scale: float,
-    softcap: float | None, precision: str | None, memory_budget: int,
+    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, saving_for: Sequence[bool], impl: str, with_sum: bool,
+    scale: float, softcap: float | None, precision: str | None, memory_budget: int,
 ) -> Tensor:  # fmt: skip
     from cce_torch import shard_programs
 
+    saving = shard_programs.Wanted(*saving_for) if any(saving_for) else None
     options = _options(impl, with_sum, scale, softcap, precision, memory_budget)
-    return shard_programs.target(e, c, bias, columns, None, **options)
+    return shard_programs.target(e, c, bias, columns, None, saving_for=saving, **options)
 
 
 @torch.library.custom_op("cce_torch::shard_statistics", mutates_args=(), tags=TAGS)
@@ -164,7 +165,7 @@ def shard_gradients(
 
 
 @shard_target.register_fake
-def _(e, c, bias, columns, *options):
+def _(e, c, bias, columns, saving_for, *options):
     return e.new_empty(e.shape[0], dtype=torch.float32)
 
 

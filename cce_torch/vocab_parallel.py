@@ -204,8 +204,8 @@ class _Numbers(torch.autograd.Function):
         held, kept = shard.held(columns), columns >= 0
         reference = None
         if shards.needs_reference(options):
-            target = _summed(shards.target(e, c, bias, held, options), shard)
-            reference = torch.where(kept & (columns < shard.vocabulary), target, shards.NO_REFERENCE)
+            target = _summed(shards.target(e, c, bias, held, saving_for, options), shard)
+            reference = torch.where(kept & (columns < shard.vocabulary), target, -torch.inf)
         own, saved = shards.statistics(e, c, bias, held, weights, reference, saving_for, options)
         own = torch.where(kept, own, 0)
         lse, *sums = _gathered(own, shard).unbind(1)

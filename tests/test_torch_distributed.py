@@ -27,7 +27,7 @@ from tests.truth import truth
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
 TIMEOUT = timedelta(seconds=120)
-IMPLS = ("torch_compile", "reference")
+IMPLS = ("torch_compile", "reference", "chunked")
 
 
 def in_processes(count: int, check: Callable[[], None]) -> None:
@@ -315,6 +315,15 @@ def assert_split(case: Case, stops: tuple[int, ...], impl: str, dtype: str = "fl
         assert_close(x, true_gradients[name], reference[name], f"{what}: d{name}")
 
 
+def check_kernels() -> None:
+    """The kernels, in Pallas' interpreter."""
+    for case in ("plain", "bias, scale and softcap", "smoothing and class weights", "everything"):
+        case = next(x for x in CASES if x.name == case)
+        for budget in (2**20, "all"):
+            assert_split(case, (70, 203), "cce", memory_budget=budget)
+            assert_split(case, (203, 203), "cce", "bfloat16", memory_budget=budget)
+
+
 def check_vocab_parallel_in_two() -> None:
     for impl in IMPLS:
         for case in CASES:
@@ -324,6 +333,10 @@ def check_vocab_parallel_in_two() -> None:
             assert_split(CASES[0], (100, 203), impl, dtype)
         assert_split(CASES[0], (203, 203), impl)
         assert_split(CASES[0], (50, 203), impl, vocab_axis=1)
+
+
+def test_vocab_parallel_with_kernels():
+    in_processes(2, check_kernels)
 
 
 def test_vocab_parallel_in_two_processes():
