@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from cce_torch import LinearCrossEntropyHead, VocabParallel, blocks, linear_cross_entropy
 from tests.call_torch import array, run, tensor
 from tests.cases import CASES, Case, Inputs, inputs
-from tests.tolerance import assert_close, bound, error
+from tests.tolerance import assert_close, assert_rounded, bound, error
 from tests.truth import truth
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
@@ -315,15 +315,6 @@ def assert_split(case: Case, stops: tuple[int, ...], impl: str, dtype: str = "fl
         assert_close(x, true_gradients[name], reference[name], f"{what}: d{name}")
 
 
-def check_kernels() -> None:
-    """The kernels, in Pallas' interpreter."""
-    for case in ("plain", "bias, scale and softcap", "smoothing and class weights", "everything"):
-        case = next(x for x in CASES if x.name == case)
-        for budget in (2**20, "all"):
-            assert_split(case, (70, 203), "cce", memory_budget=budget)
-            assert_split(case, (203, 203), "cce", "bfloat16", memory_budget=budget)
-
-
 def check_vocab_parallel_in_two() -> None:
     for impl in IMPLS:
         for case in CASES:
@@ -331,16 +322,193 @@ def check_vocab_parallel_in_two() -> None:
             assert_split(case, (v // 3, v), impl)  # with V = 1 the first process holds nothing
         for dtype in ("bfloat16", "float16"):
             assert_split(CASES[0], (100, 203), impl, dtype)
-        assert_split(CASES[0], (203, 203), impl)
         assert_split(CASES[0], (50, 203), impl, vocab_axis=1)
+    everything = CASES[-1]
+    assert_split(CASES[0], (70, 203), "cce", "bfloat16", memory_budget=2**20)  # Pallas' interpreter is slow
+    assert_split(CASES[0], (70, 203), "cce", "bfloat16", memory_budget="all")
+    assert_split(CASES[0], (203, 203), "cce", memory_budget="all")
+    assert_split(everything, (150, 203), "cce", memory_budget="all")
 
 
-def test_vocab_parallel_with_kernels():
-    in_processes(2, check_kernels)
+def check_vocab_parallel_in_four() -> None:
+    rng = np.random.default_rng(1)
+    for draw in range(45):
+        case = CASES[rng.integers(len(CASES))]
+        stops = *sorted(int(x) for x in rng.integers(0, case.vocabulary + 1, 3)), case.vocabulary
+        if draw % 3 == 0:  # as DTensor splits: all parts but the last ones are as large, and the last may be empty
+            part = int(rng.integers(-(-case.vocabulary // 4), case.vocabulary + 1))
+            stops = tuple(min(part * (i + 1), case.vocabulary) for i in range(4))
+        case = dataclasses.replace(case, ignored=float(rng.choice((0.0, 0.5, 1.0))))
+        assert_split(case, stops, IMPLS[draw % len(IMPLS)], seed=draw)
+    check_shards_far_apart()
+    check_gradients_of_split_e()
+    check_options_of_split()
+    check_collectives()
+    check_errors_of_split()
+
+
+SHARDS = (40, 111, 111, 203)
+
+
+def check_shards_far_apart() -> None:
+    """The exponentials of a shard underflow beside another one's, or overflow relative to the target's logit."""
+    case = Case("far apart", arrays=("bias",), options={"return_lse": True, "reduction": "none"})
+    for by in (-1000.0, -90.0, 100.0, 1000.0):
+        for impl in IMPLS:
+            given = inputs(case)
+            given.optional["bias"][40:111] += np.float32(by)
+            found = run_split(given, case.options, SHARDS, impl)
+            exact, reference = truth(given, case.options), run(given, case.options, "reference")
+            for x, y, z, name in zip(found, exact, reference, ("loss", "lse", "gradients"), strict=True):
+                if name != "gradients":
+                    assert_close(x, y, z, f"{by}, {impl}: {name}")
+                    continue
+                for k in x:
+                    assert_close(x[k], y[k], z[k], f"{by}, {impl}: d{k}")
+
+
+def split(given: Inputs, stops: tuple[int, ...] = SHARDS, dtype=torch.float32) -> tuple:
+    """e, this process' rows of c, targets, and the VocabParallel, as leaves."""
+    start, stop = held_by(dist.get_rank(), stops)
+    e, c = (tensor(x).to(dtype).requires_grad_() for x in (given.e, given.c[start:stop]))
+    return e, c, torch.tensor(given.targets).long(), VocabParallel(None, start, stop)
+
+
+def check_gradients_of_split_e() -> None:
+    """de is summed in float32 and rounded once. With reduce_e_grad=False each process has its part."""
+    given = inputs(CASES[0], "bfloat16")
+    exact, reference = truth(given, {})[2]["e"], run(given, {}, "reference")[2]["e"]
+    for impl in IMPLS:
+        e, c, targets, shard = split(given, dtype=torch.bfloat16)
+        options = dict(impl=impl)
+        loss = linear_cross_entropy(e, c, targets, vocab_parallel=shard, **options)
+        (de,) = torch.autograd.grad(loss * tensor(given.of_loss), e)
+        assert_rounded(array(de), exact, reference, f"{impl}: de", roundings=2)
+        part = dataclasses.replace(shard, reduce_e_grad=False)
+        e, c = e.detach().float().requires_grad_(), c.detach().float()
+        (own,) = torch.autograd.grad(linear_cross_entropy(e, c, targets, vocab_parallel=part, **options), e)
+        (whole,) = torch.autograd.grad(linear_cross_entropy(e, c, targets, vocab_parallel=shard, **options), e)
+        dist.all_reduce(own)
+        torch.testing.assert_close(own, whole, rtol=1e-5, atol=1e-7)
+
+
+def check_options_of_split() -> None:
+    """What is asked of the loss in one process is asked here too."""
+    from torch.utils.checkpoint import checkpoint
+
+    @dataclasses.dataclass
+    class VocabParallelOptions:  # has the fields of cut_cross_entropy's
+        start: int
+        stop: int
+        group: Any = None
+        reduce_e_grad: bool = True
+
+    given = inputs(CASES[0])
+    for impl in IMPLS:
+        e, c, targets, shard = split(given)
+        call = functools.partial(linear_cross_entropy, targets=targets, impl=impl, vocab_parallel=shard)
+        expected_ = torch.autograd.grad(call(e, c), (e, c))
+
+        def assert_same(found: Any, what: str, expected_=expected_, impl=impl) -> None:
+            for x, y in zip(found, expected_, strict=True):
+                assert x is None or torch.equal(x, y), f"{impl}: {what}"
+
+        loss = call(e, c)
+        for _ in range(2):
+            assert_same(torch.autograd.grad(loss, (e, c), retain_graph=True), "a retained graph")
+        assert_same([torch.autograd.grad(call(e, c.detach()), e)[0], None], "c is frozen")
+        assert_same([None, torch.autograd.grad(call(e.detach(), c), c)[0]], "e is frozen")
+        for reentrant in (False, True):
+            again = checkpoint(call, e, c, use_reentrant=reentrant)
+            again.backward()
+            assert_same([e.grad, c.grad], "checkpoint")
+            e.grad = c.grad = None
+        created = torch.autograd.grad(call(e, c), (e, c), create_graph=True)
+        assert_same([x.detach() for x in created], "create_graph")
+        with pytest.raises(NotImplementedError, match="first derivatives only"):
+            created[0].sum().backward()
+        with torch.no_grad():
+            assert torch.equal(call(e, c), loss)
+        options = VocabParallelOptions(shard.start, shard.stop)
+        for _ in range(2):
+            other = linear_cross_entropy(e, c, targets, impl=impl, vocab_parallel_options=options)
+            assert_same(torch.autograd.grad(other, (e, c)), "cut_cross_entropy's options")
+        head = LinearCrossEntropyHead(*reversed(c.shape), bias=False, impl=impl, vocab_parallel=shard)
+        head.weight = torch.nn.Parameter(c.detach())
+        head(e, targets).backward()
+        assert_same([e.grad, head.weight.grad], "the head")
+        e.grad = None
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        for x, y in zip(torch.autograd.grad(compiled(e, c), (e, c)), expected_, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-7)
+        none = call(e[:0], c, targets=targets[:0])
+        assert none == 0
+        assert not any(x.any() for x in torch.autograd.grad(none, (e, c)))
+        targets[3] = 203
+        assert torch.autograd.grad(call(e, c, reduction="sum"), e)[0].isnan().any(1).nonzero().flatten().tolist() == [3]
+        with pytest.raises(ValueError, match=r"targets\[3\] = 203 is outside \[0, 203\)"):
+            call(e, c, check_targets=True)
+        e16, c16 = e.detach().bfloat16(), c.detach().bfloat16()
+        targets[3] = 0
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(call(e, c), call(e16, c16))
+
+
+def check_collectives() -> None:
+    """What is exchanged: the logits never are."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    given = inputs(CASES[0])
+    for impl in IMPLS:
+        e, c, targets, shard = split(given)
+        reduced = 0 if impl in ("torch_compile", "reference") else 1
+        with CommDebugMode() as seen:
+            loss = linear_cross_entropy(e, c, targets, impl=impl, vocab_parallel=shard)
+        counts = {str(k).split(".")[1]: n for k, n in seen.get_comm_counts().items()}
+        assert counts == {"all_gather_into_tensor": 1, **({"all_reduce": reduced} if reduced else {})}, counts
+        with CommDebugMode() as seen:
+            loss.backward()
+        counts = {str(k).split(".")[1]: n for k, n in seen.get_comm_counts().items()}
+        assert counts == {"all_reduce": 1}, counts
+
+
+def check_errors_of_split() -> None:
+    e, c, t = torch.rand(4, 8), torch.rand(5, 8), torch.arange(4)
+    rank = dist.get_rank()
+    shard = VocabParallel(None, 5 * rank, 5 * rank + 5)
+    assert shard.vocabulary == 20
+    call = functools.partial(linear_cross_entropy, e, c, t, vocab_parallel=shard)
+    for given, message in (
+        (dict(c=c[:4]), r"c must hold the 5 rows \["),
+        (dict(bias=c[:4, 0]), r"bias must hold the same rows.*\(5,\), got bias \(4,\)"),
+        (dict(class_weight=c[:, 0]), r"class_weight must have shape \(V,\) = \(20,\)"),
+        (dict(e=e[:, :7]), r"e must have shape \(..., D\) with D = 8"),
+        (dict(vocab_parallel=dataclasses.replace(shard, sequence_axis=0)), r"e must hold 1 of the 4 tokens"),
+        (dict(vocab_parallel=dataclasses.replace(shard, sequence_axis=1)), r"sequence_axis=1 must be an axis"),
+        (dict(vocab_parallel_options=shard), "give one of them"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            linear_cross_entropy(**{**dict(e=e, c=c, targets=t, vocab_parallel=shard), **given})
+    for given, message in (
+        (dict(vocab_parallel=3), r"must be a cce_torch.VocabParallel, got int"),
+        (dict(vocab_parallel=None, vocab_parallel_options=3), r"VocabParallelOptions, got int"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call(**given)
+    for rows in ((5 * rank, 5 * rank + 6), (5 * rank + 1, 5 * rank + 5), (6 * rank, 6 * rank + 5)):
+        with pytest.raises(ValueError, match=r"must follow one another from 0 on, each held once, got \["):
+            VocabParallel(None, *rows)
+    for rows, message in (((5, 4), "0 <= start <= stop"), ((0, 5, True, 4), "at most vocabulary=4")):
+        with pytest.raises(ValueError, match=message):
+            VocabParallel(None, *rows)
 
 
 def test_vocab_parallel_in_two_processes():
     in_processes(2, check_vocab_parallel_in_two)
+
+
+def test_vocab_parallel_in_four_processes():
+    in_processes(4, check_vocab_parallel_in_four)
 
 
 # DTensors.
