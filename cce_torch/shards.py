@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cce_torch import compiled, reference, tensors
+from cce_torch import blocks, compiled, reference, tensors
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def gradients(
         de = torch.zeros_like(e, dtype=torch.promote_types(e.dtype, torch.float32))
         found = de, torch.zeros_like(c), None if bias is None else torch.zeros_like(bias)
     elif options.impl == "reference":
-        found = _gradients_of_reference(cotangents, e, c, bias, columns, weights, own, lse, wanted, options)
+        found = _gradients_of_reference(cotangents, e, c, bias, columns, weights, lse, options)
     elif options.impl == "torch_compile":
         found = compiled.run_gradients(cotangents, e, c, bias, columns, weights, lse[None], options.scale,
                                        options.softcap, options.memory_budget, *wanted, wide_e=True)  # fmt: skip
@@ -91,16 +91,18 @@ def gradients(
     return tuple(x if w else None for x, w in zip(found, wanted, strict=True))
 
 
-def _gradients_of_reference(cotangents, e, c, bias, columns, weights, own, lse, wanted, options):
-    """By PyTorch: the cotangent of the shard's own lse is a·exp(own lse − lse), as p = exp(z − lse) in equation (6)."""
-    leaves = [None if x is None else x.detach().requires_grad_(w) for x, w in zip((e, c, bias), wanted, strict=True)]
-    with torch.enable_grad():
-        wide = e.detach().to(lse.dtype).requires_grad_(wanted[0])
-        numbers = reference.statistics(wide, *leaves[1:], columns, weights, with_sum=options.with_sum, **options.head)
-    asked = [x for x, w in zip((wide, *leaves[1:]), wanted, strict=True) if w]
-    share = torch.where(columns >= 0, torch.exp(own[0] - lse), 0)
-    found = iter(torch.autograd.grad(numbers, asked, torch.cat([(cotangents[0] * share)[None], cotangents[1:]])))
-    return tuple(next(found) if w else None for w in wanted)
+def _gradients_of_reference(cotangents, e, c, bias, columns, weights, lse, options):
+    """Equations (6) and (7) of cce_jax/core.py from the full logits, in float32. dc and dbias are rounded once."""
+    accumulate, kept = lse.dtype, columns >= 0
+    e = torch.where(kept[:, None], e, 0).to(accumulate)
+    softcap = None if options.softcap is None else lse.new_full((), options.softcap)
+    dz = blocks.cotangents(
+        e @ c.to(accumulate).T, lse.new_zeros(()) if bias is None else bias.to(accumulate),
+        lse.new_ones(()) if weights is None else weights.to(accumulate), columns, options.scale, softcap,
+        torch.where(kept, lse, torch.inf), *(torch.where(kept, cotangents, 0) * options.scale),
+        *[None] * (3 - len(cotangents)), dtype=accumulate,
+    )  # fmt: skip
+    return dz @ c.to(accumulate), (dz.T @ e).to(c.dtype), None if bias is None else dz.sum(0).to(bias.dtype)
 
 
 # The shard's JAX programs as operators, which torch.compile does not look into.

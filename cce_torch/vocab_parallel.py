@@ -215,25 +215,33 @@ class _Numbers(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangents: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        wanted = ctx.needs_input_grad[:3]
         guarded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        run = _Gradients.apply if guarded else shards.gradients
-        de, dc, dbias = run(cotangents, *ctx.saved_tensors, wanted, ctx.options)
-        if wanted[0]:
-            de = _reduced(de, ctx.part, ctx.tokens, ctx.shard).to(ctx.dtype)
-        return de, dc, dbias, *[None] * 6
+        run = _Gradients.apply if guarded else _gradients
+        wanted = ctx.needs_input_grad[:3]
+        found = run(cotangents, *ctx.saved_tensors, wanted, ctx.options, ctx.part, ctx.dtype, ctx.tokens, ctx.shard)
+        return *found, *[None] * 6
+
+
+def _gradients(*arguments: Any) -> tuple[Tensor | None, ...]:
+    """de, summed over the group, dc and dbias. None where not wanted.
+
+    arguments: those of shards.gradients; the shape and type of e, the shape of tokens, and the VocabParallel.
+    """
+    *arguments, part, dtype, tokens, shard = arguments
+    de, dc, dbias = shards.gradients(*arguments)
+    return None if de is None else _reduced(de, part, tokens, shard).to(dtype), dc, dbias
 
 
 class _Gradients(torch.autograd.Function):
-    """shards.gradients, with an error for its own derivative."""
+    """_gradients, with an error for its own derivative."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor | None, ...]:
-        return shards.gradients(*arguments)
+        return _gradients(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:  # type: ignore[override]
-        raise NotImplementedError("linear_cross_entropy has first derivatives only if the vocabulary is split")
+        raise NotImplementedError("linear_cross_entropy has first derivatives only where the vocabulary is split")
 
 
 def _whole(e: Tensor, tokens: tuple[int, ...], shard: VocabParallel) -> Tensor:
@@ -271,8 +279,10 @@ def _resized(x: Tensor, axis: int, length: int) -> Tensor:
 
 
 def _summed(x: Tensor, shard: VocabParallel) -> Tensor:
-    """x summed over the group, in place."""
-    return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce_(x, "sum", shard.name))
+    """x summed over the group, in its own memory where that is possible: torch.compile forbids it in a Function."""
+    functional = torch.ops._c10d_functional
+    reduce = functional.all_reduce if torch.compiler.is_compiling() else functional.all_reduce_
+    return functional.wait_tensor(reduce(x, "sum", shard.name))
 
 
 def _gathered(x: Tensor, shard: VocabParallel) -> Tensor:
