@@ -151,7 +151,7 @@ def _placements(e: Any, c: Any, vocab_axis: int) -> tuple[list, list, int | None
     """
     from torch.distributed.tensor import Replicate, Shard
 
-    of_e: list = [p if p in map(Shard, range(e.dim() - 1)) else Replicate() for p in e.placements]
+    of_e: list = [p if type(p) is Shard and p.dim < e.dim() - 1 else Replicate() for p in e.placements]
     of_c: list = [p if p == Shard(vocab_axis) else Replicate() for p in c.placements]
     split = gathered = None
     for i in reversed(range(len(of_c))):

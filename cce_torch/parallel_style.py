@@ -4,15 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import (
-    DeviceMesh,
-    DTensor,
-    Placement,
-    Replicate,
-    Shard,
-    distribute_module,
-    distribute_tensor,
-)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cce_torch.head import LinearCrossEntropyHead
@@ -57,7 +50,7 @@ class VocabParallelStyle(ParallelStyle):
         def enter(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             if not args:
                 raise TypeError("give h as the first argument, not by name")
-            return (self._distributed(*args, kwargs.get("targets"), device_mesh),), kwargs
+            return (self._distributed(args[0], kwargs.get("targets"), device_mesh),), kwargs
 
         def leave(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
             if kwargs.get("targets") is None:

@@ -93,7 +93,7 @@ def gradients(
         outputs.append(e.new_empty((tensors.size, e.shape[1]), dtype=torch.float32))
     if wanted.c:
         outputs.append(torch.empty_like(tensors.c))
-    if wanted.bias:
+    if wanted.bias and bias is not None:
         outputs.append(torch.empty_like(bias, memory_format=torch.contiguous_format))
     results = list(bridge.run(
         _gradients_program(tensors.kind, wanted, bool(overwritten), tensors.size),

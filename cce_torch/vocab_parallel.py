@@ -49,7 +49,7 @@ class VocabParallel:
     start: int
     stop: int
     reduce_e_grad: bool = True
-    vocabulary: int | None = None
+    vocabulary: int = None  # type: ignore[assignment]  # None is replaced when the object is made
     sequence_axis: int | None = None
     size: int = field(init=False, repr=False, compare=False)  # of the group
     rank: int = field(init=False, repr=False, compare=False)  # in the group
@@ -222,12 +222,12 @@ class _Numbers(torch.autograd.Function):
         return *found, *[None] * 6
 
 
-def _gradients(*arguments: Any) -> tuple[Tensor | None, ...]:
+def _gradients(*given: Any) -> tuple[Tensor | None, ...]:
     """de, summed over the group, dc and dbias. None where not wanted.
 
-    arguments: those of shards.gradients; the shape and type of e, the shape of tokens, and the VocabParallel.
+    given: the arguments of shards.gradients; the shape and type of e, the shape of tokens, and the VocabParallel.
     """
-    *arguments, part, dtype, tokens, shard = arguments
+    *arguments, part, dtype, tokens, shard = given
     de, dc, dbias = shards.gradients(*arguments)
     return None if de is None else _reduced(de, part, tokens, shard).to(dtype), dc, dbias
 
