@@ -97,8 +97,8 @@ def linear_cross_entropy(
            32 MiB for XLA. It takes these even if they exceed the budget.
         2. The next 256 MiB make the groups of columns larger; all the rest does if nothing can be saved.
         3. The rest saves exponentials of the logits for the backward pass, 2·V bytes a token: the logits of that token
-           are then not computed again. Only for bfloat16 without softcap or with a softcap in [2, 36].
-        Without softcap and label_smoothing, the exponentials of all tokens are saved from this size on:
+           are then not computed again. Only for bfloat16, and not with softcap and label_smoothing together.
+        Without label_smoothing, the exponentials of all tokens are saved from this size on:
         2·N·V + 2·N·D + 256·N bytes + 32 MiB if the gradient of c is wanted and V >= 2·N, else
         2·N·V + 6·N·D + 256·N bytes + 32 MiB. On Hopper GPUs 2·N·V bytes suffice (with JAX 0.11, without bias, with a
         gradient of e, D and V multiples of 64 above 64). If N >= 256 is not a multiple of 8, round it up to one and add

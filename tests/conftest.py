@@ -7,6 +7,7 @@ import pytest
 
 from cce_kernels.engines import hopper
 from cce_kernels.plan import choose
+from tests.search.processes import gpus
 
 hypothesis.settings.register_profile("all", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("all")
@@ -21,6 +22,13 @@ if platform.machine() == "x86_64":
 # has one thread a core: with fewer threads than the kernel's it waits forever. The first backend that starts takes the
 # number from either variable.
 os.environ["NPROC"] = os.environ["PJRT_NPROC"] = str(max(32, os.cpu_count() or 1))
+
+
+def pytest_configure(config):
+    """Spreads the workers of pytest-xdist over all GPUs, each of which a worker takes for the only one."""
+    worker = getattr(config, "workerinput", {}).get("workerid", "")
+    if worker and (found := gpus()):
+        os.environ["CUDA_VISIBLE_DEVICES"] = found[int(worker.removeprefix("gw")) % len(found)]
 
 
 def pytest_collection_modifyitems(config, items):

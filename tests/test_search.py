@@ -191,7 +191,8 @@ def test_everything_is_drawn():
         assert len({getattr(p, name) for p in programs}) > 2, name
     assert {x for p in programs for x in p.arrays} == {"bias", "class_weight", "token_weight"}
     assert len({p.wanted for p in programs}) > 10
-    assert min(p.memory_budget for p in programs if p.memory_budget > 0) > 1000
+    assert min(p.memory_budget for p in programs if isinstance(p.memory_budget, int) and p.memory_budget > 0) > 1000
+    assert "all" in {p.memory_budget for p in programs}
     calls = [draw(0, number, "small") for number in range(2000)]
     assert len(Counter(c.data.ignored for c in calls)) == 7
     assert len(Counter(c.data.kind for c in calls)) == 4

@@ -19,9 +19,6 @@ The reference's is one; r of the same size that are independent make √r of it,
 round dz and the result: 2. From saved exponentials (cce_kernels/exponentials.py) there is one rounding more, of P,
 relative, as dz's is: 3. Where all are saved dz is not formed and not rounded, but r·e is, before dc: 3 at the most,
 again.
-A softcap κ takes z from log P, which is off by P's relative error, u; so 1 − (z/κ)² is off by up to 2u/κ, which for
-κ ≥ 2 is a part of P's own.
-
 
 Both bounds trust the reference, and what is wrong in it and in the kernels alike, such as the sign of the bias, which
 they add in one function, would widen them. So the reference has a bound of its own, `assert_reference`: a rounding to

@@ -42,7 +42,7 @@ class Program(_Literal):
     num_items: float | None = None
     shift: int = 0
     ignore_index: int = -100
-    memory_budget: int = DEFAULT
+    memory_budget: int | str = DEFAULT
     saved: int | None = None  # of how many tokens to save exponentials, in place of a memory_budget
 
     @property
@@ -218,10 +218,12 @@ def _with_budget(rng: np.random.Generator, program: Program, where: str) -> Prog
         "almost": exactly - 1,
         "more": exactly + 6 * tokens * program.width + 256 * tokens + 2**25,
         "part": round(exactly * float(rng.uniform(0.3, 1.0))) + 4 * tokens * program.width + 2**26,
-        "everything": 2**36,
+        "everything": "all",
     }
     chosen = budgets[_chosen(rng, **dict.fromkeys(budgets, 1.0))]
-    return replace(program, memory_budget=chosen if chosen <= 0 else max(chosen, EVERY_TOKEN + 1))
+    if isinstance(chosen, int) and chosen > 0:
+        chosen = max(chosen, EVERY_TOKEN + 1)
+    return replace(program, memory_budget=chosen)
 
 
 def _data(rng: np.random.Generator, program: Program) -> Data:

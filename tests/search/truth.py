@@ -213,8 +213,6 @@ def _gradients(
         if program.may_save:
             of_p = xp.where(is_target, 0.0, head.scale * slope * A * p)
             rounded = rounded + of_p * of_p
-            if kappa is not None:
-                rounded = rounded + (head.scale * inner * 2 * z / kappa**2) ** 2
             rounded_c = rounded + square
         signed, d_square = d_dz * xp.sign(A), d_dz * d_dz
         of_e["value"].append(dz @ head.c)
