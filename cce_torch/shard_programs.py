@@ -26,10 +26,21 @@ from cce_torch.programs import (
     Numbers,
     dense,
     jitted,
+    kind_of_tensors,
     real,
     rows_of,
     saved_shape_of,
 )
+
+
+def _call(impl: Any, with_sum: bool, softcap: float | None, precision: str | None, memory_budget: int) -> Call:
+    loss = losses.Loss("none", with_sum, False)  # the loss itself is computed by PyTorch
+    return Call(-1, 0, loss, softcap, precision, impl, memory_budget, of_shard=True)
+
+
+def kind(e: Tensor, c: Tensor, *, scale: float, **options: Any) -> Kind:
+    """The Kind of a call on a shard."""
+    return kind_of_tensors(e, c, _call(**options))
 
 
 class _Tensors(Arrays):
@@ -38,8 +49,7 @@ class _Tensors(Arrays):
     def __init__(self, e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None, *, impl: Any,
                  with_sum: bool, scale: float, softcap: float | None, precision: str | None,
                  memory_budget: int) -> None:  # fmt: skip
-        loss = losses.Loss("none", with_sum, False)  # its arithmetic is PyTorch's
-        call = Call(-1, 0, loss, softcap, precision, impl, memory_budget, of_shard=True)
+        call = _call(impl, with_sum, softcap, precision, memory_budget)
         super().__init__(e, c, call, Numbers(None, None, None if scale == 1 else float(scale)))
         self.given = [self.padded(e, 0), self.c, dense(bias), self.padded(columns, -1), dense(real(weights)),
                       self.numbers.scale]  # fmt: skip

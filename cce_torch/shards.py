@@ -35,6 +35,13 @@ def needs_reference(options: Options) -> bool:
     return options.impl not in ("torch_compile", "reference")
 
 
+def kind(e: Tensor, c: Tensor, options: Options) -> Any:
+    """The call's programs.Kind, which a graph with saved exponentials holds: it knows to which size they are padded."""
+    from cce_torch import shard_programs
+
+    return shard_programs.kind(e, c, **_options(*astuple(options)))
+
+
 def target(
     e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, saving_for: tuple[bool, ...], options: Options
 ) -> Tensor:
@@ -102,7 +109,8 @@ def _gradients_of_reference(cotangents, e, c, bias, columns, weights, lse, optio
         torch.where(kept, lse, torch.inf), *(torch.where(kept, cotangents, 0) * options.scale),
         *[None] * (3 - len(cotangents)), dtype=accumulate,
     )  # fmt: skip
-    return dz @ c.to(accumulate), (dz.T @ e).to(c.dtype), None if bias is None else dz.sum(0).to(bias.dtype)
+    dc = torch.empty_like(c).copy_(dz.T @ e)  # with c's strides
+    return dz @ c.to(accumulate), dc, None if bias is None else dz.sum(0).to(bias.dtype)
 
 
 # The shard's JAX programs as operators, which torch.compile does not look into.

@@ -207,6 +207,7 @@ class _Numbers(torch.autograd.Function):
             target = _summed(shards.target(e, c, bias, held, saving_for, options), shard)
             reference = torch.where(kept & (columns < shard.vocabulary), target, -torch.inf)
         own, saved = shards.statistics(e, c, bias, held, weights, reference, saving_for, options)
+        ctx.kind = None if saved is None else shards.kind(e, c, options)
         own = torch.where(kept, own, 0)
         lse, *sums = _gathered(own, shard).unbind(1)
         lse = torch.logsumexp(lse, 0)

@@ -5,6 +5,7 @@ A process needs seconds to start. So each test starts its processes once, and th
 
 import dataclasses
 import functools
+import gc
 import os
 import tempfile
 from collections.abc import Callable
@@ -324,11 +325,34 @@ def check_vocab_parallel_in_two() -> None:
         for dtype in ("bfloat16", "float16"):
             assert_split(CASES[0], (100, 203), impl, dtype)
         assert_split(CASES[0], (50, 203), impl, vocab_axis=1)
+    check_padding()
     everything = CASES[-1]
     assert_split(CASES[0], (70, 203), "cce", "bfloat16", memory_budget=2**20)  # Pallas' interpreter is slow
     assert_split(CASES[0], (70, 203), "cce", "bfloat16", memory_budget="all")
     assert_split(CASES[0], (203, 203), "cce", memory_budget="all")
     assert_split(everything, (150, 203), "cce", memory_budget="all")
+
+
+def check_padding() -> None:
+    """Programs for more tokens than there are; and a graph that remembers its size when its programs are freed."""
+    from cce_torch import programs, shard_programs
+
+    before = programs.EXACT, programs.SMALLEST
+    programs._kinds.clear()
+    programs.EXACT, programs.SMALLEST = 0, 16
+    case = Case("padded", (37,), options={"label_smoothing": 0.1, "return_lse": True})
+    assert_split(case, (70, 203), "chunked")
+    given = inputs(case, "bfloat16")
+    e, c, targets, shard = split(given, (70, 203), torch.bfloat16)
+    loss = linear_cross_entropy(e, c, targets, impl="cce", memory_budget="all", vocab_parallel=shard)
+    assert loss.grad_fn is not None
+    expected_ = torch.autograd.grad(loss, (e, c), retain_graph=True)
+    for program in ("_target_program", "_statistics_program", "_gradients_program", "saved_shape_of"):
+        getattr(shard_programs, program).cache_clear()
+    gc.collect()
+    programs.EXACT, programs.SMALLEST = before
+    for x, y in zip(torch.autograd.grad(loss, (e, c)), expected_, strict=True):
+        assert torch.equal(x, y)
 
 
 def check_vocab_parallel_in_four() -> None:
