@@ -32,20 +32,21 @@ TIMEOUT = timedelta(seconds=120)
 IMPLS = ("torch_compile", "reference", "chunked")
 
 
-def in_processes(count: int, check: Callable[[], None]) -> None:
-    """Calls check in so many processes of one group. An error in one of them ends all and is raised here."""
+def in_processes(count: int, *checks: Callable[[], None]) -> None:
+    """Calls the checks in so many processes of one group. An error in one of them ends all and is raised here."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_process, (count, f"{folder}/store", check), nprocs=count)
+        torch.multiprocessing.spawn(_process, (count, f"{folder}/store", checks), nprocs=count)
 
 
-def _process(rank: int, count: int, file: str, check: Callable[[], None]) -> None:
+def _process(rank: int, count: int, file: str, checks: tuple[Callable[[], None], ...]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     blocks._uncompilable.add("cpu")  # "torch_compile" runs uncompiled: compiling takes most of a minute
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=count, timeout=TIMEOUT)
     try:
-        check()
-        dist.barrier()
+        for check in checks:
+            check()
+            dist.barrier()
     finally:
         dist.destroy_process_group()
 
@@ -264,18 +265,6 @@ def check_hybrid() -> None:
         assert_gradients(whole_gradients(wrapped), f"HSDP {how}")
 
 
-def test_data_parallel():
-    in_processes(2, check_data_parallel)
-
-
-def test_mixed_precision_checkpoints_and_compile():
-    in_processes(2, check_mixed_precision_checkpoints_and_compile)
-
-
-def test_hybrid():
-    in_processes(4, check_hybrid)
-
-
 # The vocabulary split over the processes.
 
 
@@ -325,7 +314,6 @@ def check_vocab_parallel_in_two() -> None:
         for dtype in ("bfloat16", "float16"):
             assert_split(CASES[0], (100, 203), impl, dtype)
         assert_split(CASES[0], (50, 203), impl, vocab_axis=1)
-    check_padding()
     everything = CASES[-1]
     assert_split(CASES[0], (70, 203), "cce", "bfloat16", memory_budget=2**20)  # Pallas' interpreter is slow
     assert_split(CASES[0], (70, 203), "cce", "bfloat16", memory_budget="all")
@@ -365,11 +353,6 @@ def check_vocab_parallel_in_four() -> None:
             stops = tuple(min(part * (i + 1), case.vocabulary) for i in range(4))
         case = dataclasses.replace(case, ignored=float(rng.choice((0.0, 0.5, 1.0))))
         assert_split(case, stops, IMPLS[draw % len(IMPLS)], seed=draw)
-    check_shards_far_apart()
-    check_gradients_of_split_e()
-    check_options_of_split()
-    check_collectives()
-    check_errors_of_split()
 
 
 SHARDS = (40, 111, 111, 203)
@@ -541,14 +524,6 @@ def check_errors_of_split() -> None:
             VocabParallel(None, *rows)
 
 
-def test_vocab_parallel_in_two_processes():
-    in_processes(2, check_vocab_parallel_in_two)
-
-
-def test_vocab_parallel_in_four_processes():
-    in_processes(4, check_vocab_parallel_in_four)
-
-
 # DTensors.
 
 
@@ -599,10 +574,6 @@ def check_dtensors() -> None:
         if case.options.get("shift"):
             placements["e"] = [Replicate() if p == Shard(1) else p for p in placements["e"]]
         assert_dtensors(case, mesh, placements, IMPLS[draw % len(IMPLS)])
-
-
-def test_dtensors():
-    in_processes(4, check_dtensors)
 
 
 # Tensor parallelism of the head.
@@ -678,9 +649,63 @@ def check_fsdp_with_tensor_parallel() -> None:
                 linear_cross_entropy(torch.rand(2, D), made.head.weight, torch.arange(2), impl=impl)
 
 
+def check_errors_of_dtensors() -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh, other = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    e, c, t = torch.rand(6, 8), torch.rand(11, 8), torch.arange(6)
+
+    def placed(x: torch.Tensor, *placements: Any) -> torch.Tensor:
+        return distribute_tensor(x, mesh if len(placements) == 1 else other, list(placements))
+
+    split_c, split_e, whole_e = placed(c, Shard(0)), placed(e, Shard(0)), placed(e, Replicate())
+    for given, message in (
+        (dict(e=e, c=split_c), r"^e is a plain tensor and c a DTensor.*module that FSDP wraps.*VocabParallelStyle"),
+        (dict(e=split_e, c=c), r"^c is a plain tensor and e a DTensor.*DTensor.from_local\(c, e.device_mesh"),
+        (dict(e=split_e, c=placed(c, Replicate())), r"^targets is a plain tensor, and e is split.*distribute_tensor"),
+        (dict(e=whole_e, c=split_c, bias=c[:, 0]), r"^bias is a plain tensor, and c is split"),
+        (dict(e=whole_e, c=split_c, vocab_parallel=3), r"^vocab_parallel is for plain tensors, and e, c is a DTensor"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            linear_cross_entropy(**{"targets": t, **given})
+    with pytest.raises(ValueError, match=r"^all DTensors must be on one mesh"):
+        linear_cross_entropy(whole_e, placed(c, Shard(0), Replicate()), t)
+    with pytest.raises(ValueError, match=r"^shift=1 needs targets of the next process"):
+        linear_cross_entropy(split_e, placed(c, Replicate()), placed(t, Shard(0)), shift=1)
+    with pytest.raises(TypeError, match="c must be a DTensor, got Tensor"):
+        VocabParallel.from_dtensor(c)
+    with pytest.raises(ValueError, match="by one axis of its mesh and replicated over the others"):
+        VocabParallel.from_dtensor(placed(c, Shard(0), Shard(0)))
+    for vocabulary, of in (
+        (11, placed(c, Shard(0))),
+        (5, placed(c[:5], Shard(0))),
+        (11, placed(c, Replicate(), Shard(0))),
+    ):
+        made = VocabParallel.from_dtensor(of)
+        assert made.vocabulary == vocabulary
+        assert torch.equal(of.to_local(), c[:vocabulary][made.start : made.stop])
+
+
+def test_data_parallel():
+    in_processes(2, check_data_parallel, check_mixed_precision_checkpoints_and_compile)
+
+
+def test_hybrid_and_tensor_parallel():
+    in_processes(4, check_hybrid, check_fsdp_with_tensor_parallel)
+
+
 def test_tensor_parallel():
     in_processes(2, check_tensor_parallel)
 
 
-def test_fsdp_with_tensor_parallel():
-    in_processes(4, check_fsdp_with_tensor_parallel)
+def test_vocab_parallel_in_two_processes():
+    in_processes(2, check_vocab_parallel_in_two, check_padding)
+
+
+def test_vocab_parallel_in_four_processes():
+    in_processes(4, check_vocab_parallel_in_four, check_shards_far_apart, check_gradients_of_split_e,
+                 check_options_of_split, check_collectives, check_errors_of_split)  # fmt: skip
+
+
+def test_dtensors():
+    in_processes(4, check_dtensors, check_errors_of_dtensors)
