@@ -1,14 +1,31 @@
 """Linear cross-entropy without the logits, for PyTorch. See `linear_cross_entropy`."""
 
+from typing import TYPE_CHECKING, Any
+
 from cce_kernels.version import installed
 from cce_torch.api import LinearCrossEntropy, linear_cross_entropy
+from cce_torch.head import LinearCrossEntropyHead
+from cce_torch.vocab_parallel import VocabParallel
 
-__all__ = ["LinearCrossEntropy", "linear_cross_entropy"]
+if TYPE_CHECKING:
+    from cce_torch.parallel_style import VocabParallelStyle
+
+__all__ = [
+    "LinearCrossEntropy",
+    "LinearCrossEntropyHead",
+    "VocabParallel",
+    "VocabParallelStyle",
+    "linear_cross_entropy",
+]
 
 __version__: str
 
 
-def __getattr__(name: str) -> str:
+def __getattr__(name: str) -> Any:
     if name == "__version__":
         return installed()
+    if name == "VocabParallelStyle":  # imports DTensor, which takes a second
+        from cce_torch.parallel_style import VocabParallelStyle
+
+        return VocabParallelStyle
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,14 +1,16 @@
 """The public function and module for PyTorch: they check the arguments, choose the impl and compute the loss."""
 
 import sys
-from functools import cache, partial
+from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from cce_kernels import contract
-from cce_torch import compiled, losses, ops, reference, tensors
+from cce_torch import compiled, dtensors, losses, ops, reference, shards, tensors
+from cce_torch import vocab_parallel as parallel
+from cce_torch.vocab_parallel import VocabParallel
 
 IMPLS = (*contract.IMPLS, "torch_compile")
 PRECISIONS = ("highest", "high", "medium")
@@ -40,6 +42,8 @@ def linear_cross_entropy(
     memory_budget: float | Literal["all"] = contract.MEMORY_BUDGET,
     precision: Literal["highest", "high", "medium"] | None = None,
     check_targets: bool = False,
+    vocab_parallel: VocabParallel | None = None,
+    vocab_parallel_options: Any = None,
 ) -> Any:
     """Cross-entropy of the logits `e @ c.T + bias` against `targets`, without holding the logits.
 
@@ -106,6 +110,13 @@ def linear_cross_entropy(
         value that was set there. "high" and "medium" are TF32.
       check_targets: raise if a target is outside [0, V) and not ignore_index. This waits until targets is computed, and
         does not work under torch.compile.
+      vocab_parallel: the rows of the whole classifier that c holds, if each process of a group holds some. c is then
+        (stop - start, D), or (D, stop - start) with vocab_axis=1, and bias (stop - start,). V is still that of the
+        whole vocabulary: targets are columns of it, and class_weight is (V,), on every process. The loss and lse are
+        those of the whole vocabulary, equal on all processes of the group. So e, targets and all options must be equal
+        on all processes too. Not for torch.func.
+      vocab_parallel_options: the same as cut_cross_entropy's VocabParallelOptions. The first call with one of them
+        waits for all processes of its group: make it once.
 
     Returns:
       The loss in nats, float32 (float64 for float64 inputs): a scalar; for reduction="none" a tensor of the shape of
@@ -118,6 +129,14 @@ def linear_cross_entropy(
       NotImplementedError: the impl does not run on this device.
       torch.OutOfMemoryError: there is no memory for the scratch, even after freeing PyTorch's cache.
     """
+    given = dict(e=e, c=c, targets=targets, bias=bias, class_weight=class_weight, token_weight=token_weight)
+    if dtensors.are_among(given):
+        return dtensors.loss(linear_cross_entropy, given, num_items, dict(
+            ignore_index=ignore_index, softcap=softcap, reduction=reduction, shift=shift, return_lse=return_lse,
+            logit_scale=logit_scale, label_smoothing=label_smoothing, z_loss=z_loss, vocab_axis=vocab_axis, impl=impl,
+            memory_budget=memory_budget, precision=precision, check_targets=check_targets,
+            vocab_parallel=vocab_parallel, vocab_parallel_options=vocab_parallel_options,
+        ))  # fmt: skip
     contract.choice("reduction", reduction, contract.REDUCTIONS)
     contract.choice("impl", impl, IMPLS)
     contract.choice("vocab_axis", vocab_axis, (0, 1))
@@ -132,27 +151,28 @@ def linear_cross_entropy(
     budget = contract.memory_budget(memory_budget)
     shift = contract.integer("shift", shift)
     contract.num_items(num_items, reduction)
-    given = dict(e=e, c=c, targets=targets, bias=bias, class_weight=class_weight, token_weight=token_weight)
     _check_tensors(given, num_items)
     e, c, bias = _autocast(e), _autocast(c), _autocast(bias)
     _check_types(e, c, bias, targets, class_weight, token_weight)
-    contract.shapes(
-        _shape(e), _shape(c), _shape(targets), vocab_axis=vocab_axis, shift=shift, bias=_shape(bias),
-        class_weight=_shape(class_weight), token_weight=_shape(token_weight),
-    )  # fmt: skip
+    shard = _shard(vocab_parallel, vocab_parallel_options)
+    shapes = {name: _shape(x) for name, x in given.items()}
+    if shard is not None:
+        shapes = parallel.of_whole(shapes, vocab_axis, shard)
+    contract.shapes(**shapes, vocab_axis=vocab_axis, shift=shift)
     if shift and not targets.shape[-1]:
         shift = 0  # there are no tokens to shift; the results are empty anyway
     if vocab_axis == 1:
         c = c.T
+    vocabulary = c.shape[0] if shard is None else shard.vocabulary
     targets = targets.long()  # in a narrower type a large ignore_index would wrap to another number
     if check_targets:
-        _check_targets(targets, c.shape[0], ignore_index, shift)
+        _check_targets(targets, vocabulary, ignore_index, shift)
     if num_items is not None:
         num_items = _scalar(num_items, e)
     class_weight = None if class_weight is None else class_weight.detach()
     impl = _resolve(impl, e)
     arithmetic: dict[str, Any] = dict(reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss)
-    if impl in ("auto", "cce", "chunked"):
+    if impl in ("auto", "cce", "chunked") and shard is None:
         loss, numbers = ops.loss(
             _flat(e, 1), c, bias, _flat(targets), class_weight, _flat(token_weight), num_items,
             row_length=targets.shape[-1] if shift else 1, ignore_index=ignore_index, shift=shift, precision=precision,
@@ -160,16 +180,20 @@ def linear_cross_entropy(
         )  # fmt: skip
         lse = numbers[0].clone() if return_lse else None  # numbers are saved for the backward pass
     else:
-        run = reference.statistics
-        if impl == "torch_compile":
-            run = partial(compiled.statistics, memory_budget=budget)
         if shift:
             targets = _shifted(targets, shift, ignore_index)
             token_weight = None if token_weight is None else _shifted(token_weight, shift, 0)
-        columns = losses.columns(_flat(targets), ignore_index, c.shape[0])
+        columns = losses.columns(_flat(targets), ignore_index, vocabulary)
         weights = None if class_weight is None else class_weight.to(torch.promote_types(e.dtype, torch.float32))
-        numbers = run(_flat(e, 1), c, bias, columns, weights, with_sum=label_smoothing > 0, **head)
-        loss, lse = losses.loss(numbers, columns, weights, _flat(token_weight), num_items, vocabulary=c.shape[0],
+        head["with_sum"] = label_smoothing > 0
+        if shard is not None:
+            options = shards.Options(impl=impl, precision=precision, memory_budget=budget, **head)
+            numbers = parallel.numbers(e, c, bias, columns, weights, tokens=targets.shape, shard=shard, options=options)
+        elif impl == "torch_compile":
+            numbers = compiled.statistics(_flat(e, 1), c, bias, columns, weights, memory_budget=budget, **head)
+        else:
+            numbers = reference.statistics(_flat(e, 1), c, bias, columns, weights, **head)
+        loss, lse = losses.loss(numbers, columns, weights, _flat(token_weight), num_items, vocabulary=vocabulary,
                                 **arithmetic)  # fmt: skip
 
     def unshifted(x: Any) -> Any:
@@ -241,7 +265,19 @@ OPTIONS = {
     "memory_budget",
     "precision",
     "check_targets",
+    "vocab_parallel",
+    "vocab_parallel_options",
 }
+
+
+def _shard(vocab_parallel: VocabParallel | None, options: Any) -> VocabParallel | None:
+    if options is not None and vocab_parallel is not None:
+        raise ValueError("vocab_parallel and vocab_parallel_options are the same: give one of them")
+    if options is not None:
+        return parallel.of(options)
+    if vocab_parallel is not None and not isinstance(vocab_parallel, VocabParallel):
+        raise TypeError(f"vocab_parallel must be a cce_torch.VocabParallel, got {type(vocab_parallel).__name__}")
+    return vocab_parallel
 
 
 def _scalar(x: float | Tensor, e: Tensor) -> Tensor:

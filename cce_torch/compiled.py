@@ -46,7 +46,7 @@ def statistics(
 class _Statistics(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> Tensor:
-        return _statistics(*arguments)
+        return run_statistics(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -56,7 +56,7 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangents: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         wanted = ctx.needs_input_grad[:3]
-        run = _gradients if torch.compiler.is_compiling() else _Gradients.apply  # Dynamo traces no nested Function
+        run = run_gradients if torch.compiler.is_compiling() else _Gradients.apply  # Dynamo traces no nested Function
         gradients = run(cotangents, *ctx.saved_tensors, ctx.scale, ctx.softcap, ctx.memory_budget, *wanted)
         return (*(g if w else None for g, w in zip(gradients, wanted, strict=True)), *[None] * 6)
 
@@ -76,14 +76,17 @@ class _StatisticsOfFunctions(_Statistics):
 
 
 class _Gradients(torch.autograd.Function):
-    """_gradients, with an error for its own derivative. An autograd rule of the operator would not reach torch.func."""
+    """run_gradients, with an error for its own derivative.
+
+    An autograd rule of the operator would not reach torch.func.
+    """
 
     generate_vmap_rule = True
     backward = jvp = staticmethod(_refuse)
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return _gradients(*arguments)
+        return run_gradients(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -91,7 +94,7 @@ class _Gradients(torch.autograd.Function):
 
 
 @torch.library.custom_op("cce_torch::compiled_statistics", mutates_args=())
-def _statistics(
+def run_statistics(
     e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None, scale: float,
     softcap: float | None, with_sum: bool, memory_budget: int,
 ) -> Tensor:  # fmt: skip
@@ -109,15 +112,18 @@ def _statistics(
 
 
 @torch.library.custom_op("cce_torch::compiled_gradients", mutates_args=())
-def _gradients(
+def run_gradients(
     cotangents: Tensor, e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None,
     output: Tensor, scale: float, softcap: float | None, memory_budget: int, want_e: bool, want_c: bool,
-    want_bias: bool,
+    want_bias: bool, wide_e: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Equations (6) and (7): de, dc and dbias. A gradient that is not wanted has no elements. dc is written once."""
+    """Equations (6) and (7): de, dc and dbias. A gradient that is not wanted has no elements. dc is written once.
+
+    output: the statistics, of which the first row is read: lse. wide_e: de is not rounded to e's type.
+    """
     with _plainly(e):
         accumulate, operand = blocks.types(e)
-        de, dc, dbias = _new_gradients(e, c, bias, want_e, want_c, want_bias)
+        de, dc, dbias = _new_gradients(e, c, bias, want_e, want_c, want_bias, wide_e)
         if not e.shape[0]:
             return de, dc.zero_(), dbias.zero_()
         live = columns >= 0
@@ -127,7 +133,7 @@ def _gradients(
         if operand == torch.float16:
             factors, unit = blocks.fit_float16(factors, weights)
         of = (lse, *factors, None)[:4]
-        de = torch.zeros_like(de, dtype=accumulate)
+        sums = torch.zeros_like(de, dtype=accumulate)
         e_live = torch.where(live[:, None], e, 0).to(operand)  # dz = 0 is not enough: 0 · NaN is NaN
         for group, c_g, block in blocks.each(e_live, c, bias, columns, weights, scale, softcap, memory_budget):
             if want_bias:
@@ -137,35 +143,36 @@ def _gradients(
             dz = blocks.fused(blocks.cotangents, *block, *of, operand)
             del block
             if want_e and operand == accumulate:
-                de.addmm_(dz, c_g)
+                sums.addmm_(dz, c_g)
             elif want_e:
-                de += blocks.product(dz, c_g, accumulate)  # addmm cannot add 16-bit products to float32 everywhere
+                sums += blocks.product(dz, c_g, accumulate)  # addmm cannot add 16-bit products to float32 everywhere
             if want_c and dc.dtype == accumulate:
                 torch.mm(dz.t(), e_live, out=dc[group])
             elif want_c:
                 dc[group] = blocks.times(blocks.product(dz.t(), e_live, accumulate), unit)
             del dz
-        return blocks.times(de, unit).to(e.dtype), dc, dbias
+        return blocks.times(sums, unit).to(de.dtype), dc, dbias
 
 
-@_statistics.register_fake
+@run_statistics.register_fake
 def _(e, c, bias, columns, weights, scale, softcap, with_sum, memory_budget):
     return e.new_empty((2 + with_sum, e.shape[0]), dtype=torch.promote_types(e.dtype, torch.float32))
 
 
-@_gradients.register_fake
-def _(cotangents, e, c, bias, columns, weights, output, scale, softcap, memory_budget, want_e, want_c, want_bias):
-    return _new_gradients(e, c, bias, want_e, want_c, want_bias)
+@run_gradients.register_fake
+def _(cotangents, e, c, bias, columns, weights, output, scale, softcap, memory_budget, want_e, want_c, want_bias,
+      wide_e=False):  # fmt: skip
+    return _new_gradients(e, c, bias, want_e, want_c, want_bias, wide_e)
 
 
-@_statistics.register_vmap
+@run_statistics.register_vmap
 def _(info, in_dims, *arguments):
-    return torch.stack([_statistics(*one) for one in _examples(info, in_dims, arguments)]), 0
+    return torch.stack([run_statistics(*one) for one in _examples(info, in_dims, arguments)]), 0
 
 
-@_gradients.register_vmap
+@run_gradients.register_vmap
 def _(info, in_dims, *arguments):
-    found = zip(*(_gradients(*one) for one in _examples(info, in_dims, arguments)), strict=True)
+    found = zip(*(run_gradients(*one) for one in _examples(info, in_dims, arguments)), strict=True)
     return tuple(torch.stack(each) for each in found), (0, 0, 0)
 
 
@@ -175,9 +182,11 @@ def _examples(info: Any, in_dims: tuple[int | None, ...], arguments: tuple) -> I
         yield [x if axis is None else x.select(axis, i) for x, axis in zip(arguments, in_dims, strict=True)]
 
 
-def _new_gradients(e: Tensor, c: Tensor, bias: Tensor | None, want_e: bool, want_c: bool, want_bias: bool):
+def _new_gradients(
+    e: Tensor, c: Tensor, bias: Tensor | None, want_e: bool, want_c: bool, want_bias: bool, wide_e: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Uninitialised de, dc (with c's strides) and dbias. A gradient that is not wanted has no elements."""
-    de = e.new_empty(e.shape if want_e else 0)
+    de = e.new_empty(e.shape if want_e else 0, dtype=torch.promote_types(e.dtype, torch.float32) if wide_e else e.dtype)
     dc = torch.empty_like(c) if want_c else c.new_empty(0)
     return de, dc, e.new_empty(0) if bias is None or not want_bias else bias.new_empty(bias.shape)
 

@@ -49,8 +49,19 @@ def loss(
         return total, lse
     value = total.sum()
     if reduction == "mean":
-        if num_items is None:
-            num_items = (weight if target_weight is None else torch.where(kept, weight * target_weight, 0)).sum()
-        items = num_items.to(value.dtype)
-        value = torch.where(items == 0, 0, value / torch.where(items == 0, 1, items))
+        value = quotient(value, items(kept, columns, weight, class_weight) if num_items is None else num_items)
     return value, lse
+
+
+def items(kept: Tensor, columns: Tensor, weight: Tensor, class_weight: Tensor | None) -> Tensor:
+    """What "mean" divides by, if it is not given. kept, columns, weight: of each token; weight is 0 where not kept."""
+    if class_weight is not None:
+        of_target = class_weight[columns.clamp(0, class_weight.shape[0] - 1)]
+        weight = torch.where(kept, weight * of_target.to(weight.dtype), 0)
+    return weight.sum()
+
+
+def quotient(value: Tensor, items: Tensor) -> Tensor:
+    """value / items, or 0 with gradients of 0 where there are no items."""
+    items = items.to(value.dtype)
+    return torch.where(items == 0, 0, value / torch.where(items == 0, 1, items))

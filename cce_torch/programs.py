@@ -54,6 +54,7 @@ class Call:
     precision: str | None
     impl: core.Impl
     memory_budget: int
+    of_shard: bool = False  # c is a shard of the vocabulary: de is a part of a sum, in float32
 
     def is_exact(self, dtype: torch.dtype) -> bool:
         """Whether float32 matmuls are exact: not TF32."""
@@ -125,7 +126,7 @@ def kind_of(call: Call, c_shape: torch.Size, vocab_axis: int, dtype: torch.dtype
         on = bridge.jax_device(device)
         head = Head(call.softcap, vocab_axis, lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT)
         gpu = gpu_of(on) if device.type == "cuda" else None
-        static = core.Core(head, call.loss.smooths, call.impl, call.memory_budget, gpu)
+        static = core.Core(head, call.loss.smooths, call.impl, call.memory_budget, gpu, call.of_shard)
         with _choosing:
             found = _kinds.setdefault(key, Kind(call, static, c_shape, dtype, on, Sizes()))
     return found
@@ -143,7 +144,7 @@ def _vocab_axis(c: Tensor) -> int:
 
 
 @lru_cache(maxsize=PROGRAMS)
-def _saved_shape(kind: Kind, size: int, with_bias: bool, wanted: Wanted) -> tuple[int, int]:
+def saved_shape_of(kind: Kind, size: int, with_bias: bool, wanted: Wanted) -> tuple[int, int]:
     """The shape of the exponentials that a call with `size` tokens saves for these gradients."""
     shape, dtype = (kind.c_shape[0], kind.c_shape[1]), str(kind.dtype)[6:]
     axis = kind.static.head.vocab_axis
@@ -162,14 +163,14 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, wanted: 
     class_weight: (V,); token_weight: (N,); num_items: one element; wanted: the gradients that will be asked for, or
     None if nothing is to be saved for them.
     """
-    arrays = _Arrays(e, c, call, numbers)
+    arrays = Arrays(e, c, call, numbers)
     rows = 2 + call.loss.smooths
     whole = call.loss.reduction == "none"
     outputs = [
         e.new_empty((arrays.size,) if whole else (), dtype=torch.float32),
         e.new_empty((rows, arrays.size), dtype=torch.float32),
     ]
-    to_save = _saved_shape(arrays.kind, arrays.size, bias is not None, wanted) if wanted else (0, 0)
+    to_save = saved_shape_of(arrays.kind, arrays.size, bias is not None, wanted) if wanted else (0, 0)
     if to_save[0]:
         outputs.append(e.new_empty(to_save))
     value, statistics, *saved = bridge.run(
@@ -185,7 +186,7 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, wanted: 
 def saved_shape(e: Tensor, c: Tensor, bias: Tensor | None, wanted: Wanted, call: Call) -> tuple[int, int]:
     """The shape of the exponentials that `loss` saves. The tensors may be fake."""
     kind = kind_of_tensors(e, c, call)
-    return _saved_shape(kind, kind.sizes(e.shape[0]), bias is not None, wanted)
+    return saved_shape_of(kind, kind.sizes(e.shape[0]), bias is not None, wanted)
 
 
 def gradients(
@@ -198,7 +199,7 @@ def gradients(
     other results of `loss`. The program overwrites parts of saved that no later call reads
     (cce_kernels/exponentials.py).
     """
-    arrays = _Arrays(e, c, call, numbers)
+    arrays = Arrays(e, c, call, numbers)
     overwritten = [] if saved is None or not saved.numel() else [saved]
     outputs = []
     if wanted.e:
@@ -213,7 +214,7 @@ def gradients(
         of_loss = arrays.padded(of_loss, 0)
     results = list(bridge.run(
         _gradients_program(arrays.kind, wanted, of_token_weight, bool(overwritten), arrays.size),
-        [_dense(of_loss), arrays.padded(of_statistics, 0, axis=1), arrays.padded(statistics, 0, axis=1),
+        [dense(of_loss), arrays.padded(of_statistics, 0, axis=1), arrays.padded(statistics, 0, axis=1),
          *arrays.inputs(e, bias, targets, class_weight, token_weight, num_items, row_length)],
         outputs, scratch=overwritten,
     ))  # fmt: skip
@@ -226,12 +227,12 @@ def gradients(
     return results
 
 
-class _Arrays:
+class Arrays:
     """The tensors of a call in the form that its program takes: row-major, and padded to the program's size."""
 
     def __init__(self, e: Tensor, c: Tensor, call: Call, numbers: Numbers) -> None:
         axis = _vocab_axis(c)
-        self.c = _dense(c.T if axis else c)
+        self.c = dense(c.T if axis else c)
         self.numbers = numbers
         self.kind = kind_of(call, self.c.shape, axis, e.dtype, e.device)
         self.tokens = e.shape[0]
@@ -240,7 +241,7 @@ class _Arrays:
     def padded(self, x: Any, fill: float, axis: int = 0) -> Any:
         """x with as many tokens as the program is compiled for. The new tokens hold fill."""
         if x is None or self.size == self.tokens:
-            return _dense(x)
+            return dense(x)
         shape = list(x.shape)
         shape[axis] = self.size - self.tokens
         return torch.cat([x, x.new_full(shape, fill)], axis)
@@ -254,17 +255,17 @@ class _Arrays:
         call = self.kind.call
         words = self.padded(targets, call.ignore_index).view(torch.int32)  # JAX without x64 has no 64-bit integers
         length = row_length if call.shift else None
-        weights = self.padded(_real(token_weight), 0)
-        return [self.padded(e, 0), self.c, _dense(bias), words, _dense(_real(class_weight)), weights,
-                _dense(_real(num_items)), length, *self.numbers]  # fmt: skip
+        weights = self.padded(real(token_weight), 0)
+        return [self.padded(e, 0), self.c, dense(bias), words, dense(real(class_weight)), weights,
+                dense(real(num_items)), length, *self.numbers]  # fmt: skip
 
 
-def _real(x: Tensor | None) -> Tensor | None:
+def real(x: Tensor | None) -> Tensor | None:
     """x in a type that JAX holds without x64."""
     return x if x is None or x.dtype in (torch.float32, torch.bfloat16, torch.float16) else x.float()
 
 
-def _dense(x: Any) -> Any:
+def dense(x: Any) -> Any:
     """x in row-major memory. A pending negation is carried out, as DLPack would drop it."""
     return None if x is None else x.resolve_neg().contiguous()
 
@@ -306,11 +307,11 @@ def _signed(word: int) -> int:
     return word - 2**32 if word >= 2**31 else word
 
 
-def _stacked(statistics: Statistics) -> jax.Array:
+def rows_of(statistics: Statistics) -> jax.Array:
     return jnp.stack([x for x in statistics if x is not None])
 
 
-def _jitted(program: Callable, outputs: int, options: dict[str, Any] | None = None) -> Callable:
+def jitted(program: Callable, outputs: int, options: dict[str, Any] | None = None) -> Callable:
     """jax.jit(program), whose first arguments are the memory of `outputs` results. The program does not read them.
 
     JAX would drop them as unused. keep_unused=True prevents that, but then JAX 0.11.2 never frees a program: the cache
@@ -336,9 +337,9 @@ def _loss_program(kind: Kind, size: int, wanted: Wanted | None, saves: bool) -> 
         inputs, token_weight, arithmetic = _prepared(kind, *arrays[count:])  # the first `count` are the results' memory
         statistics, saved = core.forward_pass(inputs, kind.static, wanted)
         value, _ = arithmetic(statistics, token_weight=token_weight)
-        return value, jnp.where(inputs.targets >= 0, _stacked(statistics), 0), *([saved] if saves else [])
+        return value, jnp.where(inputs.targets >= 0, rows_of(statistics), 0), *([saved] if saves else [])
 
-    return _jitted(torch_loss, count)
+    return jitted(torch_loss, count)
 
 
 @lru_cache(maxsize=PROGRAMS)
@@ -372,4 +373,4 @@ def _gradients_program(kind: Kind, wanted: Wanted, of_token_weight: bool, with_s
         results = *(x for x in found if x is not None), *([of_weight] if of_token_weight else [])
         return (saved, *results) if with_saved else results
 
-    return _jitted(torch_gradients, count, ON_GPU if kind.device.platform != "cpu" else None)
+    return jitted(torch_gradients, count, ON_GPU if kind.device.platform != "cpu" else None)

@@ -87,7 +87,7 @@ def test_padded_to_another_size(saving, options, saved, monkeypatch):
 
 
 def test_a_graph_knows_to_which_size_it_was_padded_when_its_programs_have_been_freed(monkeypatch):
-    for name in ("_loss_program", "_gradients_program", "_saved_shape"):
+    for name in ("_loss_program", "_gradients_program", "saved_shape_of"):
         monkeypatch.setattr(programs, name, lru_cache(getattr(programs, name).__wrapped__))
     monkeypatch.setattr(programs, "_kinds", WeakValueDictionary())
     monkeypatch.setattr(programs, "SMALLEST", 16)
@@ -95,7 +95,7 @@ def test_a_graph_knows_to_which_size_it_was_padded_when_its_programs_have_been_f
     e, c, t = example()
     value = loss(e, c, t, PART)
     expected = gradients(value, e, c, retain_graph=True)
-    for name in ("_loss_program", "_gradients_program", "_saved_shape"):
+    for name in ("_loss_program", "_gradients_program", "saved_shape_of"):
         getattr(programs, name).cache_clear()
     gc.collect()
     monkeypatch.setattr(programs, "EXACT", 4)  # another Kind would not pad

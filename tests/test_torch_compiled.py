@@ -348,7 +348,7 @@ def test_expanded_and_sliced_embeddings(plain):
 @pytest.fixture
 def seen(plain, monkeypatch):
     """compiled's two operators as the functions that they are: a dispatch mode does not look into an operator."""
-    for name in ("_statistics", "_gradients"):
+    for name in ("run_statistics", "run_gradients"):
         monkeypatch.setattr(compiled, name, getattr(compiled, name)._init_fn)
 
 
@@ -495,10 +495,10 @@ def test_the_operators_are_what_they_say(wanted, vocab_axis, plain):
     call = Call(CASE["everything"], "bfloat16", vocab_axis=vocab_axis)
     e, c, bias = call.leaves.values()
     arguments = (e, c, bias, call.columns, call.weights, 1.3, 5.0, True, 2**28)
-    torch.library.opcheck(compiled._statistics, arguments)
-    output = compiled._statistics(*arguments)
+    torch.library.opcheck(compiled.run_statistics, arguments)
+    output = compiled.run_statistics(*arguments)
     arguments = (call.cotangents, *arguments[:5], output, 1.3, 5.0, 2**28, *wanted)
-    torch.library.opcheck(compiled._gradients, arguments)
+    torch.library.opcheck(compiled.run_gradients, arguments)
 
 
 def test_needs_no_jax_and_imports_no_compiler():

@@ -228,7 +228,7 @@ def test_numbers_that_change_from_step_to_step_compile_nothing(given):
 
 
 def test_programs_that_were_not_called_of_late_are_freed(monkeypatch):
-    for name in ("_loss_program", "_gradients_program", "_saved_shape"):
+    for name in ("_loss_program", "_gradients_program", "saved_shape_of"):
         monkeypatch.setattr(programs, name, lru_cache(maxsize=2)(getattr(programs, name).__wrapped__))
     e, c, t = example()
     client = jax.devices("cpu")[0].client

@@ -1,0 +1,99 @@
+"""The head of a language model as a module that also computes the loss: the place where a sharded weight is whole."""
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from cce_torch.api import LinearCrossEntropy
+
+
+class LinearCrossEntropyHead(torch.nn.Linear):
+    """The `torch.nn.Linear` of a language model's head, which computes the loss without the logits if it gets targets.
+
+        head(h)             the logits, as torch.nn.Linear gives them
+        head(h, targets)    linear_cross_entropy(h, head.weight, targets, head.bias)
+
+    FSDP gathers a module's weights for the module's forward, and frees them after it. DDP and tensor parallelism act
+    there too. So the loss is right under all of them if this forward computes it, and in few other places.
+
+    Its parameters are those of torch.nn.Linear, `weight` (V, D) and `bias` (V,), so checkpoints fit. The options are
+    those of `LinearCrossEntropy`, except vocab_axis.
+
+    The mean is that of the tokens that this process has. DDP and FSDP then take the mean over the processes, which is
+    the mean over all tokens only if each process has as many. Else give
+    num_items = (the number of targets of all processes that are not ignored) / (the number of processes).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        if "vocab_axis" in options:
+            raise TypeError("vocab_axis is no option here: the weight is (V, D), as torch.nn.Linear has it")
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.loss = LinearCrossEntropy(**options)
+
+    @classmethod
+    def from_linear(cls, linear: torch.nn.Linear, **options: Any) -> Self:
+        """A head that has the parameters of `linear` itself. So weights that are tied to an embedding stay tied."""
+        with_bias = linear.bias is not None
+        head = cls(linear.in_features, linear.out_features, with_bias, torch.device("meta"), **options)
+        head.weight, head.bias = linear.weight, linear.bias
+        return head.train(linear.training)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As `forward`.
+
+        targets go by name, as hooks of tensor parallelism drop all arguments without a name but the first. A num_items
+        is hidden from the hooks, as FSDP2's mixed precision would cast it to 16 bits.
+        """
+        if len(args) == 2:
+            args, kwargs = args[:1], {"targets": args[1], **kwargs}
+        if isinstance(kwargs.get("num_items"), Tensor):
+            kwargs["num_items"] = _Hidden(kwargs["num_items"])
+        return super().__call__(*args, **kwargs)
+
+    def forward(  # type: ignore[override]
+        self,
+        h: Tensor,
+        targets: Tensor | None = None,
+        *,
+        token_weight: Tensor | None = None,
+        num_items: float | Tensor | None = None,
+    ) -> Any:
+        """The logits of h, (..., V), or with targets the loss, as `linear_cross_entropy` returns it.
+
+        h: (..., D); targets: integers (...); token_weight: of the shape of targets; num_items: a number or a tensor of
+        one element.
+
+        Raises:
+          TypeError: num_items is a 16-bit float. FSDP's mixed precision casts the float tensors among the arguments
+            of the modules that it wraps, and would make 12345 items 12352. A Python number, and a tensor of integers,
+            stay what they are.
+        """
+        if targets is None:
+            if token_weight is not None or num_items is not None:
+                raise TypeError("token_weight and num_items belong to the loss: give targets too")
+            return super().forward(h)
+        if isinstance(num_items, _Hidden):
+            num_items = num_items.value
+        if isinstance(num_items, Tensor) and num_items.is_floating_point() and num_items.itemsize < 4:
+            dtype = str(num_items.dtype).removeprefix("torch.")
+            raise TypeError(
+                f"num_items is a {dtype}, which does not hold every whole number: FSDP's mixed precision casts every "
+                "float tensor among a module's arguments. Pass a Python number or a tensor of integers"
+            )
+        return self.loss(h, self.weight, targets, self.bias, token_weight=token_weight, num_items=num_items)
+
+
+class _Hidden:
+    """A tensor that those who look for tensors among the arguments of a call do not find."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value

@@ -1,0 +1,84 @@
+"""Tensor parallelism of a LinearCrossEntropyHead, for torch.distributed.tensor.parallel.parallelize_module."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from cce_torch.head import LinearCrossEntropyHead
+
+
+class VocabParallelStyle(ParallelStyle):
+    """Splits a LinearCrossEntropyHead by rows of the vocabulary, as ColwiseParallel does a torch.nn.Linear.
+
+        parallelize_module(model, mesh, {"lm_head": VocabParallelStyle()})
+
+    ColwiseParallel itself would split the loss.
+
+    head(h, targets) returns plain tensors that are equal on all processes of the mesh: the loss and, if it was asked
+    for, lse, of all tokens. targets and token_weight are plain tensors, of all tokens on every process of the mesh.
+    head(h) returns the logits as output_layouts and use_local_output say.
+
+    A weight that was already split by rows over the same mesh, since it is tied to an embedding, stays as it is.
+
+    Args:
+      input_layouts: of h, if it is a plain tensor: Replicate() by default; Shard(1) for an h (B, T, D) that sequence
+        parallelism has split by T. Then h is gathered, and its gradient is reduce-scattered.
+      output_layouts: of the logits, Shard(-1) by default: each process has its columns.
+      use_local_output: whether the logits are a plain tensor.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__()
+        self.input_layouts = (input_layouts or Replicate(),)
+        self.output_layouts = (output_layouts or Shard(-1),)
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, LinearCrossEntropyHead):
+            raise TypeError(f"VocabParallelStyle is for a LinearCrossEntropyHead, got {type(module).__name__}")
+
+        def enter(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            if not args:
+                raise TypeError("give h as the first argument, not by name")
+            return (self._distributed(args[0], kwargs.get("targets"), device_mesh),), kwargs
+
+        def leave(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+            if kwargs.get("targets") is None:
+                output = output.redistribute(placements=self.output_layouts)
+                return output.to_local() if self.use_local_output else output
+            return tuple(x.to_local() for x in output) if isinstance(output, tuple) else output.to_local()
+
+        distribute_module(module, device_mesh, self._split)
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_hook(leave, with_kwargs=True)
+        return module
+
+    def _split(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for name, x in module.named_parameters(recurse=False):
+            if not isinstance(x, DTensor):
+                split = distribute_tensor(x, mesh, [Shard(0)], src_data_rank=self.src_data_rank)
+                module.register_parameter(name, nn.Parameter(split, requires_grad=x.requires_grad))
+            elif x.device_mesh != mesh or x.placements != (Shard(0),):
+                raise ValueError(
+                    f"{name} is a DTensor already, with placements {x.placements} on {x.device_mesh}: it must be split "
+                    f"along axis 0 over {mesh}"
+                )
+
+    def _distributed(self, h: Tensor, targets: Tensor | None, mesh: DeviceMesh) -> DTensor:
+        if not isinstance(h, DTensor):
+            shape = {}
+            if targets is not None:  # the parts may differ in size
+                whole = torch.Size((*targets.shape, h.shape[-1]))
+                shape = {"shape": whole, "stride": torch.empty(whole, device="meta").stride()}
+            h = DTensor.from_local(h, mesh, self.input_layouts, run_check=False, **shape)
+        return h.redistribute(placements=[Replicate()]) if targets is None else h
