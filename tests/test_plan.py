@@ -373,7 +373,7 @@ def drawn(rng: np.random.Generator) -> tuple[Call, Gpu | None, str]:
     width = pick((pick(WIDTHS), size(0, 14, multiple), size(5, 14, 64)))
     vocabulary = pick((pick(VOCABULARIES), size(0, 20, multiple), size(6, 20, 64), size(10, 18, 256)))
     e, c, bias = (bool(x) for x in rng.random(3) < (0.8, 0.8, 0.2))
-    with_sum, impl = bool(rng.random() < 0.4), pick(("auto", "auto", "cce", "chunked"))
+    with_sum, impl = bool(rng.random() < 0.5), pick(("auto", "auto", "cce", "chunked"))
     gpu = None if impl == "chunked" and rng.random() < 0.5 else pick(GPUS)
     dtype = pick(("bfloat16", "bfloat16", "float16", "float32", "float64" if impl == "chunked" else "float32"))
     if for_hopper:
