@@ -3,9 +3,10 @@
 train_lm.py runs it beside its own two runs, from the same weights (`load_flax`) and on the same batches.
 
 What to take from it into a training script of your own:
-  1. The model returns hidden states, not logits (`LanguageModel`).
-  2. The loss takes them and the head's (V, D) matrix, here the token embedding, in the same dtype (`loss`).
-  3. With shift=1 position i predicts token i + 1: the tokens are their own targets, and `hidden` is not sliced.
+  1. The model's head is a `LinearCrossEntropyHead`. With targets it gives the loss, without the logits (`LanguageModel`).
+  2. With shift=1 position i predicts token i + 1: the tokens are their own targets, and `hidden` is not sliced.
+  3. On several devices FSDP wraps the model, whose forward computes the loss; the rows of the embedding, which is the
+     head's matrix too, can be split over a mesh axis of their own (`split`).
 """
 
 import math
@@ -13,11 +14,16 @@ import time
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from tqdm import tqdm
 
-from cce_torch import linear_cross_entropy
+from cce_torch import LinearCrossEntropyHead, linear_cross_entropy
 
 
 class Block(nn.Module):
@@ -38,9 +44,9 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """A pre-norm decoder, from tokens (B, T) to hidden states (B, T, D): the head's matmul is left to the loss.
+    """A pre-norm decoder, from tokens (B, T) to the mean loss of predicting the next ones.
 
-    Parameters and the residual stream are float32; matmuls and the hidden states are of type `dtype`.
+    Parameters and the residual stream are float32; matmuls, and the loss's inputs, are of type `dtype`.
     """
 
     def __init__(self, vocabulary: int, width: int, layers: int, context: int, dtype: torch.dtype) -> None:
@@ -49,39 +55,72 @@ class LanguageModel(nn.Module):
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
         self.norm = nn.LayerNorm(width, eps=1e-6)
+        self.head = LinearCrossEntropyHead(width, vocabulary, bias=False, shift=1)
+        self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
+        with torch.autocast(tokens.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            return self.head(self.hidden(tokens), tokens)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """The final hidden states, (B, T, D)."""
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        with torch.autocast(x.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            for block in self.blocks:
-                x = block(x)
-            return self.norm(x).to(self.dtype)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x).to(self.dtype)
 
 
-def loss(hidden: Tensor, embedding: Tensor, tokens: Tensor) -> Tensor:
-    return linear_cross_entropy(hidden, embedding.to(hidden.dtype), tokens, shift=1)
+def split(model: LanguageModel, mesh: DeviceMesh) -> None:
+    """Splits all parameters over the mesh axis "data" (FSDP2), and the embedding's rows over "tensor"."""
+    names = mesh.mesh_dim_names or ()
+    if "tensor" in names:
+        rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+        parallelize_module(model, mesh["tensor"], {"tokens": rows})
+        model.head.weight = model.tokens.weight
+    if "data" in names:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["data"])
+        fully_shard(model, mesh=mesh["data"])
 
 
-def train(model: LanguageModel, batches: Tensor, learning_rate: float, name: str) -> tuple[np.ndarray, float]:
-    """The loss at each step, and tokens per second without the first step, which compiles the kernels."""
+def _whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def train(
+    model: LanguageModel, batches: Tensor, learning_rate: float, name: str, mesh: DeviceMesh | None = None
+) -> tuple[np.ndarray, float]:
+    """The loss at each step, and tokens per second without the first step, which compiles the kernels.
+
+    mesh: the devices over which the model was split. Each process then gets all batches, and computes its part of them.
+    """
     warmup, end = len(batches) // 10 + 1, len(batches) + 1
 
     def schedule(step: int) -> float:
         return step / warmup if step < warmup else (1 + math.cos(math.pi * (step - warmup) / (end - warmup))) / 2
 
-    optimizer = torch.optim.AdamW(model.parameters(), learning_rate, weight_decay=0.1)
+    parts, part = 1, 0
+    if mesh is not None and "data" in (mesh.mesh_dim_names or ()):
+        parts, part = mesh["data"].size(), mesh["data"].get_local_rank()
+    foreach = None if mesh is None else False  # its operations take no parameters of several meshes at once
+    optimizer = torch.optim.AdamW(model.parameters(), learning_rate, weight_decay=0.1, foreach=foreach)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
     losses, times = [], []
-    for tokens in (progress := tqdm(batches, desc=name, unit="step")):
-        value = loss(model(tokens), model.tokens.weight, tokens)
+    others = dist.is_initialized() and dist.get_rank() > 0
+    for tokens in (progress := tqdm(batches, desc=name, unit="step", disable=others)):
+        value = model(tokens.chunk(parts)[part])
         optimizer.zero_grad()
         value.backward()
         # clip_grad_norm_, but with a norm that is exact on CPUs too: PyTorch's float32 one is off by up to 1e-3 there.
-        squares = [parameter.grad.square().sum() for parameter in model.parameters() if parameter.grad is not None]
-        nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.stack(squares).sum().sqrt())
+        squares = [_whole(x.grad.square().sum()) for x in model.parameters() if x.grad is not None]
+        nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.stack(squares).sum().sqrt(), foreach)
         optimizer.step()
         scheduler.step()
-        losses.append(value.item())
+        mean = _whole(value.detach()).clone()
+        if mesh is not None:
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+        losses.append(mean.item())
         times.append(time.perf_counter())
         progress.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
     return np.array(losses), batches[1:].numel() / max(times[-1] - times[0], 1e-9)
@@ -91,11 +130,12 @@ def temporary_mib(model: LanguageModel, tokens: Tensor) -> float:
     """Memory that the loss and its gradients take of PyTorch's besides inputs and outputs; NaN where it cannot tell."""
     if not tokens.is_cuda:
         return math.nan
-    hidden = model(tokens).detach().requires_grad_()
+    with torch.autocast("cuda", model.dtype, enabled=model.dtype != torch.float32):
+        hidden = model.hidden(tokens).detach().requires_grad_()
     embedding = model.tokens.weight.detach().to(hidden.dtype).requires_grad_()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    loss(hidden, embedding, tokens).backward()
+    linear_cross_entropy(hidden, embedding, tokens, shift=1).backward()
     return (torch.cuda.max_memory_allocated() - before - hidden.nbytes - embedding.nbytes) / 2**20
 
 

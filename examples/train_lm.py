@@ -7,7 +7,8 @@ The script prints a table, draws the curves and exits with an error if they part
 
     pip install ".[examples]"        # for a GPU: ".[cuda13,examples]" or ".[cuda12,examples]"
     python examples/train_lm.py      # about three minutes on two CPU cores; with a GPU it trains a larger model
-    python examples/train_lm.py --mesh data=2,tensor=2      # and once more on four devices
+    python examples/train_lm.py --mesh data=2,tensor=2      # and once more on four devices, in JAX
+    torchrun --nproc-per-node 4 examples/train_lm.py --mesh data=2,tensor=2      # in PyTorch: on one, and on four
 
 What to take from it into a training script of your own (torch_lm.py says the same of PyTorch):
   1. The model returns hidden states, not logits (`LanguageModel`).
@@ -18,6 +19,7 @@ What to take from it into a training script of your own (torch_lm.py says the sa
 """
 
 import argparse
+import os
 import sys
 import sysconfig
 import time
@@ -210,14 +212,42 @@ def train_torch(size: Size, vocabulary: int, params: dict, batches: np.ndarray, 
     return *torch_lm.train(model, tokens, size.learning_rate, name), memory
 
 
-def plot(curves: dict[str, np.ndarray], full: np.ndarray, out: Path) -> None:
+def train_torch_on_devices(size: Size, steps: int, seed: int, mesh: str, out: Path) -> None:
+    """In each process that torchrun started: trains on its own device alone, then on all devices, and compares."""
+    on_gpu = jax.default_backend() == "gpu"
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    torch.distributed.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    sizes = {name: int(n) for name, _, n in (part.partition("=") for part in mesh.split(","))}
+    devices = torch.distributed.init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    batches, vocabulary = make_batches(size, steps, seed)
+    params = jax.jit(LanguageModel(size, vocabulary).init)(jax.random.key(seed), batches[0])["params"]
+    tokens, dtype = torch.from_numpy(batches).to(device, torch.int64), getattr(torch, jnp.dtype(size.dtype).name)
+    curves, speeds = {}, {}
+    for name, over in {"one device": None, mesh: devices}.items():
+        model = torch_lm.LanguageModel(vocabulary, size.width, size.layers, size.context, dtype).to(device)
+        torch_lm.load_flax(model, jax.device_get(params))
+        if over:
+            torch_lm.split(model, over)
+        curves[name], speeds[name] = torch_lm.train(model, tokens, size.learning_rate, name, over)
+    difference = np.abs(curves[mesh] - curves["one device"]).max()
+    if torch.distributed.get_rank() == 0:
+        plot({f"PyTorch, {mesh}": curves[mesh]}, curves["one device"], out, "PyTorch, one device")
+        for name, curve in curves.items():
+            print(f"{name:30} {curve[-10:].mean():12.6f} {speeds[name]:12,.0f} tokens/s")
+        print(f"largest difference of the curves: {difference:.1e} nats (bound {size.tolerance}), see {out}")
+    torch.distributed.destroy_process_group()
+    if not difference <= size.tolerance:
+        sys.exit(f"FAILED: the curves part by {difference:.1e} nats, more than {size.tolerance}")
+
+
+def plot(curves: dict[str, np.ndarray], full: np.ndarray, out: Path, label: str = "full logits") -> None:
     figure = Figure(figsize=(8, 6), layout="constrained")
     losses, differences = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    losses.plot(full, color="tab:blue", linewidth=6, alpha=0.4, label="full logits")
+    losses.plot(full, color="tab:blue", linewidth=6, alpha=0.4, label=label)
     for (name, curve), color, style in zip(curves.items(), ("black", "tab:orange", "tab:green"), "-:-", strict=False):
         losses.plot(curve, color=color, linestyle=style, label=name)
         differences.plot(curve - full, color=color, linewidth=1)
-    losses.set(ylabel="loss (nats per token)", title="The same training with linear cross-entropy and full logits")
+    losses.set(ylabel="loss (nats per token)", title=f"The same training with linear cross-entropy and {label}")
     losses.legend()
     differences.set(xlabel="step", ylabel="difference (nats)")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -225,6 +255,10 @@ def plot(curves: dict[str, np.ndarray], full: np.ndarray, out: Path) -> None:
 
 
 def main() -> None:
+    if "LOCAL_RANK" in os.environ:  # started by torchrun: each process sees its own GPU alone
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        rank = int(os.environ["LOCAL_RANK"])
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[rank] if len(visible) > rank else str(rank)
     # By default JAX takes three quarters of a GPU's memory at once; PyTorch trains on the same GPU.
     jax.config.update("jax_pjrt_client_create_options", {"preallocate": False})
     size = LARGE if jax.default_backend() == "gpu" else SMALL
@@ -235,6 +269,9 @@ def main() -> None:
     parser.add_argument("--mesh", metavar="AXES", help="train on several devices too, such as data=2,tensor=2")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches (%(default)s)")
     args = parser.parse_args()
+    if "LOCAL_RANK" in os.environ:
+        mesh = args.mesh or f"data={os.environ['WORLD_SIZE']}"
+        return train_torch_on_devices(size, args.steps, args.seed, mesh, args.out)
 
     batches, vocabulary = make_batches(size, args.steps, args.seed)
     model = LanguageModel(size, vocabulary)
