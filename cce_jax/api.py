@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from cce_jax import losses
-from cce_jax.core import Core, Impl, statistics
+from cce_jax import derivative, losses
+from cce_jax.core import Core, Impl
+from cce_jax.devices import whole_weights
 from cce_jax.reverse_mode import reverse_mode_only
+from cce_jax.sharding import Layout, layout_of
 from cce_kernels import contract
 from cce_kernels.device import Gpu, local_gpu
 from cce_kernels.head import Head
@@ -43,6 +45,7 @@ def linear_cross_entropy(
     memory_budget: float | Literal["all"] = contract.MEMORY_BUDGET,
     precision: jax.lax.PrecisionLike = None,
     check_targets: bool = False,
+    sharding: tuple[jax.sharding.PartitionSpec, jax.sharding.PartitionSpec] | None = None,
 ) -> Any:
     """Cross-entropy of the logits `e @ c.T + bias` against `targets`, without holding the logits.
 
@@ -105,15 +108,22 @@ def linear_cross_entropy(
         jax_default_matmul_precision.
       check_targets: raise if a target is outside [0, V) and not ignore_index. This waits until targets is computed, and
         does not work under jit.
+      sharding: for several devices, docs/devices.md: how e and c lie over the axes of the mesh, a pair of
+        jax.sharding.PartitionSpec such as (P("data"), P("tensor")). It is needed where types do not say it: for the
+        kernels over Auto axes, and inside jax.shard_map where a mesh axis splits one loss: "mean" and "sum" then extend
+        over the axes that split e, and targets are numbers of the whole vocabulary if an axis splits c's. targets and
+        token_weight lie as e does without its last axis, bias and class_weight as c's vocabulary. memory_budget is a
+        device's.
 
     Returns:
       The loss in nats, float32 (float64 for float64 inputs): a scalar; for reduction="none" an array of the shape of
       targets after the shift.
 
     Raises:
-      ValueError: shapes do not fit, an option is out of its range, or, with check_targets, a target is out of range.
+      ValueError: shapes do not fit, an option is out of its range, sharding contradicts mesh or arrays, or, with
+        check_targets, a target is out of range.
       TypeError: an array has a wrong type.
-      NotImplementedError: the GPU cannot run impl="cce".
+      NotImplementedError: the GPU cannot run impl="cce", or XLA would have to split the kernels over devices.
     """
     contract.choice("reduction", reduction, contract.REDUCTIONS)
     contract.choice("impl", impl, contract.IMPLS)
@@ -130,14 +140,22 @@ def linear_cross_entropy(
     e, c, bias, targets, class_weight, token_weight, num_items = map(_array, ARRAYS, given)
     contract.num_items(num_items, reduction)
     _check_types(e, c, bias, targets, class_weight, token_weight)
+    layout = layout_of(e, c, vocab_axis, sharding) if e.ndim > 0 and c.ndim == 2 else None
+    shape_of_c = c.shape if layout is None else layout.whole_width(c, vocab_axis)
     contract.shapes(
-        e.shape, c.shape, targets.shape, vocab_axis=vocab_axis, shift=shift, bias=_shape(bias),
+        e.shape, shape_of_c, targets.shape, vocab_axis=vocab_axis, shift=shift, bias=_shape(bias),
         class_weight=_shape(class_weight), token_weight=_shape(token_weight),
     )  # fmt: skip
     if num_items is not None and np.shape(num_items) != ():
         raise ValueError(f"num_items must be a number or a scalar array, got shape {np.shape(num_items)}")
+    if shift and layout is not None and layout.split_sequences and (reduction == "none" or return_lse):
+        raise ValueError(
+            f"shift={shift} with reduction='none' or return_lse needs whole sequences, but sharding splits them over "
+            f"{layout.split_sequences} inside jax.shard_map: shift targets before jax.shard_map"
+        )
     if check_targets:
-        _check_targets(targets, c.shape[vocab_axis], ignore_index, shift)
+        vocabulary = c.shape[vocab_axis] if layout is None else layout.whole_vocabulary(c, vocab_axis)
+        _check_targets(targets, vocabulary, ignore_index, shift)
     targets, ignore_index = _int32(targets, ignore_index)
     gpu = None if impl == "reference" else local_gpu()
     core = Core(head, options.smooths, _resolve(impl, e.dtype, gpu), budget, gpu)
@@ -145,47 +163,65 @@ def linear_cross_entropy(
     loss, lse = _loss(
         e, c, bias, targets, class_weight, token_weight, num_items, scales,
         label_smoothing if options.smooths else None, z_loss if options.has_z_loss else None,
-        core=core, options=options, ignore_index=ignore_index, shift=shift,
+        core=core, layout=layout, options=options, ignore_index=ignore_index, shift=shift,
     )  # fmt: skip
     return (loss, lse) if return_lse else loss
 
 
-@partial(jax.jit, static_argnames=("core", "options", "ignore_index", "shift"))
+@partial(jax.jit, static_argnames=("core", "layout", "options", "ignore_index", "shift"))
 def _loss(
     e, c, bias, targets, class_weight, token_weight, num_items, scale, label_smoothing, z_loss,
-    *, core: Core, options: losses.Loss, ignore_index: int, shift: int,
+    *, core: Core, layout: Layout | None, options: losses.Loss, ignore_index: int, shift: int,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The loss and lse."""
-    vocabulary = c.shape[core.head.vocab_axis]
+    vocab_axis = core.head.vocab_axis
+    vocabulary = c.shape[vocab_axis] if layout is None else layout.whole_vocabulary(c, vocab_axis)
     if shift:
-        targets = _shifted(targets, shift, ignore_index)
-        token_weight = None if token_weight is None else _shifted(token_weight, shift, 0)
+        targets = _shifted(targets, shift, ignore_index, layout)
+        token_weight = None if token_weight is None else _shifted(token_weight, shift, 0, layout)
     weights = None if class_weight is None else jax.lax.stop_gradient(class_weight.astype(jnp.float32))
+    if layout is not None:
+        e = layout.laid_out(e, layout.spec_of_e, layout.given_e)
+        c = layout.laid_out(c, layout.spec_of_c(vocab_axis), layout.given_c)
+        bias, weights = (layout.laid_out(x, layout.spec_of_columns) for x in (bias, weights))
+        targets, token_weight = (layout.laid_out(x, layout.spec_of_tokens) for x in (targets, token_weight))
     columns = losses.columns(targets, ignore_index, vocabulary)
-    numbers = _statistics(Inputs(e, c, bias, columns, weights, scale), core)
-    loss, lse = losses.loss(numbers, columns, weights, token_weight, num_items, vocabulary=vocabulary, options=options,
-                            label_smoothing=label_smoothing, z_loss=z_loss)  # fmt: skip
-    unshifted = (..., slice(None, columns.shape[-1] - shift)) if shift else ...
-    return loss[unshifted] if options.reduction == "none" else loss, lse[unshifted]
+    numbers = _statistics(Inputs(e, c, bias, columns, weights, scale), core, layout)
+    loss, lse = losses.loss(numbers, columns, whole_weights(weights, layout), token_weight, num_items,
+                            vocabulary=vocabulary, options=options, label_smoothing=label_smoothing, z_loss=z_loss,
+                            summed=() if layout is None else layout.summed,
+                            out_sharding=None if layout is None else layout.out_sharding)  # fmt: skip
+    if options.reduction == "none":
+        loss = _unshifted(loss, shift, layout)
+    return loss, _unshifted(lse, shift, layout)
 
 
-def _statistics(inputs: Inputs, core: Core) -> Statistics:
+def _statistics(inputs: Inputs, core: Core, layout: Layout | None) -> Statistics:
     """The core's numbers for e (..., D) and targets (...) of any number of axes, and for no tokens."""
-    e, targets = inputs.e, inputs.targets
-    shape = targets.shape
-    if targets.size == 0:
-        zeros = jnp.zeros(shape, jnp.promote_types(e.dtype, jnp.float32))
+    if inputs.targets.size == 0:
+        zeros = jnp.zeros_like(inputs.targets, jnp.promote_types(inputs.e.dtype, jnp.float32))
         return Statistics(zeros, zeros, zeros if core.with_sum else None)
-    inputs = inputs._replace(e=e.reshape(-1, e.shape[-1]), targets=targets.reshape(-1))
     if core.impl != "reference":
         e, c, bias = jax.tree.map(reverse_mode_only, (inputs.e, inputs.c, inputs.bias))
         inputs = inputs._replace(e=e, c=c, bias=bias)
-    return jax.tree.map(lambda x: x.reshape(shape), statistics(inputs, core))
+    return derivative.statistics(inputs, core, layout)
 
 
-def _shifted(x: jax.Array, shift: int, fill: int) -> jax.Array:
+def _shifted(x: jax.Array, shift: int, fill: int, layout: Layout | None) -> jax.Array:
     """x[..., shift:] followed by `shift` times fill. So e keeps all its rows, and its last rows are ignored."""
-    return jnp.concatenate([x[..., shift:], jnp.full_like(x[..., :shift], fill)], axis=-1)
+    if layout is not None:
+        x = layout.whole_sequences(x)
+    shifted = jnp.concatenate([x[..., shift:], jnp.full_like(x[..., :shift], fill)], axis=-1)
+    return shifted if layout is None else layout.own_sequences(shifted)
+
+
+def _unshifted(x: jax.Array, shift: int, layout: Layout | None) -> jax.Array:
+    """x without the last `shift` tokens, which have no target."""
+    if not shift:
+        return x
+    if layout is not None:
+        x = layout.laid_out(x, layout.spec_of_sequences)
+    return x[..., : x.shape[-1] - shift]
 
 
 def _shape(x: Any) -> tuple[int, ...] | None:

@@ -43,10 +43,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cce_jax import reference
+from cce_jax.one_device import on_one_device
 from cce_kernels import backward, forward
 from cce_kernels.call import Call
 from cce_kernels.device import H200, INTERPRETER, Gpu, cuda_gpu
+from cce_kernels.engines.xla import XLA
 from cce_kernels.exponentials import saved_shape
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
@@ -65,13 +66,6 @@ class Core:
     memory_budget: int
     gpu: Gpu | None = None
     wide_de: bool = False  # whether `gradients` gives de in float32, for a sum over devices
-
-
-def statistics(inputs: Inputs, core: Core) -> Statistics:
-    """Equations (1)-(3), differentiable in e, c and bias. The sum is None unless with_sum."""
-    if core.impl == "reference":
-        return reference.statistics(inputs, head=core.head, with_sum=core.with_sum)
-    return _statistics(core, inputs)
 
 
 def plan_for(inputs: Inputs, core: Core, wanted: Wanted | None, saved: int | None = None) -> Plan:
@@ -137,48 +131,6 @@ def gradients(
     return _on_platform(run, inputs, core, wanted, held)(inputs, numbers, saved, cotangents, shard)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _statistics(core: Core, inputs: Inputs) -> Statistics:
-    return forward_pass(inputs, core, None)[0]
-
-
-def _statistics_fwd(core: Core, inputs):
-    e, c, bias = inputs.e, inputs.c, inputs.bias
-    wanted = Wanted(e=e.perturbed, c=c.perturbed, bias=bias is not None and bias.perturbed)
-    inputs = jax.tree.map(lambda x: x.value, inputs, is_leaf=lambda x: hasattr(x, "perturbed"))
-    out, saved = _first_order_only(partial(forward_pass, core=core, wanted=wanted))(inputs)
-    return out, (_as_shape(wanted), inputs, out, saved)
-
-
-def _statistics_bwd(core: Core, residuals, cotangents):
-    shape_of_wanted, inputs, numbers, saved = residuals
-    zeros = jnp.zeros_like(numbers.lse)
-    of = Cotangents(*[zeros if _is_symbolic_zero(x) else x for x in cotangents])
-    run = _first_order_only(partial(gradients, core=core, wanted=_from_shape(shape_of_wanted)))
-    found, _ = run(inputs, numbers, saved, of)
-    return (Inputs(found.e, found.c, found.bias, None, None, None),)  # type: ignore[arg-type]
-
-
-_statistics.defvjp(_statistics_fwd, _statistics_bwd, symbolic_zeros=True)
-
-
-def _as_shape(wanted: Wanted) -> jax.Array:
-    """wanted, encoded in the shape of an array.
-
-    JAX keeps a traced forward rule for each pattern of differentiated inputs, but only the last residual tree for all
-    of them. Static facts in that tree would reach the wrong backward rule. The shape of a leaf reaches the right one.
-    """
-    return jnp.zeros((1 + wanted.e, 1 + wanted.c, 1 + wanted.bias), bool)
-
-
-def _from_shape(x: jax.Array) -> Wanted:
-    return Wanted(*(n == 2 for n in x.shape))
-
-
-def _is_symbolic_zero(x) -> bool:
-    return isinstance(x, jax.custom_derivatives.SymbolicZero)
-
-
 def _on_platform(
     run: Callable, inputs: Inputs, core: Core, wanted: Wanted | None, saved: int | None = None
 ) -> Callable:
@@ -192,21 +144,10 @@ def _on_platform(
     plan = partial(_plan, inputs, core, wanted, here.saved)  # the saved exponentials have one shape on all platforms
     on_gpu = here if core.gpu is not None else plan(cuda_gpu() or H200, core.impl)
     elsewhere = plan(INTERPRETER, "cce") if core.impl == "cce" else plan(None, "chunked")
-    return partial(lax.platform_dependent, cuda=partial(run, on_gpu), default=partial(run, elsewhere))
 
+    def on_cuda(inputs: Inputs, *others):
+        if on_gpu.forward.sums.engine is not XLA:
+            inputs = inputs._replace(targets=on_one_device(inputs.targets))
+        return run(on_gpu, inputs, *others)
 
-def _first_order_only(function: Callable) -> Callable:
-    """function, which raises a clear error if JAX differentiates it: that is a second derivative of the loss."""
-
-    @jax.custom_jvp
-    def guarded(*arrays):
-        return function(*arrays)
-
-    @guarded.defjvp
-    def _(primals, tangents):
-        raise NotImplementedError(
-            "linear_cross_entropy has first derivatives only with impl='cce', 'chunked' and 'auto'; "
-            "impl='reference' has forward-mode and higher-order derivatives, and holds the full logits"
-        )
-
-    return guarded
+    return partial(lax.platform_dependent, cuda=on_cuda, default=partial(run, elsewhere))

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from cce_kernels.numbers import Statistics
 
@@ -40,15 +41,21 @@ def loss(
     options: Loss,
     label_smoothing: Any = None,
     z_loss: Any = None,
+    summed: tuple[str, ...] = (),
+    out_sharding: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The loss, a scalar or for "none" of the shape of columns, and lse, which is 0 for ignored tokens.
 
     numbers: each of the shape of columns; class_weight: (V,) float32; token_weight: of the shape of columns;
     label_smoothing, z_loss: numbers or scalar arrays, None if options.smooths or options.has_z_loss is False.
+    summed: the axes of jax.shard_map over whose devices the tokens are split: "mean" and "sum" extend over them.
+    out_sharding: of columns, where the mesh has Explicit axes.
     """
     kept = columns >= 0
     lse, target = jnp.where(kept, numbers.lse, 0), jnp.where(kept, numbers.target, 0)
-    target_weight = 1.0 if class_weight is None else class_weight[jnp.clip(columns, 0, vocabulary - 1)]
+    target_weight = 1.0
+    if class_weight is not None:
+        target_weight = class_weight.at[jnp.clip(columns, 0, vocabulary - 1)].get(out_sharding=out_sharding)
     ce = target_weight * (lse - target)
     if options.smooths:
         assert numbers.sum is not None
@@ -61,9 +68,13 @@ def loss(
     total = jnp.where(kept, poison * weight * total, 0)
     if options.reduction == "none":
         return total, lse
-    value = jnp.sum(total)
+
+    def sum_of(x: jax.Array) -> jax.Array:
+        return lax.psum(jnp.sum(x), summed) if summed else jnp.sum(x)
+
+    value = sum_of(total)
     if options.reduction == "mean":
-        items = jnp.sum(jnp.where(kept, weight * target_weight, 0)) if num_items is None else jnp.asarray(num_items)
+        items = sum_of(jnp.where(kept, weight * target_weight, 0)) if num_items is None else jnp.asarray(num_items)
         items = items.astype(value.dtype)
         value = jnp.where(items == 0, 0, value / jnp.where(items == 0, 1, items))
     return value, lse

@@ -4,6 +4,9 @@
 it saves. `cce_torch::gradients` takes these and the cotangents of the loss and of the numbers. The losses, their
 derivative and the kernels are cce_jax's: one JAX program for each operator (programs.py). The autograd rule is a
 Function around the operators: a rule registered with an operator takes four times as long at each call.
+
+Numbers that people change from step to step (label_smoothing, z_loss, scale) reach an operator as `scheduled`, a
+tensor: as constants, torch.compile would compile a graph for each value. Calls past the dispatcher have a tuple.
 """
 
 from collections.abc import Iterable
@@ -16,11 +19,12 @@ from torch import Tensor
 from cce_torch import tensors
 
 OPTIONS = (
-    "SymInt row_length, int ignore_index, int shift, str reduction, float label_smoothing, float z_loss, float scale, "
+    "SymInt row_length, int ignore_index, int shift, str reduction, bool smooths, bool has_z_loss, "
     "float? softcap, str? precision, str impl, int memory_budget"
 )
 TENSORS = (
-    "Tensor e, Tensor c, Tensor? bias, Tensor targets, Tensor? class_weight, Tensor? token_weight, Tensor? num_items"
+    "Tensor e, Tensor c, Tensor? bias, Tensor targets, Tensor? class_weight, Tensor? token_weight, Tensor? num_items, "
+    "Tensor scheduled"
 )
 NAMES = "e", "c", "bias", "targets", "class_weight", "token_weight", "num_items"
 
@@ -47,16 +51,21 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, row_leng
     saving = torch.is_grad_enabled() and not functions and not torch.compiler.is_compiling()
     wanted = [x is not None and x.requires_grad for x in (e, c, bias)]
     saving_for = wanted if saving and any(wanted) else []
-    options = ignore_index, shift, reduction, label_smoothing, z_loss, scale, softcap, precision, impl, memory_budget
+    kind = label_smoothing > 0, z_loss != 0
+    options = ignore_index, shift, reduction, *kind, softcap, precision, impl, memory_budget
+    scheduled: Any = label_smoothing, z_loss, scale
+    if torch.compiler.is_compiling():  # as factors, all values share one compilation
+        scheduled = torch.stack([torch.ones((), dtype=torch.float64) * x for x in scheduled])
     function = _LossOfFunctions if functions else _Loss
-    return function.apply(e, c, bias, targets, class_weight, token_weight, num_items, saving_for, row_length, options)
+    return function.apply(e, c, bias, targets, class_weight, token_weight, num_items, scheduled, saving_for, row_length,
+                          options)  # fmt: skip
 
 
 def _kind(e: Tensor, c: Tensor, *others: Any) -> Any:
     """The call's programs.Kind. The graph holds it, as it knows the size to which the forward pass padded."""
     from cce_torch import programs
 
-    return programs.kind_of_tensors(e, c, _call(*others[-1])[0])
+    return programs.kind_of_tensors(e, c, _call(*others[-1]))
 
 
 class _Loss(torch.autograd.Function):
@@ -73,27 +82,34 @@ class _Loss(torch.autograd.Function):
         of_e, of_c, of_bias, _, _, of_token_weight, *_ = ctx.needs_input_grad
         wanted = of_e, of_c, of_bias, of_token_weight
         if of_loss is None and of_numbers is None:
-            return (None,) * 10
+            return (None,) * 11
         # If a graph of the backward pass is asked for, it runs in a Function that refuses to be differentiated. Not
         # under torch.compile, which allows no Function in another one's backward, and no second derivatives.
         guarded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         run = _Gradients.apply if guarded else _gradients_operator
-        found = run(of_loss, of_numbers, *ctx.saved_tensors, *wanted, ctx.row_length, *ctx.options)
+        *given, scheduled, numbers, saved = ctx.saved_tensors
+        scheduled = ctx.scheduled if scheduled is None else scheduled
+        found = run(of_loss, of_numbers, *given, scheduled, numbers, saved, *wanted, ctx.row_length, *ctx.options)
         de, dc, dbias, dweight = (x if w else None for x, w in zip(found, wanted, strict=True))  # type: ignore
-        return de, dc, dbias, None, None, dweight, None, None, None, None
+        return de, dc, dbias, None, None, dweight, None, None, None, None, None
 
 
 def _loss_operator(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *others, options = arguments
-    run = _run_loss if _is_plain(others[:7]) else torch.ops.cce_torch.loss.default
-    return run(*others, *options)
+    *given, scheduled, saving_for, row_length, options = arguments
+    if _is_plain(given):
+        return _run_loss(*given, scheduled, saving_for, row_length, *options)
+    return torch.ops.cce_torch.loss.default(*given, _tensor(scheduled), saving_for, row_length, *options)
 
 
 def _gradients_operator(*arguments: Any) -> tuple[Tensor | None, ...]:
-    given, cotangents = arguments[:11], arguments[:2]
-    plain = _is_plain(given) and not any(_is_batched(x) for x in cotangents)
-    run = _found_gradients if plain else torch.ops.cce_torch.gradients.default
-    return run(*arguments)
+    given, scheduled, others = arguments[:9], arguments[9], arguments[10:]
+    if _is_plain((*given, *others[:2])) and not any(_is_batched(x) for x in given[:2]):
+        return _found_gradients(*arguments)
+    return torch.ops.cce_torch.gradients.default(*given, _tensor(scheduled), *others)
+
+
+def _tensor(scheduled: Any) -> Tensor:
+    return scheduled if isinstance(scheduled, Tensor) else torch.tensor(scheduled, dtype=torch.float64)
 
 
 def _is_batched(x: Tensor | None) -> bool:
@@ -116,8 +132,9 @@ def _is_plain(given: Iterable[Tensor | None]) -> bool:
 
 
 def _save(ctx: Any, inputs: tuple, numbers: Tensor, saved: Tensor | None) -> None:
-    ctx.save_for_backward(*inputs[:7], numbers, saved)
-    ctx.row_length, ctx.options = inputs[8:]
+    *given, scheduled, _, ctx.row_length, ctx.options = inputs
+    ctx.scheduled = None if isinstance(scheduled, Tensor) else scheduled
+    ctx.save_for_backward(*given, None if ctx.scheduled else scheduled, numbers, saved)
     ctx.set_materialize_grads(False)
 
 
@@ -167,31 +184,33 @@ def _programs() -> Any:
 
 
 def _run_loss(
-    e, c, bias, targets, class_weight, token_weight, num_items, saving_for, row_length, *options
+    e, c, bias, targets, class_weight, token_weight, num_items, scheduled, saving_for, row_length, *options
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not e.shape[0]:
-        return tuple(x.zero_() for x in _fake_loss(e, c, bias, targets, class_weight, token_weight, num_items, [],
-                                                   row_length, *options))  # type: ignore[return-value]  # fmt: skip
+        return tuple(x.zero_() for x in _fake_loss(e, c, bias, targets, class_weight, token_weight, num_items,
+                                                   scheduled, [], row_length, *options))  # type: ignore[return-value]  # fmt: skip
     programs = _programs()
-    call, numbers = _call(*options)
-    return programs.loss(e, c, bias, targets, class_weight, token_weight, num_items, row_length=row_length, call=call,
-                         numbers=numbers, wanted=programs.Wanted(*saving_for) if saving_for else None)  # fmt: skip
+    wanted = programs.Wanted(*saving_for) if saving_for else None
+    return programs.loss(e, c, bias, targets, class_weight, token_weight, num_items, row_length=row_length,
+                         call=_call(*options), numbers=_numbers(*scheduled), wanted=wanted)  # fmt: skip
 
 
 def _run_loss_of_compiled(*arguments) -> tuple[Tensor, Tensor, Tensor]:
     """_run_loss for tensors that the public function has not checked: it was not called, or torch.compile traced it."""
-    tensors.check(dict(zip(NAMES, arguments, strict=False)))
-    return _run_loss(*arguments)
+    *given, scheduled, saving_for, row_length = arguments[:10]
+    tensors.check(dict(zip(NAMES, given, strict=True)))
+    return _run_loss(*given, scheduled.tolist(), saving_for, row_length, *arguments[10:])
 
 
 def _run_gradients(*arguments) -> tuple[Tensor, ...]:
     """The gradients of e, c, bias and token_weight, in their shapes. A gradient not wanted has no elements."""
     e = arguments[2]
-    return tuple(e.new_empty(0) if x is None else x for x in _found_gradients(*arguments))
+    found = _found_gradients(*arguments[:9], arguments[9].tolist(), *arguments[10:])
+    return tuple(e.new_empty(0) if x is None else x for x in found)
 
 
-def _found_gradients(of_loss, of_numbers, e, c, bias, targets, class_weight, token_weight, num_items, numbers, saved,
-                     of_e, of_c, of_bias, of_token_weight, row_length, *options
+def _found_gradients(of_loss, of_numbers, e, c, bias, targets, class_weight, token_weight, num_items, scheduled,
+                     numbers, saved, of_e, of_c, of_bias, of_token_weight, row_length, *options
                      ) -> tuple[Tensor | None, ...]:  # fmt: skip
     wanted = of_e, of_c, of_bias, of_token_weight
     given = e, c, bias, targets, class_weight, token_weight, num_items
@@ -199,44 +218,47 @@ def _found_gradients(of_loss, of_numbers, e, c, bias, targets, class_weight, tok
     if not e.shape[0] or not any(wanted):
         return tuple(x.zero_() for x in _like(e, c, bias, token_weight, *wanted))
     programs = _programs()
-    call, of_call = _call(*options)
     found = iter(programs.gradients(
         of_loss, of_numbers, e, c, bias, targets, class_weight, token_weight, num_items, numbers, saved,
         wanted=programs.Wanted(of_e, of_c, of_bias), of_token_weight=of_token_weight, row_length=row_length,
-        call=call, numbers=of_call,
+        call=_call(*options), numbers=_numbers(*scheduled),
     ))  # fmt: skip
     return tuple(next(found) if w else None for w in wanted)
 
 
 @lru_cache(maxsize=1024)
-def _call(ignore_index, shift, reduction, label_smoothing, z_loss, scale, softcap, precision, impl, memory_budget):
-    """The programs.Call and programs.Numbers of the options."""
+def _call(ignore_index, shift, reduction, smooths, has_z_loss, softcap, precision, impl, memory_budget):
+    """The programs.Call of the options."""
     from cce_jax.losses import Loss
-    from cce_torch.programs import Call, Numbers
+    from cce_torch.programs import Call
 
-    smooths, has_z_loss = label_smoothing > 0, z_loss != 0
-    call = Call(ignore_index, shift, Loss(reduction, smooths, has_z_loss), softcap, precision, impl, memory_budget)
-    numbers = Numbers(float(label_smoothing) if smooths else None, float(z_loss) if has_z_loss else None,
-                      float(scale) if scale != 1 else None)  # fmt: skip
-    return call, numbers
+    return Call(ignore_index, shift, Loss(reduction, smooths, has_z_loss), softcap, precision, impl, memory_budget)
 
 
-def _fake_loss(e, c, bias, targets, class_weight, token_weight, num_items, saving_for, row_length,
+@lru_cache(maxsize=1024)
+def _numbers(label_smoothing: float, z_loss: float, scale: float) -> Any:
+    """The programs.Numbers; None stands for a number that changes nothing."""
+    from cce_torch.programs import Numbers
+
+    return Numbers(float(label_smoothing) or None, float(z_loss) or None, None if scale == 1 else float(scale))
+
+
+def _fake_loss(e, c, bias, targets, class_weight, token_weight, num_items, scheduled, saving_for, row_length,
                *options) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     shape = (e.shape[0],) if options[2] == "none" else ()
-    rows = 3 if options[3] > 0 else 2
+    rows = 3 if options[3] else 2
     saved = 0, 0
     if saving_for and not all(type(n) is int for n in (*e.shape, *c.shape)):  # the size is known only at run time
         saved = torch.library.get_ctx().new_dynamic_size(), torch.library.get_ctx().new_dynamic_size()
     elif saving_for:
         programs = _programs()
-        saved = programs.saved_shape(e, c, bias, programs.Wanted(*saving_for), _call(*options)[0])
+        saved = programs.saved_shape(e, c, bias, programs.Wanted(*saving_for), _call(*options))
     return (e.new_empty(shape, dtype=torch.float32), e.new_empty((rows, e.shape[0]), dtype=torch.float32),
             e.new_empty(saved))  # fmt: skip
 
 
-def _fake_gradients(of_loss, of_numbers, e, c, bias, targets, class_weight, token_weight, num_items, numbers, saved,
-                    of_e, of_c, of_bias, of_token_weight, *options) -> tuple[Tensor, ...]:  # fmt: skip
+def _fake_gradients(of_loss, of_numbers, e, c, bias, targets, class_weight, token_weight, num_items, scheduled,
+                    numbers, saved, of_e, of_c, of_bias, of_token_weight, *options) -> tuple[Tensor, ...]:  # fmt: skip
     return _like(e, c, bias, token_weight, of_e, of_c, of_bias, of_token_weight)
 
 

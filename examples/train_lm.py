@@ -7,11 +7,14 @@ The script prints a table, draws the curves and exits with an error if they part
 
     pip install ".[examples]"        # for a GPU: ".[cuda13,examples]" or ".[cuda12,examples]"
     python examples/train_lm.py      # about three minutes on two CPU cores; with a GPU it trains a larger model
+    python examples/train_lm.py --mesh data=2,tensor=2      # and once more on four devices
 
 What to take from it into a training script of your own (torch_lm.py says the same of PyTorch):
   1. The model returns hidden states, not logits (`LanguageModel`).
   2. The loss takes them and the head's (V, D) matrix, here the token embedding (`linear_loss`).
   3. With shift=1 position i predicts token i + 1: the tokens are their own targets, and `hidden` is not sliced.
+  4. On several devices the loss is told how its arrays lie (`Devices`): sequences over the mesh axis "data", rows of
+     the embedding over "tensor".
 """
 
 import argparse
@@ -30,6 +33,8 @@ import numpy as np
 import optax
 import torch
 import torch_lm
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from matplotlib.figure import Figure  # without pyplot it draws with the Agg backend, which needs no display
 from tokenizers import ByteLevelBPETokenizer
@@ -114,7 +119,37 @@ def full_logits_loss(hidden: jax.Array, embedding: jax.Array, tokens: jax.Array)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-def train(model: LanguageModel, params: dict, batches: np.ndarray, loss: Loss, name: str) -> tuple:
+class Devices:
+    """A mesh of devices: the axis "data" splits the batch, "tensor" the vocabulary. Either may be missing."""
+
+    def __init__(self, text: str) -> None:
+        """text: such as "data=2,tensor=2"."""
+        sizes = {name: int(size) for name, _, size in (part.partition("=") for part in text.split(","))}
+        if not sizes.keys() <= {"data", "tensor"}:
+            raise ValueError(f"--mesh {text}: its axes are data and tensor")
+        self.mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes))
+        self.of_batch, self.of_embedding = (P(name if name in sizes else None) for name in ("data", "tensor"))
+
+    def shardings(self, tree: dict) -> dict:
+        """How each array of the parameters, or of the optimizer's state, lies."""
+
+        def of(path: tuple, _: jax.Array) -> NamedSharding:
+            is_embedding = "tokens" in [getattr(key, "key", None) for key in path]
+            return NamedSharding(self.mesh, self.of_embedding if is_embedding else P())
+
+        return jax.tree_util.tree_map_with_path(of, tree)
+
+    def batch(self, tokens: np.ndarray) -> jax.Array:
+        return jax.device_put(tokens, NamedSharding(self.mesh, self.of_batch))
+
+    def loss(self, hidden: jax.Array, embedding: jax.Array, tokens: jax.Array) -> jax.Array:
+        sharding = self.of_batch, self.of_embedding  # of hidden (B, T, D) and of embedding (V, D)
+        return linear_cross_entropy(hidden, embedding, tokens, shift=1, sharding=sharding)
+
+
+def train(
+    model: LanguageModel, params: dict, batches: np.ndarray, loss: Loss, name: str, devices: Devices | None = None
+) -> tuple:
     """The trained parameters, the loss at each step, and tokens per second without the time to compile."""
     schedule = optax.warmup_cosine_decay_schedule(0, model.size.learning_rate, len(batches) // 10 + 1, len(batches) + 1)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
@@ -123,17 +158,20 @@ def train(model: LanguageModel, params: dict, batches: np.ndarray, loss: Loss, n
         hidden = model.apply({"params": params}, tokens)
         return loss(hidden, params["tokens"]["embedding"].astype(model.size.dtype), tokens)
 
-    @jax.jit
     def step(params: dict, state: optax.OptState, tokens: jax.Array) -> tuple:
         value, gradient = jax.value_and_grad(loss_of_params)(params, tokens)
         updates, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    state = optimizer.init(params)
-    compiled = step.lower(params, state, batches[0]).compile()
+    state, on_devices, out = optimizer.init(params), jnp.asarray, None
+    if devices:
+        jax.set_mesh(devices.mesh)
+        on_devices, out = devices.batch, (*map(devices.shardings, (params, state)), None)
+        params, state = jax.device_put((params, state), out[:2])
+    compiled = jax.jit(step, out_shardings=out).lower(params, state, on_devices(batches[0])).compile()
     losses, start = [], time.perf_counter()
     for tokens in (progress := tqdm(batches, desc=name, unit="step")):
-        params, state, value = compiled(params, state, tokens)
+        params, state, value = compiled(params, state, on_devices(tokens))
         losses.append(float(value))
         progress.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
     return params, np.array(losses), batches.size / (time.perf_counter() - start)
@@ -176,7 +214,7 @@ def plot(curves: dict[str, np.ndarray], full: np.ndarray, out: Path) -> None:
     figure = Figure(figsize=(8, 6), layout="constrained")
     losses, differences = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     losses.plot(full, color="tab:blue", linewidth=6, alpha=0.4, label="full logits")
-    for (name, curve), color, style in zip(curves.items(), ("black", "tab:orange"), ("-", ":"), strict=True):
+    for (name, curve), color, style in zip(curves.items(), ("black", "tab:orange", "tab:green"), "-:-", strict=False):
         losses.plot(curve, color=color, linestyle=style, label=name)
         differences.plot(curve - full, color=color, linewidth=1)
     losses.set(ylabel="loss (nats per token)", title="The same training with linear cross-entropy and full logits")
@@ -194,6 +232,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=size.steps, help="optimizer steps of each run (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("out/train_lm.png"), help="the figure (%(default)s)")
     parser.add_argument("--save-hidden", type=Path, metavar="NPZ", help="where to save the last batch's hidden states")
+    parser.add_argument("--mesh", metavar="AXES", help="train on several devices too, such as data=2,tensor=2")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches (%(default)s)")
     args = parser.parse_args()
 
@@ -207,6 +246,9 @@ def main() -> None:
         runs[name] = *figures, temporary_mib(size, vocabulary, loss)
         if args.save_hidden and loss is linear_loss:
             save_hidden(args.save_hidden, model, trained, batches[-1])
+    if args.mesh:
+        devices, name = Devices(args.mesh), f"the same, {args.mesh}"
+        runs[name] = *train(model, params, batches, devices.loss, name, devices)[1:], np.nan
     name = "linear cross-entropy, PyTorch"
     runs[name] = train_torch(size, vocabulary, params, batches, name)
 

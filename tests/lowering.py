@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax._src.pallas.triton import lowering as pallas_triton
+from jax.sharding import AbstractMesh, use_abstract_mesh
 
 LIMITS = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}  # KiB of shared memory a program
 REGISTERS = 255  # a thread, on every GPU
@@ -39,10 +40,20 @@ def _gpu_at_hand() -> contextlib.AbstractContextManager:
     """
     if jax.__version_info__ < (0, 11):
         return contextlib.nullcontext()
-    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+    from jax.sharding import AbstractDevice
 
     device = AbstractDevice("NVIDIA H100", None, platform="gpu")
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+def mesh_of_gpus(kind: Any, **sizes: int) -> Any:
+    """A mesh of GPUs that are not there, with axes of this AxisType, for use_abstract_mesh."""
+    more = {}
+    if jax.__version_info__ >= (0, 11):
+        from jax.sharding import AbstractDevice
+
+        more["abstract_device"] = AbstractDevice("NVIDIA H100", None, platform="gpu")
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes), **more)
 
 
 TRITON, MOSAIC = ("pallas_call",), ("core_map", "mpmd_map")  # in JAX 0.10, in 0.11
@@ -66,9 +77,12 @@ def nested(eqn) -> list:
     return [p for p in (getattr(x, "jaxpr", x) for x in values) if hasattr(p, "eqns")]
 
 
-def for_hopper(function: Callable, *arguments: Any) -> list[str]:
-    """The names, without cce_, of those that the function, lowered for CUDA, launches through Mosaic GPU."""
-    with _gpu_at_hand():
+def for_hopper(function: Callable, *arguments: Any, mesh: Any = None) -> list[str]:
+    """The names, without cce_, of those that the function, lowered for CUDA, launches through Mosaic GPU.
+
+    mesh: of several GPUs, by mesh_of_gpus.
+    """
+    with _gpu_at_hand() if mesh is None else use_abstract_mesh(mesh):
         traced = jax.jit(function).trace(*arguments)
         traced.lower(lowering_platforms=("cuda",))  # raises what Mosaic's verifier and its shared memory refuse
     return [p["name"].removeprefix("cce_") for p in _launches(traced.jaxpr.jaxpr, MOSAIC)]
@@ -91,8 +105,11 @@ def loop_equations(function: Callable, *arguments: Any) -> list[Any]:
     return found
 
 
-def kernels(function: Callable, *arguments: Any) -> list[Kernel]:
-    """The Triton kernels that the function, lowered for CUDA, launches. ValueError if Triton's verifier refuses one."""
+def kernels(function: Callable, *arguments: Any, mesh: Any = None) -> list[Kernel]:
+    """The Triton kernels that the function, lowered for CUDA, launches. ValueError if Triton's verifier refuses one.
+
+    mesh: of several GPUs, by mesh_of_gpus.
+    """
     modules = []
     lower = pallas_triton.lower_jaxpr_to_triton_module
 
@@ -111,7 +128,7 @@ def kernels(function: Callable, *arguments: Any) -> list[Kernel]:
 
     pallas_triton.lower_jaxpr_to_triton_module = recorded
     try:
-        with _gpu_at_hand():
+        with _gpu_at_hand() if mesh is None else use_abstract_mesh(mesh):
             traced = jax.jit(function).trace(*arguments)
             traced.lower(lowering_platforms=("cuda",))
     finally:

@@ -264,7 +264,7 @@ def least(plan: Plan) -> int:
     dz = of_xla(plan) * rows + call.itemsize * call.width if engine is XLA else call.itemsize * rows
     sums = 4 * -(-rows // 64) if call.wanted is not None and call.wanted.bias else 0
     group = min(1024, call.vocabulary) * (dz + call.itemsize * call.width * by_xla + sums)
-    placed = rows == call.tokens and engine is not XLA and not call.wide_de  # in the memory of de
+    placed = rows == call.tokens and engine is not XLA  # in the memory of de
     e = 0 if placed else call.itemsize * rows * call.width
     return e + max(call.itemsize, 4) * rows * call.width + 256 * rows + 32 * MIB * by_xla + group
 
@@ -373,7 +373,7 @@ def drawn(rng: np.random.Generator) -> tuple[Call, Gpu | None, str]:
     width = pick((pick(WIDTHS), size(0, 14, multiple), size(5, 14, 64)))
     vocabulary = pick((pick(VOCABULARIES), size(0, 20, multiple), size(6, 20, 64), size(10, 18, 256)))
     e, c, bias = (bool(x) for x in rng.random(3) < (0.8, 0.8, 0.2))
-    with_sum, impl = bool(rng.random() < 0.4), pick(("auto", "auto", "cce", "chunked"))
+    with_sum, impl = bool(rng.random() < 0.5), pick(("auto", "auto", "cce", "chunked"))
     gpu = None if impl == "chunked" and rng.random() < 0.5 else pick(GPUS)
     dtype = pick(("bfloat16", "bfloat16", "float16", "float32", "float64" if impl == "chunked" else "float32"))
     if for_hopper:

@@ -20,7 +20,8 @@ from cce_torch import LinearCrossEntropy, linear_cross_entropy, ops
 from tests.tolerance import error
 
 IMPLS = ("cce", "chunked")
-OPTIONS = (1, -100, 0, "mean", 0.0, 0.0, 1.0, None, None, "chunked", 2**28)
+SCHEDULED = 0.0, 0.0, 1.0  # label_smoothing, z_loss, scale
+OPTIONS = (1, -100, 0, "mean", False, False, None, None, "chunked", 2**28)
 
 
 def example(tokens=24, width=16, vocabulary=70, dtype=torch.float32, seed=0):
@@ -78,9 +79,9 @@ def test_compiled_code_keeps_the_layout_of_a_transposed_classifier():
 def test_opcheck(smoothing, transposed):
     e, c, t = (x.detach() for x in example())
     c = c.T.contiguous().T if transposed else c
-    options = (24, -100, 1, "none", smoothing, *OPTIONS[5:])
+    options = (24, -100, 1, "none", smoothing > 0, *OPTIONS[5:])
     weight = torch.rand(24)
-    arguments = (e, c, None, t, None, weight, None)
+    arguments = (e, c, None, t, None, weight, None, torch.tensor([smoothing, 0.0, 1.0]))
     torch.library.opcheck(torch.ops.cce_torch.loss.default, (*arguments, [], *options))
     _, numbers, _ = torch.ops.cce_torch.loss.default(*arguments, [], *options)
     cotangents = torch.rand(24), torch.rand_like(numbers)
@@ -393,7 +394,7 @@ def test_the_users_own_jax_is_as_it_was():
 def test_ops_refuse_nothing_that_the_fakes_allow():
     """Fake and real results agree in shape, type and strides for every combination of wanted gradients."""
     e, c, t = (x.detach() for x in example())
-    numbers = ops._run_loss(e, c, None, t, None, None, None, [], *OPTIONS)[1]
+    numbers = ops._run_loss(e, c, None, t, None, None, None, SCHEDULED, [], *OPTIONS)[1]
     for wanted in [(a, b, False, d) for a in (True, False) for b in (True, False) for d in (True, False)]:
         weight = torch.rand(24)
         arguments = (
@@ -406,6 +407,7 @@ def test_ops_refuse_nothing_that_the_fakes_allow():
             None,
             weight,
             None,
+            torch.tensor(SCHEDULED),
             numbers,
             None,
             *wanted,

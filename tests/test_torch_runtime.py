@@ -4,7 +4,8 @@ import gc
 import os
 import subprocess
 import sys
-from functools import lru_cache
+from functools import lru_cache, partial
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,7 +14,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
-from cce_torch import bridge, linear_cross_entropy, programs, settings, tensors
+from cce_kernels.device import Gpu
+from cce_torch import bridge, linear_cross_entropy, ops, programs, settings, tensors
 from tests.call_torch import array
 from tests.test_torch import assert_same, example, gradients
 from tests.tolerance import assert_close
@@ -405,6 +407,20 @@ def test_a_number_of_items_compiles_no_graph_for_each_value(backend, kind):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", ["label_smoothing", "z_loss", "logit_scale"])
+def test_a_number_that_is_scheduled_compiles_no_graph_for_each_value(backend, name):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    e, c, t = example()
+    call = partial(linear_cross_entropy, e, c, t, impl="chunked")
+    step = torch.compile(lambda x: call(**{name: x}), fullgraph=True, backend=backend)
+    for number in range(1, 13):
+        actual, expected = step(number / 64), call(**{name: number / 64})
+        assert_same([actual, *gradients(actual, e)], [expected, *gradients(expected, e)])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
 DELETED = """
 import jax, torch, cce_torch
 e, c, t = torch.ones(5, 4), torch.ones(9, 4), torch.arange(5)
@@ -429,3 +445,19 @@ def test_what_was_lent_and_deleted_is_lent_again(monkeypatch):
     assert np.array_equal(bridge._at(*key), x)
     assert bridge._at(*key) is bridge._at(*key)
     bridge._kept_at.cache_clear()
+
+
+def test_a_call_is_planned_for_the_gpu_of_its_tensors(monkeypatch):
+    """Not for the first GPU, and not for JAX's default: JAX_PLATFORMS=cpu,cuda makes that the CPU."""
+    found = {"cuda:0": ("8.0", 108), "cuda:1": ("9.0", 132)}
+
+    def jax_device(device):
+        capability, multiprocessors = found[str(device)]
+        return SimpleNamespace(platform="gpu", compute_capability=capability, core_count=multiprocessors)
+
+    monkeypatch.setattr(bridge, "jax_device", jax_device)
+    monkeypatch.setattr(bridge, "check_can_run", lambda device: None)
+    call = ops._call(-100, 0, "mean", False, False, None, "highest", "auto", 2**28)
+    for name, (capability, multiprocessors) in found.items():
+        kind = programs.kind_of(call, torch.Size([4096, 256]), 0, torch.bfloat16, torch.device(name))
+        assert kind.static.gpu == Gpu(capability, multiprocessors)

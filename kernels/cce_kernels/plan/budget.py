@@ -49,7 +49,7 @@ class Bytes:
     @property
     def gathered(self) -> int:
         """The copy of e with the kept tokens first, or with zeros for ignored tokens; 0 where it shares de's memory."""
-        placed = self.engine.stops and self.rows == self.call.tokens and not self.call.wide_de
+        placed = self.engine.stops and self.rows == self.call.tokens
         return 0 if placed else self.call.itemsize * self.rows * self.call.width
 
     @property
@@ -90,12 +90,12 @@ class Bytes:
     def beside_saved(self, tokens: int) -> int:
         """What so many saved tokens hold besides their exponentials while groups of the other tokens run: de, rounded.
 
-        If `together`, it is the scaled e instead, which takes no memory of its own where de is wanted in the type of e.
+        If `together`, it is the scaled e instead, which takes no memory of its own where de is wanted: it is no longer
+        needed when de is computed.
         """
         call, wanted = self.call, self.call.wanted
         if self.together:
-            placed = wanted is not None and wanted.e and not call.wide_de
-            return 2 * self.rows * call.width * (wanted is not None and wanted.c and not placed)
+            return 2 * self.rows * call.width * (wanted is not None and wanted.c and not wanted.e)
         return call.of_de * tokens * call.width
 
     def beside_groups(self, saved: int) -> int:

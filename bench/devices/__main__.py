@@ -1,0 +1,134 @@
+"""Time the loss and its gradients on several GPUs: `python -m bench.devices`. Writes OUT.json and a picture, OUT.png.
+
+See bench/devices/layouts.py for the layouts, and for the bare time to which times are related. cce_jax runs in one
+process, cce_torch in one process a GPU, beside torch's loss_parallel and, where the installed cut_cross_entropy has it,
+its vocabulary parallelism.
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench.data import SHAPES
+from bench.devices.layouts import BUDGETS, collectives
+
+MATMULS = ("z", "de", "dc")
+
+
+def rows_of(processes: list[subprocess.Popen], seconds: float) -> list[dict[str, Any]]:
+    """The rows that the first process prints. What another one prints is lost, and so is an error of it."""
+    try:
+        out, _ = processes[0].communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        processes[0].kill()
+        out, _ = processes[0].communicate()
+    for process in processes[1:]:
+        try:
+            process.wait(timeout=30 if processes[0].returncode == 0 else 1)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    if processes[0].returncode:
+        print(f"{processes[0].args} ended with exit code {processes[0].returncode}")
+    return [json.loads(line[4:]) for line in out.splitlines() if line.startswith("row ")]
+
+
+def started(package: str, gpus: int, shape: str) -> list[subprocess.Popen]:
+    """One process with all GPUs for JAX; for PyTorch one process a GPU, to which its own GPU is the only one."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(1 if package == "jax" else gpus):
+        visible = ",".join(map(str, range(gpus))) if package == "jax" else str(rank)
+        environment = os.environ | {
+            "CUDA_VISIBLE_DEVICES": visible, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "RANK": str(rank),
+            "WORLD_SIZE": str(gpus), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
+        }  # fmt: skip
+        command = [sys.executable, "-m", f"bench.devices.in_{package}", shape]
+        out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+        processes.append(subprocess.Popen(command, env=environment, stdout=out, text=True))
+    return processes
+
+
+def related(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of methods, each with the bare time of its package and layout and its ratio to it."""
+    of: dict[tuple, dict[str, Any]] = {}
+    found = []
+    for row in rows:
+        key = row["package"], row["layout"]
+        if row["method"] == "bare":
+            of[key] = row
+            continue
+        parts = of[key]
+        least = sum(parts[x] for x in MATMULS) + sum(parts[x] for x in collectives(row["layout"], row["gpus"]))
+        found.append({**row, "bare_ms": least, "ratio": row["ms"] / least})
+    return found
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Milliseconds against GPUs: a panel for each shape and layout."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shapes = sorted({tuple(row["shape"]) for row in rows})
+    layouts = [x for x in ("tokens", "vocabulary", "fsdp") if any(row["layout"] == x for row in rows)]
+    figure, panels = plt.subplots(len(shapes), len(layouts), squeeze=False, sharey="row",
+                                  figsize=(4 * len(layouts), 3.4 * len(shapes)))  # fmt: skip
+    for i, shape in enumerate(shapes):
+        for j, layout in enumerate(layouts):
+            panel, lines = panels[i][j], {}
+            for row in rows:
+                if tuple(row["shape"]) == shape and row["layout"] in (layout, "tokens" if row["gpus"] == 1 else layout):
+                    label = row["package"] + ", " + row["method"] if row["method"] in BUDGETS else row["method"]
+                    lines.setdefault(label, []).append((row["gpus"], row["ms"]))
+                    if row["method"] == "default":
+                        lines.setdefault(f"bare, {row['package']}", []).append((row["gpus"], row["bare_ms"]))
+            for label, points in lines.items():
+                panel.plot(*zip(*sorted(points), strict=True), "--" if label.startswith("bare") else "o-", label=label)
+            panel.set(title=f"{layout}, {'×'.join(map(str, shape))}", xlabel="GPUs", xscale="log", yscale="log")
+            panel.set_xticks([1, 2, 4], labels=["1", "2", "4"])
+            panel.minorticks_off()
+            panel.set_yticks(ticks := [5, 10, 20, 40, 80, 160], labels=[str(x) for x in ticks])
+        panels[i][0].set_ylabel("forward and backward, ms")
+    panels[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m bench.devices", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--shape", nargs="+", default=["gemma2-2b", "llama3-8b"], help="NxDxV, or a name of bench.data")
+    parser.add_argument("--package", nargs="+", choices=("jax", "torch"), default=["jax", "torch"])
+    parser.add_argument("--seconds", type=float, default=200, help="of each package, shape and number of GPUs, at most")
+    parser.add_argument("--out", type=Path, default=Path("out/devices"))
+    asked = parser.parse_args()
+    from bench.report import environment
+
+    kept: dict[str, Any] = {**environment(), "rows": [], "bare": []}
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    for name in asked.shape:
+        shape = "x".join(map(str, SHAPES[name])) if name in SHAPES else name
+        for gpus in asked.gpus:
+            for package in asked.package:
+                found = rows_of(started(package, gpus, shape), asked.seconds)
+                kept["bare"] += [row for row in found if row["method"] == "bare"]
+                for row in related(found):
+                    kept["rows"].append(row)
+                    print("{package:10} {gpus} GPUs {layout:11} {method:24} {ms:8.2f} ms  {ratio:.3f} of the bare time"
+                          "  {held_mb:8.0f} MiB  loss {loss:.6f}".format(**row), flush=True)  # fmt: skip
+                asked.out.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n")
+    if kept["rows"]:
+        plot(kept["rows"], asked.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

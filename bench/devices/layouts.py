@@ -1,0 +1,36 @@
+"""What the benchmark of several devices compares, the same for both frameworks.
+
+tokens       each device has N/g tokens and all of c; dc is summed over the devices
+vocabulary   each device has all tokens and V/g rows of c; de is summed over the devices in float32
+fsdp         each device has N/g tokens and stores V/g rows of c, which are gathered for each pass; dc is scattered
+
+The bare time of a layout is that of the three matmuls of a device's share and of the layout's large collectives, each
+timed by itself: nothing that computes this gradient can leave one out, but it may run some at the same time.
+"""
+
+from bench.data import Shape
+
+LAYOUTS = ("tokens", "vocabulary", "fsdp")
+BUDGETS = {"default": False, "2NV in all": True}  # whether the devices together may save all exponentials
+
+
+def budget(name: str, shape: Shape, gpus: int) -> dict[str, int]:
+    """The argument memory_budget of a device."""
+    return {"memory_budget": 2 * shape.tokens * shape.vocabulary // gpus} if BUDGETS[name] else {}
+
+
+def share(layout: str, shape: Shape, gpus: int) -> Shape:
+    """What a device multiplies."""
+    if layout == "vocabulary":
+        return shape._replace(vocabulary=shape.vocabulary // gpus)
+    return shape._replace(tokens=shape.tokens // gpus)
+
+
+def collectives(layout: str, gpus: int) -> tuple[str, ...]:
+    if gpus == 1:
+        return ()
+    return {
+        "tokens": ("all-reduce of dc",),
+        "vocabulary": ("all-reduce of de in float32",),
+        "fsdp": ("all-gather of c", "all-gather of c", "reduce-scatter of dc"),
+    }[layout]

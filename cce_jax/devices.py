@@ -1,0 +1,305 @@
+"""The two passes of the core on the devices of a Layout: what each device computes, and what the devices exchange.
+
+Let device d hold some tokens, and the columns V_d of the logits. With the numbers lse_id and sum_id of its columns,
+
+    target_i = Σ_d [t_i ∈ V_d] z_i,t_i        lse_i = log Σ_d exp lse_id        sum_i = Σ_d sum_id
+    de_i = Σ_d Σ_{v ∈ V_d} dz_iv c_v          dc_v = Σ_i dz_iv e_i,  v ∈ V_d
+
+and dz_iv needs the numbers of token i over all columns, and nothing else of another device. Exchanged are:
+
+    forward    target_i, summed first: it is the reference of the exponentials on every device; then lse_id and sum_id
+    backward   de, summed in float32 over the devices that share its tokens; dc, summed in c's type over the devices
+               that share its columns: the kernels write dc in c's type, and hold no float32 copy of it
+    both       where one mesh axis splits the tokens and c: the smaller of e and c, gathered; its gradient is scattered.
+               The backward pass gathers it again, so that no device holds all of it in between. (XLA gathers once where
+               nothing comes between the passes.)
+
+One jax.shard_map runs a pass. In it all mesh axes are Manual and arrays have no types that say over which axes they
+vary, also where the caller's own shard_map has such types (check_vma): Pallas' interpreter does not work with them. So
+the sums of the gradients are written here, and the results get their types back (`_typed`).
+
+If the caller's own shard_map has no such types, JAX takes a device's cotangent of a sum over devices for one summand
+of the true one, and sums gradients itself where they leave that shard_map. Then cotangents are summed here, and not
+gradients.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from cce_jax import core as passes
+from cce_jax import reference
+from cce_jax.core import Core
+from cce_jax.sharding import Axes, Layout, varying
+from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
+
+
+class Held(NamedTuple):
+    """What a device's forward pass leaves for its backward pass. N: the tokens that the device computes."""
+
+    numbers: Statistics  # (N,) each, of the device's columns
+    saved: jax.Array | None  # exponentials, as core.forward_pass returns them
+    shard: Shard | None  # None: the device has all columns
+
+
+class _Sums(NamedTuple):
+    """The axes over whose devices each gradient is summed."""
+
+    e: Axes
+    c: Axes
+    bias: Axes
+
+
+def forward_pass(
+    inputs: Inputs, core: Core, layout: Layout | None, wanted: Wanted | None
+) -> tuple[Statistics, Held]:  # fmt: skip
+    """The core's numbers, of the shape of targets, and what `gradients` needs. e: (..., D)."""
+    if layout is None:
+        return _forward(inputs, core=core, layout=layout, wanted=wanted)
+    run = partial(_forward, core=_summing(core, inputs, layout), layout=layout, wanted=wanted)
+    numbers, held = _on_devices(run, layout, (_specs(core, layout),), (layout.spec_of_tokens, _each(layout)))(inputs)
+    varies = _union(layout, inputs)
+    alike = frozenset(layout.columns) - layout.gathered_tokens  # these axes' devices compute the same numbers
+    return _typed(numbers, varies - alike), _typed(held, varies)
+
+
+def gradients(
+    inputs: Inputs, held: Held, cotangents: Cotangents, core: Core, layout: Layout | None, wanted: Wanted
+) -> Gradients:
+    """de, dc and dbias, each with the shape, type and layout of its input; None where not wanted."""
+    if layout is None:
+        return _backward(inputs, held, cotangents, core=core, layout=None, wanted=wanted, sums=_Sums((), (), ()))
+    specs = _specs(core, layout)
+    run = partial(_backward, core=_summing(core, inputs, layout), layout=layout, wanted=wanted,
+                  sums=_sums(inputs, layout))  # fmt: skip
+    of_gradients: tuple[Any, ...] = specs.e, layout.spec_of_dc(core.head.vocab_axis), specs.bias
+    asked = wanted.e, wanted.c, wanted.bias
+    out = Gradients(*(spec if one else None for spec, one in zip(of_gradients, asked, strict=True)))
+    found = _on_devices(run, layout, (specs, _each(layout), layout.spec_of_tokens), out)(inputs, held, cotangents)
+    if not layout.typed:
+        return found
+    return Gradients(*(None if x is None else _typed(x, varying(of)) for x, of in zip(found, inputs, strict=False)))
+
+
+def whole_numbers(inputs: Inputs, core: Core, layout: Layout | None) -> Statistics:
+    """The core's numbers from the full logits (cce_jax/reference.py), which JAX differentiates."""
+    if layout is None:
+        return _shaped(reference.statistics(_flat(inputs), head=core.head, with_sum=core.with_sum), inputs.targets)
+    local = layout.local()
+
+    def run(inputs: Inputs) -> Statistics:
+        whole = _gathered(inputs, core, local)
+        flat = _flat(whole._replace(targets=_columns_of(whole, core, local)))
+        numbers = reference.statistics(flat, head=core.head, with_sum=core.with_sum, over=local.columns)
+        return jax.tree.map(lambda x: _own_tokens(x, local), _shaped(numbers, whole.targets))
+
+    if not layout.explicit:
+        if layout.mapped:  # so that gradients lie as their inputs do
+            at = zip(inputs, _specs(core, layout), strict=True)
+            pinned: Any = (None if x is None else layout.pinned(x, spec) for x, spec in at)
+            inputs = Inputs(*pinned)
+        return run(inputs)
+    over_auto: Any = jax.sharding.auto_axes(run, axes=tuple(layout.explicit), out_sharding=layout.out_sharding)
+    return over_auto(inputs)
+
+
+def whole_weights(weights: jax.Array | None, layout: Layout | None) -> jax.Array | None:
+    """class_weight of the whole vocabulary, on every device: XLA is not left to split the look-up of targets in it."""
+    if weights is None or layout is None:
+        return weights
+    if axes := tuple(a for a in layout.vocabulary if a not in layout.mapped):
+        place = jnp.zeros(weights.size * layout.size(axes), weights.dtype)
+        start = lax.axis_index(axes) * weights.size
+        weights = lax.psum(lax.dynamic_update_slice_in_dim(place, weights, start, 0), axes)
+    return layout.pinned(weights, P())
+
+
+def _forward(
+    inputs: Inputs, *, core: Core, layout: Layout | None, wanted: Wanted | None
+) -> tuple[Statistics, Held]:  # fmt: skip
+    whole = _gathered(inputs, core, layout)
+    numbers, held = _of_columns(_flat(whole), core, layout, wanted)
+    return jax.tree.map(lambda x: _own_tokens(x, layout), _shaped(numbers, whole.targets)), held
+
+
+def _of_columns(
+    inputs: Inputs, core: Core, layout: Layout | None, wanted: Wanted | None
+) -> tuple[Statistics, Held]:  # fmt: skip
+    """The numbers over all columns, from the device's own; e: (N, D)."""
+    if layout is None or layout.size(layout.columns) == 1:
+        numbers, saved = passes.forward_pass(inputs, core, wanted)
+        return numbers, Held(numbers, saved, None)
+    over, vocabulary = layout.columns, core.head.vocabulary(inputs.c) * layout.size(layout.columns)
+    named = inputs.targets < vocabulary
+    inputs = inputs._replace(targets=_columns_of(inputs, core, layout))
+    target = passes.target_logits(inputs, core, wanted)
+    if core.impl != "chunked":  # which needs no reference, and finds the target's logit with the other numbers
+        target = lax.psum(target, over)
+    reference = jnp.where(named, target, -FLOAT32_MAX)
+    numbers, saved = passes.forward_pass(inputs, core, wanted, reference)
+    of_devices = lax.all_gather(jnp.stack([x for x in numbers if x is not None], axis=1), over)
+    lse, (target, *total) = jax.nn.logsumexp(of_devices[..., 0], axis=0), jnp.sum(of_devices[..., 1:], axis=0).T
+    return Statistics(lse, target, *(total or [None])), Held(numbers, saved, Shard(lse, reference))
+
+
+def _backward(inputs: Inputs, held: Held, cotangents: Cotangents, *, core: Core, layout: Layout | None,
+              wanted: Wanted, sums: _Sums) -> Gradients:  # fmt: skip
+    whole = _gathered(inputs, core, layout)
+    flat = _flat(whole)
+    if layout is not None:
+        flat = flat._replace(targets=_columns_of(flat, core, layout))
+        cotangents = jax.tree.map(lambda x: _all_tokens(x, layout), cotangents)
+        if summands := _untyped(layout):
+            cotangents = lax.psum(cotangents, summands)
+    cotangents = jax.tree.map(lambda x: x.reshape(-1), cotangents)
+    (de, dc, dbias), _ = passes.gradients(flat, held.numbers, held.saved, cotangents, core, wanted, held.shard)
+    if de is not None:
+        de = de.reshape(whole.e.shape)
+    if layout is not None:
+        axis = core.head.vocab_axis
+        if de is not None:
+            de = _summed(_scattered_tokens(de, layout), sums.e).astype(inputs.e.dtype)
+        if dc is not None:
+            dc = _summed(_scattered(_scattered(dc, layout.width, 1 - axis), layout.gathered_columns, axis), sums.c)
+        if dbias is not None:
+            dbias = _summed(_scattered(dbias, layout.gathered_columns, 0), sums.bias)
+    return Gradients(de, dc, dbias)
+
+
+def _columns_of(inputs: Inputs, core: Core, layout: Layout) -> jax.Array:
+    """The column of the device's own that each target names; one past them where it names none; -1 if ignored."""
+    if not layout.columns:
+        return inputs.targets
+    columns = core.head.vocabulary(inputs.c)
+    local = inputs.targets - lax.axis_index(layout.columns) * columns
+    here = (local >= 0) & (local < columns)
+    return jnp.where(inputs.targets < 0, -1, jnp.where(here, local, columns))
+
+
+def _gathered(inputs: Inputs, core: Core, layout: Layout | None) -> Inputs:
+    """The inputs with what is gathered: e and targets, or c, bias and weights."""
+    if layout is None:
+        return inputs
+    axis, columns = core.head.vocab_axis, layout.gathered_columns
+    return inputs._replace(
+        e=_all_tokens(inputs.e, layout),
+        targets=_all_tokens(inputs.targets, layout),
+        c=_all(_all(inputs.c, columns, axis), layout.width, 1 - axis),
+        bias=None if inputs.bias is None else _all(inputs.bias, columns, 0),
+        weights=None if inputs.weights is None else _all(inputs.weights, columns, 0),
+    )
+
+
+def _all(x: jax.Array, axes: Axes, axis: int) -> jax.Array:
+    return lax.all_gather(x, axes, axis=axis, tiled=True) if axes else x
+
+
+def _all_tokens(x: jax.Array, layout: Layout) -> jax.Array:
+    for axis, axes in layout.gathered_of_tokens:
+        x = _all(x, axes, axis)
+    return x
+
+
+def _own_tokens(x: jax.Array, layout: Layout | None) -> jax.Array:
+    """The inverse of _all_tokens."""
+    for axis, axes in () if layout is None else layout.gathered_of_tokens:
+        size = x.shape[axis] // layout.size(axes)  # type: ignore[union-attr]
+        x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, axis)
+    return x
+
+
+def _scattered(x: jax.Array, axes: Axes, axis: int) -> jax.Array:
+    """The device's own part of the sum over devices: the transpose of _all."""
+    return lax.psum_scatter(x, axes, scatter_dimension=axis, tiled=True) if axes else x
+
+
+def _scattered_tokens(x: jax.Array, layout: Layout) -> jax.Array:
+    for axis, axes in layout.gathered_of_tokens:
+        x = _scattered(x, axes, axis)
+    return x
+
+
+def _summed(x: jax.Array, axes: Axes) -> jax.Array:
+    return lax.psum(x, axes) if axes else x
+
+
+def _flat(inputs: Inputs) -> Inputs:
+    return inputs._replace(e=inputs.e.reshape(-1, inputs.e.shape[-1]), targets=inputs.targets.reshape(-1))
+
+
+def _shaped(numbers: Statistics, targets: jax.Array) -> Statistics:
+    return jax.tree.map(lambda x: x.reshape(targets.shape), numbers)
+
+
+def _on_devices(run: Any, layout: Layout, in_specs: Any, out_specs: Any) -> Any:
+    """run, as what each device does with its part of the arrays."""
+
+    def untyped(*arrays: Any) -> Any:
+        if layout.typed:  # the types are still on the arguments; the result of any operation has none
+            arrays = jax.tree.map(lambda x: lax.bitcast_convert_type(x, x.dtype), arrays)
+        return run(*arrays)
+
+    mesh = layout.mesh if jax.sharding.get_abstract_mesh().empty else None
+    axes = layout.mapped | frozenset(layout.mesh.manual_axes)
+    return jax.shard_map(untyped, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
+
+
+def _specs(core: Core, layout: Layout) -> Any:
+    """Inputs of specs."""
+    c, of_columns = layout.spec_of_c(core.head.vocab_axis), layout.spec_of_columns
+    specs: tuple[Any, ...] = layout.spec_of_e, c, of_columns, layout.spec_of_tokens, of_columns, P()
+    return Inputs(*specs)
+
+
+def _each(layout: Layout) -> P:
+    """The spec of arrays that are every device's own: their first axis has the devices one after another."""
+    axes = tuple(a for a in layout.mesh.axis_names if a in layout.mapped)
+    return P(axes) if axes else P()
+
+
+def _summing(core: Core, inputs: Inputs, layout: Layout) -> Core:
+    """core, with de in float32 if it is summed over devices."""
+    return replace(core, wide_de=bool(_sums(inputs, layout).e or layout.gathered_tokens))
+
+
+def _sums(inputs: Inputs, layout: Layout) -> "_Sums":
+    """The axes over which de, dc and dbias are summed, besides those over which they are scattered."""
+    varies = _union(layout, inputs)
+
+    def over(x: jax.Array | None, split: Axes, scattered: frozenset[str]) -> Axes:
+        if x is None:
+            return ()
+        found = (layout.mapped.intersection(split) | (varies - varying(x) if layout.typed else varies)) - scattered
+        return tuple(a for a in layout.mesh.axis_names if a in found and layout.mesh.shape[a] > 1)
+
+    tokens = tuple(a for a in layout.all_tokens if a not in layout.gathered_tokens)
+    e = over(inputs.e, layout.columns, layout.gathered_tokens)
+    c = over(inputs.c, tokens, layout.gathered | layout.reduced)
+    return _Sums(e, c, over(inputs.bias, tokens, frozenset(layout.gathered_columns)))
+
+
+def _untyped(layout: Layout) -> Axes:
+    """The axes over which each device has one summand of a cotangent: see this file's docstring."""
+    if layout.typed:
+        return ()
+    return tuple(a for a in layout.columns if a not in layout.mapped and a not in layout.gathered_tokens)
+
+
+def _union(layout: Layout, arrays: Any) -> frozenset[str]:
+    """The Manual axes over which any of the arrays varies."""
+    return frozenset().union(*map(varying, jax.tree.leaves(arrays))) if layout.typed else frozenset()
+
+
+def _typed(arrays: Any, axes: frozenset[str]) -> Any:
+    """The arrays, with types that say that they vary over these Manual axes."""
+
+    def cast(x: jax.Array) -> jax.Array:
+        missing = tuple(axes - varying(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, arrays)

@@ -1,0 +1,55 @@
+"""Layouts drawn at random give the loss and the gradients of one device."""
+
+import math
+
+import hypothesis
+import jax
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from tests.cases import Case
+from tests.devices.meshes import MODES, Layout, arrays, gradient_of, leaves_of, mesh_of, on_one_device, uneven
+from tests.tolerance import error
+
+MESHES = [{"a": 8}, {"a": 2, "b": 4}, {"a": 4, "b": 2}, {"a": 2, "b": 2, "c": 2}, {"a": 1, "b": 8}]
+
+
+@st.composite
+def layouts(draw) -> tuple[Layout, str]:
+    mesh = draw(st.sampled_from(MESHES))
+    e: list[list[str]] = [[], []]
+    c: list[list[str]] = [[], []]
+    for axis in mesh:
+        of_e, of_c = draw(st.sampled_from([None, 0, 1])), draw(st.sampled_from([None, 0, 1]))
+        if of_e is not None:
+            e[of_e].append(axis)
+        if of_c is not None:
+            c[of_c].append(axis)
+    specs = [P(*(tuple(entry) or None for entry in x)) for x in (e, c)]
+    layout = Layout("drawn", mesh, *specs)
+    mode = draw(st.sampled_from([mode for mode in MODES if layout.allows(mode)]))
+    # Inside jax.shard_map a device's columns must be consecutive: axes that split the tokens too come last.
+    shared = [a in {x for entry in e for x in entry} for a in c[0]]
+    hypothesis.assume(shared == sorted(shared) or not layout.manual(mode))
+    return layout, mode
+
+
+@hypothesis.settings(max_examples=40, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(layouts(), st.sampled_from([(), ("bias", "class_weight", "token_weight")]), st.integers(0, 1),
+                  st.sampled_from([8, 64]), st.integers(0, 2))  # fmt: skip
+def test_drawn(drawn, kept, vocab_axis, rows, shift):
+    """rows: B, so that there are fewer tokens than columns, or more: the smaller of e and c is gathered."""
+    layout, mode = drawn
+    options = {"label_smoothing": 0.1 if kept else 0.0, "z_loss": 0.01, "shift": shift, "vocab_axis": vocab_axis}
+    given = uneven(Case("drawn", leading=(rows, 8), width=8, vocabulary=128, arrays=kept, options=options))
+    mesh = mesh_of(layout, mode)
+    assert math.prod(mesh.devices.shape) == 8
+    leaves, others = leaves_of(arrays(given, layout, mesh, vocab_axis))
+    with jax.set_mesh(mesh):
+        loss, gradients = jax.jit(gradient_of(layout, mode, **options))(leaves, others)
+    want, wanted = on_one_device(given, **options)
+    assert error(loss, want) < 2e-6
+    for name, x in gradients.items():
+        assert error(x, wanted[name]) < 2e-6, name
+        if name in ("e", "c"):
+            assert x.sharding.is_equivalent_to(leaves[name].sharding, x.ndim), name

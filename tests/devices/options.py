@@ -1,0 +1,302 @@
+"""The options of the loss, and JAX's transformations, over devices."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from cce_jax import linear_cross_entropy
+from tests.cases import CASES, Case
+from tests.devices.meshes import (
+    MODES,
+    PLAIN,
+    Layout,
+    arrays,
+    collectives,
+    gradient_of,
+    leaves_of,
+    loss_of,
+    mesh_of,
+    on_one_device,
+    over,
+    uneven,
+)
+from tests.lowering import nested
+from tests.tolerance import error
+
+BOTH = Layout("both", {"data": 2, "context": 2, "tensor": 2}, P("data", "context"), P("tensor"))
+ROUNDING = 2e-6  # float32 sums in another order
+OPTIONS = {
+    str(case): (case.arrays, case.options)
+    for case in CASES
+    if case.options.get("reduction") != "none" and not case.options.get("return_lse")
+} | {"sum, everything": (("bias", "class_weight", "token_weight"), {"reduction": "sum", "shift": 2, "z_loss": 0.1})}
+
+
+def one_device(given, **options):
+    loss, gradients = on_one_device(given, **options)
+    return {"loss": loss, **gradients}
+
+
+def assert_same(found, gradients, want) -> None:
+    assert error(found, want["loss"]) < ROUNDING
+    for name, x in gradients.items():
+        assert error(x, want[name]) < ROUNDING, name
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit", "checked"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name, mode):
+    kept, options = OPTIONS[name]
+    given = uneven(Case(name, leading=(8, 8), width=16, vocabulary=64, arrays=kept, options=options))
+    mesh = mesh_of(BOTH, mode)
+    leaves, others = leaves_of(arrays(given, BOTH, mesh))
+    with jax.set_mesh(mesh):
+        loss, gradients = jax.jit(gradient_of(BOTH, mode, **options))(leaves, others)
+    assert_same(loss, gradients, one_device(given, **options))
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_for_each_token_and_lse(mode, shift):
+    """shift moves targets over the edges of devices, which inside jax.shard_map only whole sequences allow."""
+    layout = BOTH if not shift else Layout("whole sequences", BOTH.mesh, P("data"), P("tensor"))
+    given, specs = uneven(PLAIN), layout.specs()
+    mesh, axes = mesh_of(layout, mode), layout.manual(mode)
+    options = {"reduction": "none", "return_lse": True, "shift": shift, "impl": "chunked", "precision": "highest"}
+    sharding = {} if mode == "explicit" else {"sharding": (specs["e"], specs["c"])}
+
+    def losses(e, c, targets, **more):
+        return linear_cross_entropy(e, c, targets, **options, **more)
+
+    def weighted(run, e, c, targets):
+        loss, lse = run(e, c, targets)
+        weights = jnp.cos(jnp.arange(loss.size, dtype=jnp.float32)).reshape(loss.shape)
+        return jnp.sum(loss * weights) + jnp.sum(lse * jnp.roll(weights, 1, 0)), (loss, lse)
+
+    run = partial(losses, **sharding)
+    if axes:
+        at = [over(axes, specs[name]) for name in ("e", "c", "targets")]
+        run = jax.shard_map(run, in_specs=tuple(at), out_specs=at[2], axis_names=axes, check_vma=mode != "unchecked")
+    if mode == "explicit":  # the weights lie as the loss does
+        inner = run
+
+        def run(*a):
+            return jax.tree.map(lambda x: jax.reshard(x, P()), inner(*a))
+
+    made = arrays(given, layout, mesh)
+    with jax.set_mesh(mesh):
+        gradient = jax.jit(jax.grad(partial(weighted, run), (0, 1), has_aux=True))
+        found, (loss, lse) = gradient(made["e"], made["c"], made["targets"])
+    plain = jax.grad(partial(weighted, losses), (0, 1), has_aux=True)
+    want, (want_loss, want_lse) = plain(jnp.asarray(given.e), jnp.asarray(given.c), given.targets)
+    for x, y in zip((*found, loss, lse), (*want, want_loss, want_lse), strict=True):
+        assert error(x, y) < ROUNDING
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("frozen", ["e", "c"])
+def test_a_frozen_input_costs_no_collective(frozen, mode):
+    mesh = mesh_of(BOTH, mode)
+    given = uneven(PLAIN)
+    made = arrays(given, BOTH, mesh)
+    leaves = {k: made.pop(k) for k in ("e", "c") if k != frozen}
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(gradient_of(BOTH, mode)).lower(leaves, made).compile()
+        loss, gradients = compiled(leaves, made)
+    assert_same(loss, gradients, one_device(given))
+    sums = [k for k in collectives(compiled) if not k.endswith("[]")]
+    assert not [k for k in sums if ("[32,16]" if frozen == "c" else "[4,4,16]") in k], sums
+
+
+TRANSFORMED = ["auto", "explicit", "checked"]
+
+
+@pytest.mark.parametrize("mode", TRANSFORMED)
+@pytest.mark.parametrize("impl", ["chunked", "reference"])
+def test_checkpoint_scan_and_accumulation(mode, impl):
+    """Gradients of micro-batches, added in a scan, with the loss computed again in the backward pass."""
+    given = uneven(PLAIN)
+    mesh = mesh_of(BOTH, mode)
+    made = arrays(given, BOTH, mesh)
+    loss = loss_of(BOTH, mode, impl=impl, num_items=50.0)
+
+    @jax.jit
+    def accumulated(e, c, targets):
+        def step(total, scale):
+            of_batch = jax.checkpoint(lambda e, c: loss({"e": e * scale, "c": c, "targets": targets}))
+            value, gradients = jax.value_and_grad(of_batch, (0, 1))(e, c)
+            return jax.tree.map(jnp.add, total, (value, *gradients)), None
+
+        begun = jnp.float32(0), jnp.zeros_like(e), jnp.zeros_like(c)
+        return jax.lax.scan(step, begun, jnp.asarray([1.0, 0.5, 2.0]))[0]
+
+    with jax.set_mesh(mesh):
+        value, de, dc = accumulated(made["e"], made["c"], made["targets"])
+
+    def plain(e, c):
+        call = partial(linear_cross_entropy, impl="reference", num_items=50.0, precision="highest")
+        return sum(call(e * scale, c, given.targets) for scale in (1.0, 0.5, 2.0))
+
+    want, (want_de, want_dc) = jax.value_and_grad(plain, (0, 1))(jnp.asarray(given.e), jnp.asarray(given.c))
+    for x, y in ((value, want), (de, want_de), (dc, want_dc)):
+        assert error(x, y) < ROUNDING
+    assert de.sharding.is_equivalent_to(made["e"].sharding, 3)
+    assert dc.sharding.is_equivalent_to(made["c"].sharding, 2)
+
+
+@pytest.mark.parametrize("mode", TRANSFORMED)
+def test_vmap(mode):
+    """Over a batch of hidden states with one c, and the gradient of each."""
+    given = uneven(PLAIN)
+    mesh = mesh_of(BOTH, mode)
+    made = arrays(given, BOTH, mesh)
+    loss = loss_of(BOTH, mode)
+    scales = jnp.asarray([1.0, 0.5, 2.0])
+
+    def each(call, e, c):
+        return jax.vmap(jax.value_and_grad(lambda scale, c: call(e * scale, c), (0, 1)), (0, None))(scales, c)
+
+    with jax.set_mesh(mesh):
+        run = jax.jit(lambda e, c, t: each(lambda e, c: loss({"e": e, "c": c, "targets": t}), e, c))
+        values, (of_scale, dc) = run(made["e"], made["c"], made["targets"])
+    call = partial(linear_cross_entropy, targets=given.targets, impl="reference", precision="highest")
+    want, (want_of_scale, want_dc) = each(call, jnp.asarray(given.e), jnp.asarray(given.c))
+    for x, y in ((values, want), (of_scale, want_of_scale), (dc, want_dc)):
+        assert error(x, y) < ROUNDING
+
+
+@pytest.mark.parametrize("mode", TRANSFORMED)
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_donated_buffers(mode):
+    given = uneven(PLAIN)
+    mesh = mesh_of(BOTH, mode)
+    leaves, others = leaves_of(arrays(given, BOTH, mesh))
+    with jax.set_mesh(mesh):
+        loss, gradients = jax.jit(gradient_of(BOTH, mode), donate_argnums=0)(leaves, others)
+    assert leaves["e"].is_deleted()
+    assert_same(loss, gradients, one_device(given))
+
+
+def inside(mode, layout, summed=(), **options):
+    """Loss and gradients are right where the gradient is taken inside of jax.shard_map. summed: axes of the loss."""
+    given = uneven(PLAIN)
+    mesh = mesh_of(layout, mode)
+    made = arrays(given, layout, mesh)
+    at = tuple(layout.specs()[name] for name in ("e", "c", "targets"))
+
+    def run(e, c, t):
+        call = partial(linear_cross_entropy, targets=t, impl="chunked", reduction="sum", precision="highest", **options)
+        value, (de, dc) = jax.value_and_grad(call, (0, 1))(e, c)
+        return jax.lax.psum(value, summed) if summed else value, de, dc
+
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(run, in_specs=at, out_specs=(P(), *at[:2]), check_vma=mode == "checked")
+        found = jax.jit(mapped)(made["e"], made["c"], made["targets"])
+    want = one_device(given, reduction="sum")
+    assert_same(found[0], {"e": found[1], "c": found[2]}, want)
+
+
+def test_gradients_inside_a_checked_shard_map():
+    """The types say which gradients are sums over devices: dc is summed, with `sharding` and without."""
+    inside("checked", BOTH, sharding=(BOTH.e, BOTH.c))
+    inside("checked", Layout("tokens", BOTH.mesh, BOTH.e, P()), summed=("data", "context"))
+
+
+@pytest.mark.parametrize("mode", MODES[:3])
+def test_no_buffer_of_the_size_of_the_logits(mode):
+    """And none of the size of e where the tokens are split, or of c where its vocabulary is."""
+    tokens, width, vocabulary = 4096, 8, 65536
+    layout = Layout("both", {"data": 2, "tensor": 4}, P("data"), P("tensor"))
+    mesh = mesh_of(layout, mode)
+    shapes = {"e": ((tokens, width), jnp.float32), "c": ((vocabulary, width), jnp.float32),
+              "targets": ((tokens,), jnp.int32)}  # fmt: skip
+    specs = {"e": P("data"), "c": P("tensor"), "targets": P("data")}
+    at = {k: jax.sharding.NamedSharding(mesh, specs[k]) for k in shapes}
+    given = {k: jax.ShapeDtypeStruct(*shape, sharding=at[k]) for k, shape in shapes.items()}
+    with jax.set_mesh(mesh):
+        run = jax.jit(gradient_of(layout, mode, memory_budget=0))
+        text = run.lower({k: given[k] for k in ("e", "c")}, {"targets": given["targets"]}).compile().as_text()
+
+    sizes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", text)}
+    assert max(int(np.prod(x)) for x in sizes) <= tokens // 2 * 1024
+    assert (tokens, width) not in sizes
+    assert (vocabulary, width) not in sizes
+    assert (tokens // 2, width) in sizes, "the check sees a device's e"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_export(mode):
+    given = uneven(PLAIN)
+    mesh = mesh_of(BOTH, mode)
+    leaves, others = leaves_of(arrays(given, BOTH, mesh))
+    with jax.set_mesh(mesh):
+        exported = jax.export.export(jax.jit(gradient_of(BOTH, mode)))(leaves, others)
+        loss, gradients = jax.jit(exported.call)(leaves, others)
+    assert_same(loss, gradients, one_device(given))
+
+
+@pytest.mark.parametrize("of_c", [P(), P("tensor")])
+def test_reduced_weights(of_c):
+    """c of type P(..., reduced={"data"}): dc of two micro-batches is summed over the devices once."""
+    given = uneven(PLAIN)
+    layout = Layout("reduced", {"data": 4, "tensor": 2}, P("data"), of_c)
+    mesh = mesh_of(layout, "explicit")
+    made = arrays(given, layout, mesh)
+
+    def twice(e, c, targets):
+        c = jax.reshard(c, P(*of_c, reduced={"data"}))
+        gradient = jax.grad(lambda c: linear_cross_entropy(e, c, targets, impl="chunked", precision="highest"))
+        return jax.reshard(gradient(c) + gradient(2 * c), of_c)
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(twice).lower(made["e"], made["c"], made["targets"]).compile()
+        found = compiled(made["e"], made["c"], made["targets"])
+    plain = jax.grad(partial(linear_cross_entropy, impl="reference", precision="highest"), 1)
+    c = jnp.asarray(given.c)
+    assert error(found, plain(given.e, c, given.targets) + plain(given.e, 2 * c, given.targets)) < ROUNDING
+    sums = {k: n for k, n in collectives(compiled).items() if k.endswith(",16]") and "reduce" in k}
+    assert sums == {f"all-reduce f32[{32 if of_c else 64},16]": 1}
+
+
+@pytest.mark.parametrize("impl", ["chunked", "cce"])
+def test_columns_that_a_bias_takes_out(impl):
+    """A vocabulary that the devices do not divide, padded to one that they do: the pad's bias is -inf."""
+    given = uneven(Case("odd", leading=(8, 2), width=16, vocabulary=61))
+    layout = Layout("vocabulary", {"tensor": 8}, P(), P("tensor"))
+    mesh = mesh_of(layout, "auto")
+    bias = np.where(np.arange(64) < 61, 0, -np.inf).astype(np.float32)
+    padded = type(given)(given.e, np.pad(given.c, ((0, 3), (0, 0))), given.targets, {"bias": bias}, given.of_loss,
+                         given.of_lse)  # fmt: skip
+    leaves, others = leaves_of(arrays(padded, layout, mesh))
+    with jax.set_mesh(mesh):
+        loss, gradients = jax.jit(gradient_of(layout, "auto", impl=impl))(leaves, others)
+    dc, dbias = np.asarray(gradients["c"]), np.asarray(gradients["bias"])
+    assert_same(loss, {"e": gradients["e"], "c": dc[:61]}, one_device(given))
+    assert not dc[61:].any()
+    assert not dbias[61:].any()
+
+
+@pytest.mark.parametrize("mode", MODES[:3])
+def test_de_is_summed_in_float32_and_dc_in_its_type(mode):
+    layout = Layout("both", {"data": 2, "tensor": 4}, P("data"), P("tensor"))
+    mesh = mesh_of(layout, mode)
+    leaves, others = leaves_of(arrays(uneven(PLAIN, "bfloat16"), layout, mesh))
+    with jax.set_mesh(mesh):
+        traced = jax.jit(gradient_of(layout, mode)).trace(leaves, others)
+    found = {str(x.aval.dtype) + str(x.aval.shape) for x in summed(traced.jaxpr.jaxpr)}
+    assert {"float32(4, 8, 16)", "bfloat16(16, 16)"} <= found
+    assert "bfloat16(4, 8, 16)" not in found
+
+
+def summed(jaxpr):
+    """Everything that a traced program sums over devices."""
+    for eqn in jaxpr.eqns:
+        if "psum" in eqn.primitive.name:
+            yield from eqn.invars
+        for inner in nested(eqn):
+            yield from summed(inner)

@@ -1,0 +1,74 @@
+"""Several devices. The tests of tests/devices run in processes of their own, on 8 devices that XLA makes of the CPU."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cce_jax import api
+from cce_kernels.device import Gpu
+from tests.devices.meshes import MODES, Layout, gradient_of
+from tests.lowering import for_hopper, kernels, mesh_of_gpus
+
+ROOT = Path(__file__).parents[1]
+GROUPS = ("layouts", "options", "drawn", "errors")
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_on_eight_devices(group):
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist",
+               f"tests/devices/{group}.py"]  # fmt: skip
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+    assert re.search(r"\d+ passed", run.stdout), run.stdout
+    assert "skipped" not in run.stdout
+
+
+TWO_AXES = {"data": 2, "tensor": 2}
+LAYOUTS = [
+    Layout("tokens", TWO_AXES, P("data"), P()),
+    Layout("both", TWO_AXES, P("data"), P("tensor")),
+    Layout("both, c's width over data", TWO_AXES, P("data"), P("tensor", "data")),
+]
+
+
+def lowered(layout: Layout, mode: str, memory_budget, find):
+    """find(function, shapes, mesh), for the loss and its gradients over four GPUs that are not there."""
+    mesh = mesh_of_gpus(AxisType.Explicit if mode == "explicit" else AxisType.Auto, **layout.mesh)
+    specs = layout.specs()
+
+    def shape(name: str, *sizes: int, dtype=jnp.bfloat16):
+        sharding = NamedSharding(mesh, specs[name]) if mode == "explicit" else None
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
+
+    leaves = {"e": shape("e", 4, 512, 128), "c": shape("c", 2048, 128)}
+    others = {"targets": shape("targets", 4, 512, dtype=jnp.int32)}
+    run = gradient_of(layout, mode, impl="cce", memory_budget=memory_budget, precision=None)
+    return find(run, leaves, others, mesh=mesh)
+
+
+@pytest.mark.parametrize("memory_budget", [0, "all"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_triton_kernels_lower(layout, mode, memory_budget, monkeypatch):
+    monkeypatch.setattr(api, "local_gpu", lambda: Gpu("8.9", 132))
+    found = {kernel.name for kernel in lowered(layout, mode, memory_budget, kernels)}
+    assert {"target", "statistics", "rescue", *(("targets",) if memory_budget else ("dz",))} <= found
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the hopper engine needs JAX 0.11")
+@pytest.mark.parametrize("memory_budget", [0, 16 * 2**20])  # all are saved; with more XLA multiplies them
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_hopper_kernels_lower(layout, mode, memory_budget, monkeypatch):
+    monkeypatch.setattr(api, "local_gpu", lambda: Gpu("9.0", 132))
+    found = set(lowered(layout, mode, memory_budget, for_hopper))
+    assert {"statistics", "dc", "saved_de" if memory_budget else "dz"} <= found
