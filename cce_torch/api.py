@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cce_kernels import contract
-from cce_torch import compiled, dtensors, losses, ops, reference, shards, tensors
+from cce_torch import compiled, losses, ops, reference, shards, tensors
 from cce_torch import vocab_parallel as parallel
 from cce_torch.vocab_parallel import VocabParallel
 
@@ -130,8 +130,10 @@ def linear_cross_entropy(
       torch.OutOfMemoryError: there is no memory for the scratch, even after freeing PyTorch's cache.
     """
     given = dict(e=e, c=c, targets=targets, bias=bias, class_weight=class_weight, token_weight=token_weight)
-    if dtensors.are_among(given):
-        return dtensors.loss(linear_cross_entropy, given, num_items, dict(
+    if tensors.has_dtensor(given):
+        from cce_torch import dtensors
+
+        return dtensors.loss(linear_cross_entropy, given, num_items, dict(  # type: ignore[call-issue]
             ignore_index=ignore_index, softcap=softcap, reduction=reduction, shift=shift, return_lse=return_lse,
             logit_scale=logit_scale, label_smoothing=label_smoothing, z_loss=z_loss, vocab_axis=vocab_axis, impl=impl,
             memory_budget=memory_budget, precision=precision, check_targets=check_targets,

@@ -18,21 +18,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cce_kernels import contract
-from cce_torch import losses, ops
+from cce_torch import losses
 from cce_torch.vocab_parallel import VocabParallel
 
 OF_TOKENS = "targets", "token_weight"
 
 
-def are_among(given: dict[str, Any]) -> bool:
-    """Whether one of the arguments is a DTensor."""
-    if ops.PLAIN.issuperset(map(type, given.values())):  # nearly always; DTensor is slow to import
-        return False
-    return any(type(x).__name__ == "DTensor" for x in given.values())
-
-
+@torch.compiler.disable  # torch.compile takes the rank in a mesh, and so the rows of a shard, for numbers unknown to it
 def loss(function: Callable, given: dict[str, Any], num_items: Any, options: dict[str, Any]) -> Any:
     """function(**given, num_items=num_items, **options), the public function, of DTensors.
 
@@ -40,8 +35,6 @@ def loss(function: Callable, given: dict[str, Any], num_items: Any, options: dic
       TypeError: one of the tensors is plain, and it cannot be told which part of the whole it is.
       ValueError: the tensors are on different meshes, or shift needs targets of another process.
     """
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-
     options = dict(options)
     contract.num_items(num_items, options["reduction"])
     contract.choice("vocab_axis", options["vocab_axis"], (0, 1))
@@ -110,8 +103,6 @@ def loss(function: Callable, given: dict[str, Any], num_items: Any, options: dic
 
 def _check(given: dict[str, Any], options: dict[str, Any]) -> None:
     """Raise unless e and c are DTensors, and all DTensors are on one mesh."""
-    from torch.distributed.tensor import DTensor
-
     meshes = {name: x.device_mesh for name, x in given.items() if isinstance(x, DTensor)}
     for name in ("vocab_parallel", "vocab_parallel_options"):
         if options[name] is not None:
@@ -149,8 +140,6 @@ def _placements(e: Any, c: Any, vocab_axis: int) -> tuple[list, list, int | None
     """The placements to compute with: of e, of c; the axis of the mesh that splits the vocabulary; and that axis again
     if it splits the tokens too, so that e is to be gathered over it.
     """
-    from torch.distributed.tensor import Replicate, Shard
-
     of_e: list = [p if type(p) is Shard and p.dim < e.dim() - 1 else Replicate() for p in e.placements]
     of_c: list = [p if p == Shard(vocab_axis) else Replicate() for p in c.placements]
     split = gathered = None

@@ -6,12 +6,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 PLAIN = {Tensor, torch.nn.Parameter}
+ORDINARY = {*PLAIN, type(None)}
 TRACED = FakeTensor, FunctionalTensor  # torch.compile passes these, which have no memory
 ADDRESSED = {"cpu", "cuda", "meta"}  # devices where a storage's address tells whether it has memory
 ADVICE = (
     "compute the loss inside the forward of the module that FSDP wraps: there its weights are whole, plain tensors in "
     "memory"
 )
+
+
+def has_dtensor(tensors: dict[str, Tensor | None]) -> bool:
+    """Whether one of the tensors is a DTensor."""
+    if ORDINARY.issuperset(map(type, tensors.values())):  # nearly always
+        return False
+    return any(type(x).__name__ == "DTensor" for x in tensors.values())  # a class that is slow to import
 
 
 def check(tensors: dict[str, Tensor | None]) -> None:
