@@ -3,7 +3,7 @@
 train_lm.py runs it beside its own two runs, from the same weights (`load_flax`) and on the same batches.
 
 What to take from it into a training script of your own:
-  1. The model's head is a `LinearCrossEntropyHead`. With targets it gives the loss, without the logits (`LanguageModel`).
+  1. The head is a `LinearCrossEntropyHead`. With targets it gives the loss, without the logits (`LanguageModel`).
   2. With shift=1 position i predicts token i + 1: the tokens are their own targets, and `hidden` is not sliced.
   3. On several devices FSDP wraps the model, whose forward computes the loss; the rows of the embedding, which is the
      head's matrix too, can be split over a mesh axis of their own (`split`).
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from tqdm import tqdm
 
-from cce_torch import LinearCrossEntropyHead, linear_cross_entropy
+from cce_torch import LinearCrossEntropyHead, VocabParallelStyle, linear_cross_entropy
 
 
 class Block(nn.Module):
@@ -75,7 +75,7 @@ def split(model: LanguageModel, mesh: DeviceMesh) -> None:
     names = mesh.mesh_dim_names or ()
     if "tensor" in names:
         rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
-        parallelize_module(model, mesh["tensor"], {"tokens": rows})
+        parallelize_module(model, mesh["tensor"], {"tokens": rows, "head": VocabParallelStyle()})
         model.head.weight = model.tokens.weight
     if "data" in names:
         for block in model.blocks:
