@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from cce_jax import derivative, losses
-from cce_jax.core import Core, Impl
+from cce_jax import losses
+from cce_jax.core import statistics
 from cce_jax.devices import whole_weights
+from cce_jax.passes import Core, Impl
 from cce_jax.reverse_mode import reverse_mode_only
 from cce_jax.sharding import Layout, layout_of
 from cce_kernels import contract
@@ -204,7 +205,7 @@ def _statistics(inputs: Inputs, core: Core, layout: Layout | None) -> Statistics
     if core.impl != "reference":
         e, c, bias = jax.tree.map(reverse_mode_only, (inputs.e, inputs.c, inputs.bias))
         inputs = inputs._replace(e=e, c=c, bias=bias)
-    return derivative.statistics(inputs, core, layout)
+    return statistics(inputs, core, layout)
 
 
 def _shifted(x: jax.Array, shift: int, fill: int, layout: Layout | None) -> jax.Array:

@@ -30,124 +30,89 @@ saved lse. The residuals are the inputs and two or three numbers a token. The co
 so they are computed one group at a time (cce_kernels/gradients.py), and every group reuses one buffer. Where the memory
 budget allows it, exponentials of some or all tokens are residuals too (cce_kernels/exponentials.py).
 
+On several devices each computes its own tokens and columns (cce_jax/devices.py).
+
 A token whose target is negative is ignored: its three numbers are arbitrary, it contributes nothing to (7), and nothing
 in its row of e, not even a NaN, reaches a gradient. A target of V or more names no logit: (2) is 0.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from cce_jax.one_device import on_one_device
-from cce_kernels import backward, forward
-from cce_kernels.call import Call
-from cce_kernels.device import H200, INTERPRETER, Gpu, cuda_gpu
-from cce_kernels.engines.xla import XLA
-from cce_kernels.exponentials import saved_shape
-from cce_kernels.head import Head
-from cce_kernels.numbers import Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
-from cce_kernels.plan import Plan, plan_of
-
-Impl = Literal["auto", "cce", "chunked", "reference"]
+from cce_jax import devices
+from cce_jax.passes import Core
+from cce_jax.sharding import Layout
+from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
 
 
-@dataclass(frozen=True)
-class Core:
-    """The static part of a call of the core. gpu: the GPU that the call will run on; None if it is no CUDA device."""
+def statistics(inputs: Inputs, core: Core, layout: Layout | None) -> Statistics:
+    """Equations (1)-(3), of the shape of targets, differentiable in e, c and bias. e: (..., D).
 
-    head: Head
-    with_sum: bool
-    impl: Impl
-    memory_budget: int
-    gpu: Gpu | None = None
-    wide_de: bool = False  # whether `gradients` gives de in float32, for a sum over devices
-
-
-def plan_for(inputs: Inputs, core: Core, wanted: Wanted | None, saved: int | None = None) -> Plan:
-    """The plan of a call, from arrays or their shapes.
-
-    wanted: None for evaluation. saved: the number of tokens whose exponentials are saved, if already decided.
+    The sum is None unless core.with_sum.
     """
-    gpu = INTERPRETER if core.impl == "cce" and core.gpu is None else core.gpu
-    return _plan(inputs, core, wanted, saved, gpu, core.impl if gpu is not None else "chunked")
+    if core.impl == "reference":
+        return devices.whole_numbers(inputs, core, layout)
+    return _statistics(core, layout, inputs)
 
 
-def _plan(
-    inputs: Inputs, core: Core, wanted: Wanted | None, saved: int | None, gpu: Gpu | None, impl: Any
-) -> Plan:  # fmt: skip
-    tokens, width = inputs.e.shape
-    call = Call(tokens, width, core.head.vocabulary(inputs.c), str(jnp.dtype(inputs.e.dtype)), core.head,
-                inputs.bias is not None, core.with_sum, wanted, core.memory_budget, core.wide_de)  # fmt: skip
-    return plan_of(call, gpu, impl, saved)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _statistics(core: Core, layout: Layout | None, inputs: Inputs) -> Statistics:
+    return devices.forward_pass(inputs, core, layout, None)[0]
 
 
-def target_logits(inputs: Inputs, core: Core, wanted: Wanted | None) -> jax.Array:
-    """Equation (2) for a shard of the vocabulary, (N,). `forward_pass` takes the sum over all shards."""
-    return _on_platform(lambda plan, inputs: forward.target(inputs, plan), inputs, core, wanted)(inputs)
+def _statistics_fwd(core: Core, layout: Layout | None, inputs):
+    e, c, bias = inputs.e, inputs.c, inputs.bias
+    wanted = Wanted(e=e.perturbed, c=c.perturbed, bias=bias is not None and bias.perturbed)
+    inputs = jax.tree.map(lambda x: x.value, inputs, is_leaf=lambda x: hasattr(x, "perturbed"))
+    run = partial(devices.forward_pass, core=core, layout=layout, wanted=wanted)
+    out, held = _first_order_only(run)(inputs)
+    return out, (_as_shape(wanted), inputs, out, held)
 
 
-def forward_pass(
-    inputs: Inputs, core: Core, wanted: Wanted | None, reference: jax.Array | None = None
-) -> tuple[Statistics, jax.Array | None]:
-    """Equations (1)-(3), and the exponentials that are saved for `gradients`: of e's type, or None.
+def _statistics_bwd(core: Core, layout: Layout | None, residuals, cotangents):
+    shape_of_wanted, inputs, numbers, held = residuals
+    zeros = jnp.zeros_like(numbers.lse)
+    of = Cotangents(*[zeros if _is_symbolic_zero(x) else x for x in cotangents])
+    wanted = _from_shape(shape_of_wanted)
+    found = _first_order_only(partial(devices.gradients, core=core, layout=layout, wanted=wanted))(inputs, held, of)
+    return (Inputs(found.e, found.c, found.bias, None, None, None),)  # type: ignore[arg-type]
 
-    wanted: the gradients that will be asked for; None if there will be none. reference: for a shard of the vocabulary,
-    numbers.Shard.reference.
+
+_statistics.defvjp(_statistics_fwd, _statistics_bwd, symbolic_zeros=True)
+
+
+def _as_shape(wanted: Wanted) -> jax.Array:
+    """wanted, encoded in the shape of an array.
+
+    JAX keeps a traced forward rule for each pattern of differentiated inputs, but only the last residual tree for all
+    of them. Static facts in that tree would reach the wrong backward rule. The shape of a leaf reaches the right one.
     """
-    saved = saved_shape(plan_for(inputs, core, wanted).saved, core.head.vocabulary(inputs.c))
-
-    def run(plan: Plan, inputs: Inputs, reference: jax.Array | None):
-        numbers, exponentials = forward.statistics(inputs, plan, reference)
-        if saved[0] and exponentials is None:  # this platform saves nothing, but all platforms return one shape
-            exponentials = lax.empty(saved, inputs.e.dtype)
-        return numbers, exponentials
-
-    return _on_platform(run, inputs, core, wanted)(inputs, reference)
+    return jnp.zeros((1 + wanted.e, 1 + wanted.c, 1 + wanted.bias), bool)
 
 
-def gradients(
-    inputs: Inputs, numbers: Statistics, saved: jax.Array | None, cotangents: Cotangents, core: Core, wanted: Wanted,
-    shard: Shard | None = None,
-) -> tuple[Gradients, jax.Array | None]:  # fmt: skip
-    """Equations (6) and (7): de, dc and dbias in the types of e, c and bias, None where not wanted; and saved.
-
-    numbers and saved: the results of `forward_pass`. The returned saved may have been overwritten in part; it still
-    gives the same gradients in another call of this function. shard: for a shard of the vocabulary, what the device
-    must know of the other columns.
-    """
-
-    def run(plan: Plan, *arrays):
-        inputs, numbers, saved, cotangents, shard = arrays
-        saved_here = saved if plan.saved else None
-        found, overwritten = backward.gradients(inputs, numbers, saved_here, cotangents, plan, shard)
-        return found, saved if overwritten is None else overwritten
-
-    held = 0 if saved is None else saved.shape[0]  # fewer than planned if the forward pass could not save
-    return _on_platform(run, inputs, core, wanted, held)(inputs, numbers, saved, cotangents, shard)
+def _from_shape(x: jax.Array) -> Wanted:
+    return Wanted(*(n == 2 for n in x.shape))
 
 
-def _on_platform(
-    run: Callable, inputs: Inputs, core: Core, wanted: Wanted | None, saved: int | None = None
-) -> Callable:
-    """run(plan, ...), with the plan for the platform that the program is lowered for.
+def _is_symbolic_zero(x) -> bool:
+    return isinstance(x, jax.custom_derivatives.SymbolicZero)
 
-    A program may be lowered for a platform that this process does not have. A CUDA program is then planned for an H200.
-    """
-    here = plan_for(inputs, core, wanted, saved)
-    if core.impl == "chunked":
-        return partial(run, here)
-    plan = partial(_plan, inputs, core, wanted, here.saved)  # the saved exponentials have one shape on all platforms
-    on_gpu = here if core.gpu is not None else plan(cuda_gpu() or H200, core.impl)
-    elsewhere = plan(INTERPRETER, "cce") if core.impl == "cce" else plan(None, "chunked")
 
-    def on_cuda(inputs: Inputs, *others):
-        if on_gpu.forward.sums.engine is not XLA:
-            inputs = inputs._replace(targets=on_one_device(inputs.targets))
-        return run(on_gpu, inputs, *others)
+def _first_order_only(function: Callable) -> Callable:
+    """function, which raises a clear error if JAX differentiates it: that is a second derivative of the loss."""
 
-    return partial(lax.platform_dependent, cuda=on_cuda, default=partial(run, elsewhere))
+    @jax.custom_jvp
+    def guarded(*arrays):
+        return function(*arrays)
+
+    @guarded.defjvp
+    def _(primals, tangents):
+        raise NotImplementedError(
+            "linear_cross_entropy has first derivatives only with impl='cce', 'chunked' and 'auto'; "
+            "impl='reference' has forward-mode and higher-order derivatives, and holds the full logits"
+        )
+
+    return guarded

@@ -32,9 +32,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from cce_jax import core as passes
-from cce_jax import reference
-from cce_jax.core import Core
+from cce_jax import passes, reference
+from cce_jax.passes import Core
 from cce_jax.sharding import Axes, Layout, varying
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
 
@@ -43,7 +42,7 @@ class Held(NamedTuple):
     """What a device's forward pass leaves for its backward pass. N: the tokens that the device computes."""
 
     numbers: Statistics  # (N,) each, of the device's columns
-    saved: jax.Array | None  # exponentials, as core.forward_pass returns them
+    saved: jax.Array | None  # exponentials, as passes.forward_pass returns them
     shard: Shard | None  # None: the device has all columns
 
 

@@ -22,7 +22,7 @@ import torch
 from jax import lax
 from torch import Tensor
 
-from cce_jax import core, losses
+from cce_jax import losses, passes
 from cce_kernels.device import gpu_of
 from cce_kernels.exponentials import saved_shape as shape_of_saved
 from cce_kernels.head import Head
@@ -52,7 +52,7 @@ class Call:
     loss: losses.Loss
     softcap: float | None
     precision: str | None
-    impl: core.Impl
+    impl: passes.Impl
     memory_budget: int
     of_shard: bool = False  # c is a shard of the vocabulary: de is a part of a sum, in float32
 
@@ -106,7 +106,7 @@ class Kind:
     """
 
     call: Call
-    static: core.Core  # the static part of the core's call
+    static: passes.Core  # the static part of the core's call
     c_shape: torch.Size  # in the order of memory
     dtype: torch.dtype
     device: Any  # JAX's device
@@ -126,7 +126,7 @@ def kind_of(call: Call, c_shape: torch.Size, vocab_axis: int, dtype: torch.dtype
         on = bridge.jax_device(device)
         head = Head(call.softcap, vocab_axis, lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT)
         gpu = gpu_of(on) if device.type == "cuda" else None
-        static = core.Core(head, call.loss.smooths, call.impl, call.memory_budget, gpu, call.of_shard)
+        static = passes.Core(head, call.loss.smooths, call.impl, call.memory_budget, gpu, call.of_shard)
         with _choosing:
             found = _kinds.setdefault(key, Kind(call, static, c_shape, dtype, on, Sizes()))
     return found
@@ -151,7 +151,7 @@ def saved_shape_of(kind: Kind, size: int, with_bias: bool, wanted: Wanted) -> tu
     e, c = jax.ShapeDtypeStruct((size, shape[1 - axis]), dtype), jax.ShapeDtypeStruct(shape, dtype)
     bias = jax.ShapeDtypeStruct(shape[axis : axis + 1], dtype) if with_bias else None
     inputs = Inputs(e, c, bias, None)  # type: ignore[arg-type]
-    return shape_of_saved(core.plan_for(inputs, kind.static, wanted).saved, shape[axis])
+    return shape_of_saved(passes.plan_for(inputs, kind.static, wanted).saved, shape[axis])
 
 
 def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, wanted: Wanted | None, row_length: int,
@@ -335,7 +335,7 @@ def _loss_program(kind: Kind, size: int, wanted: Wanted | None, saves: bool) -> 
 
     def torch_loss(*arrays):
         inputs, token_weight, arithmetic = _prepared(kind, *arrays[count:])  # the first `count` are the results' memory
-        statistics, saved = core.forward_pass(inputs, kind.static, wanted)
+        statistics, saved = passes.forward_pass(inputs, kind.static, wanted)
         value, _ = arithmetic(statistics, token_weight=token_weight)
         return value, jnp.where(inputs.targets >= 0, rows_of(statistics), 0), *([saved] if saves else [])
 
@@ -365,7 +365,7 @@ def _gradients_program(kind: Kind, wanted: Wanted, of_token_weight: bool, with_s
             cotangents, of_weight = jax.vjp(value, stacked, token_weight)[1](of_loss)
         if of_statistics is not None:
             cotangents += of_statistics
-        found, saved = core.gradients(
+        found, saved = passes.gradients(
             inputs, named(Statistics, stacked), saved, named(Cotangents, cotangents), kind.static, wanted
         )
         if of_token_weight and kind.call.shift:

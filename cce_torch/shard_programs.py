@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import torch
 from torch import Tensor
 
-from cce_jax import core, losses
+from cce_jax import losses, passes
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Shard, Statistics, Wanted
 from cce_torch import bridge
 from cce_torch.programs import (
@@ -123,7 +123,7 @@ def _inputs(e, c, bias, columns, weights, scale) -> Inputs:
 @lru_cache(maxsize=PROGRAMS)
 def _target_program(kind: Kind, size: int, wanted: Wanted | None) -> Callable:
     def torch_shard_target(_, *arrays):
-        return (core.target_logits(_inputs(*arrays), kind.static, wanted),)
+        return (passes.target_logits(_inputs(*arrays), kind.static, wanted),)
 
     return jitted(torch_shard_target, 1)
 
@@ -134,7 +134,7 @@ def _statistics_program(kind: Kind, size: int, wanted: Wanted | None, saves: boo
 
     def torch_shard_statistics(*arrays):
         reference, *rest = arrays[count:]  # the first `count` are the results' memory
-        numbers, saved = core.forward_pass(_inputs(*rest), kind.static, wanted, _finite(reference))
+        numbers, saved = passes.forward_pass(_inputs(*rest), kind.static, wanted, _finite(reference))
         return rows_of(numbers), *([saved] if saves else [])
 
     return jitted(torch_shard_statistics, count)
@@ -147,7 +147,7 @@ def _gradients_program(kind: Kind, wanted: Wanted, with_saved: bool, size: int) 
     def torch_shard_gradients(*arrays):
         saved = arrays[0] if with_saved else None
         cotangents, own, lse, reference, *rest = arrays[count:]  # the first `count` are the results' memory
-        found, saved = core.gradients(
+        found, saved = passes.gradients(
             _inputs(*rest), _named(Statistics, own), saved, _named(Cotangents, cotangents), kind.static, wanted,
             Shard(lse, _finite(reference)),
         )  # fmt: skip

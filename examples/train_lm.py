@@ -27,6 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -40,6 +41,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from matplotlib.figure import Figure  # without pyplot it draws with the Agg backend, which needs no display
 from tokenizers import ByteLevelBPETokenizer
+from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
 from cce_jax import linear_cross_entropy
@@ -132,7 +134,7 @@ class Devices:
         self.mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes))
         self.of_batch, self.of_embedding = (P(name if name in sizes else None) for name in ("data", "tensor"))
 
-    def shardings(self, tree: dict) -> dict:
+    def shardings(self, tree: Any) -> Any:
         """How each array of the parameters, or of the optimizer's state, lies."""
 
         def of(path: tuple, _: jax.Array) -> NamedSharding:
@@ -168,7 +170,7 @@ def train(
     state, on_devices, out = optimizer.init(params), jnp.asarray, None
     if devices:
         jax.set_mesh(devices.mesh)
-        on_devices, out = devices.batch, (*map(devices.shardings, (params, state)), None)
+        on_devices, out = devices.batch, (devices.shardings(params), devices.shardings(state), None)
         params, state = jax.device_put((params, state), out[:2])
     compiled = jax.jit(step, out_shardings=out).lower(params, state, on_devices(batches[0])).compile()
     losses, start = [], time.perf_counter()
@@ -218,7 +220,7 @@ def train_torch_on_devices(size: Size, steps: int, seed: int, mesh: str, out: Pa
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     torch.distributed.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     sizes = {name: int(n) for name, _, n in (part.partition("=") for part in mesh.split(","))}
-    devices = torch.distributed.init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    devices = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     batches, vocabulary = make_batches(size, steps, seed)
     params = jax.jit(LanguageModel(size, vocabulary).init)(jax.random.key(seed), batches[0])["params"]
     tokens, dtype = torch.from_numpy(batches).to(device, torch.int64), getattr(torch, jnp.dtype(size.dtype).name)

@@ -243,7 +243,7 @@ FAULTS = (
     Fault(f"{ENGINES}/hopper/logits.py", "tanh of a small number cancels", "SMALL = 0.25", "SMALL = 0.0",
           ("test_hopper.py::test_a_softcap_of_any_size_is_as_exact_as_the_logits[1000000.0]",), jax11=True),
     # cce_jax.
-    Fault("cce_jax/derivative.py", "the gradients of e and c are asked for the wrong way round",
+    Fault("cce_jax/core.py", "the gradients of e and c are asked for the wrong way round",
           "(1 + wanted.e, 1 + wanted.c, 1 + wanted.bias)", "(1 + wanted.c, 1 + wanted.e, 1 + wanted.bias)",
           ("test_transforms.py::test_which_gradients_an_earlier_call_wanted_does_not_matter[chunked]",)),
     Fault("cce_jax/losses.py", "a negative target is taken for an ignored one",

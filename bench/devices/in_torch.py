@@ -18,7 +18,7 @@ from bench.data import Shape, trained
 from bench.devices.layouts import BUDGETS, LAYOUTS, budget, collectives
 
 WARM, ROUNDS = 4, 10
-Step = Callable[[], float]
+Step = Callable[[], Tensor]
 
 
 def milliseconds(call: Callable[[], object]) -> float:
@@ -69,7 +69,7 @@ def steps(layout: str, e: Tensor, c: Tensor, targets: Tensor, shape: Shape, gpus
         head.weight = c
         fully_shard(head, reshard_after_forward=True)
 
-    def done(loss: Tensor) -> float:
+    def done(loss: Tensor) -> Tensor:
         loss.backward()
         if layout == "tokens" and gpus > 1:
             assert c.grad is not None
@@ -115,7 +115,7 @@ def _loss_parallel(e: Tensor, c: Tensor, targets: Tensor) -> Step:
         whole = DTensor.from_local(e, mesh, [Replicate()], run_check=False)
         rows = DTensor.from_local(c, mesh, [Shard(0)], run_check=False)
         with loss_parallel():
-            loss = F.cross_entropy((whole @ rows.T).float(), targets)
+            loss: Any = F.cross_entropy((whole @ rows.T).float(), targets)
             loss.backward()
         e.grad = c.grad = None
         return loss.to_local()
