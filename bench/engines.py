@@ -100,6 +100,8 @@ def held(run, arrays) -> float:
 
 
 def taken(kind: Kind) -> str:
+    from cce_jax import passes
+
     seen = []
     real = choose.plan_of
     run, arrays = program(kind, "auto")

@@ -335,7 +335,7 @@ FAULTS = (
           "blocks.times(blocks.product(dz.t(), e_live, accumulate), unit)",
           "blocks.product(dz.t(), e_live, accumulate)",
           ("test_torch_compiled.py::test_exact_with_16_bit_operands[plain-float16]",)),
-    Fault("cce_torch/compiled.py", "de is that of the last group", "de += blocks.product(", "de = blocks.product(",
+    Fault("cce_torch/compiled.py", "de is that of the last group", "sums += blocks.product(", "sums = blocks.product(",
           ("test_torch_compiled.py::test_exact_with_16_bit_operands[plain-float16]",)),
     Fault("cce_torch/compiled.py", "an ignored token's numbers get out", "torch.where(columns >= 0, torch.stack(",
           "torch.where(columns >= -1, torch.stack(",

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cce_jax import passes
 from cce_kernels import backward, forward, gradients
 from cce_kernels.device import H200
 from cce_kernels.engines import hopper
