@@ -1,7 +1,7 @@
 """The public function and module for PyTorch: they check the arguments, choose the impl and compute the loss."""
 
 import sys
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Literal
 
 import torch
@@ -139,22 +139,16 @@ def linear_cross_entropy(
             memory_budget=memory_budget, precision=precision, check_targets=check_targets,
             vocab_parallel=vocab_parallel, vocab_parallel_options=vocab_parallel_options,
         ))  # fmt: skip
-    contract.choice("reduction", reduction, contract.REDUCTIONS)
-    contract.choice("impl", impl, IMPLS)
-    contract.choice("vocab_axis", vocab_axis, (0, 1))
-    contract.choice("precision", precision, (None, *PRECISIONS))
-    head: dict[str, Any] = {
-        "scale": 1.0 if logit_scale is None else contract.number("logit_scale", logit_scale),
-        "softcap": contract.softcap(softcap),
-    }
-    label_smoothing = contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0)
-    z_loss = contract.number("z_loss", z_loss)
-    ignore_index = contract.integer("ignore_index", ignore_index)
-    budget = contract.memory_budget(memory_budget)
-    shift = contract.integer("shift", shift)
+    options = (reduction, impl, vocab_axis, precision, logit_scale, softcap, label_smoothing, z_loss, ignore_index,
+               memory_budget, shift)  # fmt: skip
+    numbers_alone = NUMBERS.issuperset(map(type, options)) and not torch.compiler.is_compiling()
+    check = _checked_once if numbers_alone else _checked
+    scale, softcap, label_smoothing, z_loss, ignore_index, budget, shift = check(*options)
+    head: dict[str, Any] = {"scale": scale, "softcap": softcap}
     contract.num_items(num_items, reduction)
     _check_tensors(given, num_items)
-    e, c, bias = _autocast(e), _autocast(c), _autocast(bias)
+    if torch.is_autocast_enabled(e.device.type):
+        e, c, bias = _autocast(e), _autocast(c), _autocast(bias)
     _check_types(e, c, bias, targets, class_weight, token_weight)
     shard = _shard(vocab_parallel, vocab_parallel_options)
     shapes = {name: _shape(x) for name, x in given.items()}
@@ -272,6 +266,27 @@ OPTIONS = {
 }
 
 
+def _checked(
+    reduction: Any, impl: Any, vocab_axis: Any, precision: Any, logit_scale: Any, softcap: Any, label_smoothing: Any,
+    z_loss: Any, ignore_index: Any, memory_budget: Any, shift: Any,
+) -> tuple:  # fmt: skip
+    """scale, softcap, label_smoothing, z_loss, ignore_index, budget and shift, or an error for the option at fault."""
+    contract.choice("reduction", reduction, contract.REDUCTIONS)
+    contract.choice("impl", impl, IMPLS)
+    contract.choice("vocab_axis", vocab_axis, (0, 1))
+    contract.choice("precision", precision, (None, *PRECISIONS))
+    scale = 1.0 if logit_scale is None else contract.number("logit_scale", logit_scale)
+    return (
+        scale, contract.softcap(softcap), contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0),
+        contract.number("z_loss", z_loss), contract.integer("ignore_index", ignore_index),
+        contract.memory_budget(memory_budget), contract.integer("shift", shift),
+    )  # fmt: skip
+
+
+NUMBERS = {str, int, bool, float, type(None)}  # types of options that a cache can hold
+_checked_once = lru_cache(maxsize=256, typed=True)(_checked)
+
+
 def _shard(vocab_parallel: VocabParallel | None, options: Any) -> VocabParallel | None:
     if options is not None and vocab_parallel is not None:
         raise ValueError("vocab_parallel and vocab_parallel_options are the same: give one of them")
@@ -310,26 +325,31 @@ def _shape(x: Any) -> Any:
 
 
 def _autocast(x: Any) -> Any:
-    """x, cast to the type to which autocast would cast it in torch.nn.functional.linear."""
-    if x is None or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+    """x, cast to the type to which autocast, which is enabled, would cast it in torch.nn.functional.linear."""
+    if x is None or x.dtype == torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _check_tensors(given: dict[str, Tensor | None], num_items: float | Tensor | None) -> None:
-    for name, x in (*given.items(), ("num_items", num_items)):
+    """Raises an error for a tensor that no impl takes. It runs at every call, so it looks first at what is usual."""
+    present: dict[str, Any] = {name: x for name, x in given.items() if x is not None or name in ("e", "c", "targets")}
+    if num_items is not None:
+        present["num_items"] = num_items
+    for name, x in present.items():
         if not isinstance(x, Tensor):
             _check_other(name, x)
-        elif x.layout != torch.strided:
+        elif x.layout is not torch.strided:
             raise TypeError(f"{name} is a sparse tensor of layout {x.layout}: pass {name}.to_dense()")
-    tensors.check({**given, "num_items": num_items if isinstance(num_items, Tensor) else None})
-    present = {name: x for name, x in given.items() if x is not None}
-    device = present["e"].device
-    if any(x.device != device for x in present.values()):
+    number = present.pop("num_items", None)
+    if isinstance(number, Tensor):
+        tensors.check({"num_items": number})
+        if number.numel() != 1:
+            raise ValueError(f"num_items must be a number or a tensor of one element, got shape {tuple(number.shape)}")
+    tensors.check(present)
+    if len({x.device for x in present.values()}) > 1:
         found = ", ".join(f"{name} {x.device}" for name, x in present.items())
         raise ValueError(f"all tensors must be on one device, got {found}")
-    if isinstance(num_items, Tensor) and num_items.numel() != 1:
-        raise ValueError(f"num_items must be a number or a tensor of one element, got shape {tuple(num_items.shape)}")
 
 
 def _check_other(name: str, x: Any) -> None:
