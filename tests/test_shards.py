@@ -115,10 +115,10 @@ ENGINES = [("cce", INTERPRETER), ("chunked", None)]
     {}, {"bias": True, "head": Head(softcap=4.0, vocab_axis=1)}, {"weighted": True, "bias": True, "vocabulary": 232},
 ], ids=["plain", "bias, softcap, (D, V)", "weighted sum"])  # fmt: skip
 def test_shards_give_what_all_columns_give(impl, gpu, memory_budget, options):
-    check(problem(**options), (0, 40, 41, 150, options.get("vocabulary", 229)), impl, gpu, memory_budget)
+    check(problem(**options), (0, 41, options.get("vocabulary", 229)), impl, gpu, memory_budget)
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(st.data())
 def test_any_shards(data):
     vocabulary = data.draw(st.integers(2, 300))

@@ -34,7 +34,7 @@ def layouts(draw) -> tuple[Layout, str]:
     return layout, mode
 
 
-@hypothesis.settings(max_examples=60, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.settings(max_examples=30, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(layouts(), st.sampled_from([(), ("bias", "class_weight", "token_weight")]), st.integers(0, 1),
                   st.sampled_from([8, 64]), st.integers(0, 2))  # fmt: skip
 def test_drawn(drawn, kept, vocab_axis, rows, shift):

@@ -52,9 +52,10 @@ class Logits:
         if self.bias is not None:
             y, reach = y + self.bias, reach + xp.abs(self.bias)
         y = scale * y
-        # A tensor core adds 16 products at a time to the sum and cuts off what lies below the largest one's last digit:
-        # of products of float16, which have 22 digits, most of the digits of the small ones, always towards 0.
-        steps = self.program.width / (16 if self.program.dtype == "float16" else 64)
+        # A tensor core adds 16 products at a time to the sum and cuts off what lies below the largest one's last digit,
+        # always towards 0. A sum of products of one sign loses up to ε of itself at each step; bounds.F doubles what is
+        # counted here. Of products of float16, which have 22 digits, also most digits of the small ones are cut off.
+        steps = self.program.width / {"float32": 64, "bfloat16": 32, "float16": 16}[self.program.dtype]
         error = EPS * (abs(scale) * reach + (2 + steps) * xp.abs(y))
         if kappa is None:
             return y, xp.ones_like(y), error + 2 * EPS * xp.abs(y)

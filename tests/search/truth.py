@@ -9,9 +9,9 @@ Rounding is followed beside it, from the inputs to each result, with two unit er
     ε, float32's      2⁻²³, of everything before dz is rounded to the type
 
 Errors of float32, written δ. A product of D terms is summed in float32, so its error goes with what the terms may
-reach, ‖e_i‖·‖c_v‖, and with the sum itself, which a tensor core truncates D/16 times on its way, by ε/2 at most:
+reach, ‖e_i‖·‖c_v‖, and with the sum itself, which a tensor core truncates D/16 times on its way, by ε at most:
 
-    δz_iv   = ε·|∂z/∂y|·(|scale|·(‖e_i‖·‖c_v‖ + |b_v|) + (2 + D/64)·|y_iv|) + 2ε·|z_iv|
+    δz_iv   = ε·|∂z/∂y|·(|scale|·(‖e_i‖·‖c_v‖ + |b_v|) + (2 + D/32)·|y_iv|) + 2ε·|z_iv|
     δlse_i  = Σ_v p_iv·δz_iv + ε·(2·|lse_i| + 4 + √V/32)          (the sum over V goes in tiles, one after the other)
     δp_iv   = p_iv·(δz_iv + δlse_i + ε·(|z_iv| + |lse_i| + 4))    (the exponential's argument is rounded too)
     δdz_iv  = |scale·∂z/∂y|·(|a_i|·δp_iv + δa_i·p_iv + 8ε·|t̂_i|·[v = t_i] + 8ε·|s_i·w_v|) + 4ε·|dz_iv|
