@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the GPU tests, the benchmarks and the example on this machine's GPU; results are files in $OUT (bench/results).
 # Arguments: which parts of $parts below; all of them without any.
-# With two GPUs the tests of two run too. Needs the packages of the extras test, bench and examples; installs nothing.
+# With several GPUs: the parts "several" and "devices". Needs the packages of the extras test, bench and examples; installs nothing.
 # CCE_GIT_TREE names the code where git cannot.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -22,6 +22,11 @@ alone() {
   local failed=$?
   timeout 300 $gpu_tests -k classifier_of_more 2>&1 && return $failed
 }
+several() { timeout 900 $gpu_tests -k "several or repetition or two or on_gpus" 2>&1; }
+devices() {
+  count=$(nvidia-smi -L | wc -l)
+  [ "$count" -gt 1 ] && $python -m bench.devices --gpus 1 2 $([ "$count" -ge 4 ] && echo 4) --out "$out/devices"
+}
 shapes() { $python -m bench --out "$out/bench"; }
 more_shapes() {
   $python -m bench --out "$out/bench-more" --shape 4096x4096x128256 qwen2.5-0.5b gpt2 --method "${fast[@]}" --kind loss-fw-bw
@@ -37,8 +42,10 @@ torch() { $python -m bench.bridge --out "$out/bridge.json" && $python -m bench.i
 example() { $python examples/train_lm.py --out "$out/train_lm.png"; }
 
 parts="tests shapes more_shapes sweeps profile tune torch example alone"
+[ "$(nvidia-smi -L | wc -l)" -gt 1 ] && parts="$parts several devices"
 declare -A file=([tests]=gpu-tests.txt [alone]=gpu-tests-alone.txt [shapes]=bench.txt [more_shapes]=bench-more.txt
-                 [sweeps]=sweeps.txt [profile]=profile.txt [tune]=tune.txt [torch]=torch.txt [example]=train_lm.txt)
+                 [sweeps]=sweeps.txt [profile]=profile.txt [tune]=tune.txt [torch]=torch.txt [example]=train_lm.txt
+                 [several]=gpu-tests-several.txt [devices]=devices.txt)
 status=0
 for part in ${@:-$parts}; do
   "$part" >"$out/${file[$part]}" || { status=1; echo "$part failed"; }

@@ -162,7 +162,7 @@ def linear_cross_entropy(
     vocabulary = c.shape[0] if shard is None else shard.vocabulary
     targets = targets.long()  # in a narrower type a large ignore_index would wrap to another number
     if check_targets:
-        _check_targets(targets, vocabulary, ignore_index, shift)
+        tensors.check_targets(targets, vocabulary, ignore_index, shift)
     if num_items is not None:
         num_items = _scalar(num_items, e)
     class_weight = None if class_weight is None else class_weight.detach()
@@ -384,15 +384,6 @@ def _check_types(e, c, bias, targets, class_weight, token_weight) -> None:
 
 def _name(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
-
-
-def _check_targets(targets: Tensor, vocabulary: int, ignore_index: int, shift: int) -> None:
-    bad = (targets != ignore_index) & ((targets < 0) | (targets >= vocabulary))
-    if shift:
-        bad[..., :shift] = False  # no token predicts these targets
-    if bad.any():
-        position = torch.nonzero(bad)[0].tolist()
-        raise contract.bad_target(position, int(targets[tuple(position)]), vocabulary, ignore_index)
 
 
 _capability = cache(torch.cuda.get_device_capability)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cce_kernels import contract
-from cce_torch import losses
+from cce_torch import losses, tensors
 from cce_torch.vocab_parallel import VocabParallel
 
 OF_TOKENS = "targets", "token_weight"
@@ -39,6 +39,11 @@ def loss(function: Callable, given: dict[str, Any], num_items: Any, options: dic
     contract.num_items(num_items, options["reduction"])
     contract.choice("vocab_axis", options["vocab_axis"], (0, 1))
     _check(given, options)
+    if options["check_targets"]:  # of all processes: if one of them raised alone, the others would wait for it for ever
+        options["check_targets"], targets = False, given["targets"]
+        whole_targets = targets.full_tensor() if isinstance(targets, DTensor) else targets
+        tensors.check_targets(whole_targets.long(), given["c"].shape[options["vocab_axis"]], options["ignore_index"],
+                              int(options["shift"]))  # fmt: skip
     e, c, mesh, shift = given["e"], given["c"], given["e"].device_mesh, int(options["shift"])
     of_e, of_c, split, gathered = _placements(e, c, options["vocab_axis"])
     token_axes = [i for i, p in enumerate(of_e) if p.is_shard() and i != gathered]

@@ -1,9 +1,11 @@
-"""The check that a tensor is plain memory that can be read now. For any other tensor a kernel would read address 0."""
+"""Checks of tensors: whether they are plain memory that can be read now, else a kernel would read address 0."""
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+
+from cce_kernels import contract
 
 PLAIN = {Tensor, torch.nn.Parameter}
 ORDINARY = {*PLAIN, type(None)}
@@ -72,3 +74,13 @@ def _is_awaited(x: Tensor) -> bool:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor  # slow to import
 
     return isinstance(x, AsyncCollectiveTensor)
+
+
+def check_targets(targets: Tensor, vocabulary: int, ignore_index: int, shift: int) -> None:
+    """Raise a ValueError that names the first target that is neither in [0, vocabulary) nor ignored. Waits for them."""
+    bad = (targets != ignore_index) & ((targets < 0) | (targets >= vocabulary))
+    if shift:
+        bad[..., :shift] = False  # no token predicts these targets
+    if bad.any():
+        position = torch.nonzero(bad)[0].tolist()
+        raise contract.bad_target(position, int(targets[tuple(position)]), vocabulary, ignore_index)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,28 @@ def test_on_eight_devices(group):
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
     assert re.search(r"\d+ passed", run.stdout), run.stdout
     assert "skipped" not in run.stdout
+
+
+def test_two_processes():
+    """Each has four of the eight devices, and they talk by gloo."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu",
+                   "PYTHONPATH": os.pathsep.join((".", "kernels"))}  # fmt: skip
+    command = [sys.executable, "-m", "tests.devices.processes", address, "2"]
+    both = [
+        subprocess.Popen([*command, str(k)], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT) for k in range(2)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=300)[0] for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    for process, text in zip(both, said, strict=True):
+        assert process.returncode == 0, text[-4000:]
+        assert text.strip().endswith("right")
 
 
 TWO_AXES = {"data": 2, "tensor": 2}

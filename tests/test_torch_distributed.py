@@ -709,6 +709,10 @@ def check_errors_of_dtensors() -> None:
         linear_cross_entropy(whole_e, placed(c, Shard(0), Replicate()), t)
     with pytest.raises(ValueError, match=r"^shift=1 needs targets of the next process"):
         linear_cross_entropy(split_e, placed(c, Replicate()), placed(t, Shard(0)), shift=1)
+    wrong = t.clone()
+    wrong[0] = c.shape[0]  # which one process has: all raise, and none waits for the others
+    with pytest.raises(ValueError, match=r"targets\[0\]"):
+        linear_cross_entropy(split_e, placed(c, Replicate()), placed(wrong, Shard(0)), check_targets=True)
     with pytest.raises(TypeError, match="c must be a DTensor, got Tensor"):
         VocabParallel.from_dtensor(c)
     with pytest.raises(ValueError, match="by one axis of its mesh and replicated over the others"):
