@@ -1,0 +1,44 @@
+"""The chart of the README, from a file of `python -m bench`: `python -m bench.front bench.json --out front.png`."""
+
+import argparse
+import json
+from pathlib import Path
+
+from matplotlib.figure import Figure  # without pyplot it draws with the Agg backend, which needs no display
+
+from bench.plot import KIND, OTHERS, OURS
+
+METHODS = {
+    "cce_jax": "cce-jax, default",
+    "cce_jax all": 'cce-jax, memory_budget="all"',
+    "torch.compile": "full logits, torch.compile",
+    "Liger": "Liger",
+    "cut_cross_entropy exact": "cut_cross_entropy, exact",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m bench.front", description=__doc__)
+    parser.add_argument("json", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("front.png"))
+    asked = parser.parse_args()
+    found = {row["method"]: row for row in json.loads(asked.json.read_text())["rows"] if row["kind"] == KIND}
+    names = [name for name in METHODS if name in found][::-1]
+    colors = [OURS["cce_jax"] if name.startswith("cce_") else OTHERS for name in names]
+    figure = Figure(figsize=(9, 2.4), layout="constrained", dpi=150)
+    for axes, key, scale, title in zip(
+        figure.subplots(1, 2, sharey=True), ("runtime_ms", "op_mem_mb"), (1, 1 / 1024),
+        ("time of loss and gradients, ms", "memory, GiB: 1.1 are the gradients"), strict=True,
+    ):  # fmt: skip
+        bars = axes.barh([METHODS[name] for name in names], [found[name][key] * scale for name in names], color=colors)
+        axes.bar_label(bars, fmt="%.0f" if scale == 1 else "%.1f", padding=3, fontsize=9)
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.margins(x=0.12)
+        axes.set_xticks([])
+        for side in ("top", "right", "bottom"):
+            axes.spines[side].set_visible(False)
+    figure.savefig(asked.out)
+
+
+if __name__ == "__main__":
+    main()
