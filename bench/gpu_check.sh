@@ -22,7 +22,7 @@ alone() {
   local failed=$?
   timeout 300 $gpu_tests -k classifier_of_more 2>&1 && return $failed
 }
-several() { timeout 900 $gpu_tests -k "several or repetition or two or on_gpus" 2>&1; }
+several() { timeout 900 $gpu_tests -k "test_devices_gpu or on_gpus or two_devices or ddp" 2>&1; }
 devices() {
   count=$(nvidia-smi -L | wc -l)
   [ "$count" -gt 1 ] && $python -m bench.devices --gpus 1 2 $([ "$count" -ge 4 ] && echo 4) --out "$out/devices"
