@@ -7,7 +7,8 @@ Let device d hold some tokens, and the columns V_d of the logits. With the numbe
 
 and dz_iv needs the numbers of token i over all columns, and nothing else of another device. Exchanged are:
 
-    forward    target_i, summed first: it is the reference of the exponentials on every device; then lse_id and sum_id
+    forward    target_i, summed first where kernels take it as the reference of their exponentials; then the numbers of
+               the devices' columns
     backward   de, summed in float32 over the devices that share its tokens; dc, summed in c's type over the devices
                that share its columns: the kernels write dc in c's type, and hold no float32 copy of it
     both       where one mesh axis splits the tokens and c: the smaller of e and c, gathered; its gradient is scattered.
@@ -36,6 +37,7 @@ from cce_jax import passes, reference
 from cce_jax.passes import Core
 from cce_jax.sharding import Axes, Layout, varying
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
+from cce_kernels.plan import needs_reference
 
 
 class Held(NamedTuple):
@@ -136,14 +138,13 @@ def _of_columns(
     over, vocabulary = layout.columns, core.head.vocabulary(inputs.c) * layout.size(layout.columns)
     named = inputs.targets < vocabulary
     inputs = inputs._replace(targets=_columns_of(inputs, core, layout))
-    target = passes.target_logits(inputs, core, wanted)
-    if core.impl != "chunked":  # which needs no reference, and finds the target's logit with the other numbers
-        target = lax.psum(target, over)
-    reference = jnp.where(named, target, -FLOAT32_MAX)
-    numbers, saved = passes.forward_pass(inputs, core, wanted, reference)
+    of_target = None
+    if needs_reference(inputs.e.dtype.itemsize, core.impl):  # type: ignore[arg-type]
+        of_target = jnp.where(named, lax.psum(passes.target_logits(inputs, core, wanted), over), -FLOAT32_MAX)
+    numbers, saved = passes.forward_pass(inputs, core, wanted, of_target)
     of_devices = lax.all_gather(jnp.stack([x for x in numbers if x is not None], axis=1), over)
     lse, (target, *total) = jax.nn.logsumexp(of_devices[..., 0], axis=0), jnp.sum(of_devices[..., 1:], axis=0).T
-    return Statistics(lse, target, *(total or [None])), Held(numbers, saved, Shard(lse, reference))
+    return Statistics(lse, target, *(total or [None])), Held(numbers, saved, Shard(lse, of_target))
 
 
 def _backward(inputs: Inputs, held: Held, cotangents: Cotangents, *, core: Core, layout: Layout | None,

@@ -1,8 +1,9 @@
 """The three JAX programs of a process that holds a shard of the vocabulary. The processes exchange numbers in between.
 
 Columns are those of the shard, int32: negative for an ignored token, the number of the shard's columns where the shard
-does not hold the token's target. The exponentials of a token are relative to its reference, the logit of its target,
-which one of the shards holds: all shards get the same. It is −inf where none holds it.
+does not hold the token's target. Where kernels compute, the exponentials of a token are relative to its reference, the
+logit of its target, which one of the shards holds: all shards get the same. It is −inf where none holds it. Plain XLA
+needs no reference: it is None.
 """
 
 from collections.abc import Callable
@@ -54,9 +55,9 @@ class _Tensors(Arrays):
         self.given = [self.padded(e, 0), self.c, dense(bias), self.padded(columns, -1), dense(real(weights)),
                       self.numbers.scale]  # fmt: skip
 
-    def of_tokens(self, x: Tensor) -> Tensor:
-        """(..., N) with as many tokens as the programs take; the new ones hold 0."""
-        return self.padded(x, 0, axis=x.dim() - 1)
+    def of_tokens(self, x: Tensor | None) -> Tensor | None:
+        """(..., N) with as many tokens as the programs take; the new ones hold 0. None stays None."""
+        return None if x is None else self.padded(x, 0, axis=x.dim() - 1)
 
     def first(self, x: Tensor) -> Tensor:
         """The tokens of (..., N) that are no padding."""
@@ -72,7 +73,7 @@ def target(e: Tensor, *others: Any, saving_for: Wanted | None, **options: Any) -
     )
 
 
-def statistics(e: Tensor, *others: Any, reference: Tensor, saving_for: Wanted | None, **options: Any
+def statistics(e: Tensor, *others: Any, reference: Tensor | None, saving_for: Wanted | None, **options: Any
                ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """lse, target and, with_sum, the weighted sum over the shard's columns, (2 or 3, N) float32; and what is saved."""
     tensors = _Tensors(e, *others, **options)
@@ -89,7 +90,7 @@ def statistics(e: Tensor, *others: Any, reference: Tensor, saving_for: Wanted | 
 
 def gradients(
     e: Tensor, c: Tensor, bias: Tensor | None, *others: Any, cotangents: Tensor, own: Tensor, lse: Tensor,
-    reference: Tensor, saved: Tensor | None, wanted: Wanted, **options: Any,
+    reference: Tensor | None, saved: Tensor | None, wanted: Wanted, **options: Any,
 ) -> list[Tensor]:  # fmt: skip
     """The wanted ones of de, the part of the shard's columns in float32, dc and dbias.
 
@@ -157,9 +158,9 @@ def _gradients_program(kind: Kind, wanted: Wanted, with_saved: bool, size: int) 
     return jitted(torch_shard_gradients, count, ON_GPU if kind.device.platform != "cpu" else None)
 
 
-def _finite(reference: jax.Array) -> jax.Array:
+def _finite(reference: jax.Array | None) -> jax.Array | None:
     """reference as numbers.Shard has it: −FLOAT32_MAX where no shard holds the target."""
-    return jnp.maximum(reference, -FLOAT32_MAX)
+    return None if reference is None else jnp.maximum(reference, -FLOAT32_MAX)
 
 
 def _named(numbers: Any, rows: jax.Array) -> Any:

@@ -30,9 +30,13 @@ class Options:
         return {"scale": self.scale, "softcap": self.softcap}
 
 
-def needs_reference(options: Options) -> bool:
+def needs_reference(e: Tensor, options: Options) -> bool:
     """Whether the exponentials are relative to the target's logit, summed over all shards."""
-    return options.impl not in ("torch_compile", "reference")
+    if options.impl in ("torch_compile", "reference"):
+        return False
+    from cce_kernels.plan import needs_reference  # imports JAX
+
+    return needs_reference(e.itemsize, options.impl)  # type: ignore[arg-type]
 
 
 def kind(e: Tensor, c: Tensor, options: Options) -> Any:
@@ -142,7 +146,8 @@ def shard_target(
 
 @torch.library.custom_op("cce_torch::shard_statistics", mutates_args=(), tags=TAGS)
 def shard_statistics(
-    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None, of_target: Tensor,
+    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None,
+    of_target: Tensor | None,
     saving_for: Sequence[bool], impl: str, with_sum: bool, scale: float, softcap: float | None, precision: str | None,
     memory_budget: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -159,7 +164,7 @@ def shard_statistics(
 @torch.library.custom_op("cce_torch::shard_gradients", mutates_args=(), tags=TAGS)
 def shard_gradients(
     cotangents: Tensor, e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None,
-    own: Tensor, lse: Tensor, of_target: Tensor, saved: Tensor | None, wanted: Sequence[bool], impl: str,
+    own: Tensor, lse: Tensor, of_target: Tensor | None, saved: Tensor | None, wanted: Sequence[bool], impl: str,
     with_sum: bool, scale: float, softcap: float | None, precision: str | None, memory_budget: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """A gradient that is not wanted has no elements."""

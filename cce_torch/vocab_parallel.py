@@ -203,7 +203,7 @@ class _Numbers(torch.autograd.Function):
         e = _whole(e, tokens, shard).reshape(-1, e.shape[-1])
         held, kept = shard.held(columns), columns >= 0
         reference = None
-        if shards.needs_reference(options):
+        if shards.needs_reference(e, options):
             target = _summed(shards.target(e, c, bias, held, saving_for, options), shard)
             reference = torch.where(kept & (columns < shard.vocabulary), target, -torch.inf)
         own, saved = shards.statistics(e, c, bias, held, weights, reference, saving_for, options)

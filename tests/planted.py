@@ -37,7 +37,6 @@ def _edge(name: str) -> tuple[str, ...]:
 
 PART_BIAS = "part, 40 tokens of 232, bfloat16, bias, reduction, return_lse"
 ALL_BIAS = "all, 40 tokens of 232, bfloat16, bias, reduction, return_lse, vocab_axis"
-ODD_BIAS = "all, 40 tokens of 229, bfloat16, bias, reduction, return_lse"
 NONE_CAPPED = (
     "none, 40 tokens of 232, bfloat16, bias, class_weight, token_weight, softcap, logit_scale, label_smoothing, "
     "reduction, return_lse, vocab_axis"

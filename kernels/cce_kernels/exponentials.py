@@ -59,6 +59,7 @@ def references(numbers: Statistics, targets: jax.Array, vocabulary: int, shard: 
     if shard is None:
         target = jnp.where(targets < vocabulary, numbers.target, -FLOAT32_MAX)
     else:
+        assert shard.reference is not None
         target = jnp.where(targets < 0, 0.0, shard.reference)
     return jnp.where((targets < 0) | by_target(numbers.lse, target), target, numbers.lse)
 

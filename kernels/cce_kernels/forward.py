@@ -20,8 +20,8 @@ from cce_kernels.tokens import Kept, Rows
 def target(inputs: Inputs, plan: Plan) -> jax.Array:
     """The logit of each token's target, (N,), at least float32: 0 where the target names no column, or is ignored.
 
-    It is 0 everywhere if the plan needs no reference. For a shard of the vocabulary: `statistics` wants the sum over
-    all shards.
+    For a shard of the vocabulary: `statistics` wants the sum over all shards. It is 0 everywhere if this plan needs no
+    reference, as on a CPU, where the plan of another platform may need one.
     """
     if plan.forward.target is None:
         return jnp.zeros(inputs.targets.shape, jnp.promote_types(inputs.e.dtype, jnp.float32))

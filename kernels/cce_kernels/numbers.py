@@ -35,7 +35,8 @@ class Shard(NamedTuple):
     """What a device that holds only some columns of the vocabulary must know of all columns, (N,) float32 each."""
 
     lse: jax.Array  # the log-sum-exp of all columns
-    reference: jax.Array  # the target's logit, whichever device holds it; −FLOAT32_MAX where no device does
+    reference: jax.Array | None  # the target's logit, whichever device holds it; −FLOAT32_MAX where no device does.
+    # None where the sums need no reference (plan.needs_reference)
 
 
 class Cotangents(NamedTuple):

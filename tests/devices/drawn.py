@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from tests.cases import Case
+from tests.devices.layouts import compare
 from tests.devices.meshes import MODES, Layout, arrays, gradient_of, leaves_of, mesh_of, on_one_device, uneven
 from tests.tolerance import error
 
@@ -53,3 +54,13 @@ def test_drawn(drawn, kept, vocab_axis, rows, shift):
         assert error(x, wanted[name]) < 2e-6, name
         if name in ("e", "c"):
             assert x.sharding.is_equivalent_to(leaves[name].sharding, x.ndim), name
+
+
+@hypothesis.settings(max_examples=14, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(layouts(), st.sampled_from(["bfloat16", "float16", "float32"]), st.sampled_from(["cce", "chunked"]),
+                  st.sampled_from([0, "all"]), st.sampled_from([(), ("bias", "token_weight")]),
+                  st.sampled_from([{}, {"softcap": 5.0}, {"label_smoothing": 0.1}]), st.integers(0, 1))  # fmt: skip
+def test_drawn_types_engines_and_budgets(drawn, dtype, impl, memory_budget, arrays, options, vocab_axis):
+    layout, mode = drawn
+    case = Case("drawn", leading=(8, 8), width=16, vocabulary=64, arrays=arrays, options=options)
+    compare(case, layout, mode, impl, dtype, vocab_axis, memory_budget=memory_budget)

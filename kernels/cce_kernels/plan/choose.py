@@ -27,13 +27,18 @@ SAVED_MULTIPLE = 64  # tokens: matmuls that sum over tokens take them in steps o
 LEAST_PART = 1 / 5  # of the tokens: to save fewer is slower than to save none and let XLA multiply all tokens
 
 
-def engines(call: Call, impl: Impl) -> Sequence[Engine]:
-    """The engines that may compute a call, fastest first (docs/performance.md, Engines)."""
+def engines(itemsize: int, impl: Impl) -> Sequence[Engine]:
+    """The engines that may compute a call, fastest first (docs/performance.md, Engines). itemsize: of e, in bytes."""
     if impl == "chunked":
         return (XLA,)
     if impl == "cce":
         return KERNELS
-    return (XLA,) if call.itemsize > 2 else (*KERNELS, XLA)  # with float32 Triton takes 1.4 to 2.1 times as long as XLA
+    return (XLA,) if itemsize > 2 else (*KERNELS, XLA)  # with float32 Triton takes 1.4 to 2.1 times as long as XLA
+
+
+def needs_reference(itemsize: int, impl: Impl) -> bool:
+    """Whether shards of the vocabulary must know the targets' logits before their sums, whatever the shards' sizes."""
+    return not all(engine.finds_target for engine in engines(itemsize, impl))
 
 
 @lru_cache(maxsize=4096)
@@ -44,7 +49,7 @@ def plan_of(call: Call, gpu: Gpu | None, impl: Impl, saved: int | None = None) -
     for another platform has decided it; None: this plan decides.
     """
     rows = call.tokens if call.wanted is None else gathered_rows(call.tokens)
-    serving = tuple(engine for engine in engines(call, impl) if engine.serves(replace(call, tokens=rows), gpu))
+    serving = tuple(engine for engine in engines(call.itemsize, impl) if engine.serves(replace(call, tokens=rows), gpu))
     if not serving:
         raise ValueError(f"impl={impl!r} has no engine for {call} on {gpu}")
     setting = _Setting(call, gpu, serving)
