@@ -66,10 +66,12 @@ def linear_cross_entropy(
     Args:
       e: embeddings, (..., D), bfloat16, float16 or float32 (float64 with impl "chunked" and "reference"). Any argument
         that is an array may also be an object with `__jax_array__`, such as Flax NNX's Param.
-      c: classifier, of e's type: (V, D), or (D, V) with vocab_axis=1.
+      c: classifier: (V, D), or (D, V) with vocab_axis=1. It has e's type, or is float32 beside a 16-bit e: the loss is
+        then that of c rounded to e's type, and the gradient of c comes in float32 from float32 sums. The call holds the
+        rounded copy of c, 2·V·D bytes, besides what memory_budget bounds.
       targets: integers of shape (...). A target outside [0, V) that is not ignore_index makes that token's loss NaN,
         and every gradient that the token contributes to.
-      bias: (V,), of e's type.
+      bias: (V,), of c's type.
       ignore_index: tokens with this target have loss 0 and no gradient, whatever their embedding holds.
       softcap: positive; logits become softcap·tanh(logit / softcap).
       reduction: "mean", "sum", or "none" for a loss per token.
@@ -159,7 +161,7 @@ def linear_cross_entropy(
         _check_targets(targets, vocabulary, ignore_index, shift)
     targets, ignore_index = _int32(targets, ignore_index)
     gpu = None if impl == "reference" else local_gpu()
-    core = Core(head, options.smooths, _resolve(impl, e.dtype, gpu), budget, gpu)
+    core = Core(head, options.smooths, _resolve(impl, e.dtype, gpu), budget, gpu, wide_dc=c.dtype != e.dtype)
     scales = None if scale == 1.0 else np.full(1, scale, jnp.promote_types(e.dtype, jnp.float32))
     loss, lse = _loss(
         e, c, bias, targets, class_weight, token_weight, num_items, scales,
@@ -251,8 +253,7 @@ def _check_types(e, c, bias, targets, class_weight, token_weight) -> None:
     for name in ("e", "c", "bias"):
         if arrays[name] is not None and arrays[name].dtype.name not in allowed:
             raise TypeError(f"{name} must be one of {', '.join(allowed)}, got {name} {arrays[name].dtype}")
-        if arrays[name] is not None and arrays[name].dtype != e.dtype:
-            raise contract.other_type(name, arrays[name].dtype, e.dtype, "astype")
+    contract.types(e.dtype.name, c.dtype.name, None if bias is None else bias.dtype.name, "astype")
     if e.dtype.name == "float64" and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
         raise TypeError(
             "e is float64, which JAX holds only with jax_enable_x64; enable it and use impl='chunked' or 'reference', "

@@ -60,15 +60,18 @@ def linear_cross_entropy(
     With ignore_index alone this is `torch.nn.functional.cross_entropy`, except that it is 0 if every token is ignored.
     The first nine arguments are those of cut_cross_entropy. The gradient is that of Cut Cross-Entropy (Wijmans et al.
     2024, arXiv:2411.09009) without its filter: exact. The loss, and with `return_lse` lse too, can be differentiated
-    once in e, c, bias and token_weight with any impl. Under autocast e, c and bias are cast as
-    `torch.nn.functional.linear` casts them.
+    once in e, c, bias and token_weight with any impl. Under autocast the products are computed in the type in which
+    `torch.nn.functional.linear` computes them; the gradients of a float32 c and bias are not rounded to it.
 
     Args:
       e: embeddings, (..., D), bfloat16, float16 or float32 (float64 with impl "reference" and "torch_compile").
-      c: classifier, of e's type: (V, D), or (D, V) with vocab_axis=1. A transposed c is not copied.
+      c: classifier: (V, D), or (D, V) with vocab_axis=1. A transposed c is not copied. It has e's type, or is float32
+        beside a 16-bit e: the loss is then that of c rounded to e's type, and the gradient of c comes in float32 from
+        float32 sums. The rounded copy of c, 2·V·D bytes, is held from the forward pass to the backward pass, besides
+        what memory_budget bounds.
       targets: integers of shape (...). A target outside [0, V) that is not ignore_index makes that token's loss NaN,
         and every gradient that the token contributes to.
-      bias: (V,), of e's type.
+      bias: (V,), of c's type.
       ignore_index: tokens with this target have loss 0 and no gradient, whatever their embedding holds.
       softcap: positive; logits become softcap·tanh(logit / softcap).
       reduction: "mean", "sum", or "none" for a loss per token.
@@ -148,7 +151,7 @@ def linear_cross_entropy(
     contract.num_items(num_items, reduction)
     _check_tensors(given, num_items)
     if torch.is_autocast_enabled(e.device.type):
-        e, c, bias = _autocast(e), _autocast(c), _autocast(bias)
+        e, c, bias = _autocast(e, c, bias)
     _check_types(e, c, bias, targets, class_weight, token_weight)
     shard = _shard(vocab_parallel, vocab_parallel_options)
     shapes = {name: _shape(x) for name, x in given.items()}
@@ -183,7 +186,8 @@ def linear_cross_entropy(
         weights = None if class_weight is None else class_weight.to(torch.promote_types(e.dtype, torch.float32))
         head["with_sum"] = label_smoothing > 0
         if shard is not None:
-            options = shards.Options(impl=impl, precision=precision, memory_budget=budget, **head)
+            options = shards.Options(impl=impl, precision=precision, memory_budget=budget, wide_dc=c.dtype != e.dtype,
+                                     **head)  # fmt: skip
             numbers = parallel.numbers(e, c, bias, columns, weights, tokens=targets.shape, shard=shard, options=options)
         elif impl == "torch_compile":
             numbers = compiled.statistics(_flat(e, 1), c, bias, columns, weights, memory_budget=budget, **head)
@@ -324,11 +328,19 @@ def _shape(x: Any) -> Any:
     return None if x is None else tuple(x.shape)
 
 
-def _autocast(x: Any) -> Any:
-    """x, cast to the type to which autocast, which is enabled, would cast it in torch.nn.functional.linear."""
-    if x is None or x.dtype == torch.float64:
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
+def _autocast(e: Tensor, c: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
+    """e, c and bias, cast as torch.nn.functional.linear casts them under autocast, which is enabled.
+
+    A float32 c and bias beside an e of 16 bits are left as they are: the loss rounds them, but not their gradients.
+    """
+
+    def cast(x: Any) -> Any:
+        return x if x is None or x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(x.device.type))
+
+    e = cast(e)
+    if e.itemsize == 2 and c.dtype == torch.float32 and (bias is None or bias.dtype == torch.float32):
+        return e, c, bias
+    return e, cast(c), cast(bias)
 
 
 def _check_tensors(given: dict[str, Tensor | None], num_items: float | Tensor | None) -> None:
@@ -378,8 +390,7 @@ def _check_types(e, c, bias, targets, class_weight, token_weight) -> None:
         if x is not None and x.dtype not in FLOATING:
             allowed = ", ".join((*contract.KERNEL_TYPES, "float64"))
             raise TypeError(f"{name} must be one of {allowed}, got {name} {_name(x)}")
-        if x is not None and x.dtype != e.dtype:
-            raise contract.other_type(name, _name(x), _name(e), "to")
+    contract.types(_name(e), _name(c), None if bias is None else _name(bias), "to")
 
 
 def _name(x: Tensor) -> str:

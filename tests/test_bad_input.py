@@ -48,9 +48,10 @@ ROWS = [
     ({"e": E.astype(np.int32)}, TypeError, r"e must be one of.*int32"),
     ({"c": C.astype(np.int8)}, TypeError, r"c must be one of.*int8"),
     ({"c": jnp.ones((V, D), jnp.bfloat16)}, TypeError,
-     r"c must be of e's type.*bfloat16.*float32: write c\.(astype|to)\(e\.dtype\) or e\.(astype|to)\(c\.dtype\)$"),
+     r"c must be of e's type, or float32 beside a 16-bit e, got c bfloat16 and e float32: "
+     r"write c\.(astype|to)\(e\.dtype\) or e\.(astype|to)\(c\.dtype\)$"),
     ({"bias": jnp.ones(V, jnp.float16)}, TypeError,
-     r"bias must be of e's type.*float16.*float32: write bias\.(astype|to)\(e\.dtype\)$"),
+     r"bias must be of c's type.*float16.*float32: write bias\.(astype|to)\(c\.dtype\)$"),
     ({"bias": np.ones(V, np.int32)}, TypeError, r"bias must be one of.*int32"),
     ({"e": None}, TypeError, r"e must be a.*NoneType"),
     ({"reduction": "avg"}, ValueError, r"reduction='avg'.*'mean', 'sum', 'none'"),
