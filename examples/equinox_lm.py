@@ -58,8 +58,8 @@ class LanguageModel(eqx.Module):
 
 def loss_of(model: LanguageModel, tokens, token_weight, num_items) -> jax.Array:
     """The loss of tokens (B, T): position i predicts token i + 1."""
-    model = jax.tree.map(lambda x: x.astype(DTYPE) if eqx.is_inexact_array(x) else x, model)
-    hidden = jax.vmap(model)(tokens)
+    rounded = jax.tree.map(lambda x: x.astype(DTYPE) if eqx.is_inexact_array(x) else x, model)
+    hidden = jax.vmap(rounded)(tokens)
     head = model.embed if model.head is None else model.head
     return linear_cross_entropy(hidden, head.weight, tokens, shift=1, token_weight=token_weight, num_items=num_items)
 

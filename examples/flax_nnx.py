@@ -50,7 +50,7 @@ def loss_of(model: LanguageModel, tokens, token_weight, num_items) -> jax.Array:
     hidden = model(tokens)
     c, vocab_axis = (model.embed.embedding, 0) if model.head is None else (model.head.kernel, 1)
     return linear_cross_entropy(
-        hidden, c.astype(hidden.dtype), tokens, vocab_axis=vocab_axis, shift=1,
+        hidden, c, tokens, vocab_axis=vocab_axis, shift=1,
         token_weight=token_weight, num_items=num_items,
     )  # fmt: skip
 
