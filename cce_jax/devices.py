@@ -174,8 +174,11 @@ def _backward(inputs: Inputs, held: Held, cotangents: Cotangents, *, core: Core,
 def _in_type_of_e(inputs: Inputs) -> Inputs:
     """The inputs with c and bias rounded to e's type: before they are gathered, as that is half of the bytes."""
     of_e = inputs.e.dtype
-    c, bias = inputs.c.astype(of_e), None if inputs.bias is None else inputs.bias.astype(of_e)
-    return inputs._replace(c=c, bias=bias)
+
+    def in_it(x: Any) -> Any:
+        return x if x is None or x.dtype == of_e else reference.nearest(x, of_e).astype(of_e)
+
+    return inputs._replace(c=in_it(inputs.c), bias=in_it(inputs.bias))
 
 
 def _columns_of(inputs: Inputs, core: Core, layout: Layout) -> jax.Array:

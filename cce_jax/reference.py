@@ -31,9 +31,24 @@ def statistics(inputs: Inputs, *, head: Head, with_sum: bool, over: tuple[str, .
     return Statistics(largest + jnp.log(mass), target, total)
 
 
-def _rounded(x: jax.Array | None, dtype) -> Any:
-    """x rounded to dtype, in x's own type. The gradient is not rounded."""
+def nearest(x: jax.Array, dtype: Any) -> jax.Array:
+    """The number of dtype that is nearest to x, in x's own type.
+
+    x.astype(dtype).astype(x.dtype) may be x itself: XLA leaves out such a pair of conversions, also where a matmul
+    brings the second, as it computes with excess precision by default.
+    """
+    info = jnp.finfo(dtype)
+    found = lax.reduce_precision(x, info.nexp, info.nmant)  # makes 0 of what is below the least normal number
+    if info.nexp == jnp.finfo(x.dtype).nexp:  # where XLA takes such numbers for 0 anyway
+        return found
+    least, step = float(info.smallest_normal), float(info.smallest_normal * info.eps)
+    return jnp.where(jnp.abs(x) < least, jnp.round(x / step) * step, found)
+
+
+def _rounded(x: jax.Array | None, dtype: Any) -> Any:
+    """`nearest`, whose gradient is not rounded."""
     if x is None or x.dtype == dtype:
         return x
-    rounded = lax.stop_gradient(x.astype(dtype).astype(x.dtype))
-    return x + (rounded - lax.stop_gradient(x))  # exact: the difference of x and its rounded value has few digits
+    own = lax.stop_gradient(x)
+    near = nearest(own, dtype)
+    return jnp.where(near == own, x, x + (near - own))  # exact, as near - own has few digits; inf - inf would be NaN

@@ -149,7 +149,7 @@ def run_gradients(
                 sums.addmm_(dz, c_g)
             elif want_e:
                 sums += blocks.product(dz, c_g, accumulate)  # addmm cannot add 16-bit products to float32 everywhere
-            if want_c and dc.dtype == operand:
+            if want_c and dc.dtype == operand == accumulate:
                 torch.mm(dz.t(), e_live, out=dc[group])
             elif want_c:
                 dc[group] = blocks.times(blocks.product(dz.t(), e_live, accumulate), unit)

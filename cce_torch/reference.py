@@ -40,4 +40,5 @@ def _rounded(x: Tensor | None, dtype: torch.dtype) -> Any:
     if x is None or x.dtype == dtype:
         return x
     own = x.detach()
-    return x + (own.to(dtype).to(x.dtype) - own)  # exact: the difference of x and its rounded value has few digits
+    near = own.to(dtype).to(x.dtype)
+    return torch.where(near == own, x, x + (near - own))  # exact, as near - own has few digits; inf - inf would be NaN

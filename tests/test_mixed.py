@@ -8,6 +8,7 @@ import torch
 
 import cce_jax
 import cce_torch
+from cce_jax import reference
 from tests import call, call_torch
 from tests.cases import DTYPES, Case, Inputs, inputs
 from tests.tolerance import FLOOR, error, roundoff
@@ -95,3 +96,29 @@ def test_a_frozen_classifier_has_no_gradient():
     cce_torch.linear_cross_entropy(e, c, torch.tensor(given.targets).long()).backward()
     assert e.grad is not None
     assert c.grad is None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_nearest_number_of_a_type(dtype):
+    """Also of those below the least normal number, halves between two numbers, and numbers that are too large."""
+    rng = np.random.default_rng(0)
+    least = float(jnp.finfo(dtype).smallest_normal) if dtype == "float16" else 1.0
+    x = np.float32(rng.standard_normal(4096) * 10.0 ** rng.uniform(-8, 8, 4096))
+    x = np.concatenate([x, np.float32(least * np.arange(64) / 37), [1 + 2.0**-8, 1 + 2.0**-11, 0.0, np.inf, -np.inf]])
+    found = jax.jit(lambda x: reference.nearest(x, dtype))(np.float32(x))
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(found, np.float32(x).astype(DTYPES[dtype]).astype(np.float32))
+
+
+@pytest.mark.parametrize(("package", "impl"), PACKAGES)
+def test_a_bias_that_masks_columns(package, impl):
+    """−inf is a number of every type: it takes a column out of the vocabulary."""
+    given, rounded = mixed(Case("masked", leading=(40,), arrays=("bias",)), "bfloat16")
+    for one in (given, rounded):
+        one.targets[one.targets == 7] = 8
+        one.optional["bias"][7] = -np.inf
+    loss, _, gradients = (call.run if package == "jax" else call_torch.run)(given, {}, impl)
+    rounded.optional["bias"][7] = -1e4
+    want, _, wanted = truth(rounded, {})
+    assert error(loss, want) < FLOOR["float32"] * roundoff(np.float32)
+    assert error(gradients["c"], wanted["c"]) < roundoff(DTYPES["bfloat16"]) / 2

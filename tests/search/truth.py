@@ -24,6 +24,10 @@ is 2¹⁴, and float16 resolves 2⁻²⁵ of it: half of that, 2⁻³⁹ of the 
 add u·|a·p| (but at the target, whose element is replaced by dz's own); the scaled e, which dc is then summed from,
 another u·|dz|; and a softcap κ takes z from them: u·2|z|/κ² of |a·p + …|.
 
+These errors are independent of each other where the logits of a token are many roundings apart. Where all of them lie
+within one step of the type, 2u, all exponentials are rounded to the same number: what is lost is the part of dz that
+goes with z, a·p·(z − mean z), of one sign with e_i·c_v. It is added as the errors of one sign are.
+
 tests/search/bounds.py turns both into what a gradient may be off by.
 """
 
@@ -48,7 +52,7 @@ class Rows:
     value: Any  # of the truth, an array of `xp`
     rounded: np.ndarray  # Σ of the squares of the type's errors of dz, in units of u², times what they multiply
     float32: np.ndarray  # the same of δdz, independent of each other
-    alike: np.ndarray  # the square of what δdz adds up to where all have one sign
+    alike: np.ndarray  # the square of what δdz adds up to where all have one sign, and the type's errors that do
     summed: np.ndarray  # Σ dz²·‖·‖², of whose partial sums float32 rounds each
 
 
@@ -187,8 +191,7 @@ def _gradients(
         return head.put(np.zeros(shape))
 
     of_e: dict[str, list] = {name: [] for name in ("value", "rounded", "float32", "alike", "summed")}
-    dc, dc_alike, db, db_alike = (zeros(vocabulary, width) for _ in range(2)), None, None, None
-    dc, dc_alike = dc
+    dc, dc_alike, dc_flat = (zeros(vocabulary, width) for _ in range(3))
     db, db_alike = zeros(vocabulary), zeros(vocabulary)
     of_c, of_b = ({name: zeros(vocabulary) for name in ("rounded", "float32", "summed")} for _ in range(2))
     for rows in head.blocks():
@@ -216,12 +219,14 @@ def _gradients(
             rounded_c = rounded + square
         signed, d_square = d_dz * xp.sign(A), d_dz * d_dz
         of_e["value"].append(dz @ head.c)
-        of_e["alike"].append(((signed @ head.c) ** 2).sum(1))
+        flat = _flat(z, xp.where(is_target, 0.0, head.scale * slope * A * p), unit, xp)
+        of_e["alike"].append((_norms(signed @ head.c) + _norms(flat @ head.c)) ** 2)
         for name, squares in (("rounded", rounded), ("float32", d_square), ("summed", square)):
             of_e[name].append(squares @ c_squares)
         own_squares = e_squares[rows]
         dc += dz.T @ head.e[rows]
         dc_alike += signed.T @ head.e[rows]
+        dc_flat += flat.T @ head.e[rows]
         db += dz.sum(0)
         db_alike += d_dz.sum(0)
         for name, squares in (("rounded", rounded_c), ("float32", d_square), ("summed", square)):
@@ -241,10 +246,21 @@ def _gradients(
 
     found = {
         "e": Rows(placed, **numbers),
-        "c": of_columns(dc, (dc_alike**2).sum(1), of_c),
+        "c": of_columns(dc, (_norms(dc_alike) + _norms(dc_flat)) ** 2, of_c),
         "bias": of_columns((db * ones)[:, None], db_alike**2, of_b),
     }
     return {name: x for name, x in found.items() if name in program.wanted}
+
+
+def _flat(z: Any, of_p: Any, unit: float, xp: Any) -> Any:
+    """What of_p loses of z in each row whose logits lie within one step of the type; 0 in other rows."""
+    away = z - z.mean(1)[:, None]
+    within = xp.sqrt((away**2).mean(1)) < 2 * unit
+    return xp.where(within[:, None], of_p * away, 0.0)
+
+
+def _norms(x: Any) -> Any:
+    return ((x**2).sum(1)) ** 0.5
 
 
 def roundoff(dtype: str) -> float:
