@@ -48,7 +48,7 @@ class _Losses(TrainerCallback):
         self.found = []
 
     def on_log(self, args, state, control, logs=None, **_):
-        self.found += [logs[name] for name in ("loss", "eval_loss") if name in logs]
+        self.found += [x for name, x in (logs or {}).items() if name in ("loss", "eval_loss")]
 
 
 def trained(x, folder):
@@ -167,7 +167,11 @@ def test_an_adapter_on_the_head(first, options):
     assert any("lm_head" in name for name in gradients)
     with found.disable_adapter():
         torch.testing.assert_close(found(**batch()).loss, model()(**batch()).loss)
-    torch.testing.assert_close(copy.deepcopy(found)(**batch()).logits, None)
+    assert copy.deepcopy(found)(**batch()).logits is None
+    found.merge_adapter()
+    torch.testing.assert_close(found(**batch()).loss, plain.eval()(**batch()).loss)
+    with found.disable_adapter():
+        torch.testing.assert_close(found(**batch()).loss, model()(**batch()).loss)
 
 
 def test_other_adapters_on_the_head_are_refused():

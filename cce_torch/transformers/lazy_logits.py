@@ -22,17 +22,12 @@ class NotUnderstoodError(TypeError, AttributeError):
 class LazyLogits:
     """The logits (..., V) of embeddings h (..., D), which are not computed.
 
-    It records what a model does with its logits between its head and its loss, in four things:
+    A slice or a new shape of the logits is one of h. A scale and a softcap are recorded in three numbers: the logits are
+    inner·z, or outer·tanh(inner·z) if they are capped, with z = h @ weight.T + bias. Their cross-entropy is `loss` of
+    this object, of the targets and of the options of torch.nn.functional.cross_entropy.
 
-        logits = outer * (tanh(inner * (h @ weight.T + bias)) if capped else inner * (h @ weight.T + bias))[..., :V]
-
-    A slice or a new shape of the logits is one of h. torch.nn.functional.cross_entropy of this object calls `loss`.
-
-    Attributes:
-      h: the embeddings.
-      vocabulary: V.
-      dtype: of the logits that this object stands for. They are never rounded to it.
-      loss: computes the loss from this object, the targets, and the options of cross_entropy.
+    dtype is that of the logits that this object stands for; they are never rounded to it. tokens is the shape of the
+    tokens before they were flattened.
     """
 
     def __init__(
@@ -48,7 +43,7 @@ class LazyLogits:
     ) -> None:
         self.h, self.vocabulary, self.dtype, self.loss = h, vocabulary, dtype, loss
         self.inner, self.outer, self.capped = inner, outer, capped
-        self.tokens = h.shape[:-1] if tokens is None else tokens  # the shape of the tokens before they were flattened
+        self.tokens = h.shape[:-1] if tokens is None else tokens
 
     def _with(self, **changed: Any) -> "LazyLogits":
         kept = {name: getattr(self, name) for name in FIELDS if name not in changed}
