@@ -22,9 +22,9 @@ class NotUnderstoodError(TypeError, AttributeError):
 class LazyLogits:
     """The logits (..., V) of embeddings h (..., D), which are not computed.
 
-    A slice or a new shape of the logits is one of h. A scale and a softcap are recorded in three numbers: the logits are
-    inner·z, or outer·tanh(inner·z) if they are capped, with z = h @ weight.T + bias. Their cross-entropy is `loss` of
-    this object, of the targets and of the options of torch.nn.functional.cross_entropy.
+    A slice or a new shape of the logits is one of h. A scale and a softcap are recorded in three fields: the logits are
+    inner·z, or outer·tanh(inner·z) if they are capped, with z = h @ weight.T + bias. cross_entropy of this object calls
+    `loss` with the object, the targets and the options of torch.nn.functional.cross_entropy.
 
     dtype is that of the logits that this object stands for; they are never rounded to it. tokens is the shape of the
     tokens before they were flattened.
