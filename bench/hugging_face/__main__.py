@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench.hugging_face.methods import LLAMA, METHODS, ON_CPU, TINY, Size
+from bench.hugging_face.methods import INEXACT, LLAMA, METHODS, ON_CPU, TINY, Size
 
 Row = dict[str, Any]
 
@@ -31,13 +31,22 @@ def row_of(method: str, flags: list[str]) -> Row:
     return rows[0] if rows else {"method": method, "failed": f"exit code {done.returncode}"}
 
 
-def rounding(losses: list[float]) -> float:
-    """How far the first losses may lie apart where one method rounds its logits to bfloat16 and another does not.
+def differences(rows: list[Row]) -> list[str]:
+    """A line for each method whose losses are not those of the first, up to rounding.
 
-    Rounding moves a logit z by up to 2⁻⁹·|z|, so it moves the log-sum-exp and the target's logit by up to 2⁻⁹·max|z|
-    each. Logits of the untrained model have a standard deviation of about 1: none is as large as the loss, about ln V.
+    The first loss: rounding to bfloat16 moves a logit z by up to 2⁻⁹·|z|, so it moves the log-sum-exp and the target's
+    logit by up to 2⁻⁹·max|z| each. Logits of the untrained model have a standard deviation of about 1: none is as large
+    as the loss, about ln V. The last loss shows wrong gradients. How far training amplifies rounding is not known: a
+    twentieth of what the loss has fallen is allowed.
     """
-    return 2**-8 * min(losses)
+    found = []
+    for row in rows[1:]:
+        first, last = (abs(row[x] - rows[0][x]) for x in ("first_loss", "last_loss"))
+        if not first <= 2**-8 * rows[0]["first_loss"]:  # so that NaN counts too
+            found.append(f"{row['method']}: the first losses differ by {first:.4f}")
+        elif not last <= 0.05 * (rows[0]["first_loss"] - rows[0]["last_loss"]) and row["method"] not in INEXACT:
+            found.append(f"{row['method']}: the last losses differ by {last:.4f}")
+    return found
 
 
 def table(rows: list[Row], size: Size) -> Table:
@@ -80,11 +89,10 @@ def main() -> None:
     console.print(table(kept["rows"], size))
     for row in kept["without"]:
         console.print(*(f"{key}: {value}" for key, value in row.items()), sep="; ", markup=False, highlight=False)
-    losses = [row["first_loss"] for row in kept["rows"]]
-    if losses and not max(losses) - min(losses) <= rounding(losses):  # so that NaN fails too
-        sys.exit(f"FAILED: the first losses lie further apart than rounding explains, {rounding(losses):.3f}")
-    if any("failed" in row for row in kept["without"]):
-        sys.exit("FAILED: a method's process ended with an error")
+    failed = differences(kept["rows"])
+    failed += [f"{row['method']}: {row['failed']}" for row in kept["without"] if "failed" in row]
+    if failed:
+        sys.exit("FAILED\n" + "\n".join(failed))
 
 
 if __name__ == "__main__":
