@@ -1,7 +1,7 @@
 """Train a Hugging Face model with and without `cce_patch`, by transformers' Trainer, and compare.
 
-    pip install ".[examples]"          # for a GPU: ".[cuda13,examples]" or ".[cuda12,examples]"
-    python examples/hf_finetune.py     # about two minutes on two CPU cores; with a GPU it trains a larger model
+    pip install ".[hf,examples]" accelerate      # for a GPU: ".[cuda13,hf,examples]" or ".[cuda12,hf,examples]"
+    python examples/hf_finetune.py               # two or three minutes on two CPU cores; a larger model on a GPU
 
 Both runs start from the same weights and see the same batches, tokens of the Python standard library's sources. The
 script prints a table, draws the two curves of the loss, and exits with an error if they part. The weights are random,

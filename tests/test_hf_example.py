@@ -27,7 +27,7 @@ def example(monkeypatch) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "hf_finetune", module)  # dataclasses looks there
     spec.loader.exec_module(module)
-    tiny = module.Size(64, 1, 512, 200_000, 16, 2, steps=4, learning_rate=2e-3, tolerance=1e-3)
+    tiny = module.Size(64, 1, 512, 200_000, 16, 2, steps=4, learning_rate=2e-2, tolerance=1e-3)
     monkeypatch.setattr(module, "SMALL", tiny)
     monkeypatch.setattr(module, "LARGE", tiny)
     return module
