@@ -1,0 +1,59 @@
+"""What is compared: the size of the model, and the methods, each of which patches a Llama of transformers in place."""
+
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from types import MethodType, SimpleNamespace
+from typing import Any, NamedTuple
+
+
+class Size(NamedTuple):
+    vocabulary: int
+    width: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    batch: int
+    context: int
+    warm: int  # steps that are not counted
+    steps: int
+
+
+LLAMA = Size(128256, 2048, 8192, 16, 32, 8, batch=8, context=2048, warm=4, steps=12)  # Llama 3.2 1B
+TINY = Size(1024, 64, 128, 2, 4, 2, batch=2, context=32, warm=1, steps=3)
+
+
+def ours(model: Any, **options: Any) -> None:
+    import_module("cce_torch.transformers").cce_patch(model, **options)
+
+
+def liger(model: Any, everything: bool) -> None:
+    """everything: also its kernels for rotary embeddings, norms and SwiGLU, which work with any loss."""
+    patch = import_module("liger_kernel.transformers").apply_liger_kernel_to_llama
+    patch(model=model, rope=everything, rms_norm=everything, swiglu=everything)
+
+
+def cut_cross_entropy(model: Any, **options: Any) -> None:
+    """The release 25.1.1 has no cce_patch. Its loss is called where the cce_patch of its repository calls it."""
+    loss = partial(import_module("cut_cross_entropy").linear_cross_entropy, shift=True, **options)
+
+    def forward(self: Any, input_ids: Any, labels: Any) -> Any:
+        hidden = self.model(input_ids=input_ids).last_hidden_state
+        return SimpleNamespace(loss=loss(hidden, self.lm_head.weight, labels))
+
+    model.forward = MethodType(forward, model)
+
+
+METHODS: dict[str, Callable[[Any], None]] = {
+    "unpatched": lambda model: None,
+    "cce_patch": ours,
+    "cce_patch, memory_budget='all'": partial(ours, memory_budget="all"),
+    "Liger, the loss alone": partial(liger, everything=False),
+    "Liger, all of its patch": partial(liger, everything=True),
+    "cut_cross_entropy": cut_cross_entropy,
+    "cut_cross_entropy, exact": partial(cut_cross_entropy, filter_eps=None),
+}
+OURS = tuple(name for name in METHODS if name.startswith("cce_patch"))
+ON_CPU = ("unpatched", *OURS)
+INEXACT = ("cut_cross_entropy",)  # by default it leaves small gradients out
