@@ -14,7 +14,7 @@ from .settings import Settings
 
 END = "<|endoftext|>"  # the token after each file
 HELD_OUT = 0.05  # of the text: for validation
-LEARNED = 20_000_000  # characters from which the tokenizer learns its vocabulary
+LEARNED = 10_000_000  # characters from which the tokenizer learns its vocabulary
 PIECE = 4096  # files that are tokenized at once: bounds the memory of the tokenizer's results
 
 
@@ -113,11 +113,12 @@ class Text:
         ]
         return np.array(sequences[rows]).reshape(settings.accumulation, -1, settings.context)
 
-    def validation(self, settings: Settings, most: int = 8) -> list[np.ndarray]:
-        """At most so many batches of held-out tokens: (batch / accumulation, context) int32 each."""
+    def validation(self, settings: Settings, batches: int = 8) -> list[np.ndarray]:
+        """Held-out tokens, (batch / accumulation, context) each: at most as many as `batches` batches have."""
         sequences, size = _cut(self.held_out, settings.context), settings.batch // settings.accumulation
         size = min(size, len(sequences))
-        return [np.array(sequences[i * size : (i + 1) * size]) for i in range(min(most, len(sequences) // size))]
+        parts = min(batches * settings.accumulation, len(sequences) // size)
+        return [np.array(sequences[i * size : (i + 1) * size]) for i in range(parts)]
 
 
 def _cut(tokens: np.ndarray, context: int) -> np.ndarray:
