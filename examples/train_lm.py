@@ -138,8 +138,8 @@ def train(trainer: Any, text: Text, settings: Settings, asked: argparse.Namespac
         start += time.perf_counter() - paused
 
 
-def main() -> None:
-    asked = arguments()
+def main(given: list[str] | None = None) -> None:
+    asked = arguments(given)
     group = processes.start(asked.mesh) if asked.framework == "torch" else None
     settings = Settings(**{field.name: getattr(asked, field.name) for field in dataclasses.fields(Settings)})
     text = prepare_text(asked)

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure  # without pyplot it draws with the Agg bac
 from bench.training.jobs import REFERENCE, REFERENCES, Job
 
 Row = dict[str, Any]
+LEAST = 1e-7  # nats: where the logarithmic axis of differences begins
 
 
 def job_of(row: Row) -> Job:
@@ -109,18 +110,20 @@ def plot(rows: list[Row], steps: int, out: Path) -> None:
     points = len(rows[0]["curve"])
     at = (np.arange(points) + 0.5) * steps / points
     for row in rows:
-        label = row["loss"] if row["loss"] not in labelled else None
-        labelled.add(row["loss"])
-        curves.plot(at, row["curve"], color=color[row["loss"]], label=label, linewidth=1)
-        reference = reference_of(row, rows)
+        name, reference = " ".join([row["loss"], row["variant"]]).strip(), reference_of(row, rows)
+        is_first = name not in labelled
+        labelled.add(name)
+        width, alpha = (5, 0.3) if reference is row else (1, 1)
+        label = name if is_first and not row["variant"] else None
+        curves.plot(at, row["curve"], color=color[row["loss"]], label=label, linewidth=width, alpha=alpha)
         if reference is not None and reference is not row:
             style = {"": "-", "nudged": "--", "repeated": ":"}[row["variant"]]
-            difference = np.abs(np.subtract(row["curve"], reference["curve"]))
-            differences.plot(at, np.maximum(difference, 1e-7), style, color=color[row["loss"]], label=row["label"],
-                             linewidth=1)  # fmt: skip
+            difference = np.maximum(np.abs(np.subtract(row["curve"], reference["curve"])), LEAST)
+            label = name if is_first else None
+            differences.plot(at, difference, style, color=color[row["loss"]], label=label, linewidth=1)
     references = np.array([row["curve"] for row in rows if row["loss"] == REFERENCE and not row["variant"]])
     if len(references) > 1:
-        differences.fill_between(at, 1e-7, np.maximum(np.ptp(references, axis=0), 1e-7), color="0.88",
+        differences.fill_between(at, LEAST, np.maximum(np.ptp(references, axis=0), LEAST), color="0.88",
                                  label="spread of the seeds of float32 logits")  # fmt: skip
     curves.set(ylabel="loss, nats per token", title="Training loss, mean of 10 steps")
     differences.set(

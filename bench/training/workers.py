@@ -5,7 +5,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 spawn = multiprocessing.get_context("spawn")
@@ -49,7 +49,7 @@ class Worker:
         self.process.join()
 
 
-def visible(gpus: int) -> list[str | None]:
+def visible(gpus: int) -> Sequence[str | None]:
     """The names of so many GPUs for CUDA_VISIBLE_DEVICES; without a GPU, [None]."""
     listed = [x for x in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x]
     if gpus == 0:
@@ -58,7 +58,7 @@ def visible(gpus: int) -> list[str | None]:
 
 
 def spread(
-    jobs: Iterable[Any], gpus: list[str | None], seconds: float, end: float, call: Callable, done: Callable
+    jobs: Iterable[Any], gpus: Sequence[str | None], seconds: float, end: float, call: Callable, done: Callable
 ) -> None:
     """Runs call(job, ...) on all GPUs, a process each, and done(job, result, reason) here, one at a time.
 
