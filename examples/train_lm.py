@@ -59,6 +59,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     if asked.resume:
         parser.set_defaults(**json.loads((asked.out / "options.json").read_text()))
         asked = parser.parse_args(given)
+    elif (asked.out / "checkpoints").exists():
+        parser.error(f"{asked.out} has the checkpoints of a training: go on with --resume, or choose another --out")
     return asked
 
 

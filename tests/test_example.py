@@ -56,6 +56,8 @@ def test_a_resumed_training_is_the_same(tmp_path, novel, framework):
     assert [row["step"] for row in whole if "validation" in row] == [2, 4, 6]
     assert all(row["perplexity"] == pytest.approx(np.exp(row["validation"])) for row in whole if "validation" in row)
     assert (out / "training.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit):  # it would mix the checkpoints of two trainings
+        train_lm.main(options)
     shutil.rmtree(out / "checkpoints" / "6")
     train_lm.main(["--out", str(out), "--resume"])
     assert [row for row in log(out) if "validation" in row] == [row for row in whole if "validation" in row]
