@@ -5,7 +5,7 @@
     python examples/train_lm.py --framework torch --text notes/ novel.txt
     python examples/train_lm.py --resume                 # goes on from the last checkpoint in out/lm
 
-    # about 90 million parameters, for a GPU:
+    # about 100 million parameters, for a GPU:
     python examples/train_lm.py --dtype bfloat16 --width 768 --layers 10 --context 1024 --vocabulary 32768 \\
         --batch 64 --accumulation 2 --steps 5000
     python examples/train_lm.py --mesh data=2,tensor=2   # four devices, in JAX
@@ -51,10 +51,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--save-hidden", type=Path, metavar="NPZ", help="where to save the last batch's hidden states")
     choices = {"dtype": ("float32", "bfloat16"), "loss": ("cce", "full")}
     for field in dataclasses.fields(Settings):
-        option, kind = "--" + field.name.replace("_", "-"), type(field.default)
-        parser.add_argument(
-            option, type=kind, default=field.default, choices=choices.get(field.name), help="%(default)s"
-        )
+        kind, help = type(field.default), f"{field.metadata['help']} (%(default)s)"
+        option = "--" + field.name.replace("_", "-")
+        parser.add_argument(option, type=kind, default=field.default, choices=choices.get(field.name), help=help)
     asked = parser.parse_args(given)
     if asked.resume:
         parser.set_defaults(**json.loads((asked.out / "options.json").read_text()))

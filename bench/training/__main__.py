@@ -30,7 +30,7 @@ from examples.lm.text import Text
 
 SETTINGS = Settings(512, 8, 512, 32768, batch=32, steps=1000, learning_rate=1e-3, dtype="bfloat16")
 TINY = Settings(64, 1, 32, 1000, batch=8, steps=20, learning_rate=1e-3, dtype="bfloat16")
-JOB_SECONDS = 150  # a job that takes more is given up
+JOB_SECONDS, STEP_SECONDS = 60, 0.1  # a job that takes more, for itself and for each step, is given up
 
 
 def python_sources() -> list[Path]:
@@ -106,7 +106,8 @@ def main() -> None:
 
     asked_for = [job for job in jobs() if not asked.only or job.loss in asked.only]
     call = partial(run, settings=settings, folder=asked.folder, limit_gib=asked.memory_limit, most=most)
-    workers.spread(asked_for, workers.visible(asked.gpus), JOB_SECONDS, began + 60 * asked.minutes, call, done)
+    seconds = JOB_SECONDS + STEP_SECONDS * settings.steps
+    workers.spread(asked_for, workers.visible(asked.gpus), seconds, began + 60 * asked.minutes, call, done)
     if kept["rows"]:
         compare.plot(kept["rows"], settings.steps, asked.out.with_suffix(".png"))
         print(compare.table(kept["rows"], kept["seeds"]))
