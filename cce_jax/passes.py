@@ -35,6 +35,7 @@ class Core:
     memory_budget: int
     gpu: Gpu | None = None
     wide_de: bool = False  # whether `gradients` gives de in float32, for a sum over devices
+    wide_dc: bool = False  # whether c and bias are float32 beside an e of 16 bits; `gradients` gives theirs in float32
 
 
 def plan_for(inputs: Inputs, core: Core, wanted: Wanted | None, saved: int | None = None) -> Plan:
@@ -51,7 +52,8 @@ def _plan(
 ) -> Plan:  # fmt: skip
     tokens, width = inputs.e.shape
     call = Call(tokens, width, core.head.vocabulary(inputs.c), str(jnp.dtype(inputs.e.dtype)), core.head,
-                inputs.bias is not None, core.with_sum, wanted, core.memory_budget, core.wide_de)  # fmt: skip
+                inputs.bias is not None, core.with_sum, wanted, core.memory_budget, core.wide_de,
+                core.wide_dc)  # fmt: skip
     return plan_of(call, gpu, impl, saved)
 
 
@@ -83,7 +85,8 @@ def gradients(
     inputs: Inputs, numbers: Statistics, saved: jax.Array | None, cotangents: Cotangents, core: Core, wanted: Wanted,
     shard: Shard | None = None,
 ) -> tuple[Gradients, jax.Array | None]:  # fmt: skip
-    """Equations (6) and (7): de, dc and dbias in the types of e, c and bias, None where not wanted; and saved.
+    """Equations (6) and (7): de, dc and dbias in e's type (float32 if core.wide_de, core.wide_dc), None where not
+    wanted; and saved.
 
     numbers and saved: the results of `forward_pass`. The returned saved may have been overwritten in part; it still
     gives the same gradients in another call of this function. shard: for a shard of the vocabulary, what the device

@@ -224,7 +224,8 @@ def _layout(mesh: AbstractMesh, mapped: frozenset[str], typed: bool, e: Any, c: 
         return math.prod(mesh.shape[a] for a in axes)
 
     columns = c.shape[vocab_axis]
-    if beside and columns % (size(vocabulary) * size(beside)) == 0:
+    last = {a for a in vocabulary if a in splits_tokens and a not in mapped}  # nothing can come after these: see below
+    if beside and not last and columns % (size(vocabulary) * size(beside)) == 0:
         vocabulary = vocabulary + beside
     shared = frozenset(vocabulary) & splits_tokens
     # The rows that a device would hold: of e with the tokens of all shared axes, or of c with their columns.

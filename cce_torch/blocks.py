@@ -55,9 +55,11 @@ def _groups(e: Tensor, c: Tensor, memory_budget: int) -> Iterator[slice]:
 
 def each(
     e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None, scale: float,
-    softcap: float | None, memory_budget: int,
+    softcap: float | None, memory_budget: int, dtype: torch.dtype,
 ) -> Iterator[tuple[slice, Tensor, tuple]]:  # fmt: skip
     """For each group: its columns, its rows of c in e's type, and the first six arguments of reduced and cotangents.
+
+    c and bias are rounded to dtype.
 
     torch.compile compiles again for a None, and in some versions of PyTorch for each Python number. So zeros and ones
     stand for None, and tensors for numbers.
@@ -65,13 +67,13 @@ def each(
     accumulate = torch.promote_types(e.dtype, torch.float32)
     scalars = [None if x is None else e.new_full((), x, dtype=accumulate) for x in (scale, softcap)]
     for group in _groups(e, c, memory_budget):
-        c_g, size = c[group].to(e.dtype), group.stop - group.start
+        c_g, size = c[group].to(dtype).to(e.dtype), group.stop - group.start
         yield (
             group,
             c_g,
             (
                 product(e, c_g.t(), accumulate),  # has no name here, so that the caller can free it
-                e.new_zeros(size, dtype=accumulate) if bias is None else bias[group].to(accumulate),
+                e.new_zeros(size, dtype=accumulate) if bias is None else bias[group].to(dtype).to(accumulate),
                 e.new_ones(size, dtype=accumulate) if weights is None else weights[group].to(accumulate),
                 columns - group.start,
                 *scalars,

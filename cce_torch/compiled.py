@@ -32,10 +32,11 @@ def statistics(
     """The numbers of cce_torch.reference.statistics, (2 or 3, N), without holding the logits.
 
     Differentiable once in e, c and bias.
-    e: (N, D), bfloat16, float16, float32 or float64; c: (V, D), of e's type, with any strides, which its gradient gets
-    too; bias: (V,), of e's type; columns: (N,) integers; weights: (V,). Logits and sums are float32 (float64 for
-    float64). On CUDA from PyTorch 2.8 on, 16-bit inputs are multiplied in their own type, and dz is rounded to it.
-    Elsewhere they are widened to float32, c one group at a time. Saved for the backward pass: inputs and result.
+    e: (N, D), bfloat16, float16, float32 or float64; c: (V, D), with any strides, which its gradient gets too; bias:
+    (V,); c and bias have e's type, or are float32 and are rounded to it, one group at a time; columns: (N,) integers;
+    weights: (V,). Logits and sums are float32 (float64 for float64). On CUDA from PyTorch 2.8 on, 16-bit inputs are
+    multiplied in their own type, and dz is rounded to it. Elsewhere they are widened to float32, c one group at a time.
+    Saved for the backward pass: inputs and result.
 
     NotImplementedError if a second derivative is asked for.
     """
@@ -105,7 +106,8 @@ def run_statistics(
             return e.new_empty((2 + with_sum, 0), dtype=accumulate)
         lse = e.new_full(columns.shape, -torch.inf, dtype=accumulate)
         rows = (lse, torch.zeros_like(lse), torch.zeros_like(lse) if with_sum else None)
-        for _, _, block in blocks.each(e.to(operand), c, bias, columns, weights, scale, softcap, memory_budget):
+        for _, _, block in blocks.each(e.to(operand), c, bias, columns, weights, scale, softcap, memory_budget,
+                                       e.dtype):  # fmt: skip
             rows = blocks.fused(blocks.reduced, *block, *rows)
             del block
         return torch.where(columns >= 0, torch.stack([x for x in rows if x is not None]), 0)
@@ -135,7 +137,8 @@ def run_gradients(
         of = (lse, *factors, None)[:4]
         sums = torch.zeros_like(de, dtype=accumulate)
         e_live = torch.where(live[:, None], e, 0).to(operand)  # dz = 0 is not enough: 0 · NaN is NaN
-        for group, c_g, block in blocks.each(e_live, c, bias, columns, weights, scale, softcap, memory_budget):
+        for group, c_g, block in blocks.each(e_live, c, bias, columns, weights, scale, softcap, memory_budget,
+                                            e.dtype):  # fmt: skip
             if want_bias:
                 dbias[group] = blocks.times(blocks.fused(blocks.sums, *block, *of), unit)
             if not want_e and not want_c:
@@ -146,7 +149,7 @@ def run_gradients(
                 sums.addmm_(dz, c_g)
             elif want_e:
                 sums += blocks.product(dz, c_g, accumulate)  # addmm cannot add 16-bit products to float32 everywhere
-            if want_c and dc.dtype == accumulate:
+            if want_c and dc.dtype == operand:
                 torch.mm(dz.t(), e_live, out=dc[group])
             elif want_c:
                 dc[group] = blocks.times(blocks.product(dz.t(), e_live, accumulate), unit)

@@ -5,6 +5,9 @@ it saves. `cce_torch::gradients` takes these and the cotangents of the loss and 
 derivative and the kernels are cce_jax's: one JAX program for each operator (programs.py). The autograd rule is a
 Function around the operators: a rule registered with an operator takes four times as long at each call.
 
+A float32 c and bias beside an e of 16 bits are rounded to e's type before the operators: `wide_dc` says that their
+gradients are float32.
+
 Numbers that people change from step to step (label_smoothing, z_loss, scale) reach an operator as `scheduled`, a
 tensor: as constants, torch.compile would compile a graph for each value. Calls past the dispatcher have a tuple.
 """
@@ -20,7 +23,7 @@ from cce_torch import tensors
 
 OPTIONS = (
     "SymInt row_length, int ignore_index, int shift, str reduction, bool smooths, bool has_z_loss, "
-    "float? softcap, str? precision, str impl, int memory_budget"
+    "float? softcap, str? precision, str impl, int memory_budget, bool wide_dc"
 )
 TENSORS = (
     "Tensor e, Tensor c, Tensor? bias, Tensor targets, Tensor? class_weight, Tensor? token_weight, Tensor? num_items, "
@@ -43,8 +46,9 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, row_leng
          precision: str | None, impl: str, memory_budget: int) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The loss, () or (N,), and the core's numbers, (2 or 3, N), float32; differentiable in e, c, bias, token_weight.
 
-    e: (N, D); c: (V, D), not copied if it is a transposed (D, V); bias: (V,); targets: (N,) int64, in rows of
-    row_length tokens, which are shifted row by row; class_weight: (V,); token_weight: (N,); num_items: one element.
+    e: (N, D); c: (V, D), not copied if it is a transposed (D, V); bias: (V,); both of e's type, or float32 beside an e
+    of 16 bits; targets: (N,) int64, in rows of row_length tokens, which are shifted row by row; class_weight: (V,);
+    token_weight: (N,); num_items: one element.
     """
     functions = torch._C._are_functorch_transforms_active()
     # Nothing is saved under torch.compile: with dynamic shapes it would have to know the saved array's size.
@@ -52,7 +56,7 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, row_leng
     wanted = [x is not None and x.requires_grad for x in (e, c, bias)]
     saving_for = wanted if saving and any(wanted) else []
     kind = label_smoothing > 0, z_loss != 0
-    options = ignore_index, shift, reduction, *kind, softcap, precision, impl, memory_budget
+    options = ignore_index, shift, reduction, *kind, softcap, precision, impl, memory_budget, c.dtype != e.dtype
     scheduled: Any = label_smoothing, z_loss, scale
     if torch.compiler.is_compiling():  # as factors, all values share one compilation
         scheduled = torch.stack([torch.ones((), dtype=torch.float64) * x for x in scheduled])
@@ -71,6 +75,7 @@ def _kind(e: Tensor, c: Tensor, *others: Any) -> Any:
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        arguments = _in_type_of_e(*arguments)
         value, numbers, saved = _loss_operator(*arguments)
         _save(ctx, arguments, numbers, saved)
         if saved.numel():
@@ -92,6 +97,10 @@ class _Loss(torch.autograd.Function):
         found = run(of_loss, of_numbers, *given, scheduled, numbers, saved, *wanted, ctx.row_length, *ctx.options)
         de, dc, dbias, dweight = (x if w else None for x, w in zip(found, wanted, strict=True))  # type: ignore
         return de, dc, dbias, None, None, dweight, None, None, None, None, None
+
+
+def _in_type_of_e(e: Tensor, c: Tensor, bias: Tensor | None, *others: Any) -> tuple:
+    return e, tensors.rounded(c, e), tensors.rounded(bias, e), *others
 
 
 def _loss_operator(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,11 +162,11 @@ class _LossOfFunctions(_Loss):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return _loss_operator(*arguments)[:2]
+        return _loss_operator(*_in_type_of_e(*arguments))[:2]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-        _save(ctx, inputs, output[1], None)
+        _save(ctx, _in_type_of_e(*inputs), output[1], None)
 
 
 class _Gradients(torch.autograd.Function):
@@ -216,7 +225,7 @@ def _found_gradients(of_loss, of_numbers, e, c, bias, targets, class_weight, tok
     given = e, c, bias, targets, class_weight, token_weight, num_items
     tensors.check(dict(zip(NAMES, given, strict=True)))  # checked again: FSDP may have freed one after the forward pass
     if not e.shape[0] or not any(wanted):
-        return tuple(x.zero_() for x in _like(e, c, bias, token_weight, *wanted))
+        return tuple(x.zero_() for x in _like(e, c, bias, token_weight, *wanted, wide_dc=options[-1]))
     programs = _programs()
     found = iter(programs.gradients(
         of_loss, of_numbers, e, c, bias, targets, class_weight, token_weight, num_items, numbers, saved,
@@ -227,12 +236,13 @@ def _found_gradients(of_loss, of_numbers, e, c, bias, targets, class_weight, tok
 
 
 @lru_cache(maxsize=1024)
-def _call(ignore_index, shift, reduction, smooths, has_z_loss, softcap, precision, impl, memory_budget):
+def _call(ignore_index, shift, reduction, smooths, has_z_loss, softcap, precision, impl, memory_budget, wide_dc):
     """The programs.Call of the options."""
     from cce_jax.losses import Loss
     from cce_torch.programs import Call
 
-    return Call(ignore_index, shift, Loss(reduction, smooths, has_z_loss), softcap, precision, impl, memory_budget)
+    return Call(ignore_index, shift, Loss(reduction, smooths, has_z_loss), softcap, precision, impl, memory_budget,
+                wide_dc)  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
@@ -259,18 +269,22 @@ def _fake_loss(e, c, bias, targets, class_weight, token_weight, num_items, sched
 
 def _fake_gradients(of_loss, of_numbers, e, c, bias, targets, class_weight, token_weight, num_items, scheduled,
                     numbers, saved, of_e, of_c, of_bias, of_token_weight, *options) -> tuple[Tensor, ...]:  # fmt: skip
-    return _like(e, c, bias, token_weight, of_e, of_c, of_bias, of_token_weight)
+    return _like(e, c, bias, token_weight, of_e, of_c, of_bias, of_token_weight, wide_dc=options[-1])
 
 
-def _like(e, c, bias, token_weight, of_e: bool, of_c: bool, of_bias: bool, of_token_weight: bool) -> tuple[Tensor, ...]:
+def _like(
+    e, c, bias, token_weight, of_e: bool, of_c: bool, of_bias: bool, of_token_weight: bool, *, wide_dc: bool
+) -> tuple[Tensor, ...]:
     """Uninitialised results of `gradients`: row-major, except that dc is transposed if c is."""
+    of_parameters = torch.float32 if wide_dc else e.dtype
 
-    def row_major(x: Tensor, wanted: bool) -> Tensor:
-        return torch.empty_like(x, memory_format=torch.contiguous_format) if wanted else e.new_empty(0)
+    def row_major(x: Tensor, wanted: bool, dtype: torch.dtype) -> Tensor:
+        return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format) if wanted else e.new_empty(0)
 
     transposed = of_c and c.T.is_contiguous() and not c.is_contiguous()
-    dc = row_major(c.T, True).T if transposed else row_major(c, of_c)
-    return row_major(e, of_e), dc, row_major(bias, of_bias), row_major(token_weight, of_token_weight)
+    dc = row_major(c.T, True, of_parameters).T if transposed else row_major(c, of_c, of_parameters)
+    dweight = row_major(token_weight, True, token_weight.dtype) if of_token_weight else e.new_empty(0)
+    return row_major(e, of_e, e.dtype), dc, row_major(bias, of_bias, of_parameters), dweight
 
 
 for _name, _run, _fake in (

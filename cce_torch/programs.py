@@ -54,6 +54,7 @@ class Call:
     precision: str | None
     impl: passes.Impl
     memory_budget: int
+    wide_dc: bool  # c and bias were float32 and are rounded to e's type: their gradients are float32
     of_shard: bool = False  # c is a shard of the vocabulary: de is a part of a sum, in float32
 
     def is_exact(self, dtype: torch.dtype) -> bool:
@@ -126,7 +127,7 @@ def kind_of(call: Call, c_shape: torch.Size, vocab_axis: int, dtype: torch.dtype
         on = bridge.jax_device(device)
         head = Head(call.softcap, vocab_axis, lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT)
         gpu = gpu_of(on) if device.type == "cuda" else None
-        static = passes.Core(head, call.loss.smooths, call.impl, call.memory_budget, gpu, call.of_shard)
+        static = passes.Core(head, call.loss.smooths, call.impl, call.memory_budget, gpu, call.of_shard, call.wide_dc)
         with _choosing:
             found = _kinds.setdefault(key, Kind(call, static, c_shape, dtype, on, Sizes()))
     return found
@@ -205,9 +206,9 @@ def gradients(
     if wanted.e:
         outputs.append(e.new_empty((arrays.size, e.shape[1])))
     if wanted.c:
-        outputs.append(torch.empty_like(arrays.c))
+        outputs.append(arrays.of_parameter(arrays.c))
     if wanted.bias:
-        outputs.append(torch.empty_like(bias, memory_format=torch.contiguous_format))
+        outputs.append(arrays.of_parameter(bias))
     if of_token_weight:
         outputs.append(e.new_empty(arrays.size, dtype=torch.float32))
     if of_loss is not None and of_loss.dim():
@@ -245,6 +246,11 @@ class Arrays:
         shape = list(x.shape)
         shape[axis] = self.size - self.tokens
         return torch.cat([x, x.new_full(shape, fill)], axis)
+
+    def of_parameter(self, x: Tensor) -> Tensor:
+        """Memory for the gradient of c or bias."""
+        dtype = torch.float32 if self.kind.call.wide_dc else x.dtype
+        return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
     def cut(self, x: Tensor) -> Tensor:
         """x without the padding. Not a view: autograd forbids to change a view in place."""

@@ -34,9 +34,10 @@ from cce_torch.programs import (
 )
 
 
-def _call(impl: Any, with_sum: bool, softcap: float | None, precision: str | None, memory_budget: int) -> Call:
+def _call(impl: Any, with_sum: bool, softcap: float | None, precision: str | None, memory_budget: int,
+          wide_dc: bool) -> Call:  # fmt: skip
     loss = losses.Loss("none", with_sum, False)  # the loss itself is computed by PyTorch
-    return Call(-1, 0, loss, softcap, precision, impl, memory_budget, of_shard=True)
+    return Call(-1, 0, loss, softcap, precision, impl, memory_budget, wide_dc, of_shard=True)
 
 
 def kind(e: Tensor, c: Tensor, *, scale: float, **options: Any) -> Kind:
@@ -48,9 +49,9 @@ class _Tensors(Arrays):
     """The tensors of a call on a shard, as its programs take them."""
 
     def __init__(self, e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None, *, impl: Any,
-                 with_sum: bool, scale: float, softcap: float | None, precision: str | None,
-                 memory_budget: int) -> None:  # fmt: skip
-        call = _call(impl, with_sum, softcap, precision, memory_budget)
+                 with_sum: bool, scale: float, softcap: float | None, precision: str | None, memory_budget: int,
+                 wide_dc: bool) -> None:  # fmt: skip
+        call = _call(impl, with_sum, softcap, precision, memory_budget, wide_dc)
         super().__init__(e, c, call, Numbers(None, None, None if scale == 1 else float(scale)))
         self.given = [self.padded(e, 0), self.c, dense(bias), self.padded(columns, -1), dense(real(weights)),
                       self.numbers.scale]  # fmt: skip
@@ -103,9 +104,9 @@ def gradients(
     if wanted.e:
         outputs.append(e.new_empty((tensors.size, e.shape[1]), dtype=torch.float32))
     if wanted.c:
-        outputs.append(torch.empty_like(tensors.c))
+        outputs.append(tensors.of_parameter(tensors.c))
     if wanted.bias and bias is not None:
-        outputs.append(torch.empty_like(bias, memory_format=torch.contiguous_format))
+        outputs.append(tensors.of_parameter(bias))
     results = list(bridge.run(
         _gradients_program(tensors.kind, wanted, bool(overwritten), tensors.size),
         [*map(tensors.of_tokens, (cotangents, own, lse, reference)), *tensors.given], outputs, scratch=overwritten,

@@ -24,6 +24,7 @@ class Options:
     softcap: float | None
     precision: str | None
     memory_budget: int
+    wide_dc: bool  # c and bias are float32 beside an e of 16 bits
 
     @property
     def head(self) -> dict[str, Any]:
@@ -37,6 +38,13 @@ def needs_reference(e: Tensor, options: Options) -> bool:
     from cce_kernels.plan import needs_reference  # imports JAX
 
     return needs_reference(e.itemsize, options.impl)  # type: ignore[arg-type]
+
+
+def operands(e: Tensor, c: Tensor, bias: Tensor | None, options: Options) -> tuple[Tensor, Tensor | None]:
+    """c and bias as the impl takes them: PyTorch's impls round a float32 c to e's type, the others want it rounded."""
+    if options.impl in ("torch_compile", "reference"):
+        return c, bias
+    return tensors.rounded(c, e), tensors.rounded(bias, e)
 
 
 def kind(e: Tensor, c: Tensor, options: Options) -> Any:
@@ -104,17 +112,17 @@ def gradients(
 
 def _gradients_of_reference(cotangents, e, c, bias, columns, weights, lse, options):
     """Equations (6) and (7) of cce_jax/core.py from the full logits, in float32. dc and dbias are rounded once."""
-    accumulate, kept = lse.dtype, columns >= 0
+    accumulate, kept, c_of_e, bias_of_e = lse.dtype, columns >= 0, tensors.rounded(c, e), tensors.rounded(bias, e)
     e = torch.where(kept[:, None], e, 0).to(accumulate)
     softcap = None if options.softcap is None else lse.new_full((), options.softcap)
     dz = blocks.cotangents(
-        e @ c.to(accumulate).T, lse.new_zeros(()) if bias is None else bias.to(accumulate),
+        e @ c_of_e.to(accumulate).T, lse.new_zeros(()) if bias_of_e is None else bias_of_e.to(accumulate),
         lse.new_ones(()) if weights is None else weights.to(accumulate), columns, options.scale, softcap,
         torch.where(kept, lse, torch.inf), *(torch.where(kept, cotangents, 0) * options.scale),
         *[None] * (3 - len(cotangents)), dtype=accumulate,
     )  # fmt: skip
     dc = torch.empty_like(c).copy_(dz.T @ e)  # with c's strides
-    return dz @ c.to(accumulate), dc, None if bias is None else dz.sum(0).to(bias.dtype)
+    return dz @ c_of_e.to(accumulate), dc, None if bias is None else dz.sum(0).to(bias.dtype)
 
 
 # The shard's JAX programs as operators, which torch.compile does not look into.
@@ -127,35 +135,34 @@ def _run(operator: Any, *arguments: Any) -> Any:
     return operator(*arguments) if torch.compiler.is_compiling() else operator._init_fn(*arguments)
 
 
-def _options(impl, with_sum, scale, softcap, precision, memory_budget) -> dict[str, Any]:
+def _options(impl, with_sum, scale, softcap, precision, memory_budget, wide_dc) -> dict[str, Any]:
     return dict(impl=impl, with_sum=with_sum, scale=scale, softcap=softcap, precision=precision,
-                memory_budget=memory_budget)  # fmt: skip
+                memory_budget=memory_budget, wide_dc=wide_dc)  # fmt: skip
 
 
 @torch.library.custom_op("cce_torch::shard_target", mutates_args=(), tags=TAGS)
 def shard_target(
     e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, saving_for: Sequence[bool], impl: str, with_sum: bool,
-    scale: float, softcap: float | None, precision: str | None, memory_budget: int,
+    scale: float, softcap: float | None, precision: str | None, memory_budget: int, wide_dc: bool,
 ) -> Tensor:  # fmt: skip
     from cce_torch import shard_programs
 
     saving = shard_programs.Wanted(*saving_for) if any(saving_for) else None
-    options = _options(impl, with_sum, scale, softcap, precision, memory_budget)
+    options = _options(impl, with_sum, scale, softcap, precision, memory_budget, wide_dc)
     return shard_programs.target(e, c, bias, columns, None, saving_for=saving, **options)
 
 
 @torch.library.custom_op("cce_torch::shard_statistics", mutates_args=(), tags=TAGS)
 def shard_statistics(
     e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None,
-    of_target: Tensor | None,
-    saving_for: Sequence[bool], impl: str, with_sum: bool, scale: float, softcap: float | None, precision: str | None,
-    memory_budget: int,
+    of_target: Tensor | None, saving_for: Sequence[bool], impl: str, with_sum: bool, scale: float,
+    softcap: float | None, precision: str | None, memory_budget: int, wide_dc: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What is saved has no elements if nothing is."""
     from cce_torch import shard_programs
 
     saving = shard_programs.Wanted(*saving_for) if any(saving_for) else None
-    options = _options(impl, with_sum, scale, softcap, precision, memory_budget)
+    options = _options(impl, with_sum, scale, softcap, precision, memory_budget, wide_dc)
     numbers, saved = shard_programs.statistics(e, c, bias, columns, weights, reference=of_target, saving_for=saving,
                                                **options)  # fmt: skip
     return numbers, e.new_empty(0) if saved is None else saved
@@ -165,7 +172,7 @@ def shard_statistics(
 def shard_gradients(
     cotangents: Tensor, e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None,
     own: Tensor, lse: Tensor, of_target: Tensor | None, saved: Tensor | None, wanted: Sequence[bool], impl: str,
-    with_sum: bool, scale: float, softcap: float | None, precision: str | None, memory_budget: int,
+    with_sum: bool, scale: float, softcap: float | None, precision: str | None, memory_budget: int, wide_dc: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """A gradient that is not wanted has no elements."""
     from cce_torch import shard_programs
@@ -173,7 +180,7 @@ def shard_gradients(
     found = iter(shard_programs.gradients(
         e, c, bias, columns, weights, cotangents=cotangents, own=own, lse=lse, reference=of_target, saved=saved,
         wanted=shard_programs.Wanted(*wanted),
-        **_options(impl, with_sum, scale, softcap, precision, memory_budget),
+        **_options(impl, with_sum, scale, softcap, precision, memory_budget, wide_dc),
     ))  # fmt: skip
     de, dc, dbias = (next(found) if w else e.new_empty(0) for w in wanted)
     return de, dc, dbias
@@ -194,7 +201,7 @@ def _(cotangents, e, c, bias, columns, weights, own, lse, of_target, saved, want
     def like(x: Tensor, wanted: bool, dtype: torch.dtype) -> Tensor:
         return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format) if wanted else e.new_empty(0)
 
-    of_e, of_c, of_bias = wanted
+    (of_e, of_c, of_bias), of_parameters = wanted, torch.float32 if options[-1] else e.dtype
     transposed = of_c and c.T.is_contiguous() and not c.is_contiguous()
-    dc = like(c.T, True, c.dtype).T if transposed else like(c, of_c, c.dtype)
-    return like(e, of_e, torch.float32), dc, like(bias, of_bias, e.dtype)
+    dc = like(c.T, True, of_parameters).T if transposed else like(c, of_c, of_parameters)
+    return like(e, of_e, torch.float32), dc, like(bias, of_bias, of_parameters)

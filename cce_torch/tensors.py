@@ -1,5 +1,7 @@
 """Checks of tensors: whether they are plain memory that can be read now, else a kernel would read address 0."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -22,6 +24,11 @@ def has_dtensor(tensors: dict[str, Tensor | None]) -> bool:
     if ORDINARY.issuperset(map(type, tensors.values())):  # nearly always
         return False
     return any(type(x).__name__ == "DTensor" for x in tensors.values())  # a class that is slow to import
+
+
+def rounded(x: Tensor | None, e: Tensor) -> Any:
+    """c or bias in e's type, in which the products are computed."""
+    return x if x is None or x.dtype == e.dtype else x.to(e.dtype)
 
 
 def check(tensors: dict[str, Tensor | None]) -> None:

@@ -201,6 +201,7 @@ class _Numbers(torch.autograd.Function):
         ctx.part, ctx.dtype = e.shape, e.dtype
         ctx.tokens, ctx.shard, ctx.options = tokens, shard, options
         e = _whole(e, tokens, shard).reshape(-1, e.shape[-1])
+        c, bias = shards.operands(e, c, bias, options)
         held, kept = shard.held(columns), columns >= 0
         reference = None
         if shards.needs_reference(e, options):

@@ -48,9 +48,10 @@ ROWS = [
     ({"e": E.astype(np.int32)}, TypeError, r"e must be one of.*int32"),
     ({"c": C.astype(np.int8)}, TypeError, r"c must be one of.*int8"),
     ({"c": jnp.ones((V, D), jnp.bfloat16)}, TypeError,
-     r"c must be of e's type.*bfloat16.*float32: write c\.(astype|to)\(e\.dtype\) or e\.(astype|to)\(c\.dtype\)$"),
+     r"c must be of e's type, or float32 beside a 16-bit e, got c bfloat16 and e float32: "
+     r"write c\.(astype|to)\(e\.dtype\) or e\.(astype|to)\(c\.dtype\)$"),
     ({"bias": jnp.ones(V, jnp.float16)}, TypeError,
-     r"bias must be of e's type.*float16.*float32: write bias\.(astype|to)\(e\.dtype\)$"),
+     r"bias must be of c's type.*float16.*float32: write bias\.(astype|to)\(c\.dtype\)$"),
     ({"bias": np.ones(V, np.int32)}, TypeError, r"bias must be one of.*int32"),
     ({"e": None}, TypeError, r"e must be a.*NoneType"),
     ({"reduction": "avg"}, ValueError, r"reduction='avg'.*'mean', 'sum', 'none'"),
@@ -134,6 +135,11 @@ def test_tensors_on_different_devices_are_named():
 def test_the_module_says_what_goes_to_the_call(name):
     with pytest.raises(TypeError, match=rf"^{name} belongs to a batch.*\(e, c, targets, {name}={name}\)"):
         cce_torch.LinearCrossEntropy(**{name: 3})
+
+
+def test_the_module_names_every_option_if_one_is_unknown():
+    with pytest.raises(TypeError, match=r"unknown options \['sofcap'\].*class_weight.* softcap.* z_loss"):
+        cce_torch.LinearCrossEntropy(sofcap=3.0)
 
 
 @pytest.mark.parametrize("call", [linear_cross_entropy, in_torch])

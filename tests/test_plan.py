@@ -208,6 +208,11 @@ def of_xla(plan: Plan) -> int:
     return 3 * wide if plan.gpu is None else wide if plan.call.itemsize == wide else wide + plan.call.itemsize
 
 
+def of_a_copy(call: Call) -> int:
+    """Bytes of a column of c_g or dc_g."""
+    return max(call.itemsize, 4 if call.wide_dc else 0) * call.width
+
+
 def group_bytes(plan: Plan, part: Part, columns: int) -> int:
     """dz of a group, what becomes of it, copies of c_g or dc_g, and what dbias is summed from."""
     call = plan.call
@@ -216,7 +221,7 @@ def group_bytes(plan: Plan, part: Part, columns: int) -> int:
     dz = of_form if part.dz.engine is XLA else call.itemsize * part.tokens
     rows_of_tile = 64 if part is not plan.backward.saved else 16  # type: ignore[union-attr]
     sums = 4 * -(-part.tokens // rows_of_tile) if call.wanted is not None and call.wanted.bias else 0
-    copied = call.itemsize * call.width if part.products.engine is XLA else 0
+    copied = of_a_copy(call) if part.products.engine is XLA else 0
     return columns * (dz + copied + sums)
 
 
@@ -263,7 +268,7 @@ def least(plan: Plan) -> int:
     by_xla = engine is not HOPPER
     dz = of_xla(plan) * rows + call.itemsize * call.width if engine is XLA else call.itemsize * rows
     sums = 4 * -(-rows // 64) if call.wanted is not None and call.wanted.bias else 0
-    group = min(1024, call.vocabulary) * (dz + call.itemsize * call.width * by_xla + sums)
+    group = min(1024, call.vocabulary) * (dz + of_a_copy(call) * by_xla + sums)
     placed = rows == call.tokens and engine is not XLA  # in the memory of de
     e = 0 if placed else call.itemsize * rows * call.width
     return e + max(call.itemsize, 4) * rows * call.width + 256 * rows + 32 * MIB * by_xla + group
@@ -386,8 +391,8 @@ def drawn(rng: np.random.Generator) -> tuple[Call, Gpu | None, str]:
     budget = pick((0, DEFAULT, DEFAULT, size(10, 38), *shares, 2**62))
     head = Head(pick((None, None, None, 30.0, 50.0)), int(rng.integers(2)))
     wanted = Wanted(e, c, bias) if rng.random() < 0.8 else None
-    wide_de = bool(rng.random() < 0.2)
-    call = Call(tokens, width, vocabulary, dtype, head, bias, with_sum, wanted, budget, wide_de)
+    wide_de, wide_dc = bool(rng.random() < 0.2), bool(np.random.default_rng(tokens).random() < 0.2)
+    call = Call(tokens, width, vocabulary, dtype, head, bias, with_sum, wanted, budget, wide_de, wide_dc)
     return call, gpu, impl
 
 

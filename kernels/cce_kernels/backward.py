@@ -68,6 +68,11 @@ class _Pass(NamedTuple):
         e = self.inputs.e.dtype
         return jnp.promote_types(e, jnp.float32) if self.plan.call.wide_de else e
 
+    @property
+    def type_of_dc(self):
+        e = self.inputs.e.dtype
+        return jnp.promote_types(e, jnp.float32) if self.plan.call.wide_dc else e
+
     def given(self, tokens: _Tokens) -> Inputs:
         return self.inputs._replace(e=tokens.e(), targets=tokens.targets)
 
@@ -80,11 +85,11 @@ def gradients(
     inputs: Inputs, numbers: Statistics, saved: jax.Array | None, cotangents: Cotangents, plan: Plan,
     shard: Shard | None = None,
 ) -> tuple[Gradients, jax.Array | None]:  # fmt: skip
-    """de, dc and dbias in the types of e, c and bias, None where not wanted; and saved, which has been overwritten.
+    """de, dc and dbias in e's type, None where not wanted; and saved, which has been overwritten.
 
     numbers and saved: the results of forward.statistics with the same plan. Ignored tokens contribute nothing.
     shard: where the columns are a shard of the vocabulary. The cotangents are then those of all columns' numbers, and
-    de is the part of these columns. de is at least float32 if plan.call.wide_de.
+    de is the part of these columns. de is at least float32 if plan.call.wide_de, dc and dbias if plan.call.wide_dc.
     """
     assert plan.backward is not None
     kept, reference = None, None
@@ -123,7 +128,7 @@ def gradients(
     of_e = [unscaled(x.e, unit, run.type_of_de) for x in parts if x.e is not None]
     de = None if not of_e else jnp.concatenate(of_e) if kept is None else kept.restored(*of_e)
     _, dc, dbias = parts[-1]
-    return Gradients(de, dc, None if dbias is None else unscaled(dbias, unit, e.dtype)), saved
+    return Gradients(de, dc, None if dbias is None else unscaled(dbias, unit, run.type_of_dc)), saved
 
 
 def _ready(run: _Pass, p: jax.Array, tokens: _Tokens, few: jax.Array | None) -> _Saved:
@@ -205,7 +210,7 @@ def _of_saved_dz(run: _Pass, part: Part, tokens: _Tokens, saved: _Saved, how: Mu
 def _summed(run: _Pass, part: Part, how: Multiplying, given: Inputs, before: Gradients | None, form, products
             ) -> Gradients:  # fmt: skip
     """The gradients summed over the groups of the vocabulary; de is of the tokens in `given` alone."""
-    start = begun(given, run.head, run.wanted) if before is None else before
+    start = begun(given, run.head, run.wanted, run.type_of_dc) if before is None else before
     if run.wanted.e:
         sums = how.splits * len(given.e), given.e.shape[1]
         start = start._replace(e=jnp.zeros(sums, jnp.promote_types(given.e.dtype, jnp.float32)))
@@ -219,7 +224,7 @@ def _of_exponentials(run: _Pass, part: Part, tokens: _Tokens, saved: _Saved, how
     """The gradients of the saved tokens where their exponentials are multiplied as they are; de in e's type."""
     given, p, r = run.given(tokens), saved.exponentials, saved.r
     assert r is not None
-    de, dc, dbias = begun(given, run.head, run.wanted)
+    de, dc, dbias = begun(given, run.head, run.wanted, run.type_of_dc)
     e = given.e
     if run.wanted.e:
         de = (run.products(how, part, e, tokens).add_de(None, p, ALL_COLUMNS) * r[:, None]).astype(run.type_of_de)
@@ -248,7 +253,7 @@ def _together(run: _Pass, everyone: _Tokens, saved: _Saved | None) -> Gradients:
     first, others = everyone.part(0, plan.saved), everyone.part(plan.saved, plan.rows)
     p, r, de_of_others = saved.exponentials, saved.r, None
     place = lax.empty((plan.rows, plan.call.width), run.inputs.e.dtype)
-    dc = lax.empty(c.shape, c.dtype) if run.wanted.c else None
+    dc = lax.empty(c.shape, run.type_of_dc) if run.wanted.c else None
     if dc is not None:
         place = scaled(everyone.e(), jnp.pad(r, (0, plan.rows - plan.saved)))
     if how.others is not None:

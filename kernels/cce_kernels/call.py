@@ -22,6 +22,7 @@ class Call:
     wanted: Wanted | None  # the gradients that will be asked for; None for evaluation
     memory_budget: int  # bytes
     wide_de: bool = False  # whether de is at least float32, for a sum over devices; else it has the type of e
+    wide_dc: bool = False  # whether dc and dbias are at least float32, for parameters in float32; else they are as e
 
     @property
     def itemsize(self) -> int:
@@ -31,6 +32,11 @@ class Call:
     def of_de(self) -> int:
         """Bytes of an element of de."""
         return self.wide if self.wide_de else self.itemsize
+
+    @property
+    def of_dc(self) -> int:
+        """Bytes of an element of dc."""
+        return self.wide if self.wide_dc else self.itemsize
 
     @property
     def wide(self) -> int:

@@ -125,10 +125,19 @@ def shapes(
         raise ValueError(f"shift={shift} must be in [0, T) with T = {last}, the last axis of targets {targets}")
 
 
-def other_type(name: str, given: object, of_e: object, cast: str) -> TypeError:
-    """The error for a c or bias whose type is not e's. cast: the framework's method that casts, "astype" or "to"."""
-    also = f" or e.{cast}(c.dtype)" if name == "c" else ""
-    return TypeError(f"{name} must be of e's type, got {name} {given} and e {of_e}: write {name}.{cast}(e.dtype){also}")
+def types(e: str, c: str, bias: str | None, cast: str) -> None:
+    """Raise unless c and bias have e's type, or are both float32 beside an e of 16 bits: parameters and activations.
+
+    cast: the framework's method that casts, "astype" or "to".
+    """
+    mixed = c == "float32" and e in ("bfloat16", "float16")
+    if c != e and not mixed:
+        raise TypeError(
+            f"c must be of e's type, or float32 beside a 16-bit e, got c {c} and e {e}: write c.{cast}(e.dtype) or "
+            f"e.{cast}(c.dtype)"
+        )
+    if bias is not None and bias != c:
+        raise TypeError(f"bias must be of c's type, got bias {bias} and c {c}: write bias.{cast}(c.dtype)")
 
 
 def bad_target(position: Sequence[int], value: int, vocabulary: int, ignore_index: int) -> ValueError:

@@ -2,10 +2,10 @@
 
 For a group of V_g columns an engine forms the cotangents dz, (N, V_g). Two matmuls then give
 
-    de += dz · c_g     float32, (N, D)          dc_g = dzᵀ · e     written once, in the type of c
+    de += dz · c_g     float32, (N, D)          dc_g = dzᵀ · e     written once, in the type of the result
 
-Every group reuses one (N, V_g) buffer. No sum depends on timing, so that the same call gives the same bits. There is no
-float32 copy of dc.
+Every group reuses one (N, V_g) buffer. No sum depends on timing, so that the same call gives the same bits. dc is of
+e's type, without a float32 copy; or it is float32 (Call.wide_dc), and is never rounded to 16 bits.
 """
 
 from collections.abc import Callable
@@ -47,13 +47,13 @@ class Beside(NamedTuple):
     count: jax.Array  # type: ignore[assignment]  # (1,) int32
 
 
-def begun(inputs: Inputs, head: Head, wanted: Wanted) -> Gradients:
+def begun(inputs: Inputs, head: Head, wanted: Wanted, type_of_dc: Any) -> Gradients:
     """de and dbias as zeros, at least float32; dc uninitialised, as the groups write all of it."""
     e, c = inputs.e, inputs.c
     wide = jnp.promote_types(e.dtype, jnp.float32)
     return Gradients(
         jnp.zeros(e.shape, wide) if wanted.e else None,
-        lax.empty(c.shape, c.dtype) if wanted.c else None,
+        lax.empty(c.shape, type_of_dc) if wanted.c else None,
         jnp.zeros((head.vocabulary(c),), wide) if wanted.bias else None,
     )
 

@@ -83,7 +83,8 @@ class Summary:
         self.calls += 1
         self.programs.add(of.number // SHARED)
         program, data = (call := draw(self.seed, of.number, self.where)).program, call.data
-        kinds = {"package": program.package, "engine": of.engine, "type": program.dtype, "reduction": program.reduction,
+        kinds = {"package": program.package, "engine": of.engine, "type": program.dtype + ", c float32" * program.mixed,
+                 "reduction": program.reduction,
                  "layout": ("(V, D)", "(D, V)")[program.vocab_axis], "data": data.kind, "ignored": data.ignored,
                  "gradients": ", ".join(program.wanted) or "none", "differentiated": program.objective}  # fmt: skip
         for name, value in kinds.items():

@@ -15,7 +15,8 @@ stays below 0.6 of the bound, and a gradient that is off by 1 % fails it, even i
     slack = 1 + 2/√(rows that count)         rows that count = (Σ r²)² / Σ r⁴,  r² a row's share of the square above
 
 which is 3 for a single row, where up to 9 roundings may fall together. dc in bfloat16 may be rounded twice where saved
-exponentials begin it (r = 2). loss, lse and dtoken_weight are float32, and each element has its own bound, F·δ.
+exponentials begin it (r = 2). The gradients of a float32 c and bias beside a 16-bit e are not rounded (r = 0). loss,
+lse and dtoken_weight are float32, and each element has its own bound, F·δ.
 
 F = 2: δ counts each operation once, as the largest part of what it may cost; the interpreter, XLA and Hopper's tensor
 cores each sum in an order of their own.
@@ -87,8 +88,9 @@ def _rows(name: str, found: np.ndarray, of: Rows, program: Program, kept: np.nda
     found = np.asarray(found).reshape(-1, found.shape[-1]) if name in ("e", "c") else np.asarray(found)[:, None]
     if tuple(found.shape) != tuple(want.shape):
         return Check(name, np.inf, f"the gradient of {name} has shape {found.shape}, not {tuple(want.shape)}")
-    if found.dtype.name != program.dtype:
-        return Check(name, np.inf, f"the gradient of {name} is {found.dtype}, not {program.dtype}")
+    dtype = program.type_of(name)
+    if found.dtype.name != dtype:
+        return Check(name, np.inf, f"the gradient of {name} is {found.dtype}, not {dtype}")
     if kept is not None and np.any(np.float32(found[~kept]) != 0):
         return Check(name, np.inf, f"the gradient of {name} is not 0 for an ignored token")
     off, size, finite = _squares(found, want)
@@ -97,6 +99,8 @@ def _rows(name: str, found: np.ndarray, of: Rows, program: Program, kept: np.nda
 
     unit, elements = roundoff(program.dtype), want.shape[1]
     result = 2.0 if name == "c" and program.may_save else 1.0
+    if dtype != program.dtype:
+        result = 0.0  # the gradient is not rounded to e's type
     least = float(ml_dtypes.finfo(program.dtype).tiny if program.dtype != "float16" else 2.0**-24) ** 2 * elements
     terms = program.vocabulary if name == "e" else program.tokens
     rounded = np.where(finite, unit**2 * (np.nan_to_num(of.rounded) + result * size) + least, 0.0)

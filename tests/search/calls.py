@@ -29,6 +29,7 @@ class Program(_Literal):
     width: int = 20
     vocabulary: int = 229
     dtype: str = "float32"
+    mixed: bool = False  # c and bias are float32 beside an e of 16 bits
     vocab_axis: int = 0
     arrays: tuple[str, ...] = ()  # of bias, class_weight and token_weight
     wanted: tuple[str, ...] = ("e", "c")  # and bias, token_weight; none for an evaluation
@@ -53,6 +54,10 @@ class Program(_Literal):
     def may_save(self) -> bool:
         """Whether the backward pass may use exponentials that were rounded to 16 bits."""
         return self.dtype == "bfloat16" and self.impl != "chunked" and self.saved != 0 and self.memory_budget != 0
+
+    def type_of(self, name: str) -> str:
+        """The type of an array, and of its gradient."""
+        return "float32" if name == "token_weight" or (self.mixed and name in ("c", "bias")) else self.dtype
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments but for arrays and impl."""
@@ -145,7 +150,8 @@ def _program(rng: np.random.Generator, where: str) -> Program:
         shift=shift,
         ignore_index=int(rng.choice([-100, -1, 0, 2**31 - 1, -(2**31)], p=[0.6, 0.2, 0.1, 0.05, 0.05])),
     )
-    return _with_budget(rng, program, where)
+    mixed = program.dtype != "float32" and bool(np.random.default_rng(program.tokens * width).uniform() < 0.25)
+    return _with_budget(rng, replace(program, mixed=mixed), where)
 
 
 def _shape(rng: np.random.Generator, where: str, for_hopper: bool) -> tuple[int, int, int]:

@@ -1,14 +1,15 @@
 """The arrays of a drawn call."""
 
+import ml_dtypes
 import numpy as np
 
 from bench.data import CANDIDATES, DECAY, LARGEST_LOGIT, Shape, _zipf_rows
 from tests.cases import DTYPES, Inputs
-from tests.search.calls import Call, Data
+from tests.search.calls import Call, Data, Program
 
 
 def drawn_arrays(call: Call) -> Inputs:
-    """NumPy arrays with e and c rounded to their type: the truth is that of the rounded numbers. c is (V, D)."""
+    """NumPy arrays with e, c and bias rounded to e's type: the truth is that of the rounded numbers. c is (V, D)."""
     program, data = call.program, call.data
     rng = np.random.default_rng(data.seed)
     kind = DTYPES[program.dtype]
@@ -45,6 +46,16 @@ def drawn_arrays(call: Call) -> Inputs:
     return Inputs(
         e.astype(kind), c.astype(kind), targets.astype(np.int32), {k: made[k] for k in program.arrays}, of_loss, of_lse
     )
+
+
+def unrounded(name: str, x: np.ndarray, program: Program) -> np.ndarray:
+    """x; where the call has it in a wider type than e's, numbers of that type that are x when rounded to e's type."""
+    wide = np.dtype(DTYPES[program.type_of(name)])
+    if x.dtype == wide or name not in ("c", "bias"):
+        return x
+    most = float(ml_dtypes.finfo(x.dtype).eps) / 8  # half of what rounds to another number, at every place of x
+    noise = np.random.default_rng(x.size).uniform(-most, most, x.shape).astype(np.float32)
+    return (x.astype(np.float32) * (1 + noise)).astype(wide)
 
 
 def _embeddings(

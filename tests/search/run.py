@@ -21,7 +21,7 @@ from cce_kernels.plan import choose
 from tests.cases import Inputs
 from tests.search.bounds import Check, checks
 from tests.search.calls import EVERY_TOKEN, Call, Program
-from tests.search.data import drawn_arrays
+from tests.search.data import drawn_arrays, unrounded
 from tests.search.truth import truth
 
 EVERYTHING = 2**60  # bytes
@@ -52,7 +52,7 @@ def engine(program: Program) -> str:
     """Which engine computes this call's logits, as a word for the summary."""
     d, v = program.width, program.vocabulary
     shapes = (program.tokens, d), (v, d) if program.vocab_axis == 0 else (d, v)
-    e, c, bias = (jax.ShapeDtypeStruct(shape, program.dtype) for shape in (*shapes, (v,)))
+    e, c, bias = (jax.ShapeDtypeStruct(shape, program.dtype) for shape in (*shapes, (v,)))  # as the passes get them
     arrays = Arrays(e, c, bias if "bias" in program.arrays else None, None)  # type: ignore[arg-type]
     wanted = Wanted(*(name in program.wanted for name in ("e", "c", "bias")))
     static = passes.Core(Head(program.softcap, program.vocab_axis), program.label_smoothing > 0, program.impl,  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def _numbers() -> tuple[Any, str]:
 
 def run_jax(program: Program, given: Inputs) -> dict[str, np.ndarray]:
     """loss, lse and the gradients, as tests/search/bounds.py takes them."""
-    every = given.differentiable() | {"c": given.c if program.vocab_axis == 0 else given.c.T}
+    every = _differentiable(program, given)
     arrays = {k: jnp.asarray(v) for k, v in (given.optional | every | {"targets": given.targets}).items()}
     wanted = {k: arrays.pop(k) for k in program.wanted}
     gradients, (loss, lse) = _jax_program(program)(wanted, arrays, given.of_loss, given.of_lse)
@@ -111,6 +111,12 @@ def run_jax(program: Program, given: Inputs) -> dict[str, np.ndarray]:
         gradients["c"] = gradients["c"].T
     results = {"loss": loss} | ({} if lse is None else {"lse": lse}) | gradients
     return {k: np.asarray(v) for k, v in results.items()}
+
+
+def _differentiable(program: Program, given: Inputs) -> dict[str, np.ndarray]:
+    """The differentiable arrays in the types and in the layout of the call."""
+    every = {name: unrounded(name, x, program) for name, x in given.differentiable().items()}
+    return every | {"c": every["c"] if program.vocab_axis == 0 else np.ascontiguousarray(every["c"].T)}
 
 
 @cache
@@ -140,7 +146,7 @@ def run_torch(program: Program, given: Inputs) -> dict[str, np.ndarray]:
     from tests.call_torch import array, tensor
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    every = given.differentiable() | {"c": given.c if program.vocab_axis == 0 else np.ascontiguousarray(given.c.T)}
+    every = _differentiable(program, given)
     leaves = {k: tensor(v, device).requires_grad_(k in program.wanted) for k, v in every.items()}
     named = {k: leaves[k] if k in leaves else tensor(v, device) for k, v in given.optional.items()}
     result = cce_torch.linear_cross_entropy(

@@ -65,7 +65,7 @@ class Bytes:
         call, bias = self.call, self.call.wanted is not None and self.call.wanted.bias
         dz = call.itemsize * tokens if of_saved else self.engine.dz_bytes(call, tokens, self.gpu)
         sums = 4 * -(-tokens // (SAVED_DZ_ROWS if of_saved else DZ_ROWS)) * bias
-        return dz + call.itemsize * call.width * copies + sums
+        return dz + max(call.itemsize, call.of_dc) * call.width * copies + sums
 
     def least_group(self, tokens: int, **of) -> int:
         return min(FEWEST_COLUMNS, self.call.vocabulary) * self.column(tokens, **of)

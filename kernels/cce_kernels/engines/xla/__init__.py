@@ -48,7 +48,7 @@ class Xla(Engine):
         assert call.wanted is not None
         width, itemsize = call.width, call.itemsize
         de = call.wanted.e and pads(tokens, width, columns, itemsize, call.wide, gpu)
-        return de or (call.wanted.c and pads(columns, width, tokens, itemsize, itemsize, gpu))
+        return de or (call.wanted.c and pads(columns, width, tokens, itemsize, call.of_dc, gpu))
 
     def multiplying(self, call: Call, tokens: int, groups: Groups, split: bool, gpu) -> Multiplying:
         return Multiplying(self, None, None)

@@ -23,7 +23,7 @@ def products(e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None) 
 
     def put_dc(dc, dz, window):
         left, right = (dz, e) if axis == 0 else (e, dz)
-        dc_g = matmul(left, right, 0, 0, c.dtype if unit is None else wide)
-        return lax.dynamic_update_slice_in_dim(dc, unscaled(dc_g, unit, c.dtype), window.start, axis)
+        dc_g = matmul(left, right, 0, 0, dc.dtype if unit is None else wide)
+        return lax.dynamic_update_slice_in_dim(dc, unscaled(dc_g, unit, dc.dtype), window.start, axis)
 
     return Products(add_de, put_dc)
