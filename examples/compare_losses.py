@@ -64,7 +64,7 @@ def train(trainer: Any, text: Text, name: str) -> tuple[np.ndarray, float]:
 def jax_mib(settings: Settings, vocabulary: int) -> float:
     """Memory that the loss and its gradients take besides their inputs and outputs, by XLA's count."""
     hidden = jax.ShapeDtypeStruct((settings.batch, settings.context, settings.width), settings.dtype)
-    embedding = jax.ShapeDtypeStruct((vocabulary, settings.width), settings.dtype)
+    embedding = jax.ShapeDtypeStruct((vocabulary, settings.width), jnp.float32)
     tokens = jax.ShapeDtypeStruct((settings.batch, settings.context), jnp.int32)
     loss = {"cce": linear_loss, "full": full_logits_loss}[settings.loss]
 
@@ -83,8 +83,8 @@ def torch_mib(trainer: torch_trainer.Trainer, tokens: np.ndarray) -> float:
     """
     if trainer.device.type == "cpu":
         return np.nan
-    hidden, embedding = (torch.tensor(x, dtype=trainer.model.dtype, device="cuda", requires_grad=True)
-                         for x in trainer.head_inputs(tokens))  # fmt: skip
+    hidden, embedding = (torch.from_numpy(x).cuda() for x in trainer.head_inputs(tokens))
+    hidden, embedding = hidden.to(trainer.model.dtype).requires_grad_(), embedding.requires_grad_()
     targets = torch.from_numpy(tokens).to("cuda", torch.int64)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

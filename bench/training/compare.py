@@ -130,7 +130,8 @@ def plot(rows: list[Row], steps: int, out: Path) -> None:
         xlabel="step", ylabel="nats per token", yscale="log", title="Difference from float32 logits of the same seed"
     )
     curves.legend(fontsize=8, ncols=2)
-    differences.legend(fontsize=7, ncols=2, loc="lower right")
+    if differences.get_legend_handles_labels()[0]:
+        differences.legend(fontsize=7, ncols=2, loc="lower right")
     beside = [row for row in rows if "beside_reference" in row][::-1]
     lengths = [row["beside_reference"]["distance_of_weights"] for row in beside]
     bars = weights.barh([row["label"] for row in beside], lengths, color=[color[row["loss"]] for row in beside])

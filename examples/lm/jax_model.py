@@ -4,7 +4,8 @@ What to take from it into a training script of your own:
   1. The model returns hidden states, not logits (`LanguageModel`).
   2. The loss takes them and the head's (V, D) matrix, here the token embedding (`linear_loss`).
   3. With shift=1 position i predicts token i + 1: the tokens are their own targets, and `hidden` is not sliced.
-  4. num_items is the number of targets of the whole batch: the losses of its parts then add up to its mean.
+  4. The matrix may be float32 where the hidden states are bfloat16: its gradient then is float32, without rounding.
+  5. num_items is the number of targets of the whole batch: the losses of its parts then add up to its mean.
 """
 
 from functools import partial
@@ -45,7 +46,7 @@ class LanguageModel(nn.Module):
 
 
 def linear_loss(hidden: jax.Array, embedding: jax.Array, tokens: jax.Array, **options) -> jax.Array:
-    return linear_cross_entropy(hidden, embedding.astype(hidden.dtype), tokens, shift=1, **options)
+    return linear_cross_entropy(hidden, embedding, tokens, shift=1, **options)
 
 
 def full_logits_loss(hidden: jax.Array, embedding: jax.Array, tokens: jax.Array, num_items: float) -> jax.Array:

@@ -86,10 +86,12 @@ def full_logits_loss(hidden: Tensor, embedding: Tensor, tokens: Tensor, num_item
     """F.cross_entropy of float32 logits.
 
     A matmul of bfloat16 would round the logits to bfloat16. So bfloat16 inputs are multiplied as float32, which does
-    not change them. On a GPU this may use TF32 (the trainer allows it), which holds every bfloat16 number.
+    not change them. On a GPU this may use TF32 (the trainer allows it), which holds every bfloat16 number. An addition
+    rounds the embedding: a cast would round its gradient too.
     """
     with torch.autocast(hidden.device.type, enabled=False):
-        logits = hidden[:, :-1].float() @ embedding.to(hidden.dtype).float().T
+        rounded = embedding + (embedding.to(hidden.dtype) - embedding).detach()
+        logits = hidden[:, :-1].float() @ rounded.T
     targets = tokens[:, 1:].flatten()
     loss = F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
     return loss / (targets.numel() if num_items is None else num_items)
