@@ -7,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -178,16 +177,17 @@ def test_sweeps_change_one_number_and_are_drawn(tmp_path):
 def test_hidden_states_of_the_example(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path("examples").resolve()))
     import train_lm
+    from lm.jax_model import linear_loss
+    from lm.jax_trainer import Trainer
+    from lm.settings import Settings
 
-    size = train_lm.Size(64, 1, 8, 2, 100, 0, steps=1, learning_rate=0.0, dtype=jnp.bfloat16, tolerance=0.0)
     tokens = np.random.default_rng(0).integers(0, 100, (2, 8), np.int32)
-    model = train_lm.LanguageModel(size, 100)
-    params = model.init(jax.random.key(0), tokens)["params"]
-    train_lm.save_hidden(tmp_path / "new" / "hidden.npz", model, params, tokens)
+    trainer = Trainer(Settings(64, 1, 8, 100, batch=2, dtype="bfloat16"), 100)
+    train_lm.save_hidden(tmp_path / "new" / "hidden.npz", trainer, tokens)
     e, c, targets = hidden(tmp_path / "new" / "hidden.npz", jnp.bfloat16)
     assert (e.shape, c.shape, targets.tolist()) == ((14, 64), (100, 64), tokens[:, 1:].ravel().tolist())
-    states = model.apply({"params": params}, tokens)
-    want = train_lm.linear_loss(states, params["tokens"]["embedding"].astype(jnp.bfloat16), tokens)
+    params = trainer.state["params"]
+    want = linear_loss(trainer.model.apply({"params": params}, tokens), params["tokens"]["embedding"], tokens)
     np.testing.assert_allclose(float64.mean_loss(e, c, targets).loss, want, rtol=1e-5)
 
 

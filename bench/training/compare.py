@@ -1,0 +1,141 @@
+"""What the trainings show: how far each is from the reference of its seed, beside how far references are apart."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure  # without pyplot it draws with the Agg backend, which needs no display
+
+from bench.training.jobs import REFERENCE, REFERENCES, Job
+
+Row = dict[str, Any]
+LEAST = 1e-7  # nats: where the logarithmic axis of differences begins
+
+
+def job_of(row: Row) -> Job:
+    return Job(row["kind"], row["loss"], row["seed"], row["variant"], row["package"])
+
+
+def reference_of(row: Row, rows: list[Row]) -> Row | None:
+    """The training with float32 logits of the same package and seed."""
+    for other in rows:
+        same = (other["package"], other["seed"], other["variant"]) == (row["package"], row["seed"], "")
+        if same and other["loss"] == REFERENCES[row["package"]]:
+            return other
+    return None
+
+
+def _norm(x: np.ndarray) -> float:
+    return float(np.sqrt(np.sum(np.square(x, dtype=np.float64))))
+
+
+def distance(row: Row, other: Row, folder: Path) -> float:
+    """Between the final weights of two trainings, relative to how far the second one moved its weights."""
+    return _distance(job_of(row).file, job_of(other).file, folder)
+
+
+@cache
+def _distance(name: str, other: str, folder: Path) -> float:
+    end, other_end, start = (np.load(folder / f"{x}.npy") for x in (name, other, f"{other}-start"))
+    return _norm(end - other_end) / _norm(other_end - start)
+
+
+def last(row: Row) -> float:
+    return list(row["validation"].values())[-1]
+
+
+def compare(rows: list[Row], folder: Path) -> None:
+    """Adds to each training what separates it from its reference: the key "beside_reference"."""
+    for row in rows:
+        reference = reference_of(row, rows)
+        if reference is None or reference is row:
+            continue
+        difference = np.abs(np.subtract(row["curve"], reference["curve"]))
+        row["beside_reference"] = {
+            "validation_difference": last(row) - last(reference),
+            "largest_curve_difference": float(difference.max()),
+            "mean_curve_difference": float(difference.mean()),
+            "distance_of_weights": distance(row, reference, folder),
+        }
+
+
+def spread(rows: list[Row], folder: Path) -> Row | None:
+    """How far the references of different seeds are apart."""
+    references = [row for row in rows if row["loss"] == REFERENCE and not row["variant"]]
+    if len(references) < 2:
+        return None
+    curves, validations = np.array([row["curve"] for row in references]), [last(row) for row in references]
+    return {
+        "seeds": len(references),
+        "validation": max(validations) - min(validations),
+        "validation_deviation": float(np.std(validations, ddof=1)),
+        "largest_curve_difference": float(np.ptp(curves, axis=0).max()),
+        "mean_curve_difference": float(np.ptp(curves, axis=0).mean()),
+        "distance_of_weights": distance(references[1], references[0], folder),
+    }
+
+
+def table(rows: list[Row], seeds: Row | None) -> str:
+    header = f"{'training':42} {'validation':>10} {'− ref.':>9} {'largest |Δ|':>11} {'weights':>8} {'tokens/s':>10} "
+    lines = [f"{header}{'GiB':>6}"]
+    for row in rows:
+        beside, memory = row.get("beside_reference"), row["peak_gib"]
+        parts = [f"{row['label']:42} {last(row):10.5f}"]
+        parts += [f"{beside['validation_difference']:9.5f} {beside['largest_curve_difference']:11.5f} "
+                  f"{beside['distance_of_weights']:8.4f}" if beside else " " * 30]  # fmt: skip
+        parts += [f"{row['tokens_per_second']:10,.0f} {memory or float('nan'):6.2f}"]
+        lines.append(" ".join(parts))
+    if seeds:
+        lines.append(f"{'between the seeds of float32 logits':42} {'':10} {seeds['validation']:9.5f} "
+                     f"{seeds['largest_curve_difference']:11.5f} {seeds['distance_of_weights']:8.4f}")  # fmt: skip
+    return "\n".join(lines)
+
+
+def sizes_table(rows: list[Row]) -> str:
+    lines = [f"{'largest batch':42} {'sequences':>10} {'tokens':>10} {'tokens/s':>10}"]
+    for row in sorted(rows, key=lambda row: -row["sequences"]):
+        speed = row.get("tokens_per_second", float("nan"))
+        lines.append(f"{row['loss']:42} {row['sequences']:10} {row['tokens']:10,} {speed:10,.0f}")
+    return "\n".join(lines)
+
+
+def plot(rows: list[Row], steps: int, out: Path) -> None:
+    """Curves; their differences from the reference of the same seed beside the spread of its seeds; weights."""
+    figure = Figure(figsize=(10, 11), layout="constrained", dpi=150)
+    curves, differences, weights = figure.subplots(3, 1, height_ratios=[3, 4, 3])
+    names = list(dict.fromkeys(row["loss"] for row in rows))
+    color = {name: f"C{i}" for i, name in enumerate(names)}
+    labelled: set[str] = set()
+    points = len(rows[0]["curve"])
+    at = (np.arange(points) + 0.5) * steps / points
+    for row in rows:
+        name, reference = " ".join([row["loss"], row["variant"]]).strip(), reference_of(row, rows)
+        is_first = name not in labelled
+        labelled.add(name)
+        width, alpha = (5, 0.3) if reference is row else (1, 1)
+        label = name if is_first and not row["variant"] else None
+        curves.plot(at, row["curve"], color=color[row["loss"]], label=label, linewidth=width, alpha=alpha)
+        if reference is not None and reference is not row:
+            style = {"": "-", "nudged": "--", "repeated": ":"}[row["variant"]]
+            difference = np.maximum(np.abs(np.subtract(row["curve"], reference["curve"])), LEAST)
+            label = name if is_first else None
+            differences.plot(at, difference, style, color=color[row["loss"]], label=label, linewidth=1)
+    references = np.array([row["curve"] for row in rows if row["loss"] == REFERENCE and not row["variant"]])
+    if len(references) > 1:
+        differences.fill_between(at, LEAST, np.maximum(np.ptp(references, axis=0), LEAST), color="0.88",
+                                 label="spread of the seeds of float32 logits")  # fmt: skip
+    curves.set(ylabel="loss, nats per token", title="Training loss, mean of 10 steps")
+    differences.set(
+        xlabel="step", ylabel="nats per token", yscale="log", title="Difference from float32 logits of the same seed"
+    )
+    curves.legend(fontsize=8, ncols=2)
+    if differences.get_legend_handles_labels()[0]:
+        differences.legend(fontsize=7, ncols=2, loc="lower right")
+    beside = [row for row in rows if "beside_reference" in row][::-1]
+    lengths = [row["beside_reference"]["distance_of_weights"] for row in beside]
+    bars = weights.barh([row["label"] for row in beside], lengths, color=[color[row["loss"]] for row in beside])
+    weights.bar_label(bars, fmt="%.3f", padding=3, fontsize=8)
+    weights.margins(x=0.12)
+    weights.set(title="Distance of the final weights from those of float32 logits, relative to the way of these")
+    figure.savefig(out)

@@ -1,0 +1,45 @@
+"""The model of examples/lm in PyTorch, with each loss."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from bench import peers
+from bench.losses_torch import full_logits
+from bench.training.jobs import ALL, CUT, LIGER, OURS, REFERENCE, ROUNDED
+from cce_torch import LinearCrossEntropy
+from examples.lm.settings import Settings
+from examples.lm.torch_model import FullLogitsModel, LanguageModel
+
+
+class SaveAll(LanguageModel):
+    """Ours, which saves all exponentials."""
+
+    def __init__(self, settings: Settings, vocabulary: int) -> None:
+        super().__init__(settings, vocabulary)
+        self.head.loss = LinearCrossEntropy(shift=1, memory_budget="all")
+
+
+def _with(mean_loss: Callable[[Tensor, Tensor, Tensor], Tensor], in_16_bits: bool) -> type[LanguageModel]:
+    """The model with a loss(e, c, targets). in_16_bits: c is given in e's type, else as the float32 parameter."""
+
+    class Model(LanguageModel):
+        def loss(self, hidden: Tensor, tokens: Tensor, num_items: float | None) -> Tensor:
+            weight = self.head.weight.to(hidden.dtype) if in_16_bits else self.head.weight
+            return mean_loss(hidden[:, :-1].flatten(0, 1), weight, tokens[:, 1:].flatten())
+
+    return Model
+
+
+def model_type(name: str) -> type[LanguageModel]:
+    """Raises ImportError for another package that is not installed, or has no kernels here."""
+    if name in (CUT, LIGER) and not torch.cuda.is_available():
+        raise ImportError("it needs a GPU")
+    if name == CUT:  # it does not know autocast
+        return _with(peers.cut_cross_entropy(), in_16_bits=True)
+    if name == LIGER:  # it does, and then sums the gradient of c in float32
+        return _with(peers.liger(), in_16_bits=False)
+    if name == ROUNDED:
+        return _with(full_logits, in_16_bits=True)
+    return {OURS: LanguageModel, ALL: SaveAll, REFERENCE: FullLogitsModel}[name]

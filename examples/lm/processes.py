@@ -1,0 +1,30 @@
+"""The processes that torchrun started."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .mesh import axes
+
+
+def start(mesh: str | None) -> DeviceMesh | None:
+    """The mesh of the processes, by default all along one axis "data"; None in a process without others.
+
+    To be called before anything uses a GPU: afterwards each process sees its own GPU alone.
+    """
+    if "LOCAL_RANK" not in os.environ:
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    rank = int(os.environ["LOCAL_RANK"])
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible[rank] if len(visible) > rank else str(rank)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    sizes = axes(mesh or f"data={dist.get_world_size()}")
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
