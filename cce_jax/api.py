@@ -2,7 +2,7 @@
 
 import sys
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax.core import Tracer
 from cce_jax import losses
 from cce_jax.core import statistics
 from cce_jax.devices import whole_weights
+from cce_jax.options import Array, Options
 from cce_jax.passes import Core, Impl
 from cce_jax.reverse_mode import reverse_mode_only
 from cce_jax.sharding import Layout, layout_of
@@ -24,6 +25,18 @@ INT32 = np.iinfo(np.int32)
 ARRAYS = ("e", "c", "bias", "targets", "class_weight", "token_weight", "num_items")
 
 
+@overload
+def linear_cross_entropy(
+    e: Array, c: Array, targets: Array, *, return_lse: Literal[False] = False, **options: Unpack[Options]
+) -> jax.Array: ...
+@overload
+def linear_cross_entropy(
+    e: Array, c: Array, targets: Array, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def linear_cross_entropy(
+    e: Array, c: Array, targets: Array, *, return_lse: bool, **options: Unpack[Options]
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 def linear_cross_entropy(
     e,
     c,
@@ -47,7 +60,7 @@ def linear_cross_entropy(
     precision: jax.lax.PrecisionLike = None,
     check_targets: bool = False,
     sharding: tuple[jax.sharding.PartitionSpec, jax.sharding.PartitionSpec] | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Cross-entropy of the logits `e @ c.T + bias` against `targets`, without holding the logits.
 
     Equivalent to the following, with exact gradients and O(N) memory in place of O(N·V):
@@ -90,21 +103,10 @@ def linear_cross_entropy(
         "reference": full logits, differentiable any number of times in either mode. "auto": for bfloat16 and float16
         the Pallas kernels where they can run; for float32 and float64 on a GPU XLA's matmuls, as with "chunked"
         (measured faster for float32; the kernels take no float64); elsewhere "chunked".
-      memory_budget: a whole number of bytes, such as 2e9, or "all" for no bound; 300 MiB by default. It bounds what the
-        call holds beyond its inputs, its results and O(N) numbers. More memory makes the call faster and changes the
-        gradients by rounding alone. The memory is used in this order:
-        1. A backward pass always needs a float32 sum of the shape of e (4·N·D bytes), 1024 columns of dz, c and dc, and
-           32 MiB for XLA. It takes these even if they exceed the budget.
-        2. The next 256 MiB make the groups of columns larger; all the rest does if nothing can be saved.
-        3. The rest saves exponentials of the logits for the backward pass, 2·V bytes a token: the logits of that token
-           are then not computed again. Only for bfloat16, and not with softcap and label_smoothing together.
-        Without label_smoothing, the exponentials of all tokens are saved from this size on:
-        2·N·V + 2·N·D + 256·N bytes + 32 MiB if the gradient of c is wanted and V >= 2·N, else
-        2·N·V + 6·N·D + 256·N bytes + 32 MiB. On Hopper GPUs 2·N·V bytes suffice (with JAX 0.11, without bias, with a
-        gradient of e, D and V multiples of 64 above 64). If N >= 256 is not a multiple of 8, round it up to one and add
-        2·N·D bytes.
-        "chunked" saves nothing; without a GPU it uses at most 192 MiB for a group, as more is no faster there.
-        "reference" ignores the budget.
+      memory_budget: a whole number of bytes, such as 2e9, or "all" for no bound; 300 MiB by default. It bounds what a
+        call holds beyond its inputs, its results and a few numbers for each token. More memory makes the call faster;
+        the gradients stay the same up to rounding. docs/memory.md says what the memory is used for, and how little a
+        call can do with.
       precision: of the matmuls, as in `jax.lax.dot_general`. By default float32 inputs follow
         jax_default_matmul_precision.
       check_targets: raise if a target is outside [0, V) and not ignore_index. This waits until targets is computed, and
@@ -125,6 +127,20 @@ def linear_cross_entropy(
         check_targets, a target is out of range.
       TypeError: an array has a wrong type.
       NotImplementedError: the GPU cannot run impl="cce", or XLA would have to split the kernels over devices.
+
+    Examples:
+      Loss and gradients of a model that predicts the next token, with its embedding as the head:
+
+      >>> import jax, jax.numpy as jnp
+      >>> from cce_jax import linear_cross_entropy
+      >>> hidden = jax.random.normal(jax.random.key(0), (2, 16, 64))          # (B, T, D), what the model returns
+      >>> embedding = jax.random.normal(jax.random.key(1), (1000, 64))        # (V, D)
+      >>> tokens = jax.random.randint(jax.random.key(2), (2, 16), 0, 1000)    # (B, T)
+      >>> def loss(hidden, embedding):
+      ...     return linear_cross_entropy(hidden, embedding, tokens, shift=1)
+      >>> value, (of_hidden, of_embedding) = jax.value_and_grad(loss, (0, 1))(hidden, embedding)
+      >>> value.shape, of_hidden.shape, of_embedding.shape
+      ((), (2, 16, 64), (1000, 64))
     """
     contract.choice("reduction", reduction, contract.REDUCTIONS)
     contract.choice("impl", impl, contract.IMPLS)

@@ -1,8 +1,9 @@
 """The public function and module for PyTorch: they check the arguments, choose the impl and compute the loss."""
 
 import sys
+from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -10,16 +11,37 @@ from torch import Tensor
 from cce_kernels import contract
 from cce_torch import compiled, losses, ops, reference, shards, tensors
 from cce_torch import vocab_parallel as parallel
+from cce_torch.options import Impl, Options, Reduction
 from cce_torch.vocab_parallel import VocabParallel
 
 IMPLS = (*contract.IMPLS, "torch_compile")
 PRECISIONS = ("highest", "high", "medium")
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-Reduction = Literal["mean", "sum", "none"]
-Impl = Literal["auto", "cce", "chunked", "reference", "torch_compile"]
+Result = TypeVar("Result")
 
 
+@overload
+def linear_cross_entropy(
+    e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
+    softcap: float | None = None, reduction: Reduction = "mean", shift: bool | int = False,
+    return_lse: Literal[False] = False, *, class_weight: Tensor | None = None, token_weight: Tensor | None = None,
+    num_items: float | Tensor | None = None, **options: Unpack[Options],
+) -> Tensor: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
+    softcap: float | None = None, reduction: Reduction = "mean", shift: bool | int = False,
+    *, return_lse: Literal[True], class_weight: Tensor | None = None, token_weight: Tensor | None = None,
+    num_items: float | Tensor | None = None, **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
+    softcap: float | None = None, reduction: Reduction = "mean", shift: bool | int = False,
+    return_lse: bool = False, *, class_weight: Tensor | None = None, token_weight: Tensor | None = None,
+    num_items: float | Tensor | None = None, **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def linear_cross_entropy(
     e: Tensor,
     c: Tensor,
@@ -44,7 +66,7 @@ def linear_cross_entropy(
     check_targets: bool = False,
     vocab_parallel: VocabParallel | None = None,
     vocab_parallel_options: Any = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Cross-entropy of the logits `e @ c.T + bias` against `targets`, without holding the logits.
 
     Equivalent to the following, with exact gradients and O(N) memory in place of O(N·V):
@@ -90,22 +112,10 @@ def linear_cross_entropy(
         any number of times. "auto": on a GPU that can run "cce" the kernels for 16 bits, and XLA's matmuls in groups of
         the vocabulary for float32, as they were measured to be faster; "chunked" on a CPU; "torch_compile" for float64,
         older GPUs and other devices.
-      memory_budget: a whole number of bytes, such as 2e9, or "all" for no bound; 300 MiB by default. It bounds what the
-        call holds beyond its inputs, its results and O(N) numbers. More memory makes the call faster and changes the
-        gradients by rounding alone. The memory is used in this order:
-        1. A backward pass always needs a float32 sum of the shape of e (4·N·D bytes), 1024 columns of dz, c and dc, and
-           32 MiB for XLA. It takes these even if they exceed the budget.
-        2. The next 256 MiB make the groups of columns larger; all the rest does if nothing can be saved.
-        3. The rest saves exponentials of the logits for the backward pass, 2·V bytes a token: the logits of that token
-           are then not computed again. Only for bfloat16, and not with softcap and label_smoothing together.
-        Without label_smoothing, the exponentials of all tokens are saved from this size on:
-        2·N·V + 2·N·D + 256·N bytes + 32 MiB if the gradient of c is wanted and V >= 2·N, else
-        2·N·V + 6·N·D + 256·N bytes + 32 MiB. On Hopper GPUs 2·N·V bytes suffice (with JAX 0.11, without bias, with a
-        gradient of e, D and V multiples of 64 above 64). If N >= 256 is not a multiple of 8, round it up to one and add
-        2·N·D bytes.
-        "chunked" saves nothing; without a GPU it uses at most 192 MiB for a group, as more is no faster there.
-        "torch_compile" saves nothing; its blocks of logits become smaller if the budget is below 8·N·D bytes + 192 MiB.
-        "reference" ignores the budget.
+      memory_budget: a whole number of bytes, such as 2e9, or "all" for no bound; 300 MiB by default. It bounds what a
+        call holds beyond its inputs, its results and a few numbers for each token. More memory makes the call faster;
+        the gradients stay the same up to rounding. docs/memory.md says what the memory is used for, and how little a
+        call can do with.
       precision: of float32 matmuls on a GPU: one of the values of `torch.set_float32_matmul_precision`; by default the
         value that was set there. "high" and "medium" are TF32.
       check_targets: raise if a target is outside [0, V) and not ignore_index. This waits until targets is computed, and
@@ -128,6 +138,19 @@ def linear_cross_entropy(
       TypeError: a tensor has a wrong type.
       NotImplementedError: the impl does not run on this device.
       torch.OutOfMemoryError: there is no memory for the scratch, even after freeing PyTorch's cache.
+
+    Examples:
+      Loss and gradients of a model that predicts the next token, with its embedding as the head:
+
+      >>> import torch
+      >>> from cce_torch import linear_cross_entropy
+      >>> hidden = torch.randn(2, 16, 64, requires_grad=True)                 # (B, T, D), what the model returns
+      >>> embedding = torch.randn(1000, 64, requires_grad=True)               # (V, D)
+      >>> tokens = torch.randint(1000, (2, 16))                               # (B, T)
+      >>> loss = linear_cross_entropy(hidden, embedding, tokens, shift=1)
+      >>> loss.backward()
+      >>> loss.shape, hidden.grad.shape, embedding.grad.shape
+      (torch.Size([]), torch.Size([2, 16, 64]), torch.Size([1000, 64]))
     """
     given = dict(e=e, c=c, targets=targets, bias=bias, class_weight=class_weight, token_weight=token_weight)
     if tensors.has_dtensor(given):
@@ -201,13 +224,33 @@ def linear_cross_entropy(
     return (loss, unshifted(lse)) if return_lse else loss
 
 
-class LinearCrossEntropy(torch.nn.Module):
+class LinearCrossEntropy(torch.nn.Module, Generic[Result]):
     """`linear_cross_entropy` as a module: the options are given once, the tensors at each call.
 
     The options are the function's keyword arguments. class_weight becomes a buffer. bias, token_weight and num_items
     are arguments of the call.
     """
 
+    __call__: Callable[..., Result]  # torch.nn.Module says Any
+
+    @overload
+    def __init__(
+        self: "LinearCrossEntropy[Tensor]", ignore_index: int = -100, softcap: float | None = None,
+        reduction: Reduction = "mean", shift: bool | int = False, return_lse: Literal[False] = False,
+        *, class_weight: Tensor | None = None, **options: Unpack[Options],
+    ) -> None: ...  # fmt: skip
+    @overload
+    def __init__(
+        self: "LinearCrossEntropy[tuple[Tensor, Tensor]]", ignore_index: int = -100, softcap: float | None = None,
+        reduction: Reduction = "mean", shift: bool | int = False,
+        *, return_lse: Literal[True], class_weight: Tensor | None = None, **options: Unpack[Options],
+    ) -> None: ...  # fmt: skip
+    @overload
+    def __init__(
+        self: "LinearCrossEntropy[Tensor | tuple[Tensor, Tensor]]", ignore_index: int = -100,
+        softcap: float | None = None, reduction: Reduction = "mean", shift: bool | int = False,
+        return_lse: bool = False, *, class_weight: Tensor | None = None, **options: Unpack[Options],
+    ) -> None: ...  # fmt: skip
     def __init__(
         self,
         ignore_index: int = -100,
@@ -242,7 +285,7 @@ class LinearCrossEntropy(torch.nn.Module):
         *,
         token_weight: Tensor | None = None,
         num_items: float | Tensor | None = None,
-    ) -> Any:
+    ) -> Result:
         """As `linear_cross_entropy`."""
         return linear_cross_entropy(e, c, targets, bias, class_weight=self.class_weight, token_weight=token_weight,
                                     num_items=num_items, **self.options)  # fmt: skip
@@ -252,18 +295,7 @@ class LinearCrossEntropy(torch.nn.Module):
 
 
 OF_CALL = {"bias", "token_weight", "num_items"}
-OPTIONS = {
-    "logit_scale",
-    "label_smoothing",
-    "z_loss",
-    "vocab_axis",
-    "impl",
-    "memory_budget",
-    "precision",
-    "check_targets",
-    "vocab_parallel",
-    "vocab_parallel_options",
-}
+OPTIONS = Options.__annotations__.keys()
 
 
 def _checked(

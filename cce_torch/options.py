@@ -1,0 +1,23 @@
+"""The keyword arguments of linear_cross_entropy as types, which its overloads and the module's share."""
+
+from typing import Any, Literal, TypedDict
+
+from cce_torch.vocab_parallel import VocabParallel
+
+Reduction = Literal["mean", "sum", "none"]
+Impl = Literal["auto", "cce", "chunked", "reference", "torch_compile"]
+
+
+class Options(TypedDict, total=False):
+    """What both the function and the module take by name only, and that is no tensor."""
+
+    logit_scale: float | None
+    label_smoothing: float
+    z_loss: float
+    vocab_axis: Literal[0, 1]
+    impl: Impl
+    memory_budget: float | Literal["all"]
+    precision: Literal["highest", "high", "medium"] | None
+    check_targets: bool
+    vocab_parallel: VocabParallel | None
+    vocab_parallel_options: Any
