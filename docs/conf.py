@@ -4,7 +4,6 @@ The pages are Markdown (MyST), so that a code host shows them too. Links to file
 ../examples/train_lm.py, become downloads, so they work in the site as well. Nothing is fetched from the network.
 """
 
-import re
 from typing import Any
 
 from cce_kernels.version import installed
@@ -19,16 +18,19 @@ exclude_patterns = ["conf.py"]
 html_theme = "furo"
 html_title = "cce-jax"
 html_static_path = ["theme"]
-html_css_files = ["tables.css"]
+html_css_files = ["wide.css"]
 html_show_sphinx = False
+html_show_copyright = False
 
 myst_heading_anchors = 4  # so that [a section](page.md#its-title) is a link here as on a code host
 suppress_warnings = ["misc.highlighting_failure"]
 
+toc_object_entries_show_parents = "hide"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the signature's defaults say what matters; the docstrings name the types
 python_maximum_signature_line_length = 90
 napoleon_numpy_docstring = False
+napoleon_custom_sections = ["Returns"]  # prose, where napoleon takes what stands before a colon for a type
 default_role = "code"  # docstrings write `name`, as Markdown does
 
 
