@@ -1,9 +1,10 @@
-"""The documentation: its links, its table of contents, and its code, every block of which runs."""
+"""The documentation: its links, its table of contents, the version that it names, and its code, all of which runs."""
 
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,11 @@ def test_code_for_several_devices_runs():
     command = [sys.executable, "-m", "tests.pages", *pages]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_citation_and_changelog_are_of_the_packages_version():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    newest = re.search(r"(?m)^## \[(\S+)\]", (ROOT / "CHANGELOG.md").read_text())
+    assert newest
+    assert newest[1] in (version, "Unreleased")

@@ -13,6 +13,7 @@ from tests.call import run
 from tests.cases import IMPLS, Case, inputs
 from tests.tolerance import assert_rounded, error
 from tests.truth import truth
+from tests.wrapped import Wrapped
 
 CASE = Case("edge", leading=(24,), width=16, vocabulary=70, arrays=("bias",))
 
@@ -314,19 +315,6 @@ def test_the_budget_all_is_that_of_more_than_enough_bytes(impl):
     jax.tree.map(np.testing.assert_array_equal, grads(given.e, given.c, given.targets, impl, memory_budget="all"), want)
 
 
-class Wrapped:
-    """An array by its `__jax_array__` alone, and a pytree, as a framework's parameter is."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def __jax_array__(self):
-        return self.value
-
-
-jax.tree_util.register_pytree_node(Wrapped, lambda x: ((x.value,), None), lambda _, values: Wrapped(*values))
-
-
 @pytest.mark.parametrize("impl", IMPLS)
 def test_anything_with_jax_array_is_an_array(impl):
     given = inputs(Case("wrapped", (24,), 16, 70, arrays=("bias", "class_weight", "token_weight")))
@@ -346,28 +334,3 @@ def test_anything_with_jax_array_is_an_array(impl):
     for transform in (jax.grad, lambda f: jax.jit(jax.grad(f))):
         for name, gradient in transform(loss)({k: wrapped[k] for k in leaves}).items():
             assert error(gradient.value, gradients[name]) < 1e-6
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_parameters_of_flax_nnx(impl):
-    try:
-        from flax import nnx
-    except (ImportError, AttributeError):  # Flax 0.12 uses what JAX 0.11 has renamed
-        pytest.skip("no Flax that runs with this JAX")
-    given = inputs(Case("nnx", (24,), 16, 70))
-
-    class Head(nnx.Module):
-        def __init__(self):
-            self.kernel, self.bias = nnx.Param(jnp.asarray(given.c.T)), nnx.Param(jnp.zeros(70))
-
-    def loss(head):
-        return linear_cross_entropy(given.e, head.kernel, given.targets, bias=head.bias, vocab_axis=1, impl=impl)
-
-    def of_arrays(kernel, bias):
-        return linear_cross_entropy(given.e, kernel, given.targets, bias=bias, vocab_axis=1, impl=impl)
-
-    want = jax.grad(of_arrays, (0, 1))(jnp.asarray(given.c.T), jnp.zeros(70))
-    for transform in (nnx.grad, lambda f: nnx.jit(nnx.grad(f))):
-        gradients = transform(loss)(Head())
-        assert error(gradients["kernel"][...], want[0]) < 1e-6
-        assert error(gradients["bias"][...], want[1]) < 1e-6

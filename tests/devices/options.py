@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from cce_jax import linear_cross_entropy
-from tests.cases import CASES, Case
+from tests.cases import ARRAYS, CASES, Case
 from tests.devices.meshes import (
     MODES,
     PLAIN,
@@ -27,6 +27,7 @@ from tests.devices.meshes import (
 )
 from tests.lowering import nested
 from tests.tolerance import error
+from tests.wrapped import Wrapped
 
 BOTH = Layout("both", {"data": 2, "context": 2, "tensor": 2}, P("data", "context"), P("tensor"))
 ROUNDING = 2e-6  # float32 sums in another order
@@ -58,6 +59,21 @@ def test_options(name, mode):
     with jax.set_mesh(mesh):
         loss, gradients = jax.jit(gradient_of(BOTH, mode, **options))(leaves, others)
     assert_same(loss, gradients, one_device(given, **options))
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+def test_anything_with_jax_array_is_an_array(mode):
+    given = uneven(Case("wrapped", leading=(8, 8), width=16, vocabulary=64, arrays=ARRAYS))
+    mesh = mesh_of(BOTH, mode)
+    plain = leaves_of(arrays(given, BOTH, mesh))
+    leaves, others = ({name: Wrapped(x) for name, x in made.items()} for made in plain)
+    gradient = gradient_of(BOTH, mode)
+    with jax.set_mesh(mesh):
+        for run in (gradient, jax.jit(gradient)):
+            loss, gradients = run(leaves, others)
+            assert_same(loss, {name: x.value for name, x in gradients.items()}, one_device(given))
+            for name, x in gradients.items():
+                assert x.value.sharding.is_equivalent_to(plain[0][name].sharding, x.value.ndim), name
 
 
 @pytest.mark.parametrize("shift", [0, 1])
