@@ -9,7 +9,7 @@ from typing import Any
 from cce_kernels.version import installed
 
 project = "cce-jax"
-author = "the authors of cce-jax"
+author = "The cce-jax developers"
 release = version = installed()
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
