@@ -1,0 +1,150 @@
+"""The head of a patched model: it gives LazyLogits while a loss is wanted, and then computes that loss.
+
+The loss is computed inside the head's own forward, as FSDP gathers a module's weights for that time, and as other hooks
+act there too.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cce_torch.api import linear_cross_entropy
+from cce_torch.transformers.classes import Swapped, swap
+from cce_torch.transformers.lazy_logits import LazyLogits
+from cce_torch.transformers.settings import Settings
+
+
+class Recording:
+    """One forward of a patched model with labels."""
+
+    def __init__(self, head: nn.Module, settings: Settings) -> None:
+        self.head = head  # as the model calls it, with what FSDP or PEFT has wrapped around it
+        self.settings = settings
+        self.losses = 0
+
+    def logits(self, h: Tensor, vocabulary: int, dtype: torch.dtype) -> LazyLogits:
+        device = h.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        return LazyLogits(h, vocabulary, dtype, self.loss)
+
+    def loss(self, logits: LazyLogits, targets: Tensor, **options: Any) -> Tensor:
+        """The loss, computed by a second call of the head."""
+        self.losses += 1
+        # By name: hooks of tensor parallelism drop all arguments without a name but the first.
+        return self.head(logits.h, cce_request=Request(logits, targets, options, self.settings))
+
+
+class Request:
+    """What a head needs for the loss. FSDP's mixed precision does not look into it, and casts nothing of it."""
+
+    def __init__(self, logits: LazyLogits, targets: Tensor, options: dict[str, Any], settings: Settings) -> None:
+        self.logits, self.targets, self.options, self.settings = logits, targets, options, settings
+
+    def loss(self, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        logits, settings = self.logits, self.settings
+        reduction = self.options["reduction"] if settings.reduction == "mean" else settings.reduction
+        scale, softcap = logits.scale_and_softcap
+        if logits.vocabulary != weight.shape[0]:
+            weight = weight[: logits.vocabulary]
+            bias = None if bias is None else bias[: logits.vocabulary]
+        loss = linear_cross_entropy(h, weight, self.targets.to(h.device), bias, softcap=softcap, logit_scale=scale,
+                                    **{**self.options, "reduction": reduction}, **settings.of_loss())  # fmt: skip
+        return loss.reshape(logits.tokens) if reduction == "none" else loss
+
+
+class LazyHead(Swapped, nn.Module):
+    """What a patched head does; its class is swapped for one of this and its own."""
+
+    cce_recording: Recording | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """LazyLogits while a model records; the head's hooks wait for the call that computes the loss."""
+        if self.cce_recording is None or "cce_request" in kwargs:
+            return super().__call__(*args, **kwargs)
+        return self.cce_recording.logits(args[0], self.out_features, self.weight.dtype)
+
+    def forward(self, *args: Any, cce_request: Request | None = None, **kwargs: Any) -> Any:
+        if cce_request is None:
+            return super().forward(*args, **kwargs)
+        return cce_request.loss(*self.cce_factors(args[0]))
+
+    def cce_factors(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """e, c and bias: the logits of h are e @ c.T + bias."""
+        return h, self.weight, self.bias
+
+
+class LazyAdapter(LazyHead):
+    """A LoRA layer of PEFT as a head.
+
+    Its logits h·Wᵀ + s·dropout(h)·Aᵀ·Bᵀ are [h, s·dropout(h)·Aᵀ] · [W, B]ᵀ: those of the effective weight W + s·B·A,
+    which 16 bits would round.
+    """
+
+    def cce_factors(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        layer: Any = self
+        base = layer.base_layer
+        left, right = [h], [base.weight]
+        if not layer.disable_adapters and not layer.merged:
+            for name in layer.active_adapters:
+                if name in layer.lora_A:
+                    a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
+                    left.append((a(dropout(h.to(a.weight.dtype))) * layer.scaling[name]).to(h.dtype))
+                    right.append(b.weight.to(base.weight.dtype))
+        return torch.cat(left, -1), torch.cat(right, -1), base.bias
+
+
+def lazy_heads(head: nn.Module, settings: Settings) -> list[LazyHead]:
+    """The modules that compute the logits of a head, which become LazyHeads: what FSDP or PEFT wraps, or itself.
+
+    Raises:
+      ValueError: the head cannot be patched; says why.
+    """
+    wrapped = _wrapped(head)
+    if wrapped:
+        return [found for x in wrapped for found in lazy_heads(x, settings)]
+    adapter = _is_adapter(head)
+    if adapter and not settings.head_adapter:
+        raise ValueError(
+            f"the head has an adapter of PEFT ({type(head).__name__}), which computes logits of its own: "
+            "cce_patch(model, head_adapter=True) computes the loss with it"
+        )
+    if not isinstance(head, LazyHead):
+        reason = _unfit_adapter(head) if adapter else _unfit_linear(head)
+        if reason:
+            raise ValueError(f"cce_patch cannot compute the loss of this head: {reason}")
+        swap(head, LazyAdapter if adapter else LazyHead)
+    return [head]  # type: ignore[list-item]
+
+
+def _wrapped(head: nn.Module) -> list[nn.Module]:
+    """The modules inside a wrapper: of PEFT for modules_to_save, of FSDP 1, of torch.compile, of checkpoints."""
+    if hasattr(head, "modules_to_save") and hasattr(head, "original_module"):
+        return [head.original_module, *head.modules_to_save.values()]  # type: ignore[list-item, operator]
+    for name in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"):
+        if name in head._modules:
+            return [head._modules[name]]  # type: ignore[list-item]
+    return []
+
+
+def _is_adapter(head: nn.Module) -> bool:
+    return hasattr(head, "base_layer") and hasattr(head, "active_adapters")
+
+
+def _unfit_linear(head: nn.Module) -> str | None:
+    if not isinstance(head, nn.Linear):
+        return f"it is a {type(head).__name__}, not a torch.nn.Linear"
+    if type(head).forward is not nn.Linear.forward:
+        return f"it is a {type(head).__name__}, whose forward is not that of torch.nn.Linear"
+    return None
+
+
+def _unfit_adapter(head: Any) -> str | None:
+    from peft.tuners.lora.layer import Linear
+
+    if type(head).forward is not Linear.forward or _unfit_linear(head.base_layer) and not isinstance(head.base_layer, LazyHead):
+        return f"its adapter is a {type(head).__name__}, not a LoRA layer on a torch.nn.Linear"
+    if head.lora_variant or any(head.lora_bias.values()):
+        return "its adapter is a variant of LoRA, such as DoRA, or has a bias"
+    return None

@@ -1,0 +1,353 @@
+"""cce_patch: a patched model has the loss and all gradients of the model as it was, and nothing else changes."""
+
+import copy
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    CohereConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    GraniteConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from cce_torch import blocks, linear_cross_entropy
+from cce_torch.transformers import cce_patch, cce_unpatch, heads
+from tests.call_torch import array
+from tests.causal_models import B, T, V, batch, small_config, small_model, step
+from tests.tolerance import assert_close, error, roundoff
+
+WIDE = 0.3  # standard deviation of the initial weights: the logits reach the softcaps
+
+FAMILIES = {
+    "llama": (LlamaConfig, {}),
+    "llama tied": (LlamaConfig, {"tie_word_embeddings": True}),
+    "mistral": (MistralConfig, {}),
+    "phi3": (Phi3Config, {}),
+    "gemma2": (Gemma2Config, {"final_logit_softcapping": 2.0}),
+    "gemma3": (Gemma3TextConfig, {"final_logit_softcapping": 3.0}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {}),
+    "granite": (GraniteConfig, {"logits_scaling": 3.0}),
+    "cohere": (CohereConfig, {"logit_scale": 0.25}),
+    "olmo2": (Olmo2Config, {}),
+    "gpt2": (GPT2Config, {}),
+    "gpt_neox": (GPTNeoXConfig, {}),
+    "mixtral": (MixtralConfig, {"output_router_logits": True}),
+    "qwen3_moe": (Qwen3MoeConfig, {"output_router_logits": True, "decoder_sparse_step": 1}),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def uncompiled():
+    """impl="torch_compile" runs uncompiled: compiling for each shape takes most of the time."""
+    blocks._uncompilable.add("cpu")
+    yield
+    blocks._uncompilable.discard("cpu")
+
+
+def model(config_class: Any = LlamaConfig, model_class: Any = None, **changes: Any) -> Any:
+    config = small_config(config_class, initializer_range=WIDE, **changes)
+    config._experts_implementation = "eager"  # the one that has float64
+    return small_model(config, model_class)
+
+
+def patched(config_class: Any = LlamaConfig, options: Any = None, **changes: Any) -> Any:
+    return cce_patch(model(config_class, **changes), **{"impl": "torch_compile", **(options or {})})
+
+
+def assert_trains_alike(found: Any, plain: Any, inputs: dict) -> None:
+    """The loss and all gradients of a float32 model, against those of the same model as it was."""
+    loss, gradients = step(found, **inputs)
+    reference, references = step(plain, **inputs)
+    truth, truths = step(copy.deepcopy(plain).double(), **inputs)
+    assert_close(array(loss), array(truth), array(reference), "loss")
+    assert gradients.keys() == references.keys()
+    for name, x in gradients.items():
+        assert_close(array(x), array(truths[name]), array(references[name]), name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family(family):
+    config, changes = FAMILIES[family]
+    plain = model(config, **changes)
+    found = patched(config, **changes)
+    assert_trains_alike(found, plain, batch())
+    output = found(**batch())
+    assert output.logits is None
+    assert (getattr(output, "aux_loss", None) is not None) == ("output_router_logits" in changes)
+    assert type(found).__name__ == type(plain).__name__
+
+
+LABELS = batch()["labels"]
+
+ARGUMENTS = {
+    "items, int": {"num_items_in_batch": 7},
+    "items, float": {"num_items_in_batch": 6.5},
+    "items, tensor": {"num_items_in_batch": torch.tensor(7)},
+    "ignore_index": {"ignore_index": 5},
+    "shift_labels": {"shift_labels": LABELS.roll(-2, 1)},
+    "tuple": {"return_dict": False},
+    "attention_mask": {"attention_mask": (LABELS != -100).long()},
+    "embeddings": {"input_ids": None, "inputs_embeds": torch.linspace(-1, 1, B * T * 32).reshape(B, T, 32)},
+    "logits_to_keep": {"logits_to_keep": T},
+}
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_arguments_behave_as_unpatched(arguments):
+    inputs = {**batch(), **ARGUMENTS[arguments]}
+    if "ignore_index" in inputs:
+        inputs["labels"] = torch.where(LABELS == -100, inputs["ignore_index"], LABELS)
+    loss, gradients = step(patched(), **inputs)
+    expected, references = step(model(), **inputs)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradients, references)
+
+
+def test_labels_without_a_name():
+    inputs = batch()
+    found = patched(GPT2Config)
+    place = list(inspect.signature(found.forward).parameters).index("labels")
+    arguments = [inputs["input_ids"], *[None] * (place - 1), inputs["labels"]]
+    output = found(*arguments)
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, model(GPT2Config)(**inputs).loss)
+
+
+def test_a_tuple_has_no_place_for_the_logits():
+    output = patched()(**batch(), return_dict=False, use_cache=False)
+    assert len(output) == 1
+    assert output[0].shape == ()
+
+
+def test_other_forwards_give_logits():
+    found, plain = patched(), model()
+    inputs = batch()
+    tokens = inputs["input_ids"]
+    assert torch.equal(found(tokens).logits, plain(tokens).logits), "training, no labels"
+    found.eval()
+    plain.eval()
+    expected = plain(**inputs)
+    output = found(**inputs)
+    assert torch.equal(output.logits, expected.logits), "evaluation"
+    assert torch.equal(output.loss, expected.loss), "evaluation"
+    written = found.generate(tokens, max_new_tokens=4, do_sample=False)
+    assert torch.equal(written, plain.generate(tokens, max_new_tokens=4, do_sample=False))
+
+
+def test_the_loss_of_ignored_labels_is_0():
+    loss, gradients = step(patched(), input_ids=LABELS.clamp(3), labels=torch.full_like(LABELS, -100))
+    assert loss == 0
+    assert all(not x.any() for x in gradients.values())
+
+
+@pytest.mark.parametrize("config", [LlamaConfig, BertConfig])
+def test_reduction_none_gives_each_token(config):
+    model_class = BertLMHeadModel if config is BertConfig else None
+    plain = model(config, model_class)
+    found = cce_patch(copy.deepcopy(plain), reduction="none", impl="torch_compile")
+    inputs = batch()
+    loss = found(**inputs, num_items_in_batch=3).loss
+    logits = plain(inputs["input_ids"]).logits
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), LABELS[:, 1:].flatten(), reduction="none")
+    torch.testing.assert_close(loss, expected.view(B, T - 1))
+    weight = torch.linspace(-1, 2, B * (T - 1)).view(B, T - 1) / (B * T)
+    (loss * weight).sum().backward()
+    (expected.view(B, T - 1) * weight).sum().backward()
+    for (name, x), y in zip(found.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(x.grad, y.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_reduction_none_of_shifted_labels_has_all_positions():
+    found = patched(options={"reduction": "none"})
+    assert found(**batch(), shift_labels=LABELS.roll(-1, 1)).loss.shape == (B, T)
+
+
+def test_reduction_sum():
+    inputs = batch()
+    loss = patched(options={"reduction": "sum"})(**inputs, num_items_in_batch=3).loss
+    torch.testing.assert_close(loss, model()(**inputs).loss * (LABELS[:, 1:] != -100).sum())
+
+
+def test_options_reach_the_loss(monkeypatch):
+    seen = {}
+
+    def loss(*args, **kwargs):
+        seen.update(kwargs)
+        return linear_cross_entropy(*args, **kwargs)
+
+    monkeypatch.setattr(heads, "linear_cross_entropy", loss)
+    patched(options={"impl": "reference", "memory_budget": 2e9, "precision": "high"})(**batch())
+    assert (seen["impl"], seen["memory_budget"], seen["precision"]) == ("reference", 2e9, "high")
+
+
+@pytest.mark.parametrize(
+    "options", [{"impl": "cce_exact"}, {"reduction": "max"}, {"memory_budget": -1}, {"precision": "low"}]
+)
+def test_wrong_options(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}="):
+        cce_patch(model(), **options)
+
+
+class _Largest(TorchDispatchMode):
+    """The most elements of any result of an operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(result):
+            self.found = max(self.found, x.numel() if isinstance(x, torch.Tensor) else 0)
+        return result
+
+
+def test_no_tensor_has_the_size_of_the_logits():
+    found = patched(options={"impl": "chunked"}, vocab_size=1000)
+    inputs = batch(16)
+    with _Largest() as largest:
+        found(**inputs).loss.backward()
+    assert largest.found < 16 * T * 1000
+    with _Largest() as largest:
+        cce_unpatch(found)(**inputs)
+    assert largest.found >= 16 * T * 1000
+
+
+def test_type_patches_all_models_until_it_is_unpatched():
+    before, forward = model(), LlamaForCausalLM.forward
+    assert cce_patch("llama", impl="torch_compile") is LlamaForCausalLM
+    try:
+        for x in (before, model()):
+            assert x(**batch()).logits is None
+        assert model(MistralConfig)(**batch()).logits is not None
+        assert_trains_alike(before, model(MistralConfig, sliding_window=None), batch())
+        own = cce_patch(model(), impl="torch_compile", reduction="none")
+        assert own(**batch()).loss.shape == (B, T - 1), "a model's own options come first"
+    finally:
+        assert cce_unpatch(LlamaForCausalLM) is LlamaForCausalLM
+    assert LlamaForCausalLM.forward is forward
+    assert before(**batch()).logits is not None
+    with pytest.raises(ValueError, match="LlamaForCausalLM is not patched"):
+        cce_unpatch("llama")
+
+
+def test_unpatch_gives_back_the_model():
+    found = model()
+    assert cce_patch(found) is found
+    cce_patch(found, impl="torch_compile")
+    assert cce_unpatch(found) is found
+    assert type(found) is LlamaForCausalLM
+    assert type(found.lm_head) is torch.nn.Linear
+    assert found(**batch()).logits is not None
+    with pytest.raises(ValueError, match="is not patched"):
+        cce_unpatch(found)
+
+
+def test_copies_and_pickles_are_patched(tmp_path):
+    found = patched()
+    torch.save(found, tmp_path / "model")
+    for other in (
+        copy.deepcopy(found),
+        pickle.loads(pickle.dumps(found)),
+        torch.load(tmp_path / "model", weights_only=False),
+    ):
+        assert type(other) is type(found)
+        assert other.lm_head is not found.lm_head
+        output = other(**batch())
+        assert output.logits is None
+        assert torch.equal(output.loss, found(**batch()).loss)
+
+
+def test_saved_models_load_unpatched(tmp_path):
+    found = patched()
+    found.save_pretrained(tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path).train()
+    assert loaded.config.architectures == ["LlamaForCausalLM"]
+    torch.testing.assert_close(loaded(**batch()).loss, found(**batch()).loss)
+
+
+def test_a_resized_head_stays_patched():
+    found = patched()
+    found.resize_token_embeddings(V + 6)
+    inputs = batch()
+    output = found(**inputs)
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, found.eval()(**inputs).loss)
+
+
+def test_compiled_without_graph_breaks():
+    changes = {"final_logit_softcapping": 2.0, "num_hidden_layers": 1}
+    found, plain = patched(Gemma2Config, **changes), model(Gemma2Config, **changes)
+    compiled = torch.compile(found, fullgraph=True, backend="eager")
+    inputs = batch()
+    output = compiled(**inputs, num_items_in_batch=torch.tensor(5))
+    assert output.logits is None
+    output.loss.backward()
+    loss, gradients = step(plain, **inputs, num_items_in_batch=torch.tensor(5))
+    torch.testing.assert_close(output.loss.detach(), loss)
+    torch.testing.assert_close({name: p.grad for name, p in found.named_parameters()}, gradients)
+
+
+def test_autocast():
+    inputs = batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, gradients = step(patched(), **inputs)
+        reference, references = step(model(), **inputs)
+    truth, truths = step(model().double(), **inputs)
+    assert loss.dtype == torch.float32
+    for x, y, z, what in ((loss, reference, truth, "loss"), *((gradients[k], references[k], truths[k], k) for k in truths)):
+        allowed = 2 * error(array(y), array(z)) + roundoff("bfloat16")
+        assert error(array(x), array(z)) <= allowed, what
+
+
+def test_bfloat16_model():
+    inputs = batch()
+    loss, gradients = step(patched().bfloat16(), **inputs)
+    reference, references = step(model().bfloat16(), **inputs)
+    truth, truths = step(model().double(), **inputs)
+    assert loss.dtype == torch.float32
+    assert error(array(loss), array(truth)) <= 2 * error(array(reference), array(truth)) + roundoff("bfloat16")
+    for name, x in gradients.items():
+        assert x.dtype == torch.bfloat16
+        assert_close(array(x), array(truths[name]), array(references[name]), name)
+
+
+def test_gradient_checkpointing():
+    for reentrant in (False, True):
+        found = patched()
+        found.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        found.enable_input_require_grads()
+        loss, gradients = step(found, **batch())
+        expected, references = step(model(), **batch())
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(gradients, references)
+
+
+def test_accumulation_with_unequal_counts_is_one_large_batch():
+    whole = batch(4)
+    count = int((whole["labels"][:, 1:] != -100).sum())
+    found = patched()
+    for rows in (slice(0, 1), slice(1, 4)):
+        found(**{name: x[rows] for name, x in whole.items()}, num_items_in_batch=count).loss.backward()
+    _, references = step(model(), **whole)
+    torch.testing.assert_close({name: p.grad for name, p in found.named_parameters()}, references)
