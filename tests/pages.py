@@ -20,6 +20,10 @@ import torch
 hidden, lm_head = torch.randn(2, 8, 16), torch.nn.Linear(16, 50, bias=False)
 input_ids = torch.randint(0, 50, (2, 8))
 """,
+    ("README.md", 2): """
+import transformers
+model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2))
+""",
     ("docs/devices.md", 0): """
 import jax
 e, c, targets = jax.numpy.ones((4, 8, 16)), jax.numpy.ones((64, 16)), jax.numpy.zeros((4, 8), int)
