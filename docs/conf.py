@@ -30,6 +30,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the signature's defaults say what matters; the docstrings name the types
 python_maximum_signature_line_length = 90
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True
 napoleon_custom_sections = ["Returns"]  # prose, where napoleon takes what stands before a colon for a type
 default_role = "code"  # docstrings write `name`, as Markdown does
 
