@@ -23,7 +23,9 @@ B, T, V = 2, 12, 97
 # What decides the size of a model, by the names that configs have for it.
 SMALL: dict[str, Any] = {
     "vocab_size": V,
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "embedding_size", "emb_dim"), 32),
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "embedding_size", "emb_dim"), 32
+    ),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),

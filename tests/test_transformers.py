@@ -315,7 +315,10 @@ def test_autocast():
         reference, references = step(model(), **inputs)
     truth, truths = step(model().double(), **inputs)
     assert loss.dtype == torch.float32
-    for x, y, z, what in ((loss, reference, truth, "loss"), *((gradients[k], references[k], truths[k], k) for k in truths)):
+    for x, y, z, what in (
+        (loss, reference, truth, "loss"),
+        *((gradients[k], references[k], truths[k], k) for k in truths),
+    ):
         allowed = 2 * error(array(y), array(z)) + roundoff("bfloat16")
         assert error(array(x), array(z)) <= allowed, what
 

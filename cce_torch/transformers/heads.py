@@ -46,7 +46,12 @@ class Request:
         logits, settings = self.logits, self.settings
         reduction = self.options["reduction"] if settings.reduction == "mean" else settings.reduction
         scale, softcap = logits.scale_and_softcap
-        if logits.vocabulary != weight.shape[0]:
+        if logits.vocabulary > weight.shape[0]:
+            raise ValueError(
+                f"the head has {weight.shape[0]} rows for {logits.vocabulary} columns of logits: cce_patch takes a head "
+                "that is split over processes only as a DTensor"
+            )
+        if logits.vocabulary < weight.shape[0]:
             weight = weight[: logits.vocabulary]
             bias = None if bias is None else bias[: logits.vocabulary]
         loss = linear_cross_entropy(h, weight, self.targets.to(h.device), bias, softcap=softcap, logit_scale=scale,
@@ -143,7 +148,11 @@ def _unfit_linear(head: nn.Module) -> str | None:
 def _unfit_adapter(head: Any) -> str | None:
     from peft.tuners.lora.layer import Linear
 
-    if type(head).forward is not Linear.forward or _unfit_linear(head.base_layer) and not isinstance(head.base_layer, LazyHead):
+    if (
+        type(head).forward is not Linear.forward
+        or _unfit_linear(head.base_layer)
+        and not isinstance(head.base_layer, LazyHead)
+    ):
         return f"its adapter is a {type(head).__name__}, not a LoRA layer on a torch.nn.Linear"
     if head.lora_variant or any(head.lora_bias.values()):
         return "its adapter is a variant of LoRA, such as DoRA, or has a bias"

@@ -70,14 +70,14 @@ def cce_patch(
     if isinstance(model_or_type, (str, type)):
         return _patch_type(_class(model_or_type), settings)
     model = _model(model_or_type)
-    if getattr(model, "tp_size", None) not in (None, 1):
-        raise ValueError(
-            "cce_patch does not compute the loss of a model whose head is split by tensor parallelism: see "
-            "cce_torch.VocabParallelStyle"
-        )
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError(f"cce_patch needs one head: {type(model).__name__}.get_output_embeddings() is None")
+    if getattr(model, "tp_size", None) not in (None, 1) and type(head.weight).__name__ != "DTensor":
+        raise ValueError(
+            "cce_patch does not know how this version of transformers splits the head by tensor parallelism: it needs "
+            "a weight that is a DTensor"
+        )
     lazy_heads(head, settings)
     if not isinstance(model, _PatchedModel):
         swap(model, _PatchedModel)

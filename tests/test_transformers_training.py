@@ -1,0 +1,175 @@
+"""cce_patch with what trains models: Trainer, accelerate and PEFT."""
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from cce_torch import blocks
+from cce_torch.transformers import cce_patch, cce_unpatch
+from tests.causal_models import T, V, batch, small_config, small_model, step
+
+peft = pytest.importorskip("peft")
+accelerate = pytest.importorskip("accelerate")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def uncompiled():
+    """impl="torch_compile" runs uncompiled: compiling for each shape takes most of the time."""
+    blocks._uncompilable.add("cpu")
+    yield
+    blocks._uncompilable.discard("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_accelerator():
+    """Each test has an Accelerator of its own settings; a process has one."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def model(**changes):
+    return small_model(small_config(LlamaConfig, initializer_range=0.3, **changes))
+
+
+def patch(x, **options):
+    return cce_patch(x, impl="torch_compile", **options)
+
+
+class _Losses(TrainerCallback):
+    def __init__(self):
+        self.found = []
+
+    def on_log(self, args, state, control, logs=None, **_):
+        self.found += [logs[name] for name in ("loss", "eval_loss") if name in logs]
+
+
+def trained(x, folder):
+    """The losses, and the parameters, after three steps of Trainer that accumulate batches with unequal counts."""
+    whole = batch(12)
+    rows = [{name: values[i] for name, values in whole.items()} for i in range(12)]
+    losses = _Losses()
+    arguments = TrainingArguments(
+        str(folder), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1,
+        learning_rate=1e-2, report_to=[], use_cpu=True, disable_tqdm=True, eval_strategy="steps", eval_steps=3, seed=3,
+        save_strategy="no", max_grad_norm=0.0, optim="sgd",
+    )  # fmt: skip
+    shapes = []
+
+    def metrics(prediction):
+        shapes.append(prediction.predictions.shape)
+        return {}
+
+    trainer = Trainer(
+        x, arguments, train_dataset=rows, eval_dataset=rows[:2], callbacks=[losses], compute_metrics=metrics
+    )
+    assert trainer.model_accepts_loss_kwargs
+    trainer.train()
+    assert shapes == [(2, T, V)], "evaluation has logits"
+    return torch.tensor(losses.found), {name: p.detach() for name, p in x.named_parameters()}
+
+
+def test_trainer(tmp_path):
+    losses, parameters = trained(patch(model()), tmp_path)
+    expected, references = trained(model(), tmp_path)
+    assert len(losses) == 4
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=0.0)  # Trainer rounds what it logs
+    torch.testing.assert_close(parameters, references)
+
+
+def test_accelerate():
+    def gradients(x):
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+        prepared = accelerator.prepare(x)
+        loss = prepared(**batch())[0]
+        accelerator.backward(loss)
+        return loss.detach(), {name: p.grad for name, p in accelerator.unwrap_model(prepared).named_parameters()}
+
+    loss, found = gradients(patch(model()))
+    expected, references = gradients(model())
+    truth, truths = step(model(), **batch())
+    assert loss.dtype == torch.float32
+    assert (loss - truth).abs() <= 2 * (expected - truth).abs() + 2**-8
+    for name, x in found.items():
+        unit = truths[name].norm()
+        assert (x - truths[name]).norm() <= 2 * (references[name] - truths[name]).norm() + 2**-8 * unit, name
+
+
+def test_a_model_that_accelerate_has_prepared_must_be_patched_before():
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    prepared = accelerator.prepare(model())
+    with pytest.raises(ValueError, match="call cce_patch first"):
+        patch(prepared)
+
+
+def test_hooks_of_accelerate():
+    x = model()
+    accelerate.dispatch_model(x, {"": "cpu"}, force_hooks=True)
+    assert "forward" in x.__dict__
+    loss, found = step(patch(x), **batch())
+    assert x(**batch()).logits is None
+    expected, references = step(model(), **batch())
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(found, references)
+    assert cce_unpatch(x)(**batch()).logits is not None
+
+
+def adapted(x, **options):
+    """x with adapters of LoRA that are not 0."""
+    torch.manual_seed(4)
+    options = {"target_modules": ["q_proj", "v_proj"], "r": 4, **options}
+    found = peft.get_peft_model(x, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options))
+    return found.train()
+
+
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}], ids=["lora", "modules_to_save"])
+@pytest.mark.parametrize("first", ["patch", "peft"])
+def test_peft(first, options):
+    found = adapted(patch(model()), **options) if first == "patch" else patch(adapted(model(), **options))
+    assert found(**batch()).logits is None
+    loss, gradients = step(found, **batch())
+    expected, references = step(adapted(model(), **options), **batch())
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradients, references)
+    assert any("lm_head" in name for name in gradients) == bool(options)
+
+
+def test_an_adapter_on_the_head_needs_the_option():
+    with pytest.raises(ValueError, match="head_adapter=True"):
+        patch(adapted(model(), target_modules=["lm_head"]))
+    found = adapted(patch(model()), target_modules=["lm_head"])
+    with pytest.raises(ValueError, match="head_adapter=True"):
+        found(**batch())
+    assert found.eval()(**batch()).logits is not None
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_dropout": 0.5}], ids=["", "dropout"])
+@pytest.mark.parametrize("first", ["patch", "peft"])
+def test_an_adapter_on_the_head(first, options):
+    options = {"target_modules": ["lm_head", "q_proj"], **options}
+    plain = adapted(model(), **options)
+    if first == "patch":
+        found = adapted(patch(model(), head_adapter=True), **options)
+    else:
+        found = patch(adapted(model(), **options), head_adapter=True)
+    assert found(**batch()).logits is None
+    loss, gradients = step(found, **batch())
+    expected, references = step(plain, **batch())
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradients, references)
+    assert any("lm_head" in name for name in gradients)
+    with found.disable_adapter():
+        torch.testing.assert_close(found(**batch()).loss, model()(**batch()).loss)
+    torch.testing.assert_close(copy.deepcopy(found)(**batch()).logits, None)
+
+
+def test_other_adapters_on_the_head_are_refused():
+    with pytest.raises(ValueError, match="DoRA"):
+        patch(adapted(model(), target_modules=["lm_head"], use_dora=True), head_adapter=True)
