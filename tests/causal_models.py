@@ -1,26 +1,13 @@
-"""Small causal language models of transformers, and which of its classes take cce_patch.
+"""Small causal language models of transformers with random weights, and a step of their training."""
 
-    PYTHONPATH=.:kernels python -m tests.causal_models --out docs/hugging-face-models.md
-
-Each class is made small with random weights, and trained one step as it is and one step patched. Every gradient is
-compared.
-"""
-
-import argparse
-import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-from cce_torch import blocks
-from cce_torch.transformers import cce_patch
 
 B, T, V = 2, 12, 97
 
-# What decides the size of a model, by the names that configs have for it.
+# Small sizes, and numbers that decide the logits, by the names that configs have for them.
 SMALL: dict[str, Any] = {
     "vocab_size": V,
     **dict.fromkeys(
@@ -38,6 +25,9 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), 1),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("logits_scaling", "final_logit_softcapping", "output_logit_soft_cap", "lm_head_multiplier"), 2.5),
+    "logit_scale": 0.4,
+    "initializer_range": 0.1,  # the logits reach the softcaps
     "num_key_value_heads": 2,
     "head_dim": 8,
     "rotary_dim": 4,

@@ -23,13 +23,13 @@ class OtherForward(torch.nn.Linear):
 
 def test_what_cannot_be_patched_says_why():
     config = small_config(LlamaConfig)
-    with pytest.raises(ValueError, match="it is a Bilinear, not a torch.nn.Linear"):
+    with pytest.raises(ValueError, match=r"it is a Bilinear, not a torch\.nn\.Linear"):
         cce_patch(OwnHead(config))
     other = LlamaForCausalLM(config)
     other.lm_head = OtherForward(32, V)
-    with pytest.raises(ValueError, match="OtherForward, whose forward is not that of torch.nn.Linear"):
+    with pytest.raises(ValueError, match=r"OtherForward, whose forward is not that of torch\.nn\.Linear"):
         cce_patch(other)
-    with pytest.raises(ValueError, match="LlamaModel.forward takes no labels"):
+    with pytest.raises(ValueError, match=r"LlamaModel\.forward takes no labels"):
         cce_patch(LlamaModel)
     with pytest.raises(ValueError, match=r"LlamaForSequenceClassification.get_output_embeddings\(\) is None"):
         cce_patch(LlamaForSequenceClassification(config))

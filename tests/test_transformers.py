@@ -295,17 +295,27 @@ def test_a_resized_head_stays_patched():
     torch.testing.assert_close(output.loss, found.eval()(**inputs).loss)
 
 
-def test_compiled_without_graph_breaks():
+@pytest.fixture(params=["model", "type"])
+def gemma2(request):
+    """A small Gemma 2 that was patched, or is of a type that was patched."""
     changes = {"final_logit_softcapping": 2.0, "num_hidden_layers": 1}
-    found, plain = patched(Gemma2Config, **changes), model(Gemma2Config, **changes)
-    compiled = torch.compile(found, fullgraph=True, backend="eager")
-    inputs = batch()
-    output = compiled(**inputs, num_items_in_batch=torch.tensor(5))
+    if request.param == "model":
+        yield patched(Gemma2Config, **changes)
+    else:
+        cce_patch("gemma2", impl="torch_compile")
+        yield model(Gemma2Config, **changes)
+        cce_unpatch("gemma2")
+
+
+def test_compiled_without_graph_breaks(gemma2):
+    inputs = {**batch(), "num_items_in_batch": torch.tensor(5)}
+    output = torch.compile(gemma2, fullgraph=True, backend="eager")(**inputs)
     assert output.logits is None
     output.loss.backward()
-    loss, gradients = step(plain, **inputs, num_items_in_batch=torch.tensor(5))
+    gradients = {name: p.grad.clone() for name, p in gemma2.named_parameters()}
+    loss, references = step(gemma2, **inputs)
     torch.testing.assert_close(output.loss.detach(), loss)
-    torch.testing.assert_close({name: p.grad for name, p in found.named_parameters()}, gradients)
+    torch.testing.assert_close(gradients, references)
 
 
 def test_autocast():
@@ -323,11 +333,13 @@ def test_autocast():
         assert error(array(x), array(z)) <= allowed, what
 
 
-def test_bfloat16_model():
-    inputs = batch()
-    loss, gradients = step(patched().bfloat16(), **inputs)
-    reference, references = step(model().bfloat16(), **inputs)
-    truth, truths = step(model().double(), **inputs)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_bfloat16_model(device):
+    inputs = {name: x.to(device) for name, x in batch().items()}
+    impl = "torch_compile" if device == "cpu" else "auto"
+    loss, gradients = step(cce_patch(model().bfloat16().to(device), impl=impl), **inputs)
+    reference, references = step(model().bfloat16().to(device), **inputs)
+    truth, truths = step(model().double().to(device), **inputs)
     assert loss.dtype == torch.float32
     assert error(array(loss), array(truth)) <= 2 * error(array(reference), array(truth)) + roundoff("bfloat16")
     for name, x in gradients.items():

@@ -1,4 +1,4 @@
-"""cce_patch in two processes, which talk by gloo: DDP, both kinds of FSDP, tensor parallelism, with and without PEFT."""
+"""cce_patch in two processes, which talk by gloo: DDP, both kinds of FSDP, tensor parallelism, and PEFT."""
 
 import functools
 from collections.abc import Callable, Iterator

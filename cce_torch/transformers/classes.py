@@ -1,4 +1,4 @@
-"""Another class for a module that exists: what is patched survives copies, pickles, FSDP and PEFT, as a closure does not."""
+"""Another class for a module that exists: unlike a closure it survives copies, pickles, FSDP and PEFT."""
 
 from functools import cache
 from types import MethodType
@@ -22,12 +22,12 @@ class Swapped:
 
 @cache
 def swapped(own: type[nn.Module], first: type[Swapped]) -> Any:
-    """A class with the methods of `first` before those of `own`, and the names of `own`, which save_pretrained writes."""
+    """A class with the methods of `first` before those of `own`. save_pretrained writes its name, that of `own`."""
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
     return type(own.__name__, (first, own), {**names, "cce_made_from": (own, first)})
 
 
-def swap(module: nn.Module, first: type[Swapped]) -> None:
+def swap(module: Any, first: type[Swapped]) -> None:
     """Puts the methods of `first` before those of the module's class.
 
     Raises:
@@ -44,7 +44,7 @@ def swap(module: nn.Module, first: type[Swapped]) -> None:
         module._old_forward = MethodType(type(module).forward, module)
 
 
-def swap_back(module: nn.Module) -> None:
+def swap_back(module: Any) -> None:
     """Undoes `swap`. A class that FSDP 2 has made since then stays, with the methods of `first`."""
     made = type(module).__dict__.get("cce_made_from")
     if made is None:

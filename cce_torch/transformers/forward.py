@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from cce_torch.transformers.heads import Recording, lazy_heads
 from cce_torch.transformers.lazy_logits import LazyLogits

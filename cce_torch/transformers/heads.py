@@ -48,8 +48,8 @@ class Request:
         scale, softcap = logits.scale_and_softcap
         if logits.vocabulary > weight.shape[0]:
             raise ValueError(
-                f"the head has {weight.shape[0]} rows for {logits.vocabulary} columns of logits: cce_patch takes a head "
-                "that is split over processes only as a DTensor"
+                f"the head has {weight.shape[0]} rows for {logits.vocabulary} columns of logits: cce_patch takes a "
+                "head that is split over processes only as a DTensor"
             )
         if logits.vocabulary < weight.shape[0]:
             weight = weight[: logits.vocabulary]
@@ -63,6 +63,9 @@ class LazyHead(Swapped, nn.Module):
     """What a patched head does; its class is swapped for one of this and its own."""
 
     cce_recording: Recording | None = None
+    weight: Any
+    bias: Any
+    out_features: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """LazyLogits while a model records; the head's hooks wait for the call that computes the loss."""
@@ -90,17 +93,20 @@ class LazyAdapter(LazyHead):
     def cce_factors(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         layer: Any = self
         base = layer.base_layer
+        if layer.disable_adapters and layer.merged:
+            layer.unmerge()  # as PEFT's own forward does
+        if layer.disable_adapters or layer.merged:
+            return h, base.weight, base.bias
         left, right = [h], [base.weight]
-        if not layer.disable_adapters and not layer.merged:
-            for name in layer.active_adapters:
-                if name in layer.lora_A:
-                    a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
-                    left.append((a(dropout(h.to(a.weight.dtype))) * layer.scaling[name]).to(h.dtype))
-                    right.append(b.weight.to(base.weight.dtype))
+        for name in layer.active_adapters:
+            if name in layer.lora_A:
+                a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
+                left.append((a(dropout(h.to(a.weight.dtype))) * layer.scaling[name]).to(h.dtype))
+                right.append(b.weight.to(base.weight.dtype))
         return torch.cat(left, -1), torch.cat(right, -1), base.bias
 
 
-def lazy_heads(head: nn.Module, settings: Settings) -> list[LazyHead]:
+def lazy_heads(head: Any, settings: Settings) -> list[LazyHead]:
     """The modules that compute the logits of a head, which become LazyHeads: what FSDP or PEFT wraps, or itself.
 
     Raises:
@@ -109,35 +115,33 @@ def lazy_heads(head: nn.Module, settings: Settings) -> list[LazyHead]:
     wrapped = _wrapped(head)
     if wrapped:
         return [found for x in wrapped for found in lazy_heads(x, settings)]
-    adapter = _is_adapter(head)
+    adapter = hasattr(head, "base_layer") and hasattr(head, "active_adapters")
     if adapter and not settings.head_adapter:
         raise ValueError(
             f"the head has an adapter of PEFT ({type(head).__name__}), which computes logits of its own: "
             "cce_patch(model, head_adapter=True) computes the loss with it"
         )
+    reason = _unfit_adapter(head) if adapter else _unfit_linear(head)
+    if reason:
+        raise ValueError(f"cce_patch cannot compute the loss of this head: {reason}")
     if not isinstance(head, LazyHead):
-        reason = _unfit_adapter(head) if adapter else _unfit_linear(head)
-        if reason:
-            raise ValueError(f"cce_patch cannot compute the loss of this head: {reason}")
         swap(head, LazyAdapter if adapter else LazyHead)
-    return [head]  # type: ignore[list-item]
+    return [head]
 
 
-def _wrapped(head: nn.Module) -> list[nn.Module]:
+def _wrapped(head: Any) -> list[nn.Module]:
     """The modules inside a wrapper: of PEFT for modules_to_save, of FSDP 1, of torch.compile, of checkpoints."""
     if hasattr(head, "modules_to_save") and hasattr(head, "original_module"):
-        return [head.original_module, *head.modules_to_save.values()]  # type: ignore[list-item, operator]
+        return [head.original_module, *head.modules_to_save.values()]
     for name in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"):
         if name in head._modules:
-            return [head._modules[name]]  # type: ignore[list-item]
+            return [head._modules[name]]
     return []
 
 
-def _is_adapter(head: nn.Module) -> bool:
-    return hasattr(head, "base_layer") and hasattr(head, "active_adapters")
-
-
-def _unfit_linear(head: nn.Module) -> str | None:
+def _unfit_linear(head: Any) -> str | None:
+    if isinstance(head, LazyHead):
+        return None
     if not isinstance(head, nn.Linear):
         return f"it is a {type(head).__name__}, not a torch.nn.Linear"
     if type(head).forward is not nn.Linear.forward:
@@ -145,15 +149,14 @@ def _unfit_linear(head: nn.Module) -> str | None:
     return None
 
 
-def _unfit_adapter(head: Any) -> str | None:
+def _unfit_adapter(layer: Any) -> str | None:
     from peft.tuners.lora.layer import Linear
 
-    if (
-        type(head).forward is not Linear.forward
-        or _unfit_linear(head.base_layer)
-        and not isinstance(head.base_layer, LazyHead)
-    ):
-        return f"its adapter is a {type(head).__name__}, not a LoRA layer on a torch.nn.Linear"
-    if head.lora_variant or any(head.lora_bias.values()):
+    reason = _unfit_linear(layer.base_layer)
+    if reason:
+        return f"its adapter is on another layer: {reason}"
+    if type(layer).forward not in (Linear.forward, LazyAdapter.forward):
+        return f"its adapter is a {type(layer).__module__}.{type(layer).__name__}, not a LoRA layer"
+    if layer.lora_variant or any(dict(layer.lora_bias).values()):
         return "its adapter is a variant of LoRA, such as DoRA, or has a bias"
     return None

@@ -127,9 +127,9 @@ class LazyLogits:
         return self._with(h=h, vocabulary=stop, tokens=h.shape[:-1])
 
     def reshape(self, *shape: Any) -> "LazyLogits":
-        shape = shape[0] if isinstance(shape[0], (tuple, list)) else shape
+        shape = tuple(shape[0]) if isinstance(shape[0], (tuple, list)) else shape
         if shape[-1] not in (self.vocabulary, -1):
-            refuse(f"the shape {tuple(shape)}, whose last axis is not the vocabulary of {self.vocabulary}")
+            refuse(f"the shape {shape}, whose last axis is not the vocabulary of {self.vocabulary}")
         return self._with(h=self.h.reshape(*shape[:-1], self.h.shape[-1]))
 
     view = reshape

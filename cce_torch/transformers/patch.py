@@ -1,5 +1,7 @@
 """cce_patch and cce_unpatch: the loss without the logits for a model, or for a class of models."""
 
+from contextlib import suppress
+from functools import wraps
 from typing import Any, Literal
 
 from torch import nn
@@ -12,8 +14,9 @@ from cce_torch.transformers.forward import recording
 from cce_torch.transformers.heads import LazyHead, lazy_heads
 from cce_torch.transformers.settings import Settings
 
-# The forward that a patched class had, or None where it inherits one.
-_own_forwards: dict[type, Any] = {}
+# What patched classes had of what cce_patch sets in them. A class has not what it inherits.
+_own: dict[type, dict[str, Any]] = {}
+SET = ("__init__", "forward", "cce_settings")
 
 
 class _PatchedModel(Swapped):
@@ -51,12 +54,13 @@ def cce_patch(
     Args:
       model_or_type: a model, which is patched in place, also if PEFT, DDP or FSDP has wrapped it; or a type of models,
         of which all objects are patched: a class such as LlamaForCausalLM, or its model_type in transformers, "llama".
-        Patch a model before accelerate's prepare. Patch a model itself, and not its type, for torch.compile.
+        Patch a model before accelerate's prepare.
       reduction: "mean": the model's own. "sum" and "none" replace it, and num_items_in_batch divides nothing then.
         "none" gives the loss of each token, (B, T-1).
       impl, memory_budget, precision: as `cce_torch.linear_cross_entropy` takes them.
       head_adapter: compute the loss with the LoRA adapter that PEFT put on the head. It is an option since it costs a
-        copy of the head's weight and, in the backward pass, a gradient of that size. Without it such a head is an error.
+        copy of the head's weight and, in the backward pass, a gradient of that size. Without it such a head is an
+        error.
 
     Returns:
       What was given; for a name the class.
@@ -69,7 +73,7 @@ def cce_patch(
     settings = Settings(reduction, impl, memory_budget, precision, head_adapter)
     if isinstance(model_or_type, (str, type)):
         return _patch_type(_class(model_or_type), settings)
-    model = _model(model_or_type)
+    model: Any = _model(model_or_type)
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError(f"cce_patch needs one head: {type(model).__name__}.get_output_embeddings() is None")
@@ -104,25 +108,38 @@ def cce_unpatch(model_or_type: Any) -> Any:
     return model_or_type
 
 
-def _patch_type(model_type: type, settings: Settings) -> type:
-    if model_type not in _own_forwards:
-        patched = recording(model_type)
-        _own_forwards[model_type] = model_type.__dict__.get("forward")
-        model_type.forward = patched
+def _patch_type(model_type: Any, settings: Settings) -> type:
+    if model_type not in _own:
+        forward, init = recording(model_type), _making_lazy_heads(model_type.__init__)
+        _own[model_type] = {name: model_type.__dict__[name] for name in SET if name in model_type.__dict__}
+        model_type.forward, model_type.__init__ = forward, init
     model_type.cce_settings = settings
     return model_type
 
 
 def _unpatch_type(model_type: type) -> type:
-    if model_type not in _own_forwards:
+    if model_type not in _own:
         raise ValueError(f"{model_type.__name__} is not patched")
-    forward = _own_forwards.pop(model_type)
-    if forward is None:
-        del model_type.forward
-    else:
-        model_type.forward = forward
-    del model_type.cce_settings
+    own = _own.pop(model_type)
+    for name in SET:
+        delattr(model_type, name)
+    for name, x in own.items():
+        setattr(model_type, name, x)
     return model_type
+
+
+def _making_lazy_heads(init: Any) -> Any:
+    """An __init__ that makes the head lazy too: a training step would do so, but not under torch.compile."""
+
+    @wraps(init)
+    def patched(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        head = self.get_output_embeddings()
+        if head is not None:
+            with suppress(ValueError):  # a training step raises it
+                lazy_heads(head, self.cce_settings)
+
+    return patched
 
 
 def _class(name: str | type) -> type:
@@ -146,12 +163,13 @@ def _class(name: str | type) -> type:
 def _model(model: Any) -> PreTrainedModel:
     """The model of transformers inside what PEFT, DDP, FSDP 1 and torch.compile wrap around it."""
     found: Any = model
-    while isinstance(found, nn.Module) and not isinstance(found, PreTrainedModel):
-        modules = found._modules
-        if hasattr(found, "get_base_model"):
-            found = found.get_base_model()
+    while not isinstance(found, PreTrainedModel) and isinstance(found, nn.Module):
+        base: Any = getattr(found, "get_base_model", None)  # of PEFT
+        inside: Any = found._modules
+        if base is not None:
+            found = base()
         else:
-            found = next((modules[x] for x in ("module", "_fsdp_wrapped_module", "_orig_mod") if x in modules), None)
+            found = next((inside[x] for x in ("module", "_fsdp_wrapped_module", "_orig_mod") if x in inside), None)
     if not isinstance(found, PreTrainedModel):
         raise TypeError(
             "cce_patch takes a model of transformers, its class, or a model_type such as 'llama', got a "

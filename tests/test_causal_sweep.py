@@ -1,0 +1,45 @@
+"""The table of models that take cce_patch, drawn at random and tried again."""
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from cce_torch import blocks
+from cce_torch.transformers.lazy_logits import LazyLogits
+from tests import causal_sweep
+
+PAGE = Path(__file__).parents[1] / "docs" / "hugging-face-models.md"
+TABLE = dict(re.findall(r"^\| (\w+) \| [\w, ]+ \| (.+) \|$", PAGE.read_text(), re.MULTILINE))
+YES = [name for name, said in TABLE.items() if said == "yes"]
+DRAWN = [name for name in random.Random(0).sample(YES, 6) if name in causal_sweep.classes()]
+
+
+@pytest.fixture(autouse=True)
+def uncompiled():
+    """impl="torch_compile" runs uncompiled: compiling for each shape takes most of the time."""
+    blocks._uncompilable.add("cpu")
+    yield
+    blocks._uncompilable.discard("cpu")
+
+
+def test_at_least_150_classes_take_the_patch():
+    assert len(YES) >= 150
+    assert not [said for said in TABLE.values() if said.startswith("wrong")]
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_drawn_classes_take_the_patch(name):
+    assert causal_sweep.answer(name) == "yes"
+
+
+def test_refused_classes_say_why():
+    assert causal_sweep.answer("ProphetNetForCausalLM") == TABLE["ProphetNetForCausalLM"]
+    assert TABLE["ProphetNetForCausalLM"].startswith("no: of its logits it uses the index")
+
+
+def test_the_sweep_finds_a_wrong_loss(monkeypatch):
+    assert causal_sweep.answer("GraniteForCausalLM") == "yes"
+    monkeypatch.setattr(LazyLogits, "__truediv__", lambda logits, number: logits * number)
+    assert causal_sweep.answer("GraniteForCausalLM").startswith("wrong: ")
