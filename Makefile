@@ -27,7 +27,7 @@ lint: $(VENV)/dev
 
 # -W: a warning is an error, so a dead link or a page that is in no table of contents fails. Nothing is fetched.
 docs: $(VENV)/docs  ## the documentation as a site: out/docs/index.html
-	$(BIN)/python -m sphinx -W --keep-going -q -d out/docs-cache docs out/docs
+	$(BIN)/python -m sphinx -E -a -W --keep-going -q -d out/docs-cache docs out/docs
 
 dist: $(VENV)/dev  ## build sdist and wheel, and use the wheel in an empty environment
 	rm -rf dist $(VENV)-wheel
