@@ -269,10 +269,11 @@ class LinearCrossEntropy(torch.nn.Module, Generic[Result]):
                 f"{name} belongs to a batch, not to LinearCrossEntropy(...): give it to the call, as in "
                 f"LinearCrossEntropy()(e, c, targets, {name}={name})"
             )
+        own = dict(ignore_index=ignore_index, softcap=softcap, reduction=reduction, shift=shift, return_lse=return_lse)
         unknown = options.keys() - OPTIONS
         if unknown:
-            raise TypeError(f"unknown options {sorted(unknown)}; allowed: {', '.join(sorted(OPTIONS))}")
-        own = dict(ignore_index=ignore_index, softcap=softcap, reduction=reduction, shift=shift, return_lse=return_lse)
+            allowed = sorted({*own, "class_weight", *OPTIONS})
+            raise TypeError(f"unknown options {sorted(unknown)}; allowed: {', '.join(allowed)}")
         self.options: dict[str, Any] = own | options
         self.register_buffer("class_weight", class_weight)
 

@@ -136,6 +136,11 @@ def test_the_module_says_what_goes_to_the_call(name):
         cce_torch.LinearCrossEntropy(**{name: 3})
 
 
+def test_the_module_names_every_option_if_one_is_unknown():
+    with pytest.raises(TypeError, match=r"unknown options \['sofcap'\].*class_weight.* softcap.* z_loss"):
+        cce_torch.LinearCrossEntropy(sofcap=3.0)
+
+
 @pytest.mark.parametrize("call", [linear_cross_entropy, in_torch])
 @pytest.mark.parametrize("budget", [0, 2e9, np.int64(2**31), np.float32(2**31), 10**30, "all"])
 def test_a_memory_budget_is_any_whole_number_or_all(budget, call):
