@@ -17,8 +17,8 @@ class OwnHead(LlamaForCausalLM):
 
 
 class OtherForward(torch.nn.Linear):
-    def forward(self, x):
-        return super().forward(x).relu()
+    def forward(self, input):
+        return super().forward(input).relu()
 
 
 def test_what_cannot_be_patched_says_why():

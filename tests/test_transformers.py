@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     BertConfig,
     BertLMHeadModel,
@@ -217,7 +218,7 @@ class _Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_leaves(result):
+        for x in tree_leaves(result):
             self.found = max(self.found, x.numel() if isinstance(x, torch.Tensor) else 0)
         return result
 
@@ -249,6 +250,17 @@ def test_type_patches_all_models_until_it_is_unpatched():
     assert before(**batch()).logits is not None
     with pytest.raises(ValueError, match="LlamaForCausalLM is not patched"):
         cce_unpatch("llama")
+
+
+def test_type_by_its_config():
+    """As with cut_cross_entropy, whose next arguments are impl and reduction."""
+    plain = model()
+    assert cce_patch(plain.config, "torch_compile", "sum") is LlamaForCausalLM
+    try:
+        loss = plain(**batch()).loss
+    finally:
+        cce_unpatch(plain.config)
+    torch.testing.assert_close(loss, plain(**batch()).loss * (LABELS[:, 1:] != -100).sum())
 
 
 def test_unpatch_gives_back_the_model():

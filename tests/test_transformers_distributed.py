@@ -87,7 +87,9 @@ def fsdp1(module: Any, parts: set) -> Any:
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     policy = ModuleWrapPolicy(parts)
-    return FullyShardedDataParallel(module, auto_wrap_policy=policy, use_orig_params=True, device_id="cpu")
+    return FullyShardedDataParallel(
+        module, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+    )
 
 
 def fsdp2(module: Any, *parts: Any) -> Any:

@@ -5,7 +5,7 @@ from functools import wraps
 from typing import Any, Literal
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from cce_kernels import contract
 from cce_torch.api import Impl, Reduction
@@ -31,9 +31,9 @@ class _PatchedModel(Swapped):
 
 def cce_patch(
     model_or_type: Any,
-    *,
-    reduction: Reduction = "mean",
     impl: Impl = "auto",
+    reduction: Reduction = "mean",
+    *,
     memory_budget: float | Literal["all"] = contract.MEMORY_BUDGET,
     precision: Literal["highest", "high", "medium"] | None = None,
     head_adapter: bool = False,
@@ -53,17 +53,17 @@ def cce_patch(
 
     Args:
       model_or_type: a model, which is patched in place, also if PEFT, DDP or FSDP has wrapped it; or a type of models,
-        of which all objects are patched: a class such as LlamaForCausalLM, or its model_type in transformers, "llama".
-        Patch a model before accelerate's prepare.
+        of which all objects are patched: a class such as LlamaForCausalLM, its config, or the model_type that the
+        config has, "llama". Patch a model before accelerate's prepare.
+      impl: as `cce_torch.linear_cross_entropy` takes it, and so are memory_budget and precision.
       reduction: "mean": the model's own. "sum" and "none" replace it, and num_items_in_batch divides nothing then.
         "none" gives the loss of each token, (B, T-1).
-      impl, memory_budget, precision: as `cce_torch.linear_cross_entropy` takes them.
       head_adapter: compute the loss with the LoRA adapter that PEFT put on the head. It is an option since it costs a
         copy of the head's weight and, in the backward pass, a gradient of that size. Without it such a head is an
         error.
 
     Returns:
-      What was given; for a name the class.
+      The model that was given, or the class.
 
     Raises:
       ValueError: it cannot be patched; says why. Of a type this is found at the first training step of a model.
@@ -71,7 +71,7 @@ def cce_patch(
         cannot be done without them; names the operation.
     """
     settings = Settings(reduction, impl, memory_budget, precision, head_adapter)
-    if isinstance(model_or_type, (str, type)):
+    if isinstance(model_or_type, (str, type, PretrainedConfig)):
         return _patch_type(_class(model_or_type), settings)
     model: Any = _model(model_or_type)
     head = model.get_output_embeddings()
@@ -95,7 +95,7 @@ def cce_unpatch(model_or_type: Any) -> Any:
     Raises:
       ValueError: it is not patched.
     """
-    if isinstance(model_or_type, (str, type)):
+    if isinstance(model_or_type, (str, type, PretrainedConfig)):
         return _unpatch_type(_class(model_or_type))
     model: Any = _model(model_or_type)
     if "cce_settings" not in model.__dict__:
@@ -142,10 +142,11 @@ def _making_lazy_heads(init: Any) -> Any:
     return patched
 
 
-def _class(name: str | type) -> type:
-    """The class of causal language models that transformers has for a model_type."""
+def _class(name: str | type | PretrainedConfig) -> type:
+    """The class of causal language models that transformers has for a model_type, or the config of it."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
 
+    name = name.model_type if isinstance(name, PretrainedConfig) else name
     if isinstance(name, str):
         if name not in names:
             raise ValueError(
