@@ -7,7 +7,7 @@ comma := ,
 GPU := $(if $(shell command -v nvidia-smi),$(comma)cuda13)
 
 
-.PHONY: demo test test-hopper lint dist gpu-check clean
+.PHONY: demo test test-hopper lint docs dist gpu-check clean
 
 demo: $(VENV)/examples  ## train a language model with cce_jax, cce_torch and full logits; out/train_lm.png
 	$(BIN)/python examples/compare_losses.py
@@ -24,6 +24,10 @@ lint: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# -W: a warning is an error, so a dead link or a page that is in no table of contents fails. Nothing is fetched.
+docs: $(VENV)/docs  ## the documentation as a site: out/docs/index.html
+	$(BIN)/python -m sphinx -E -a -W --keep-going -q -d out/docs-cache docs out/docs
 
 dist: $(VENV)/dev  ## build sdist and wheel, and use the wheel in an empty environment
 	rm -rf dist $(VENV)-wheel
@@ -46,6 +50,10 @@ $(VENV)/examples: $(VENV)/python pyproject.toml constraints.txt
 
 $(VENV)/dev: $(VENV)/python pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e ".[test,examples,bench,dev]"
+	touch $@
+
+$(VENV)/docs: $(VENV)/python pyproject.toml constraints.txt
+	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
 	touch $@
 
 $(VENV)/hopper: $(VENV)/python pyproject.toml constraints.txt

@@ -34,7 +34,8 @@ class VocabParallel:
 
     Attributes:
       group: the processes that share the vocabulary; None: all.
-      start, stop: this process holds the rows [start, stop) of the whole c. They may be none.
+      start: the first row of the whole c that this process holds.
+      stop: the row after the last one. With stop = start the process holds no row.
       reduce_e_grad: whether the gradient of e is summed over the group. With False each process gets its own part of
         the sum, rounded to e's type, and the caller sums.
       vocabulary: V, the number of rows of the whole c. None: the last stop of the group.

@@ -1,24 +1,71 @@
-"""The documentation's links, and the version that it names."""
+"""The documentation: its links, its table of contents, the version that it names, and its code, all of which runs."""
 
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+from tests.pages import PAGES, ROOT, blocks, run
+
+INDEX = ROOT / "docs" / "index.md"
+ON_SEVERAL_DEVICES = ("devices.md",)  # run in a process of its own, which has eight
+
+
+def anchors(page: Path) -> set[str]:
+    """What links can lead to in a page: its headings, as code hosts and MyST write them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files(page):
-    links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()) if "://" not in link]
-    assert [link for link in links if not (page.parent / link).exists()] == []
+def test_links_lead_somewhere(page):
+    for link, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
+        if "://" not in link:
+            target = page.parent / link if link else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
 
 
-def test_every_page_is_reached_from_the_readme():
+def test_every_page_is_in_the_table_of_contents_and_linked_from_the_first_page():
+    text = INDEX.read_text()
+    contents = re.findall(r"[\w-]+", " ".join(re.findall(r"^```{toctree}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)))
+    for page in INDEX.parent.glob("*.md"):
+        assert page == INDEX or (page.stem in contents and f"]({page.name})" in text), page.name
+
+
+def test_the_readme_leads_to_the_documentation_and_is_short():
     text = (ROOT / "README.md").read_text()
-    assert [page.name for page in ROOT.glob("docs/*.md") if f"docs/{page.name}" not in text] == []
+    assert "(docs/index.md)" in text
+    assert text.count("\n") < 120
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page) and page.name not in ON_SEVERAL_DEVICES], ids=lambda page: page.name
+)
+def test_code_runs(page):
+    run(page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_of_python_is_one_that_runs(page):
+    assert len(re.findall(r"```\s*(?:py|jax|torch)", page.read_text())) == len(blocks(page))
+
+
+def test_code_for_several_devices_runs():
+    pages = [str(page) for page in PAGES if page.name in ON_SEVERAL_DEVICES]
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join((".", "kernels")),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    }
+    command = [sys.executable, "-m", "tests.pages", *pages]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def test_citation_and_changelog_are_of_the_packages_version():

@@ -28,7 +28,7 @@ LEAST_PART = 1 / 5  # of the tokens: to save fewer is slower than to save none a
 
 
 def engines(itemsize: int, impl: Impl) -> Sequence[Engine]:
-    """The engines that may compute a call, fastest first (docs/performance.md, Engines). itemsize: of e, in bytes."""
+    """The engines that may compute a call, fastest first (docs/performance-diary.md). itemsize: of e, in bytes."""
     if impl == "chunked":
         return (XLA,)
     if impl == "cce":
