@@ -9,7 +9,7 @@ GPU := $(if $(shell command -v nvidia-smi),$(comma)cuda13)
 
 .PHONY: demo test test-hopper lint docs dist gpu-check clean
 
-demo: $(VENV)/examples  ## train a language model with cce_jax, cce_torch and full logits; out/train_lm.png
+demo: $(VENV)/examples  ## train a language model with cce_jax, cce_torch and full logits; out/compare_losses.png
 	$(BIN)/python examples/compare_losses.py
 
 test: $(VENV)/dev  ## all tests that need no GPU, on all cores

@@ -115,7 +115,7 @@ def check(curves: dict[str, np.ndarray], label: str, settings: Settings, steps: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, help=f"optimizer steps of each run ({SMALL.steps}; GPU: {LARGE.steps})")
-    parser.add_argument("--out", type=Path, default=Path("out/train_lm.png"), help="the figure (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("out/compare_losses.png"), help="the figure (%(default)s)")
     parser.add_argument("--mesh", metavar="AXES", help="train on several devices too, such as data=2,tensor=2")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the batches (%(default)s)")
     args = parser.parse_args()
