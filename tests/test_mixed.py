@@ -77,6 +77,17 @@ def test_autocast_keeps_the_gradients_in_float32(impl):
         np.testing.assert_array_equal(x.grad.numpy(), np.float32(wanted[name]), name)
 
 
+@pytest.mark.parametrize("impl", ["chunked", "reference", "torch_compile"])
+def test_autocast_computes_with_rounded_parameters(impl):
+    given, rounded = mixed(BIAS, "bfloat16")
+    losses = []
+    for one in (given, rounded):
+        e, c, bias = (call_torch.tensor(x) for x in one.differentiable().values())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses.append(cce_torch.linear_cross_entropy(e, c, torch.tensor(one.targets).long(), bias, impl=impl))
+    assert torch.equal(*losses)
+
+
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_under_torch_compile(fullgraph):
     given, _ = mixed(BIAS, "bfloat16")

@@ -169,7 +169,7 @@ def test_func_grad_saves_nothing_and_is_right(saved):
 def test_opcheck(saving):
     given = Way(saving, TOKENS).inputs()  # none of whose tokens is ignored: what is saved of those is arbitrary
     e, c, t = tensor(given.e), tensor(given.c), tensor(given.targets).long()
-    options = (1, -100, 0, "mean", False, False, None, None, "cce", saving)
+    options = (1, -100, 0, "mean", False, False, None, None, "cce", saving, False)
     inputs = (e, c, None, t, None, None, None, torch.tensor([0.0, 0.0, 1.0]))
     torch.library.opcheck(torch.ops.cce_torch.loss.default, (*inputs, [True] * 3, *options))
     _, numbers, saved = torch.ops.cce_torch.loss.default(*inputs, [True] * 3, *options)

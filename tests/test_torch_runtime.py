@@ -319,7 +319,7 @@ def test_pytorchs_newer_setting_for_float32_matmuls_is_followed(place, setting, 
     place.fp32_precision = setting
     try:
         linear_cross_entropy(e, c, t, impl="chunked").backward()
-        call = programs.Call(-100, 0, programs.losses.Loss(), None, None, "chunked", 2**28)
+        call = programs.Call(-100, 0, programs.losses.Loss(), None, None, "chunked", 2**28, False)
         assert call.is_exact(torch.float32) is exact
     finally:
         place.fp32_precision = before
@@ -330,7 +330,7 @@ def test_pytorchs_older_setting_for_float32_matmuls_is_followed(setting, exact):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(setting)
     try:
-        call = programs.Call(-100, 0, programs.losses.Loss(), None, None, "chunked", 2**28)
+        call = programs.Call(-100, 0, programs.losses.Loss(), None, None, "chunked", 2**28, False)
         assert call.is_exact(torch.float32) is exact
         assert not call.is_exact(torch.bfloat16)
     finally:
@@ -457,7 +457,7 @@ def test_a_call_is_planned_for_the_gpu_of_its_tensors(monkeypatch):
 
     monkeypatch.setattr(bridge, "jax_device", jax_device)
     monkeypatch.setattr(bridge, "check_can_run", lambda device: None)
-    call = ops._call(-100, 0, "mean", False, False, None, "highest", "auto", 2**28)
+    call = ops._call(-100, 0, "mean", False, False, None, "highest", "auto", 2**28, False)
     for name, (capability, multiprocessors) in found.items():
         kind = programs.kind_of(call, torch.Size([4096, 256]), 0, torch.bfloat16, torch.device(name))
         assert kind.static.gpu == Gpu(capability, multiprocessors)
