@@ -39,14 +39,16 @@ profile() { $python -m bench.profile --out "$out/profile.json"; }
 tune() { $python -m bench.tune --rounds 3 --out "$out/tune"; }
 sweeps() { $python -m bench --sweep N V D --out "$out/sweeps" --method "${fast[@]}"; }
 torch() { $python -m bench.bridge --out "$out/bridge.json" && $python -m bench.ignored --out "$out/ignored.json"; }
+hugging_face() { $python -m bench.hugging_face --out "$out/hugging-face"; }
 example() { $python examples/compare_losses.py --out "$out/train_lm.png"; }
 training() { $python -m bench.training --out "$out/training"; }
 
-parts="tests shapes more_shapes sweeps profile tune torch example training alone"
+parts="tests shapes more_shapes sweeps profile tune torch hugging_face example training alone"
 [ "$(nvidia-smi -L | wc -l)" -gt 1 ] && parts="$parts several devices"
 declare -A file=([tests]=gpu-tests.txt [alone]=gpu-tests-alone.txt [shapes]=bench.txt [more_shapes]=bench-more.txt
                  [sweeps]=sweeps.txt [profile]=profile.txt [tune]=tune.txt [torch]=torch.txt [example]=train_lm.txt
-                 [several]=gpu-tests-several.txt [devices]=devices.txt [training]=training.txt)
+                 [several]=gpu-tests-several.txt [devices]=devices.txt [training]=training.txt
+                 [hugging_face]=hugging-face.txt)
 status=0
 for part in ${@:-$parts}; do
   "$part" >"$out/${file[$part]}" || { status=1; echo "$part failed"; }
