@@ -172,7 +172,9 @@ def linear_cross_entropy(
     scale, softcap, label_smoothing, z_loss, ignore_index, budget, shift = check(*options)
     head: dict[str, Any] = {"scale": scale, "softcap": softcap}
     contract.num_items(num_items, reduction)
-    _check_tensors(given, num_items)
+    required = e is not None and c is not None and targets is not None
+    if not required or num_items is not None or not tensors.are_usual(*given.values()):
+        _check_tensors(given, num_items)
     if torch.is_autocast_enabled(e.device.type):
         e, c, bias = _autocast(e, c, bias)
     _check_types(e, c, bias, targets, class_weight, token_weight)
@@ -377,7 +379,7 @@ def _autocast(e: Tensor, c: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
 
 
 def _check_tensors(given: dict[str, Tensor | None], num_items: float | Tensor | None) -> None:
-    """Raises an error for a tensor that no impl takes. It runs at every call, so it looks first at what is usual."""
+    """Raises an error for a tensor that no impl takes."""
     present: dict[str, Any] = {name: x for name, x in given.items() if x is not None or name in ("e", "c", "targets")}
     if num_items is not None:
         present["num_items"] = num_items
@@ -419,6 +421,8 @@ def _check_types(e, c, bias, targets, class_weight, token_weight) -> None:
     for name, x in (("class_weight", class_weight), ("token_weight", token_weight)):
         if x is not None and x.is_complex():
             raise TypeError(f"{name} must be real, got {name} {_name(x)}")
+    if e.dtype in FLOATING and c.dtype == e.dtype and (bias is None or bias.dtype == e.dtype):
+        return
     for name, x in (("e", e), ("c", c), ("bias", bias)):
         if x is not None and x.dtype not in FLOATING:
             allowed = ", ".join((*contract.KERNEL_TYPES, "float64"))

@@ -31,6 +31,26 @@ def rounded(x: Tensor | None, e: Tensor) -> Any:
     return x if x is None or x.dtype == e.dtype else x.to(e.dtype)
 
 
+def are_usual(*tensors: Tensor | None) -> bool:
+    """Whether all are plain, row-major, in memory and on one device: then `check` has nothing to find, and takes more
+    time than this. Nearly always so.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    device = None
+    for x in tensors:
+        if x is None:
+            continue
+        if type(x) not in PLAIN or x.layout is not torch.strided or not x.is_contiguous():
+            return False
+        if not x.data_ptr() or x.untyped_storage().nbytes() < (x.storage_offset() + x.numel()) * x.itemsize:
+            return False
+        if x.device != device and device is not None:
+            return False
+        device = x.device
+    return True
+
+
 def check(tensors: dict[str, Tensor | None]) -> None:
     """Raise a TypeError that names the tensor, if its type is not supported or it has no memory.
 
