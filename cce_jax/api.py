@@ -164,6 +164,7 @@ def linear_cross_entropy(
     contract.shapes(
         e.shape, shape_of_c, targets.shape, vocab_axis=vocab_axis, shift=shift, bias=_shape(bias),
         class_weight=_shape(class_weight), token_weight=_shape(token_weight),
+        parts=1 if layout is None else layout.size(layout.split_sequences),
     )  # fmt: skip
     if num_items is not None and np.shape(num_items) != ():
         raise ValueError(f"num_items must be a number or a scalar array, got shape {np.shape(num_items)}")

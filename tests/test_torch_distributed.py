@@ -349,7 +349,7 @@ def check_padding() -> None:
 
 def check_vocab_parallel_in_four() -> None:
     rng = np.random.default_rng(1)
-    for draw in range(18):
+    for draw in range(12):
         case = CASES[rng.integers(len(CASES))]
         stops = *sorted(int(x) for x in rng.integers(0, case.vocabulary + 1, 3)), case.vocabulary
         if draw % 3 == 0:  # as DTensor splits: all parts but the last ones are as large, and the last may be empty
@@ -483,7 +483,7 @@ class Collectives(TorchDispatchMode):
 def check_collectives() -> None:
     given = inputs(CASES[0])
     for impl in (*IMPLS, "cce"):
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16)[impl == "cce" :]:
             e, c, targets, shard = split(given, dtype=dtype)
             with Collectives() as forward:
                 loss = linear_cross_entropy(e, c, targets, impl=impl, vocab_parallel=shard)

@@ -93,9 +93,9 @@ def integer(name: str, value: object) -> int:
 
 def shapes(
     e: Shape, c: Shape, targets: Shape, *, vocab_axis: int, shift: int, bias: Shape | None, class_weight: Shape | None,
-    token_weight: Shape | None,
+    token_weight: Shape | None, parts: int = 1,
 ) -> None:  # fmt: skip
-    """Raise unless the arrays fit together."""
+    """Raise unless the arrays fit together. parts: in how many such arrays the sequences are split over devices."""
     layout = "(V, D)" if vocab_axis == 0 else "(D, V)"
     if len(c) != 2 or 0 in c:
         raise ValueError(f"c must have shape {layout} with V, D >= 1 for vocab_axis={vocab_axis}, got c {c}")
@@ -119,7 +119,7 @@ def shapes(
         )
     if not shift:
         return
-    last = targets[-1] if targets else 0
+    last = parts * targets[-1] if targets else 0
     nothing_left = shift == 1 and last <= 1 and targets != ()  # sequences of one token, and batches of no tokens
     if not nothing_left and not 0 < shift < last:
         raise ValueError(f"shift={shift} must be in [0, T) with T = {last}, the last axis of targets {targets}")

@@ -316,3 +316,18 @@ def summed(jaxpr):
             yield from eqn.invars
         for inner in nested(eqn):
             yield from summed(inner)
+
+
+def test_a_shift_longer_than_a_devices_part_of_a_sequence():
+    """Each device has one token of a sequence of eight."""
+    options = {"shift": 2}
+    layout = Layout("sequence", {"a": 8}, P(None, "a"), P())
+    given = uneven(Case("shift", leading=(8, 8), width=8, vocabulary=128, options=options))
+    mesh = mesh_of(layout, "checked")
+    leaves, others = leaves_of(arrays(given, layout, mesh))
+    with jax.set_mesh(mesh):
+        loss, gradients = jax.jit(gradient_of(layout, "checked", **options))(leaves, others)
+    want, wanted = on_one_device(given, **options)
+    assert error(loss, want) < 2e-6
+    for name, x in gradients.items():
+        assert error(x, wanted[name]) < 2e-6, name
