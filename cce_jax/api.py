@@ -56,7 +56,7 @@ def linear_cross_entropy(
     num_items=None,
     vocab_axis: Literal[0, 1] = 0,
     impl: Impl = "auto",
-    memory_budget: float | Literal["all"] = contract.MEMORY_BUDGET,
+    memory_budget: float | Literal["all"] | None = None,
     precision: jax.lax.PrecisionLike = None,
     check_targets: bool = False,
     sharding: tuple[jax.sharding.PartitionSpec, jax.sharding.PartitionSpec] | None = None,
@@ -105,10 +105,10 @@ def linear_cross_entropy(
         "reference": full logits, differentiable any number of times in either mode. "auto": for bfloat16 and float16
         the Pallas kernels where they can run; for float32 and float64 on a GPU XLA's matmuls, as with "chunked"
         (measured faster for float32; the kernels take no float64); elsewhere "chunked".
-      memory_budget: a whole number of bytes, such as 2e9, or "all" for no bound; 300 MiB by default. It bounds what a
-        call holds beyond its inputs, its results and a few numbers for each token. More memory makes the call faster;
-        the gradients stay the same up to rounding. docs/memory.md says what the memory is used for, and how little a
-        call can do with.
+      memory_budget: a whole number of bytes, such as 2e9, or "all" for no bound. By default 300 MiB, or 6·D + 4096
+        bytes a token where that is more. It bounds what a call holds beyond its inputs, its results and a few numbers
+        for each token. More memory makes the call faster; the gradients stay the same up to rounding. docs/memory.md
+        says what the memory is used for, and how little a call can do with.
       precision: of the matmuls, as in `jax.lax.dot_general`. By default float32 inputs follow
         jax_default_matmul_precision.
       check_targets: raise if a target is outside [0, V) and not ignore_index. This waits until targets is computed, and

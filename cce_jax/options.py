@@ -26,7 +26,7 @@ class Options(TypedDict, total=False):
     num_items: Array
     vocab_axis: Literal[0, 1]
     impl: Impl
-    memory_budget: float | Literal["all"]
+    memory_budget: float | Literal["all"] | None
     precision: jax.lax.PrecisionLike
     check_targets: bool
     sharding: tuple[jax.sharding.PartitionSpec, jax.sharding.PartitionSpec] | None

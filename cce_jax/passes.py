@@ -15,6 +15,7 @@ from jax import lax
 from cce_jax.one_device import on_one_device
 from cce_kernels import backward, forward
 from cce_kernels.call import Call
+from cce_kernels.contract import default_budget
 from cce_kernels.device import H200, INTERPRETER, Gpu, cuda_gpu
 from cce_kernels.engines.xla import XLA
 from cce_kernels.exponentials import saved_shape
@@ -32,7 +33,7 @@ class Core:
     head: Head
     with_sum: bool
     impl: Impl
-    memory_budget: int
+    memory_budget: int | None  # bytes; None for the default of the tokens and the width
     gpu: Gpu | None = None
     wide_de: bool = False  # whether `gradients` gives de in float32, for a sum over devices
     wide_dc: bool = False  # whether c and bias are float32 beside an e of 16 bits; `gradients` gives theirs in float32
@@ -51,8 +52,9 @@ def _plan(
     inputs: Inputs, core: Core, wanted: Wanted | None, saved: int | None, gpu: Gpu | None, impl: Any
 ) -> Plan:  # fmt: skip
     tokens, width = inputs.e.shape
+    budget = default_budget(tokens, width) if core.memory_budget is None else core.memory_budget
     call = Call(tokens, width, core.head.vocabulary(inputs.c), str(jnp.dtype(inputs.e.dtype)), core.head,
-                inputs.bias is not None, core.with_sum, wanted, core.memory_budget, core.wide_de,
+                inputs.bias is not None, core.with_sum, wanted, budget, core.wide_de,
                 core.wide_dc)  # fmt: skip
     return plan_of(call, gpu, impl, saved)
 

@@ -61,7 +61,7 @@ def linear_cross_entropy(
     num_items: float | Tensor | None = None,
     vocab_axis: Literal[0, 1] = 0,
     impl: Impl = "auto",
-    memory_budget: float | Literal["all"] = contract.MEMORY_BUDGET,
+    memory_budget: float | Literal["all"] | None = None,
     precision: Literal["highest", "high", "medium"] | None = None,
     check_targets: bool = False,
     vocab_parallel: VocabParallel | None = None,
@@ -115,10 +115,10 @@ def linear_cross_entropy(
         any number of times. "auto": on a GPU that can run "cce" the kernels for 16 bits, and XLA's matmuls in groups of
         the vocabulary for float32, as they were measured to be faster; "chunked" on a CPU; "torch_compile" for float64,
         older GPUs and other devices.
-      memory_budget: a whole number of bytes, such as 2e9, or "all" for no bound; 300 MiB by default. It bounds what a
-        call holds beyond its inputs, its results and a few numbers for each token. More memory makes the call faster;
-        the gradients stay the same up to rounding. docs/memory.md says what the memory is used for, and how little a
-        call can do with.
+      memory_budget: a whole number of bytes, such as 2e9, or "all" for no bound. By default 300 MiB, or 6·D + 4096
+        bytes a token where that is more. It bounds what a call holds beyond its inputs, its results and a few numbers
+        for each token. More memory makes the call faster; the gradients stay the same up to rounding. docs/memory.md
+        says what the memory is used for, and how little a call can do with.
       precision: of float32 matmuls on a GPU: one of the values of `torch.set_float32_matmul_precision`; by default the
         value that was set there. "high" and "medium" are TF32.
       check_targets: raise if a target is outside [0, V) and not ignore_index. This waits until targets is computed, and

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cce_kernels.contract import default_budget
 from cce_kernels.windows import FLOAT16_LARGEST, vocabulary_groups
 
 BLOCK_BYTES = 64 * 2**20
@@ -40,12 +41,14 @@ def product(left: Tensor, right: Tensor, accumulate: torch.dtype) -> Tensor:
     return torch.mm(left, right) if left.dtype == accumulate else torch.mm(left, right, out_dtype=accumulate)
 
 
-def _groups(e: Tensor, c: Tensor, memory_budget: int) -> Iterator[slice]:
+def _groups(e: Tensor, c: Tensor, memory_budget: int | None) -> Iterator[slice]:
     """The fewest groups of the vocabulary, nearly equal, whose logits, part of c and part of dc each fit in a block.
 
     A block has a third of the budget without the sums for de, but at most BLOCK_BYTES.
     """
     vocabulary, width = c.shape
+    if memory_budget is None:
+        memory_budget = default_budget(*e.shape)
     itemsize = torch.promote_types(e.dtype, torch.float32).itemsize
     column_bytes, sums = itemsize * max(e.shape[0], width), 2 * itemsize * e.shape[0] * width
     block = min(BLOCK_BYTES, (memory_budget - sums) // 3)
@@ -55,7 +58,7 @@ def _groups(e: Tensor, c: Tensor, memory_budget: int) -> Iterator[slice]:
 
 def each(
     e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None, scale: float,
-    softcap: float | None, memory_budget: int, dtype: torch.dtype,
+    softcap: float | None, memory_budget: int | None, dtype: torch.dtype,
 ) -> Iterator[tuple[slice, Tensor, tuple]]:  # fmt: skip
     """For each group: its columns, its rows of c in e's type, and the first six arguments of reduced and cotangents.
 

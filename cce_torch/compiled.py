@@ -21,13 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cce_kernels.contract import MEMORY_BUDGET
 from cce_torch import blocks
 
 
 def statistics(
     e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None, *, scale: float,
-    softcap: float | None, with_sum: bool, memory_budget: int = MEMORY_BUDGET,
+    softcap: float | None, with_sum: bool, memory_budget: int | None = None,
 ) -> Tensor:  # fmt: skip
     """The numbers of cce_torch.reference.statistics, (2 or 3, N), without holding the logits.
 
@@ -97,7 +96,7 @@ class _Gradients(torch.autograd.Function):
 @torch.library.custom_op("cce_torch::compiled_statistics", mutates_args=())
 def run_statistics(
     e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None, scale: float,
-    softcap: float | None, with_sum: bool, memory_budget: int,
+    softcap: float | None, with_sum: bool, memory_budget: int | None,
 ) -> Tensor:  # fmt: skip
     """Equations (1), (2) and, with_sum, (3)."""
     with _plainly(e):
@@ -116,7 +115,7 @@ def run_statistics(
 @torch.library.custom_op("cce_torch::compiled_gradients", mutates_args=())
 def run_gradients(
     cotangents: Tensor, e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None,
-    output: Tensor, scale: float, softcap: float | None, memory_budget: int, want_e: bool, want_c: bool,
+    output: Tensor, scale: float, softcap: float | None, memory_budget: int | None, want_e: bool, want_c: bool,
     want_bias: bool, wide_e: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Equations (6) and (7): de, dc and dbias. A gradient that is not wanted has no elements. dc is written once.

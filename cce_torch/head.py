@@ -1,14 +1,14 @@
 """The head of a language model as a module that also computes the loss: the place where a sharded weight is whole."""
 
-from typing import Any, Self
+from typing import Any, Generic, Literal, cast, overload
 
 import torch
 from torch import Tensor
 
-from cce_torch.api import LinearCrossEntropy
+from cce_torch.api import LinearCrossEntropy, Result
 
 
-class LinearCrossEntropyHead(torch.nn.Linear):
+class LinearCrossEntropyHead(torch.nn.Linear, Generic[Result]):
     """The `torch.nn.Linear` of a language model's head, which computes the loss without the logits if it gets targets.
 
         head(h)             the logits, as torch.nn.Linear gives them
@@ -25,6 +25,16 @@ class LinearCrossEntropyHead(torch.nn.Linear):
     num_items = (the number of targets of all processes that are not ignored) / (the number of processes).
     """
 
+    @overload
+    def __init__(
+        self: "LinearCrossEntropyHead[Tensor]", in_features: int, out_features: int, bias: bool = True,
+        device: Any = None, dtype: torch.dtype | None = None, *, return_lse: Literal[False] = False, **options: Any,
+    ) -> None: ...  # fmt: skip
+    @overload
+    def __init__(
+        self: "LinearCrossEntropyHead[tuple[Tensor, Tensor]]", in_features: int, out_features: int, bias: bool = True,
+        device: Any = None, dtype: torch.dtype | None = None, *, return_lse: Literal[True], **options: Any,
+    ) -> None: ...  # fmt: skip
     def __init__(
         self,
         in_features: int,
@@ -39,14 +49,35 @@ class LinearCrossEntropyHead(torch.nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.loss = LinearCrossEntropy(**options)
 
+    @overload
     @classmethod
-    def from_linear(cls, linear: torch.nn.Linear, **options: Any) -> Self:
+    def from_linear(
+        cls, linear: torch.nn.Linear, *, return_lse: Literal[False] = False, **options: Any
+    ) -> "LinearCrossEntropyHead[Tensor]": ...
+    @overload
+    @classmethod
+    def from_linear(
+        cls, linear: torch.nn.Linear, *, return_lse: Literal[True], **options: Any
+    ) -> "LinearCrossEntropyHead[tuple[Tensor, Tensor]]": ...
+    @classmethod
+    def from_linear(cls, linear: torch.nn.Linear, **options: Any) -> Any:
         """A head that has the parameters of `linear` itself. So weights that are tied to an embedding stay tied."""
-        with_bias = linear.bias is not None
-        head = cls(linear.in_features, linear.out_features, with_bias, torch.device("meta"), **options)
+        with_bias, make = linear.bias is not None, cast(Any, cls)
+        head = make(linear.in_features, linear.out_features, with_bias, torch.device("meta"), **options)
         head.weight, head.bias = linear.weight, linear.bias
         return head.train(linear.training)
 
+    @overload
+    def __call__(self, h: Tensor) -> Tensor: ...
+    @overload
+    def __call__(
+        self, h: Tensor, targets: Tensor, *, token_weight: Tensor | None = None, num_items: float | Tensor | None = None
+    ) -> Result: ...
+    @overload
+    def __call__(
+        self, h: Tensor, targets: Tensor | None, *, token_weight: Tensor | None = None,
+        num_items: float | Tensor | None = None,
+    ) -> Tensor | Result: ...  # fmt: skip
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As `forward`.
 

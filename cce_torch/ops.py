@@ -23,7 +23,7 @@ from cce_torch import tensors
 
 OPTIONS = (
     "SymInt row_length, int ignore_index, int shift, str reduction, bool smooths, bool has_z_loss, "
-    "float? softcap, str? precision, str impl, int memory_budget, bool wide_dc"
+    "float? softcap, str? precision, str impl, int? memory_budget, bool wide_dc"
 )
 TENSORS = (
     "Tensor e, Tensor c, Tensor? bias, Tensor targets, Tensor? class_weight, Tensor? token_weight, Tensor? num_items, "
@@ -43,7 +43,7 @@ _library.define(
 
 def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, row_length: int, ignore_index: int, shift: int,
          reduction: str, label_smoothing: float, z_loss: float, scale: float, softcap: float | None,
-         precision: str | None, impl: str, memory_budget: int) -> tuple[Tensor, Tensor]:  # fmt: skip
+         precision: str | None, impl: str, memory_budget: int | None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The loss, () or (N,), and the core's numbers, (2 or 3, N), float32; differentiable in e, c, bias, token_weight.
 
     e: (N, D); c: (V, D), not copied if it is a transposed (D, V); bias: (V,); both of e's type, or float32 beside an e

@@ -16,7 +16,7 @@ class Options(TypedDict, total=False):
     z_loss: float
     vocab_axis: Literal[0, 1]
     impl: Impl
-    memory_budget: float | Literal["all"]
+    memory_budget: float | Literal["all"] | None
     precision: Literal["highest", "high", "medium"] | None
     check_targets: bool
     vocab_parallel: VocabParallel | None

@@ -53,7 +53,7 @@ class Call:
     softcap: float | None
     precision: str | None
     impl: passes.Impl
-    memory_budget: int
+    memory_budget: int | None
     wide_dc: bool  # c and bias were float32 and are rounded to e's type: their gradients are float32
     of_shard: bool = False  # c is a shard of the vocabulary: de is a part of a sum, in float32
 

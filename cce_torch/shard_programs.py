@@ -34,7 +34,7 @@ from cce_torch.programs import (
 )
 
 
-def _call(impl: Any, with_sum: bool, softcap: float | None, precision: str | None, memory_budget: int,
+def _call(impl: Any, with_sum: bool, softcap: float | None, precision: str | None, memory_budget: int | None,
           wide_dc: bool) -> Call:  # fmt: skip
     loss = losses.Loss("none", with_sum, False)  # the loss itself is computed by PyTorch
     return Call(-1, 0, loss, softcap, precision, impl, memory_budget, wide_dc, of_shard=True)
@@ -49,7 +49,7 @@ class _Tensors(Arrays):
     """The tensors of a call on a shard, as its programs take them."""
 
     def __init__(self, e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None, *, impl: Any,
-                 with_sum: bool, scale: float, softcap: float | None, precision: str | None, memory_budget: int,
+                 with_sum: bool, scale: float, softcap: float | None, precision: str | None, memory_budget: int | None,
                  wide_dc: bool) -> None:  # fmt: skip
         call = _call(impl, with_sum, softcap, precision, memory_budget, wide_dc)
         super().__init__(e, c, call, Numbers(None, None, None if scale == 1 else float(scale)))

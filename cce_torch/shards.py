@@ -23,7 +23,7 @@ class Options:
     scale: float
     softcap: float | None
     precision: str | None
-    memory_budget: int
+    memory_budget: int | None
     wide_dc: bool  # c and bias are float32 beside an e of 16 bits
 
     @property
@@ -143,7 +143,7 @@ def _options(impl, with_sum, scale, softcap, precision, memory_budget, wide_dc) 
 @torch.library.custom_op("cce_torch::shard_target", mutates_args=(), tags=TAGS)
 def shard_target(
     e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, saving_for: Sequence[bool], impl: str, with_sum: bool,
-    scale: float, softcap: float | None, precision: str | None, memory_budget: int, wide_dc: bool,
+    scale: float, softcap: float | None, precision: str | None, memory_budget: int | None, wide_dc: bool,
 ) -> Tensor:  # fmt: skip
     from cce_torch import shard_programs
 
@@ -156,7 +156,7 @@ def shard_target(
 def shard_statistics(
     e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None,
     of_target: Tensor | None, saving_for: Sequence[bool], impl: str, with_sum: bool, scale: float,
-    softcap: float | None, precision: str | None, memory_budget: int, wide_dc: bool,
+    softcap: float | None, precision: str | None, memory_budget: int | None, wide_dc: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What is saved has no elements if nothing is."""
     from cce_torch import shard_programs
@@ -172,7 +172,8 @@ def shard_statistics(
 def shard_gradients(
     cotangents: Tensor, e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None,
     own: Tensor, lse: Tensor, of_target: Tensor | None, saved: Tensor | None, wanted: Sequence[bool], impl: str,
-    with_sum: bool, scale: float, softcap: float | None, precision: str | None, memory_budget: int, wide_dc: bool,
+    with_sum: bool, scale: float, softcap: float | None, precision: str | None, memory_budget: int | None,
+    wide_dc: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """A gradient that is not wanted has no elements."""
     from cce_torch import shard_programs

@@ -39,6 +39,7 @@ def pytest_collection_modifyitems(config, items):
     if jax.default_backend() == "gpu":
         return
     jax.config.update("jax_disable_most_optimizations", True)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"  # for the processes that tests start
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

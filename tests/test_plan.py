@@ -8,21 +8,25 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cce_jax.passes import Core, plan_for
 from cce_kernels.call import Call
+from cce_kernels.contract import default_budget
 from cce_kernels.device import H200, INTERPRETER, Gpu
 from cce_kernels.engines.engine import Multiplying
 from cce_kernels.engines.hopper import HOPPER, tiles
 from cce_kernels.engines.triton.tiles import TABLE
 from cce_kernels.engines.xla import XLA
 from cce_kernels.head import Head
-from cce_kernels.numbers import Wanted
+from cce_kernels.numbers import Inputs, Wanted
 from cce_kernels.plan import Plan, plan_of
 from cce_kernels.plan.plan import Part
 from cce_kernels.windows import Groups
-from tests.plans import call_of
+from tests.plans import BOTH, call_of
 
 CHUNKS, DRAWN = 8, 2500
 MIB = 2**20
@@ -388,7 +392,7 @@ def drawn(rng: np.random.Generator) -> tuple[Call, Gpu | None, str]:
         dtype = pick(("bfloat16", "bfloat16", "float16"))
     everything = 2 * tokens * vocabulary + 6 * tokens * width + 2**28
     shares = (int(rng.uniform(low, high) * everything) for low, high in ((0, 0.2), (0.2, 1), (0.2, 1.2)))
-    budget = pick((0, DEFAULT, DEFAULT, size(10, 38), *shares, 2**62))
+    budget = pick((0, DEFAULT, default_budget(tokens, width), size(10, 38), *shares, 2**62))
     head = Head(pick((None, None, None, 30.0, 50.0)), int(rng.integers(2)))
     wanted = Wanted(e, c, bias) if rng.random() < 0.8 else None
     wide_de, wide_dc = bool(rng.random() < 0.2), bool(np.random.default_rng(tokens).random() < 0.2)
@@ -452,3 +456,17 @@ def test_it_is_among_the_calls_that_are_drawn():
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 def test_calls_whose_dc_was_wrong_once(shape, memory_budget, vocab_axis):
     keeps_its_promises(call_of(shape, memory_budget, Head(vocab_axis=vocab_axis)), H200, "auto")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "mib"), [(8192, 2304, 300), (8192, 4096, 300), (65536, 2048, 1024), (139_264, 512, 952)]
+)
+def test_the_default_budget_leaves_many_tokens_large_groups(tokens, width, mib):
+    shapes = Inputs(jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16),
+                    jax.ShapeDtypeStruct((128_256, width), jnp.bfloat16),
+                    None, jax.ShapeDtypeStruct((tokens,), jnp.int32))  # fmt: skip
+    plan = plan_for(shapes, Core(Head(), False, "auto", None, H200), BOTH)
+    assert plan.held <= plan.call.memory_budget == mib * MIB
+    assert plan.backward is not None
+    assert plan.backward.others is not None
+    assert plan.backward.others.groups.columns >= 2048

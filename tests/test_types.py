@@ -53,6 +53,20 @@ def test_what_the_module_returns():
         assert isinstance(either, tuple) is wanted
 
 
+def test_what_the_head_returns():
+    h, t = torch.tensor(E), torch.tensor(T)
+    linear = torch.nn.Linear(4, 9)
+    head, with_lse = (cce_torch.LinearCrossEntropyHead.from_linear(linear, return_lse=False),
+                      cce_torch.LinearCrossEntropyHead.from_linear(linear, return_lse=True))  # fmt: skip
+    assert assert_type(head(h), Tensor).shape == (2, 9)
+    loss, lse = assert_type(with_lse(h, t), tuple[Tensor, Tensor])
+    assert torch.equal(assert_type(head(h, t), Tensor), loss)
+    assert lse.shape == (2,)
+    fresh = cce_torch.LinearCrossEntropyHead(4, 9, bias=False, softcap=30.0)
+    assert assert_type(fresh(h, targets=t), Tensor).shape == ()
+    assert_type(cce_torch.LinearCrossEntropyHead(4, 9, return_lse=True)(h, t), tuple[Tensor, Tensor])
+
+
 @pytest.mark.parametrize(
     ("function", "options", "others"),
     [

@@ -37,7 +37,7 @@ def rows_of(processes: list[subprocess.Popen], seconds: float) -> list[dict[str,
     return [json.loads(line[4:]) for line in out.splitlines() if line.startswith("row ")]
 
 
-def started(package: str, gpus: int, shape: str) -> list[subprocess.Popen]:
+def started(package: str, gpus: int, shape: str, flags: list[str]) -> list[subprocess.Popen]:
     """One process with all GPUs for JAX; for PyTorch one process a GPU, to which its own GPU is the only one."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -49,7 +49,7 @@ def started(package: str, gpus: int, shape: str) -> list[subprocess.Popen]:
             "CUDA_VISIBLE_DEVICES": visible, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "RANK": str(rank),
             "WORLD_SIZE": str(gpus), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
         }  # fmt: skip
-        command = [sys.executable, "-m", f"bench.devices.in_{package}", shape]
+        command = [sys.executable, "-m", f"bench.devices.in_{package}", shape, *flags]
         out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
         processes.append(subprocess.Popen(command, env=environment, stdout=out, text=True))
     return processes
@@ -109,8 +109,10 @@ def main() -> None:
     parser.add_argument("--shape", nargs="+", default=["gemma2-2b", "llama3-8b"], help="NxDxV, or a name of bench.data")
     parser.add_argument("--package", nargs="+", choices=("jax", "torch"), default=["jax", "torch"])
     parser.add_argument("--seconds", type=float, default=200, help="of each package, shape and number of GPUs, at most")
+    parser.add_argument("--profile", action="store_true", help="also the device time of each kernel of cce_torch")
     parser.add_argument("--out", type=Path, default=Path("out/devices"))
     asked = parser.parse_args()
+    flags = ["--profile"] * asked.profile
     from bench.report import environment
 
     kept: dict[str, Any] = {**environment(), "rows": [], "bare": []}
@@ -119,7 +121,7 @@ def main() -> None:
         shape = "x".join(map(str, SHAPES[name])) if name in SHAPES else name
         for gpus in asked.gpus:
             for package in asked.package:
-                found = rows_of(started(package, gpus, shape), asked.seconds)
+                found = rows_of(started(package, gpus, shape, flags), asked.seconds)
                 kept["bare"] += [row for row in found if row["method"] == "bare"]
                 for row in related(found):
                     kept["rows"].append(row)

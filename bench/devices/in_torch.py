@@ -1,9 +1,11 @@
 """cce_torch and its rivals on one GPU of a group of processes: `python -m bench.devices` starts one a GPU.
 
-The first process prints a row a line. A time is that of the slowest process.
+The first process prints a row a line. A time is that of the slowest process. With --profile a row also has the device
+time of each kernel that takes 0.05 ms or more, and the longest time for which the first GPU idles (bench/profile.py).
 """
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -18,25 +20,32 @@ from torch import Tensor
 
 from bench.data import Shape, trained
 from bench.devices.layouts import BUDGETS, LAYOUTS, budget, collectives
+from bench.measure import HEATING, WARM
 
-WARM, ROUNDS = 4, 10
+ROUNDS = 10
+SHOWN = tuple(f"cce_torch, {name}" for name in BUDGETS)  # what --profile shows
 Step = Callable[[], Tensor]
 
 
 def milliseconds(call: Callable[[], object]) -> float:
-    """The median of the slowest process' times."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = torch.zeros(WARM + ROUNDS, device="cuda")
-    for i in range(WARM + ROUNDS):
-        dist.barrier()
-        torch.cuda.synchronize()
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times[i] = start.elapsed_time(end)
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    return float(times[WARM:].median())
+    """The median of the slowest process' times, on GPUs as hot as such calls make them."""
+
+    def slowest(count: int) -> Tensor:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        times = torch.zeros(count, device="cuda")
+        for i in range(count):
+            dist.barrier()
+            torch.cuda.synchronize()
+            start.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            times[i] = start.elapsed_time(end)
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+        return times
+
+    slowest(math.ceil(1e3 * HEATING / float(slowest(WARM)[1:].mean())))
+    return float(slowest(ROUNDS).median())
 
 
 def bare(layout: str, e: Tensor, c: Tensor, gpus: int) -> dict[str, float]:
@@ -138,6 +147,18 @@ def held(call: Step) -> float:
     return (torch.cuda.max_memory_allocated() - before + rise) / 2**20
 
 
+def profile(step: Step) -> dict[str, Any]:
+    from bench.profile import idle, kernels, recorded
+
+    def call() -> None:
+        step()
+        torch.cuda.synchronize()
+
+    events = recorded(call)
+    found = {name: of["ms"] for name, of in kernels(events).items() if of["ms"] >= 0.05}
+    return {"idle_ms": max(idle(events), default=0.0), "kernels": found}
+
+
 def main() -> None:
     shape = Shape(*map(int, sys.argv[1].split("x")))
     rank, gpus = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -162,6 +183,8 @@ def main() -> None:
                 dist.all_reduce(loss)
                 loss = loss / (gpus if layout == "fsdp" else 1)
             found = {"ms": milliseconds(step), "held_mb": held(step), "loss": float(loss)}
+            if "--profile" in sys.argv and name in SHOWN:
+                found |= profile(step)
             say(row | {"method": name.removeprefix("cce_torch, "), **found})
             torch.cuda.empty_cache()
     dist.destroy_process_group()

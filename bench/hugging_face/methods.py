@@ -28,10 +28,15 @@ def ours(model: Any, **options: Any) -> None:
     import_module("cce_torch.transformers").cce_patch(model, **options)
 
 
-def liger(model: Any, everything: bool) -> None:
-    """everything: also its kernels for rotary embeddings, norms and SwiGLU, which work with any loss."""
+def liger(model: Any, *, loss: bool, others: bool) -> None:
+    """others: its kernels for rotary embeddings, norms and SwiGLU, which work with any loss."""
     patch = import_module("liger_kernel.transformers").apply_liger_kernel_to_llama
-    patch(model=model, rope=everything, rms_norm=everything, swiglu=everything)
+    patch(model=model, fused_linear_cross_entropy=loss, rope=others, rms_norm=others, swiglu=others)
+
+
+def ours_and_liger(model: Any, **options: Any) -> None:
+    liger(model, loss=False, others=True)
+    ours(model, **options)
 
 
 def cut_cross_entropy(model: Any, **options: Any) -> None:
@@ -49,11 +54,12 @@ METHODS: dict[str, Callable[[Any], None]] = {
     "unpatched": lambda model: None,
     "cce_patch": ours,
     "cce_patch, memory_budget='all'": partial(ours, memory_budget="all"),
-    "Liger, the loss alone": partial(liger, everything=False),
-    "Liger, all of its patch": partial(liger, everything=True),
+    "Liger, the loss alone": partial(liger, loss=True, others=False),
+    "Liger, all of its patch": partial(liger, loss=True, others=True),
+    "cce_patch and Liger's other kernels": ours_and_liger,
+    "cce_patch, memory_budget='all', and Liger's other kernels": partial(ours_and_liger, memory_budget="all"),
     "cut_cross_entropy": cut_cross_entropy,
     "cut_cross_entropy, exact": partial(cut_cross_entropy, filter_eps=None),
 }
 OURS = tuple(name for name in METHODS if name.startswith("cce_patch"))
-ON_CPU = ("unpatched", *OURS)
-INEXACT = ("cut_cross_entropy",)  # by default it leaves small gradients out
+ON_CPU = ("unpatched", *(name for name in OURS if "Liger" not in name))

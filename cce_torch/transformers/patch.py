@@ -7,7 +7,6 @@ from typing import Any, Literal
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from cce_kernels import contract
 from cce_torch.api import Impl, Reduction
 from cce_torch.transformers.classes import Swapped, swap, swap_back
 from cce_torch.transformers.forward import recording
@@ -34,7 +33,7 @@ def cce_patch(
     impl: Impl = "auto",
     reduction: Reduction = "mean",
     *,
-    memory_budget: float | Literal["all"] = contract.MEMORY_BUDGET,
+    memory_budget: float | Literal["all"] | None = None,
     precision: Literal["highest", "high", "medium"] | None = None,
     head_adapter: bool = False,
 ) -> Any:

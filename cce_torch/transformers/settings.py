@@ -13,7 +13,7 @@ class Settings:
 
     reduction: Reduction = "mean"
     impl: Impl = "auto"
-    memory_budget: float | Literal["all"] = contract.MEMORY_BUDGET
+    memory_budget: float | Literal["all"] | None = None
     precision: Literal["highest", "high", "medium"] | None = None
     head_adapter: bool = False
 

@@ -11,7 +11,7 @@ from numbers import Real
 REDUCTIONS = ("mean", "sum", "none")
 IMPLS = ("auto", "cce", "chunked", "reference")
 KERNEL_TYPES = ("bfloat16", "float16", "float32")
-MEMORY_BUDGET = 300 * 2**20  # bytes; the default
+MEMORY_BUDGET = 300 * 2**20  # bytes; the least default
 EVERYTHING = 2**62  # bytes; stands for memory_budget="all": an int64 argument of a PyTorch operator can hold it
 
 Shape = tuple[int, ...]
@@ -45,17 +45,29 @@ def number(name: str, value: object, *, low: float = -LARGEST, high: float = LAR
     return x
 
 
-def memory_budget(value: object) -> int:
-    """memory_budget in bytes; "all" becomes EVERYTHING."""
+def memory_budget(value: object) -> int | None:
+    """memory_budget in bytes; "all" becomes EVERYTHING, and None stays: the default depends on the tokens."""
+    if value is None:
+        return None
     if type(value) is str and value == "all":
         return EVERYTHING
     allowed = "must be a whole number of bytes, at least 0, such as 2e9, or 'all' to save everything"
     if type(value) is not int and (not isinstance(value, Real) or isinstance(value, bool)):
-        raise TypeError(f"memory_budget={value!r} {allowed}; leave it out for {MEMORY_BUDGET // 2**20} MiB")
+        raise TypeError(f"memory_budget={value!r} {allowed}; leave it out for {MEMORY_BUDGET // 2**20} MiB or more")
     size = value if type(value) is int else float(value)
     if not 0 <= size < float("inf") or size != int(size):  # NaN is in no interval
         raise ValueError(f"memory_budget={value!r} {allowed}")
     return min(int(size), EVERYTHING)
+
+
+def default_budget(tokens: int, width: int) -> int:
+    """The bytes that a call may hold if memory_budget is None.
+
+    The sum for de and a copy of e take 6·D bytes a token of 16 bits. MEMORY_BUDGET would leave many tokens too little
+    for their groups: each group adds to all of that sum, and small groups wait for it. So every token also gets 2048
+    columns of 16 bits.
+    """
+    return max(MEMORY_BUDGET, tokens * (6 * width + 2 * 2048))
 
 
 def num_items(value: object, reduction: str) -> None:
