@@ -56,7 +56,10 @@ class VocabParallelStyle(ParallelStyle):
             if kwargs.get("targets") is None:
                 output = output.redistribute(placements=self.output_layouts)
                 return output.to_local() if self.use_local_output else output
-            return tuple(x.to_local() for x in output) if isinstance(output, tuple) else output.to_local()
+            # No views: a change in place of a view, such as `loss /= 2`, would lose the hooks of FSDP2 around the head.
+            return (
+                tuple(x.to_local().clone() for x in output) if isinstance(output, tuple) else output.to_local().clone()
+            )
 
         distribute_module(module, device_mesh, self._split)
         module.register_forward_pre_hook(enter, with_kwargs=True)

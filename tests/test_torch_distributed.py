@@ -610,6 +610,7 @@ def check_tensor_parallel() -> None:
         split = parallelize_module(split, mesh, {"head": VocabParallelStyle()})
         assert split.head.weight.placements == (Shard(0),)
         loss = split(tokens, targets)
+        assert not loss._is_view()
         loss.backward()
         assert_same_everywhere(loss, "loss")
         assert_close(array(loss), truth_[0], reference[0], f"{options}: loss")
