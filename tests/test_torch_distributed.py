@@ -1,11 +1,13 @@
 """cce_torch in several processes, which talk by gloo: the results are those of one process.
 
-A process needs seconds to start. So each test starts its processes once, and they make many checks.
+A process needs seconds to start. So each test starts its processes once, and they make many checks; and they are
+forks of a process that has imported all modules and computed nothing.
 """
 
 import dataclasses
 import functools
 import gc
+import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
@@ -37,8 +39,10 @@ def in_processes(count: int, *checks: Callable[[], None], gpus: bool = False) ->
 
     gpus: each process sees one GPU, and talks about its tensors by nccl.
     """
+    multiprocessing.set_forkserver_preload([__name__, "cce_torch.bridge", "torch._dynamo", "torch.distributed.fsdp"])
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_process, (count, f"{folder}/store", checks, gpus), nprocs=count)
+        arguments = (count, f"{folder}/store", checks, gpus)
+        torch.multiprocessing.start_processes(_process, arguments, nprocs=count, start_method="forkserver")
 
 
 def _process(rank: int, count: int, file: str, checks: tuple[Callable[[], None], ...], gpus: bool) -> None:
