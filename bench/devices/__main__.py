@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--package", nargs="+", choices=("jax", "torch"), default=["jax", "torch"])
     parser.add_argument("--seconds", type=float, default=200, help="of each package, shape and number of GPUs, at most")
     parser.add_argument("--profile", action="store_true", help="also the device time of each kernel of cce_torch")
+    parser.add_argument("--more", action="store_true", help="keep the rows of OUT.json, if they are of the same code")
     parser.add_argument("--out", type=Path, default=Path("out/devices"))
     asked = parser.parse_args()
     flags = ["--profile"] * asked.profile
@@ -117,6 +118,11 @@ def main() -> None:
 
     kept: dict[str, Any] = {**environment(), "rows": [], "bare": []}
     asked.out.parent.mkdir(parents=True, exist_ok=True)
+    if asked.more:
+        before = json.loads(asked.out.with_suffix(".json").read_text())
+        if before["git_tree"] != kept["git_tree"]:
+            parser.error(f"{asked.out}.json is of the tree {before['git_tree']}, not of {kept['git_tree']}")
+        kept |= {key: before[key] for key in ("rows", "bare")}
     for name in asked.shape:
         shape = "x".join(map(str, SHAPES[name])) if name in SHAPES else name
         for gpus in asked.gpus:

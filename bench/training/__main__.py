@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--gpus", type=int, default=gpus_here(), help="jobs run on so many at a time (%(default)s)")
     parser.add_argument("--only", nargs="+", metavar="LOSS", help="the losses to train with, by name")
+    parser.add_argument("--kind", nargs="+", choices=("train", "largest"), default=["train", "largest"])
     parser.add_argument("--minutes", type=float, default=60, help="after so many no job is started (%(default)s)")
     parser.add_argument("--text-bytes", type=float, default=90e6)
     parser.add_argument("--memory-limit", type=float, default=24, help="GiB for the largest batch (%(default)s)")
@@ -104,7 +105,7 @@ def main() -> None:
         took = f"{row['job_seconds']:.0f} s" if row else reason
         print(f"{kept['seconds']:4.0f} s  {job.kind}: {job.label}: {took}", flush=True)
 
-    asked_for = [job for job in jobs() if not asked.only or job.loss in asked.only]
+    asked_for = [job for job in jobs() if job.kind in asked.kind and (not asked.only or job.loss in asked.only)]
     call = partial(run, settings=settings, folder=asked.folder, limit_gib=asked.memory_limit, most=most)
     seconds = JOB_SECONDS + STEP_SECONDS * settings.steps
     workers.spread(asked_for, workers.visible(asked.gpus), seconds, began + 60 * asked.minutes, call, done)
