@@ -1,4 +1,4 @@
-"""Another class for a module that exists: unlike a closure it survives copies, pickles, FSDP and PEFT."""
+"""Changes the class of a module. Unlike a closure, the new class survives copies, pickles, FSDP and PEFT."""
 
 from functools import cache
 from types import MethodType
@@ -31,7 +31,7 @@ def swap(module: Any, first: type[Swapped]) -> None:
     """Puts the methods of `first` before those of the module's class.
 
     Raises:
-      ValueError: the forward of this very module was replaced, so that its class has none to say.
+      ValueError: the forward of this very module was replaced, so that a forward of its class would not be called.
     """
     hooked = "_old_forward" in module.__dict__  # by accelerate's hooks, such as those of device_map
     if "forward" in module.__dict__ and not hooked:
