@@ -108,7 +108,7 @@ def linear_cross_entropy(
       memory_budget: a whole number of bytes, such as 2e9, or "all" for no bound. By default 300 MiB, or 6·D + 4096
         bytes a token where that is more. It bounds what a call holds beyond its inputs, its results and a few numbers
         for each token. More memory makes the call faster; the gradients stay the same up to rounding. docs/memory.md
-        says what the memory is used for, and how little a call can do with.
+        says what the memory is used for, and the least that a call needs.
       precision: of the matmuls, as in `jax.lax.dot_general`. By default float32 inputs follow
         jax_default_matmul_precision.
       check_targets: raise if a target is outside [0, V) and not ignore_index. This waits until targets is computed, and

@@ -38,7 +38,7 @@ class Layout:
     mapped: frozenset[str]  # axes that are not Manual yet: the call makes them Manual itself
     typed: bool  # whether the types of arrays say over which Manual axes they vary: jax.shard_map's check_vma
     tokens: tuple[Axes, ...]  # the axes that split each axis of targets
-    vocabulary: Axes  # the axes that split c's vocabulary, those of `gathered` last
+    vocabulary: Axes  # the axes that split c's vocabulary, the axes in `gathered` last
     width: Axes  # the axes that split c's width, all of them in `gathered`
     gathered: frozenset[str]  # axes over which c is gathered, as they split the tokens too
     gathered_tokens: frozenset[str]  # axes over which e is gathered, as they split the vocabulary too
@@ -128,7 +128,7 @@ class Layout:
         return math.prod(self.mesh.shape[a] for a in axes)
 
     def whole_vocabulary(self, c: Any, vocab_axis: int) -> int:
-        """V, where c is what the caller gave: inside jax.shard_map one device's part."""
+        """V. c: the caller's, which is one device's part inside jax.shard_map."""
         return c.shape[vocab_axis] * self.size(tuple(a for a in self.vocabulary if a not in self.mapped))
 
     def whole_width(self, c: Any, vocab_axis: int) -> tuple[int, int]:

@@ -85,7 +85,7 @@ def each(
 
 
 def fit_float16(factors: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    """factors divided by a unit with which dz does not overflow float16 and little of it underflows; and the unit."""
+    """factors divided by a unit, and the unit, so that dz does not overflow float16 and few elements underflow."""
     size = factors.abs()
     if size.shape[0] == 3 and weights is not None:
         size[2] *= weights.abs().amax()

@@ -61,7 +61,7 @@ def loss(function: Callable, given: dict[str, Any], num_items: Any, options: dic
         if not isinstance(x, DTensor):
             _check_plain(name, x, wanted[name], given)
             return x
-        # Each process of a token axis adds its tokens' part to the gradient of what is replicated there.
+        # Each process of a token axis adds its tokens' part to the gradient of a tensor that is replicated there.
         partial = [Partial() if i in token_axes and p.is_replicate() else p for i, p in enumerate(wanted[name])]
         return x.redistribute(placements=wanted[name]).to_local(grad_placements=partial)
 

@@ -264,7 +264,7 @@ def _whole(e: Tensor, tokens: tuple[int, ...], shard: VocabParallel) -> Tensor:
 
 
 def _reduced(de: Tensor, part: torch.Size, tokens: tuple[int, ...], shard: VocabParallel) -> Tensor:
-    """de, (N, D), summed over the group: the part of it that belongs to this process' part of e."""
+    """de, (N, D), summed over the group. Under sequence parallelism only the part for this process' part of e."""
     axis = shard.sequence_axis
     if axis is None:
         return (_summed(de, shard) if shard.reduce_e_grad else de).reshape(part)

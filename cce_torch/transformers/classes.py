@@ -22,7 +22,7 @@ class Swapped:
 
 @cache
 def swapped(own: type[nn.Module], first: type[Swapped]) -> Any:
-    """A class with the methods of `first` before those of `own`. save_pretrained writes its name, that of `own`."""
+    """A class with the methods of `first` before those of `own`, and own's name, which save_pretrained writes."""
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
     return type(own.__name__, (first, own), {**names, "cce_made_from": (own, first)})
 

@@ -37,7 +37,7 @@ class Recording:
 
 
 class Request:
-    """What a head needs for the loss. FSDP's mixed precision does not look into it, and casts nothing of it."""
+    """What a head needs for the loss. FSDP's mixed precision does not look into a Request, and casts nothing in it."""
 
     def __init__(self, logits: LazyLogits, targets: Tensor, options: dict[str, Any], settings: Settings) -> None:
         self.logits, self.targets, self.options, self.settings = logits, targets, options, settings
@@ -86,8 +86,8 @@ class LazyHead(Swapped, nn.Module):
 class LazyAdapter(LazyHead):
     """A LoRA layer of PEFT as a head.
 
-    Its logits h·Wᵀ + s·dropout(h)·Aᵀ·Bᵀ are [h, s·dropout(h)·Aᵀ] · [W, B]ᵀ: those of the effective weight W + s·B·A,
-    which 16 bits would round.
+    Its logits h·Wᵀ + s·dropout(h)·Aᵀ·Bᵀ are [h, s·dropout(h)·Aᵀ] · [W, B]ᵀ. The effective weight W + s·B·A is not
+    formed, as 16 bits would round it.
     """
 
     def cce_factors(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -143,7 +143,7 @@ def _making_lazy_heads(init: Any) -> Any:
 
 
 def _class(name: str | type | PretrainedConfig) -> type:
-    """The class of causal language models that transformers has for a model_type, or the config of it."""
+    """The class of causal language models that transformers has for a model_type or a config; or the given class."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
 
     name = name.model_type if isinstance(name, PretrainedConfig) else name

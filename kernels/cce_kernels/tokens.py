@@ -1,7 +1,7 @@
 """The kept tokens, moved to the front. A token is kept if it is not ignored: its target is not negative.
 
-Only the device knows how many tokens are kept. Kernels read that number and stop there, so that ignored tokens cost
-nothing and shapes stay static.
+Only the device knows how many tokens are kept. Kernels read that number and stop at the last kept token, so that
+ignored tokens cost nothing and shapes stay static.
 """
 
 from typing import Any, NamedTuple

@@ -15,7 +15,7 @@ from cce_kernels.engines.engine import Engine
 from cce_kernels.exponentials import saved_shape
 from cce_kernels.windows import FEWEST_COLUMNS
 
-WORKSPACE = 32 * 2**20  # what XLA's matmuls take
+WORKSPACE = 32 * 2**20  # the workspace of XLA's matmuls
 GROUP_BYTES = 256 * 2**20
 GROUP_WORTH = 8 * 2**20  # one more group costs as much time as computing so many bytes of exponentials again
 SPLIT_BYTES = 17 * 2**20  # the most that the partial sums of de take, where de of few tokens has several

@@ -308,7 +308,7 @@ def launch(
                 )  # fmt: skip
 
             options = {"name": name, "interpret": interpret, "compiler_params": PARAMETERS}
-            if jax.__version_info__ < (0, 11):  # pl.kernel there aliases arrays that are only read, and so copies them
+            if jax.__version_info__ < (0, 11):  # there pl.kernel copies arrays that are only read, as it aliases them
                 pl.core_map(mesh, **options)(body)
             else:
                 pl.kernel(body, mesh=mesh, **options)()  # type: ignore[reportCallIssue]
