@@ -108,17 +108,17 @@ def linear_cross_entropy(
       memory_budget: a whole number of bytes, such as 2e9, or "all" for no bound. By default 300 MiB, or 6·D + 4096
         bytes a token where that is more. It bounds what a call holds beyond its inputs, its results and a few numbers
         for each token. More memory makes the call faster; the gradients stay the same up to rounding. docs/memory.md
-        says what the memory is used for, and how little a call can do with.
+        says what the memory is used for, and the least that a call needs.
       precision: of the matmuls, as in `jax.lax.dot_general`. By default float32 inputs follow
         jax_default_matmul_precision.
       check_targets: raise if a target is outside [0, V) and not ignore_index. This waits until targets is computed, and
         does not work under jit.
-      sharding: for several devices, docs/devices.md: how e and c lie over the axes of the mesh, a pair of
-        jax.sharding.PartitionSpec such as (P("data"), P("tensor")). It is needed where types do not say it: for the
-        kernels over Auto axes, and inside jax.shard_map where a mesh axis splits one loss: "mean" and "sum" then extend
-        over the axes that split e, and targets are numbers of the whole vocabulary if an axis splits c's. targets and
-        token_weight lie as e does without its last axis, bias and class_weight as c's vocabulary. memory_budget is a
-        device's.
+      sharding: for several devices (docs/devices.md): which axes of the mesh split e and c, as a pair of
+        jax.sharding.PartitionSpec such as (P("data"), P("tensor")). It is needed where the types of e and c do not say
+        so: for the kernels over Auto axes, and inside jax.shard_map where a mesh axis splits one loss. There "mean" and
+        "sum" extend over the axes that split e, and targets are columns of the whole vocabulary even if an axis splits
+        c. targets and token_weight must be split as e without its last axis is, bias and class_weight as the vocabulary
+        of c is. memory_budget is that of each device.
 
     Returns:
       The loss in nats, float32 (float64 for float64 inputs): a scalar; for reduction="none" an array of the shape of

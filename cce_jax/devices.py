@@ -5,7 +5,7 @@ Let device d hold some tokens, and the columns V_d of the logits. With the numbe
     target_i = Σ_d [t_i ∈ V_d] z_i,t_i        lse_i = log Σ_d exp lse_id        sum_i = Σ_d sum_id
     de_i = Σ_d Σ_{v ∈ V_d} dz_iv c_v          dc_v = Σ_i dz_iv e_i,  v ∈ V_d
 
-and dz_iv needs the numbers of token i over all columns, and nothing else of another device. Exchanged are:
+and dz_iv needs the numbers of token i over all columns, and nothing else of another device. The devices exchange:
 
     forward    target_i, summed first where kernels take it as the reference of their exponentials; then the numbers of
                the devices' columns
@@ -15,13 +15,13 @@ and dz_iv needs the numbers of token i over all columns, and nothing else of ano
                The backward pass gathers it again, so that no device holds all of it in between. (XLA gathers once where
                nothing comes between the passes.)
 
-One jax.shard_map runs a pass. In it all mesh axes are Manual and arrays have no types that say over which axes they
-vary, also where the caller's own shard_map has such types (check_vma): Pallas' interpreter does not work with them. So
-the sums of the gradients are written here, and the results get their types back (`_typed`).
+One jax.shard_map runs a pass. In it all mesh axes are Manual, and the types of arrays do not say over which axes the
+arrays vary: Pallas' interpreter does not work with such types. This is so even if the caller's own shard_map has such
+types (check_vma). So this file sums the gradients, and gives the results their types back (`_typed`).
 
-If the caller's own shard_map has no such types, JAX takes a device's cotangent of a sum over devices for one summand
-of the true one, and sums gradients itself where they leave that shard_map. Then cotangents are summed here, and not
-gradients.
+If the caller's own shard_map has no such types, JAX gives each device only one summand of the cotangent of a sum over
+devices, and JAX itself sums the gradients where they leave that shard_map. Then this file sums the cotangents, and not
+the gradients.
 """
 
 from dataclasses import replace
@@ -110,7 +110,7 @@ def whole_numbers(inputs: Inputs, core: Core, layout: Layout | None) -> Statisti
 
 
 def whole_weights(weights: jax.Array | None, layout: Layout | None) -> jax.Array | None:
-    """class_weight of the whole vocabulary, on every device: XLA is not left to split the look-up of targets in it."""
+    """class_weight of the whole vocabulary, on every device: XLA then does not split the look-up of targets in it."""
     if weights is None or layout is None:
         return weights
     if axes := tuple(a for a in layout.vocabulary if a not in layout.mapped):
@@ -131,7 +131,7 @@ def _forward(
 def _of_columns(
     inputs: Inputs, core: Core, layout: Layout | None, wanted: Wanted | None
 ) -> tuple[Statistics, Held]:  # fmt: skip
-    """The numbers over all columns, from the device's own; e: (N, D)."""
+    """The numbers over all columns, from those over the device's own columns; e: (N, D)."""
     if layout is None or layout.size(layout.columns) == 1:
         numbers, saved = passes.forward_pass(inputs, core, wanted)
         return numbers, Held(numbers, saved, None)
@@ -172,7 +172,7 @@ def _backward(inputs: Inputs, held: Held, cotangents: Cotangents, *, core: Core,
 
 
 def _in_type_of_e(inputs: Inputs) -> Inputs:
-    """The inputs with c and bias rounded to e's type: before they are gathered, as that is half of the bytes."""
+    """The inputs with c and bias rounded to e's type, which halves the bytes that are gathered afterwards."""
     of_e = inputs.e.dtype
 
     def in_it(x: Any) -> Any:
@@ -182,7 +182,7 @@ def _in_type_of_e(inputs: Inputs) -> Inputs:
 
 
 def _columns_of(inputs: Inputs, core: Core, layout: Layout) -> jax.Array:
-    """The column of the device's own that each target names; one past them where it names none; -1 if ignored."""
+    """Each target as a column of the device; its number of columns if the target is not among them; -1 if ignored."""
     if not layout.columns:
         return inputs.targets
     columns = core.head.vocabulary(inputs.c)
@@ -192,7 +192,7 @@ def _columns_of(inputs: Inputs, core: Core, layout: Layout) -> jax.Array:
 
 
 def _gathered(inputs: Inputs, core: Core, layout: Layout | None) -> Inputs:
-    """The inputs with what is gathered: e and targets, or c, bias and weights."""
+    """The inputs after the gathers: of e and targets, or of c, bias and weights."""
     if layout is None:
         return inputs
     axis, columns = core.head.vocab_axis, layout.gathered_columns
@@ -247,7 +247,7 @@ def _shaped(numbers: Statistics, targets: jax.Array) -> Statistics:
 
 
 def _on_devices(run: Any, layout: Layout, in_specs: Any, out_specs: Any) -> Any:
-    """run, as what each device does with its part of the arrays."""
+    """A function of whole arrays, in which each device calls `run` on its part of them."""
 
     def untyped(*arrays: Any) -> Any:
         if layout.typed:  # the types are still on the arguments; the result of any operation has none
@@ -260,14 +260,14 @@ def _on_devices(run: Any, layout: Layout, in_specs: Any, out_specs: Any) -> Any:
 
 
 def _specs(core: Core, layout: Layout) -> Any:
-    """Inputs of specs."""
+    """The spec of each of the Inputs."""
     c, of_columns = layout.spec_of_c(core.head.vocab_axis), layout.spec_of_columns
     specs: tuple[Any, ...] = layout.spec_of_e, c, of_columns, layout.spec_of_tokens, of_columns, P()
     return Inputs(*specs)
 
 
 def _each(layout: Layout) -> P:
-    """The spec of arrays that are every device's own: their first axis has the devices one after another."""
+    """The spec of arrays that differ on every device: along the first axis the devices' parts follow one another."""
     axes = tuple(a for a in layout.mesh.axis_names if a in layout.mapped)
     return P(axes) if axes else P()
 
@@ -278,7 +278,7 @@ def _summing(core: Core, inputs: Inputs, layout: Layout) -> Core:
 
 
 def _sums(inputs: Inputs, layout: Layout) -> "_Sums":
-    """The axes over which de, dc and dbias are summed, besides those over which they are scattered."""
+    """The axes over which de, dc and dbias are summed, besides the axes over which they are scattered."""
     varies = _union(layout, inputs)
 
     def over(x: jax.Array | None, split: Axes, scattered: frozenset[str]) -> Axes:

@@ -1,8 +1,8 @@
-"""The error where XLA would have to split the kernels over devices. JAX's own does not say what to write instead.
+"""The error where XLA would have to split the kernels over devices. JAX's own error does not say what to write instead.
 
 XLA splits a program over the devices of a mesh by Auto axes, and cannot split a kernel: it would gather the kernel's
-operands on every device, or fail. Only when the program is lowered is it known for how many devices it is. So an
-operand of the kernels passes through a primitive. It is the identity, and its lowering rule looks at the devices.
+operands on every device, or fail. The number of devices is known only when the program is lowered. So an operand of the
+kernels passes through a primitive that is the identity. The lowering rule of the primitive looks at the devices.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from jax.interpreters import batching, mlir
 
 
 def on_one_device(x: jax.Array) -> jax.Array:
-    """x. NotImplementedError when a program is lowered in which XLA would have to split what x is used for."""
+    """x. NotImplementedError when a program is lowered in which XLA would have to split the kernels that read x."""
     return _identity.bind(x)
 
 

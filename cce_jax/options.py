@@ -7,7 +7,7 @@ import jax
 from cce_jax.losses import Reduction
 from cce_jax.passes import Impl
 
-Array = Any  # also anything with `__jax_array__`; and Linen's `apply` returns, for a type checker, an array or a tuple
+Array = Any  # or an object with `__jax_array__`; a type checker also finds that Linen's `apply` may return a tuple
 
 
 class Options(TypedDict, total=False):

@@ -36,7 +36,7 @@ class Core:
     memory_budget: int | None  # bytes; None for the default of the tokens and the width
     gpu: Gpu | None = None
     wide_de: bool = False  # whether `gradients` gives de in float32, for a sum over devices
-    wide_dc: bool = False  # whether c and bias are float32 beside an e of 16 bits; `gradients` gives theirs in float32
+    wide_dc: bool = False  # whether c and bias are float32 beside a 16-bit e; `gradients` gives dc and dbias in float32
 
 
 def plan_for(inputs: Inputs, core: Core, wanted: Wanted | None, saved: int | None = None) -> Plan:

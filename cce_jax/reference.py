@@ -13,7 +13,7 @@ from cce_kernels.numbers import Inputs, Statistics
 def statistics(inputs: Inputs, *, head: Head, with_sum: bool, over: tuple[str, ...] = ()) -> Statistics:
     """The same numbers as cce_jax.core.statistics; materialises the (N, V) logits.
 
-    over: the axes of jax.shard_map over whose devices the columns are split; c and targets are of the device's own.
+    over: the axes of jax.shard_map over whose devices the columns are split; c and targets are then the device's own.
     """
     e, c, bias, targets, weights, scale = inputs
     c, bias = _rounded(c, e.dtype), _rounded(bias, e.dtype)
@@ -34,12 +34,12 @@ def statistics(inputs: Inputs, *, head: Head, with_sum: bool, over: tuple[str, .
 def nearest(x: jax.Array, dtype: Any) -> jax.Array:
     """The number of dtype that is nearest to x, in x's own type.
 
-    x.astype(dtype).astype(x.dtype) may be x itself: XLA leaves out such a pair of conversions, also where a matmul
-    brings the second, as it computes with excess precision by default.
+    x.astype(dtype).astype(x.dtype) may be x itself: XLA computes with excess precision by default, and so leaves out
+    such a pair of conversions, even if the second one is part of a matmul.
     """
     info = jnp.finfo(dtype)
-    found = lax.reduce_precision(x, info.nexp, info.nmant)  # makes 0 of what is below the least normal number
-    if info.nexp == jnp.finfo(x.dtype).nexp:  # where XLA takes such numbers for 0 anyway
+    found = lax.reduce_precision(x, info.nexp, info.nmant)  # makes 0 of numbers below the least normal one
+    if info.nexp == jnp.finfo(x.dtype).nexp:  # XLA takes such numbers for 0 anyway
         return found
     least, step = float(info.smallest_normal), float(info.smallest_normal * info.eps)
     return jnp.where(jnp.abs(x) < least, jnp.round(x / step) * step, found)

@@ -3,11 +3,12 @@
 JAX differentiates the core in reverse mode, by its custom_vjp rule. In forward mode (jax.jvp, jax.jacfwd,
 jax.linearize) JAX evaluates tangents, and for a custom_vjp function it only says that it cannot. So each array passes
 through `reverse_mode_only` before it reaches the core. This is the identity, but its tangent passes through a primitive
-that can be transposed and not evaluated. Reverse mode transposes this primitive and never evaluates it. Forward mode
+that can be transposed but not evaluated. Reverse mode transposes this primitive and never evaluates it. Forward mode
 evaluates it before it reaches the core, and so raises the error here.
 
 The identity is a primitive too, not a jax.custom_jvp function. For jax.grad of a jax.vmap JAX would batch the rule of
-such a function, and with it the tangent's primitive. Here to batch that primitive is taken as a sign of forward mode.
+such a function, and with it the tangent's primitive. Here an attempt to batch the tangent's primitive counts as forward
+mode.
 """
 
 from typing import Any, NoReturn

@@ -38,7 +38,7 @@ class Layout:
     mapped: frozenset[str]  # axes that are not Manual yet: the call makes them Manual itself
     typed: bool  # whether the types of arrays say over which Manual axes they vary: jax.shard_map's check_vma
     tokens: tuple[Axes, ...]  # the axes that split each axis of targets
-    vocabulary: Axes  # the axes that split c's vocabulary, those of `gathered` last
+    vocabulary: Axes  # the axes that split c's vocabulary, the axes in `gathered` last
     width: Axes  # the axes that split c's width, all of them in `gathered`
     gathered: frozenset[str]  # axes over which c is gathered, as they split the tokens too
     gathered_tokens: frozenset[str]  # axes over which e is gathered, as they split the vocabulary too
@@ -81,7 +81,7 @@ class Layout:
 
     @property
     def spec_of_sequences(self) -> P:
-        """The spec of tokens of which every device has whole sequences."""
+        """The spec of an array of tokens if every device has whole sequences."""
         return self._spec(*self.tokens[:-1], ())
 
     @property
@@ -128,7 +128,7 @@ class Layout:
         return math.prod(self.mesh.shape[a] for a in axes)
 
     def whole_vocabulary(self, c: Any, vocab_axis: int) -> int:
-        """V, where c is what the caller gave: inside jax.shard_map one device's part."""
+        """V. c: the caller's, which is one device's part inside jax.shard_map."""
         return c.shape[vocab_axis] * self.size(tuple(a for a in self.vocabulary if a not in self.mapped))
 
     def whole_width(self, c: Any, vocab_axis: int) -> tuple[int, int]:
@@ -137,7 +137,7 @@ class Layout:
         return tuple(n * (parts if axis != vocab_axis else 1) for axis, n in enumerate(c.shape))  # type: ignore[return-value]
 
     def local(self) -> "Layout":
-        """What of the layout the caller's own jax.shard_map does."""
+        """The layout over those axes alone that the caller's own jax.shard_map has made Manual."""
 
         def kept(axes: Axes) -> Axes:
             return tuple(a for a in axes if a not in self.mapped)
@@ -157,7 +157,7 @@ class Layout:
         return NamedSharding(self.mesh, self.explicit_part(self.spec_of_tokens)) if self.explicit else None
 
     def laid_out(self, x: Any, spec: P, given: tuple[Axes, ...] | None = None) -> Any:
-        """x with this spec, where it moves if its type says otherwise. XLA moves it over Auto axes, where it must.
+        """x with this spec. Over Explicit axes x moves if its type has another spec; over Auto axes XLA decides.
 
         given: the axes that split each axis of x. Over Auto axes the gradient of x is then split in the same way.
         """
@@ -180,9 +180,9 @@ def varying(x: Any) -> frozenset[str]:
 
 
 def layout_of(e: Any, c: Any, vocab_axis: int, sharding: Any) -> Layout | None:
-    """The layout of a call. None: nothing is to be done, on one device or where XLA splits the program.
+    """The layout of a call. None: nothing is to be done, as there is one device or XLA splits the program.
 
-    ValueError: sharding says what the arrays' types or sizes, or the mesh, contradict.
+    ValueError: sharding contradicts the mesh, or the types or sizes of the arrays.
     """
     mesh = next((m for m in (jax.sharding.get_abstract_mesh(), _mesh(e), _mesh(c)) if not m.empty), None)
     if mesh is None:
@@ -212,7 +212,7 @@ def _layout(mesh: AbstractMesh, mapped: frozenset[str], typed: bool, e: Any, c: 
         raise ValueError(f"sharding splits the last axis of e over {of_width}, inside jax.shard_map: gather it first")
     vocabulary, width = _in_order(vocab_axis, *of_c)
     splits_tokens = {a for axes in tokens for a in axes}
-    beside = tuple(a for a in width if a not in splits_tokens)  # these devices have the same tokens: they share columns
+    beside = tuple(a for a in width if a not in splits_tokens)  # devices with the same tokens: they share the columns
     if any(a not in mapped for a in beside):
         raise ValueError(
             f"sharding splits the width of c over {beside}, which splits no tokens, inside jax.shard_map: gather c "
@@ -224,11 +224,11 @@ def _layout(mesh: AbstractMesh, mapped: frozenset[str], typed: bool, e: Any, c: 
         return math.prod(mesh.shape[a] for a in axes)
 
     columns = c.shape[vocab_axis]
-    last = {a for a in vocabulary if a in splits_tokens and a not in mapped}  # nothing can come after these: see below
+    last = {a for a in vocabulary if a in splits_tokens and a not in mapped}  # these must come last
     if beside and not last and columns % (size(vocabulary) * size(beside)) == 0:
         vocabulary = vocabulary + beside
     shared = frozenset(vocabulary) & splits_tokens
-    # The rows that a device would hold: of e with the tokens of all shared axes, or of c with their columns.
+    # The rows that a device would hold if e were gathered over the shared axes, or if c were.
     rows_of_e = math.prod(e.shape[:-1]) * size(splits_tokens - mapped) // size(splits_tokens - shared)
     rows_of_c = columns * size(set(vocabulary) - mapped) // size(set(vocabulary) - shared)
     of_tokens = shared if rows_of_e < rows_of_c else frozenset()

@@ -118,7 +118,7 @@ def linear_cross_entropy(
       memory_budget: a whole number of bytes, such as 2e9, or "all" for no bound. By default 300 MiB, or 6·D + 4096
         bytes a token where that is more. It bounds what a call holds beyond its inputs, its results and a few numbers
         for each token. More memory makes the call faster; the gradients stay the same up to rounding. docs/memory.md
-        says what the memory is used for, and how little a call can do with.
+        says what the memory is used for, and the least that a call needs.
       precision: of float32 matmuls on a GPU: one of the values of `torch.set_float32_matmul_precision`; by default the
         value that was set there. "high" and "medium" are TF32.
       check_targets: raise if a target is outside [0, V) and not ignore_index. This waits until targets is computed, and
@@ -127,7 +127,7 @@ def linear_cross_entropy(
         (stop - start, D), or (D, stop - start) with vocab_axis=1, and bias (stop - start,). V is still that of the
         whole vocabulary: targets are columns of it, and class_weight is (V,), on every process. The loss and lse are
         those of the whole vocabulary, equal on all processes of the group. So e, targets and all options must be equal
-        on all processes too. Not for torch.func.
+        on all processes too. It does not work with torch.func.
       vocab_parallel_options: the same as cut_cross_entropy's VocabParallelOptions. The first call with one of them
         waits for all processes of its group: make it once.
 
@@ -340,12 +340,12 @@ def _scalar(x: float | Tensor, e: Tensor) -> Tensor:
     """num_items as a scalar tensor on e's device, which gets no gradient. Waits for no GPU."""
     dtype = torch.promote_types(e.dtype, torch.float32)
     if not isinstance(x, Tensor):
-        if torch.compiler.is_compiling():  # as a factor, all numbers share one compilation; in torch.full each has one
+        if torch.compiler.is_compiling():  # all factors share one compilation; in torch.full each number has one
             return torch.ones((), dtype=dtype, device=e.device) * x
         return torch.full((), float(x), dtype=dtype, device=e.device)
     x = x.detach()
     if e.is_cuda and not x.is_cuda:
-        x = x.clone()  # not pinned, so that the copy below has read it before it returns: the caller may then change x
+        x = x.clone()  # a copy from pinned memory could read x after the caller has changed it; a clone is not pinned
     return x.to(e.device, dtype, non_blocking=e.is_cuda).reshape(())
 
 

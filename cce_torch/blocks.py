@@ -1,4 +1,4 @@
-"""Blocks of logits in PyTorch: one for each group of the vocabulary, and the functions that are computed of a block.
+"""Blocks of logits in PyTorch: one for each group of the vocabulary, and the functions of a block.
 
 The equations cited here are in cce_jax/core.py.
 """
@@ -85,7 +85,7 @@ def each(
 
 
 def fit_float16(factors: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    """factors divided by a unit with which dz does not overflow float16 and little of it underflows; and the unit."""
+    """factors divided by a unit, and the unit, so that dz does not overflow float16 and few elements underflow."""
     size = factors.abs()
     if size.shape[0] == 3 and weights is not None:
         size[2] *= weights.abs().amax()
@@ -129,7 +129,7 @@ def _logits(raw: Tensor, bias: Tensor, scale: Tensor, softcap: Tensor | None) ->
 
 
 def reduced(raw, bias, weights, own, scale, softcap, lse, target, total):
-    """(1)-(3) over the groups up to this one. own: each target's column, counted from the group's first column."""
+    """Equations (1)-(3) over the groups up to this one. own: each target's column minus the group's first."""
     z = _logits(raw, bias, scale, softcap)
     here = (own >= 0) & (own < z.shape[1])
     picked = z.gather(1, own.clamp(0, z.shape[1] - 1).long()[:, None])[:, 0]
@@ -139,7 +139,7 @@ def reduced(raw, bias, weights, own, scale, softcap, lse, target, total):
 
 
 def cotangents(raw, bias, weights, own, scale, softcap, lse, of_lse, of_target, of_sum, dtype):
-    """dz of (6), in dtype. of_lse, of_target and of_sum have been multiplied by scale."""
+    """dz of equation (6), in dtype. of_lse, of_target and of_sum have been multiplied by scale."""
     z = _logits(raw, bias, scale, softcap)
     dz = of_lse[:, None] * torch.exp(z - lse[:, None])
     is_target = torch.arange(z.shape[1], device=z.device) == own[:, None]
@@ -152,5 +152,5 @@ def cotangents(raw, bias, weights, own, scale, softcap, lse, of_lse, of_target, 
 
 
 def sums(*terms):
-    """Σ_i dz_iv of (7), from a dz that is not rounded to the operands' type."""
+    """Σ_i dz_iv of equation (7), from a dz that is not rounded to the operands' type."""
     return cotangents(*terms, dtype=terms[0].dtype).sum(0)

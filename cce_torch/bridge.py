@@ -186,7 +186,7 @@ def _last(x: jax.Array) -> jax.Array:
 
 
 def _event(index: int) -> torch.cuda.Event:
-    """This thread's event for the device, to be waited for at once: recording it again does not change that wait."""
+    """This thread's event for the device. The caller waits for it at once: recording it again changes no wait."""
     if not hasattr(_of_thread, "events"):
         _of_thread.events = defaultdict(torch.cuda.Event)
     return _of_thread.events[index]
@@ -198,7 +198,7 @@ def _stream(handle: int, index: int) -> torch.cuda.Stream:
 
 
 def _lent(x: Tensor, index: int, stream: int | None = None):
-    """A jax.Array on the memory of x, to be used once. It does not keep x alive. Ready with stream; None: at once.
+    """A jax.Array on the memory of x, to be used once. It does not keep x alive. Ready when `stream` is; None: now.
 
     jax.dlpack.from_dlpack would keep x alive, and takes 60 µs of Python and events.
     """
@@ -216,7 +216,7 @@ def _kept_at(address: int, shape: torch.Size, dtype: torch.dtype, index: int):
 
 
 def _not_deleted(kept, *key: Any):
-    """The cached array kept(*key). It is made again if the user has deleted it: jax.live_arrays() shows it."""
+    """The cached array kept(*key), made again if the user has deleted it: jax.live_arrays() gives it to the user."""
     found = kept(*key)
     if found.is_deleted():
         kept.cache_clear()

@@ -27,7 +27,7 @@ from cce_torch.vocab_parallel import VocabParallel
 OF_TOKENS = "targets", "token_weight"
 
 
-@torch.compiler.disable  # torch.compile takes the rank in a mesh, and so the rows of a shard, for numbers unknown to it
+@torch.compiler.disable  # for torch.compile the rank in a mesh is an unknown number, and so are a shard's rows
 def loss(function: Callable, given: dict[str, Any], num_items: Any, options: dict[str, Any]) -> Any:
     """function(**given, num_items=num_items, **options), the public function, of DTensors.
 
@@ -39,7 +39,7 @@ def loss(function: Callable, given: dict[str, Any], num_items: Any, options: dic
     contract.num_items(num_items, options["reduction"])
     contract.choice("vocab_axis", options["vocab_axis"], (0, 1))
     _check(given, options)
-    if options["check_targets"]:  # of all processes: if one of them raised alone, the others would wait for it for ever
+    if options["check_targets"]:  # of all processes: if one raised alone, the other processes would wait for ever
         options["check_targets"], targets = False, given["targets"]
         whole_targets = targets.full_tensor() if isinstance(targets, DTensor) else targets
         tensors.check_targets(whole_targets.long(), given["c"].shape[options["vocab_axis"]], options["ignore_index"],
@@ -61,7 +61,7 @@ def loss(function: Callable, given: dict[str, Any], num_items: Any, options: dic
         if not isinstance(x, DTensor):
             _check_plain(name, x, wanted[name], given)
             return x
-        # Each process of a token axis adds its tokens' part to the gradient of what is replicated there.
+        # Each process of a token axis adds its tokens' part to the gradient of a tensor that is replicated there.
         partial = [Partial() if i in token_axes and p.is_replicate() else p for i, p in enumerate(wanted[name])]
         return x.redistribute(placements=wanted[name]).to_local(grad_placements=partial)
 
@@ -131,7 +131,7 @@ def _check(given: dict[str, Any], options: dict[str, Any]) -> None:
 
 
 def _check_plain(name: str, x: Any, placements: list, given: dict[str, Any]) -> None:
-    """Raise unless a plain x can be the whole: where it is not split."""
+    """Raise unless a plain x is the whole, which it is where no axis of the mesh splits it."""
     if x is not None and not all(p.is_replicate() for p in placements):
         like = "e" if name in OF_TOKENS else "c"
         raise TypeError(
@@ -152,7 +152,7 @@ def _placements(e: Any, c: Any, vocab_axis: int) -> tuple[list, list, int | None
         if not of_c[i].is_shard():
             continue
         both = of_e[i].is_shard()
-        innermost = both and of_e[i] not in of_e[i + 1 :]  # else the parts of e along this axis do not follow another
+        innermost = both and of_e[i] not in of_e[i + 1 :]  # else the parts along this axis do not follow one another
         if split is None and (not both or (innermost and e.numel() < c.numel())):
             split, gathered = i, i if both else None
         else:
@@ -161,7 +161,7 @@ def _placements(e: Any, c: Any, vocab_axis: int) -> tuple[list, list, int | None
 
 
 def _items(parts: dict[str, Any], options: dict[str, Any], shift: int, dtype: torch.dtype) -> Tensor:
-    """What "mean" divides by: the part of this process' tokens."""
+    """The part that this process' tokens have in the number by which "mean" divides."""
     targets, token_weight, class_weight = parts["targets"].long(), parts["token_weight"], parts["class_weight"]
     if shift:
         targets, token_weight = targets[..., shift:], None if token_weight is None else token_weight[..., shift:]

@@ -15,13 +15,13 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[Result]):
         head(h, targets)    linear_cross_entropy(h, head.weight, targets, head.bias)
 
     FSDP gathers a module's weights for the module's forward, and frees them after it. DDP and tensor parallelism act
-    there too. So the loss is right under all of them if this forward computes it, and in few other places.
+    there too. So the loss is right under all of them if this forward computes it; elsewhere it rarely is.
 
     Its parameters are those of torch.nn.Linear, `weight` (V, D) and `bias` (V,), so checkpoints fit. The options are
     those of `LinearCrossEntropy`, except vocab_axis.
 
     The mean is that of the tokens that this process has. DDP and FSDP then take the mean over the processes, which is
-    the mean over all tokens only if each process has as many. Else give
+    the mean over all tokens only if all processes have equally many. Otherwise give
     num_items = (the number of targets of all processes that are not ignored) / (the number of processes).
     """
 
@@ -81,8 +81,8 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[Result]):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As `forward`.
 
-        targets go by name, as hooks of tensor parallelism drop all arguments without a name but the first. A num_items
-        is hidden from the hooks, as FSDP2's mixed precision would cast it to 16 bits.
+        targets are passed by name: of the arguments without a name, hooks of tensor parallelism keep only the first. A
+        tensor num_items is hidden from hooks, as FSDP2's mixed precision would cast it to 16 bits.
         """
         if len(args) == 2:
             args, kwargs = args[:1], {"targets": args[1], **kwargs}
@@ -124,7 +124,7 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[Result]):
 
 
 class _Hidden:
-    """A tensor that those who look for tensors among the arguments of a call do not find."""
+    """A tensor, hidden from code that looks for tensors among the arguments of a call."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def columns(targets: Tensor, ignore_index: int, vocabulary: int) -> Tensor:
-    """The column of the logits that each target names, int32; V where it names none, -1 where the token is ignored.
+    """The column of the logits that each target names, int32; V where the target names none, -1 where it is ignored.
 
     targets: int64, so that every ignore_index fits.
     """
@@ -54,7 +54,7 @@ def loss(
 
 
 def items(kept: Tensor, columns: Tensor, weight: Tensor, class_weight: Tensor | None) -> Tensor:
-    """What "mean" divides by, if it is not given. kept, columns, weight: of each token; weight is 0 where not kept."""
+    """The default of num_items, by which "mean" divides. kept, columns, weight: of each token, weight 0 if not kept."""
     if class_weight is not None:
         of_target = class_weight[columns.clamp(0, class_weight.shape[0] - 1)]
         weight = torch.where(kept, weight * of_target.to(weight.dtype), 0)

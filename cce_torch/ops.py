@@ -9,7 +9,7 @@ A float32 c and bias beside an e of 16 bits are rounded to e's type before the o
 gradients are float32.
 
 Numbers that people change from step to step (label_smoothing, z_loss, scale) reach an operator as `scheduled`, a
-tensor: as constants, torch.compile would compile a graph for each value. Calls past the dispatcher have a tuple.
+tensor: as constants, torch.compile would compile a graph for each value. Calls that bypass the dispatcher pass a tuple.
 """
 
 from collections.abc import Iterable
@@ -46,8 +46,8 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, row_leng
          precision: str | None, impl: str, memory_budget: int | None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The loss, () or (N,), and the core's numbers, (2 or 3, N), float32; differentiable in e, c, bias, token_weight.
 
-    e: (N, D); c: (V, D), not copied if it is a transposed (D, V); bias: (V,); both of e's type, or float32 beside an e
-    of 16 bits; targets: (N,) int64, in rows of row_length tokens, which are shifted row by row; class_weight: (V,);
+    e: (N, D); c: (V, D), not copied if it is a transposed (D, V); bias: (V,); c and bias of e's type, or float32 beside
+    a 16-bit e; targets: (N,) int64, in rows of row_length tokens, which are shifted row by row; class_weight: (V,);
     token_weight: (N,); num_items: one element.
     """
     functions = torch._C._are_functorch_transforms_active()
@@ -66,7 +66,7 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, row_leng
 
 
 def _kind(e: Tensor, c: Tensor, *others: Any) -> Any:
-    """The call's programs.Kind. The graph holds it, as it knows the size to which the forward pass padded."""
+    """The call's programs.Kind, which the graph holds: the Kind knows the size to which the forward pass padded."""
     from cce_torch import programs
 
     return programs.kind_of_tensors(e, c, _call(*others[-1]))
@@ -89,8 +89,8 @@ class _Loss(torch.autograd.Function):
         wanted = of_e, of_c, of_bias, of_token_weight
         if of_loss is None and of_numbers is None:
             return (None,) * 11
-        # If a graph of the backward pass is asked for, it runs in a Function that refuses to be differentiated. Not
-        # under torch.compile, which allows no Function in another one's backward, and no second derivatives.
+        # If a graph of the backward pass is asked for, the pass runs in a Function that refuses to be differentiated.
+        # Not so under torch.compile: it allows no Function in the backward of another, and no second derivatives.
         guarded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         run = _Gradients.apply if guarded else _gradients_operator
         *given, scheduled, numbers, saved = ctx.saved_tensors
@@ -206,7 +206,7 @@ def _run_loss(
 
 
 def _run_loss_of_compiled(*arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """_run_loss for tensors that the public function has not checked: it was not called, or torch.compile traced it."""
+    """_run_loss for tensors that nothing has checked: torch.compile traced the public function, or it was not used."""
     *given, scheduled, saving_for, row_length = arguments[:10]
     tensors.check(dict(zip(NAMES, given, strict=True)))
     return _run_loss(*given, scheduled.tolist(), saving_for, row_length, *arguments[10:])

@@ -1,4 +1,4 @@
-"""The keyword arguments of linear_cross_entropy as types, which its overloads and the module's share."""
+"""The keyword arguments of linear_cross_entropy as types, which the overloads of the function and the module share."""
 
 from typing import Any, Literal, TypedDict
 
@@ -9,7 +9,7 @@ Impl = Literal["auto", "cce", "chunked", "reference", "torch_compile"]
 
 
 class Options(TypedDict, total=False):
-    """What both the function and the module take by name only, and that is no tensor."""
+    """The keyword-only arguments of both the function and the module that are no tensors."""
 
     logit_scale: float | None
     label_smoothing: float

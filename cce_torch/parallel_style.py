@@ -12,7 +12,7 @@ from cce_torch.head import LinearCrossEntropyHead
 
 
 class VocabParallelStyle(ParallelStyle):
-    """Splits a LinearCrossEntropyHead by rows of the vocabulary, as ColwiseParallel does a torch.nn.Linear.
+    """Splits a LinearCrossEntropyHead by rows of the vocabulary, as ColwiseParallel splits a torch.nn.Linear.
 
         parallelize_module(model, mesh, {"lm_head": VocabParallelStyle()})
 

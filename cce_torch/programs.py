@@ -30,7 +30,7 @@ from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
 from cce_torch import bridge
 
 # The backward pass chooses between kernels by the number of kept tokens. With these options XLA makes them one CUDA
-# graph, in which the device chooses. Without, the host would wait for the number before it launches either kernel.
+# graph, in which the device chooses. Else the host would wait for the number before it launches either kernel.
 ON_GPU = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
     "xla_gpu_graph_min_graph_size": 1,
@@ -38,7 +38,7 @@ ON_GPU = {
 EXACT = 4
 SMALLEST = 256
 STEPS_PER_OCTAVE = 4
-PROGRAMS = 256  # on a CPU a process ended at about 2,000: each takes several of its 65,530 memory mappings
+PROGRAMS = 256  # a process on a CPU ended at about 2,000: a program takes several of its 65,530 memory mappings
 
 _choosing = threading.Lock()
 
@@ -253,7 +253,7 @@ class Arrays:
         return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
     def cut(self, x: Tensor) -> Tensor:
-        """x without the padding. Not a view: autograd forbids to change a view in place."""
+        """x without the padding. Not a view: autograd forbids changes of a view in place."""
         return x if self.size == self.tokens else x.resize_(self.tokens, *x.shape[1:])
 
     def inputs(self, e, bias, targets, class_weight, token_weight, num_items, row_length: int) -> list:
@@ -320,8 +320,9 @@ def rows_of(statistics: Statistics) -> jax.Array:
 def jitted(program: Callable, outputs: int, options: dict[str, Any] | None = None) -> Callable:
     """jax.jit(program), whose first arguments are the memory of `outputs` results. The program does not read them.
 
-    JAX would drop them as unused. keep_unused=True prevents that, but then JAX 0.11.2 never frees a program: the cache
-    of _dce_jaxpr holds its own key. A function with a derivative rule of its own keeps all its arguments.
+    JAX would drop such arguments as unused. keep_unused=True prevents that, but then JAX 0.11.2 never frees a
+    program: the cache of _dce_jaxpr holds its own key. A function with a derivative rule of its own keeps all its
+    arguments.
     """
     opaque = jax.custom_jvp(program)
     opaque.defjvp(_never_differentiated)

@@ -12,10 +12,10 @@ def statistics(
 ) -> Tensor:  # fmt: skip
     """lse, target and, with_sum, the weighted sum of each token's logits, (2 or 3, N), float32 (float64 for float64).
 
-    e: (N, D); c: (V, D), of any strides; bias: (V,) or None; both are rounded to e's type, their gradients are not;
-    columns: (N,) integers. A column of V or more names no
-    logit: target is 0. A negative column is an ignored token: its numbers and gradients are 0. weights: (V,), for the
-    weighted sum alone; None: 1. Holds several (N, V) arrays.
+    e: (N, D); c: (V, D), of any strides; bias: (V,) or None. c and bias are rounded to e's type, their gradients are
+    not. columns: (N,) integers. A column of V or more names no logit: target is 0. A negative column is an ignored
+    token: its numbers and gradients are 0. weights: (V,), for the weighted sum alone; None: 1. Holds several (N, V)
+    arrays.
     """
     with torch.autocast(e.device.type, enabled=False):
         accumulate = torch.promote_types(e.dtype, torch.float32)

@@ -17,7 +17,7 @@ from typing import Any
 from jax._src import api, config, mesh
 
 _meshes: Any = config if hasattr(config, "device_context") else mesh  # JAX 0.10 has them in config, 0.11 in mesh
-_post_hook: Any = api._post_hook_state  # what checks results for NaN under jax_debug_nans
+_post_hook: Any = api._post_hook_state  # the function that checks results under jax_debug_nans
 _GUARDS = (
     config.transfer_guard_host_to_device,
     config.transfer_guard_device_to_device,

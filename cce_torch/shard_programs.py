@@ -1,9 +1,9 @@
 """The three JAX programs of a process that holds a shard of the vocabulary. The processes exchange numbers in between.
 
-Columns are those of the shard, int32: negative for an ignored token, the number of the shard's columns where the shard
-does not hold the token's target. Where kernels compute, the exponentials of a token are relative to its reference, the
-logit of its target, which one of the shards holds: all shards get the same. It is −inf where none holds it. Plain XLA
-needs no reference: it is None.
+`columns`, int32, are the targets as columns of the shard: negative for an ignored token, the number of the shard's
+columns where the shard does not hold the token's target. `reference` is the logit of each token's target, which one of
+the shards holds. All shards get it, as the kernels' exponentials are relative to it. It is −inf where no shard holds
+the target, and None for plain XLA, which needs no reference.
 """
 
 from collections.abc import Callable
@@ -76,7 +76,7 @@ def target(e: Tensor, *others: Any, saving_for: Wanted | None, **options: Any) -
 
 def statistics(e: Tensor, *others: Any, reference: Tensor | None, saving_for: Wanted | None, **options: Any
                ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """lse, target and, with_sum, the weighted sum over the shard's columns, (2 or 3, N) float32; and what is saved."""
+    """lse, target and, with_sum, the weighted sum over the shard's columns, (2 or 3, N); saved exponentials or None."""
     tensors = _Tensors(e, *others, **options)
     outputs = [e.new_empty((2 + options["with_sum"], tensors.size), dtype=torch.float32)]
     saved = (0, 0)
@@ -93,7 +93,7 @@ def gradients(
     e: Tensor, c: Tensor, bias: Tensor | None, *others: Any, cotangents: Tensor, own: Tensor, lse: Tensor,
     reference: Tensor | None, saved: Tensor | None, wanted: Wanted, **options: Any,
 ) -> list[Tensor]:  # fmt: skip
-    """The wanted ones of de, the part of the shard's columns in float32, dc and dbias.
+    """The wanted ones of de (the part of the shard's columns, in float32), dc and dbias.
 
     cotangents: of the numbers of the whole vocabulary; own, saved: the results of `statistics`; lse: (N,), of the whole
     vocabulary. The program overwrites parts of saved that no later call reads.

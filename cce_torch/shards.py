@@ -1,7 +1,7 @@
 """The core on one shard of the vocabulary, by each impl: what a process computes between two collectives.
 
-Columns are those of the shard: negative for an ignored token, the number of the shard's columns where it does not hold
-the token's target.
+`columns` are the targets as columns of the shard: negative for an ignored token, the number of the shard's columns
+where the shard does not hold the token's target.
 """
 
 from collections.abc import Sequence
@@ -41,14 +41,14 @@ def needs_reference(e: Tensor, options: Options) -> bool:
 
 
 def operands(e: Tensor, c: Tensor, bias: Tensor | None, options: Options) -> tuple[Tensor, Tensor | None]:
-    """c and bias as the impl takes them: PyTorch's impls round a float32 c to e's type, the others want it rounded."""
+    """c and bias for the impl: PyTorch's impls round a float32 c themselves; the other impls take it in e's type."""
     if options.impl in ("torch_compile", "reference"):
         return c, bias
     return tensors.rounded(c, e), tensors.rounded(bias, e)
 
 
 def kind(e: Tensor, c: Tensor, options: Options) -> Any:
-    """The call's programs.Kind, which a graph with saved exponentials holds: it knows to which size they are padded."""
+    """The call's programs.Kind, which a graph with saved exponentials holds: the Kind knows their padded size."""
     from cce_torch import shard_programs
 
     return shard_programs.kind(e, c, **_options(*astuple(options)))
@@ -67,10 +67,10 @@ def statistics(
     e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None, of_target: Tensor | None,
     saving_for: tuple[bool, ...], options: Options,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """lse, target and, with_sum, the weighted sum over the shard's columns, (2 or 3, N); and what is saved.
+    """lse, target and, with_sum, the weighted sum over the shard's columns, (2 or 3, N); saved exponentials or None.
 
-    of_target: (N,), what the exponentials are relative to if needs_reference; saving_for: the gradients that will be
-    asked for.
+    of_target: (N,), the reference of the exponentials if needs_reference; saving_for: the gradients that will be asked
+    for.
     """
     if not e.shape[0] or not c.shape[0]:
         empty = e.new_zeros((2 + options.with_sum, e.shape[0]), dtype=torch.promote_types(e.dtype, torch.float32))
@@ -131,7 +131,7 @@ TAGS = (torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe)
 
 
 def _run(operator: Any, *arguments: Any) -> Any:
-    """The operator for torch.compile, which traces it, and its function else: that takes less time."""
+    """Calls the operator if torch.compile traces the call; else only the operator's function, which takes less time."""
     return operator(*arguments) if torch.compiler.is_compiling() else operator._init_fn(*arguments)
 
 
@@ -158,7 +158,7 @@ def shard_statistics(
     of_target: Tensor | None, saving_for: Sequence[bool], impl: str, with_sum: bool, scale: float,
     softcap: float | None, precision: str | None, memory_budget: int | None, wide_dc: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What is saved has no elements if nothing is."""
+    """The numbers, and the saved exponentials, which have no elements if nothing is saved."""
     from cce_torch import shard_programs
 
     saving = shard_programs.Wanted(*saving_for) if any(saving_for) else None

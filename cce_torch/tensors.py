@@ -32,8 +32,9 @@ def rounded(x: Tensor | None, e: Tensor) -> Any:
 
 
 def are_usual(*tensors: Tensor | None) -> bool:
-    """Whether all are plain, row-major, in memory and on one device: then `check` has nothing to find, and takes more
-    time than this. Nearly always so.
+    """Whether all are plain, row-major, in memory and on one device, as in nearly all calls.
+
+    `check` would then find nothing, and take more time than this function.
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
@@ -104,7 +105,7 @@ def _is_awaited(x: Tensor) -> bool:
 
 
 def check_targets(targets: Tensor, vocabulary: int, ignore_index: int, shift: int) -> None:
-    """Raise a ValueError that names the first target that is neither in [0, vocabulary) nor ignored. Waits for them."""
+    """Raise a ValueError that names the first target outside [0, vocabulary) that is not ignored. Waits for targets."""
     bad = (targets != ignore_index) & ((targets < 0) | (targets >= vocabulary))
     if shift:
         bad[..., :shift] = False  # no token predicts these targets

@@ -6,9 +6,13 @@ numbers, and the same loss. Backward, equation (6) of cce_jax/core.py holds for 
 vocabulary. So dc and dbias of a process' own rows are complete. de is a sum over all columns: each process has a part
 of it in float32, the parts are summed, and only then rounded to e's type.
 
-Exchanged a call, with N tokens: N float32 forward to sum the target's logit, where kernels take it as the reference of
-their exponentials (shards.py); 2·N float32 forward, or 3·N with label smoothing, that all gather; N·D float32 backward.
-Under sequence parallelism each process has a part of e alone: e is gathered forward, and de reduce-scattered.
+With N tokens, the processes exchange at each call:
+
+    forward     the targets' logits, N float32, summed, where kernels take them as reference of their exponentials
+    forward     the numbers, 2·N float32, or 3·N with label smoothing, which every process gathers
+    backward    de, N·D float32, summed
+
+Under sequence parallelism each process has only a part of e: e is gathered forward, and de is reduce-scattered.
 All processes of the group make the same calls on as many tokens, so they meet in the same collectives, even if one
 of them holds no column.
 """
@@ -40,7 +44,7 @@ class VocabParallel:
         the sum, rounded to e's type, and the caller sums.
       vocabulary: V, the number of rows of the whole c. None: the last stop of the group.
       sequence_axis: None: e is whole, and equal on all processes. An axis of e: e is split along it over the group, in
-        the parts of torch.chunk, as sequence parallelism leaves it. targets are whole nevertheless, and the result is.
+        the parts of torch.chunk, as sequence parallelism leaves it. targets and the result are whole nevertheless.
 
     Raises:
       ValueError: the rows of the processes overlap, or leave out some.
@@ -97,13 +101,13 @@ class VocabParallel:
         cls, shape: torch.Size, mesh: Any, placements: Sequence[Any], *, vocab_axis: int = 0,
         reduce_e_grad: bool = True, sequence_axis: int | None = None,
     ) -> Self:  # fmt: skip
-        """The same for a DTensor of this shape on the mesh, of whose placements exactly one splits the vocabulary."""
+        """As from_dtensor, for a DTensor's shape, mesh and placements, exactly one of which splits the vocabulary."""
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         axis = next(i for i, p in enumerate(placements) if p.is_shard())
         local, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
         rows, vocabulary = local[vocab_axis], shape[vocab_axis]
-        start = min(offset[vocab_axis], vocabulary)  # of an empty shard the offset lies beyond
+        start = min(offset[vocab_axis], vocabulary)  # the offset of an empty shard may be larger
         group = mesh.get_group(axis)
         return cls(group, start, start + rows, reduce_e_grad, vocabulary, sequence_axis)
 
@@ -114,7 +118,7 @@ class VocabParallel:
 
 
 def _vocabulary(start: int, stop: int, group: Any) -> int:
-    """V, the end of the rows of all processes. Raises on all alike if a row is held twice or by none."""
+    """V, the end of the rows of all processes. Raises on every process if a row is held twice or by none."""
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, (start, stop), group)
     end = 0
@@ -132,8 +136,9 @@ _converted: dict[int, VocabParallel] = {}
 
 
 def of(options: Any) -> VocabParallel:
-    """A VocabParallel of cut_cross_entropy's VocabParallelOptions: an object with its fields. The first call with an
-    object is a collective, as making a VocabParallel is.
+    """The VocabParallel with the fields of cut_cross_entropy's VocabParallelOptions.
+
+    The first call with one such object is a collective, as making a VocabParallel is.
     """
     key = id(options)
     if key not in _converted:
@@ -151,7 +156,7 @@ def of(options: Any) -> VocabParallel:
 
 
 def of_whole(shapes: dict[str, Any], vocab_axis: int, shard: VocabParallel) -> dict[str, Any]:
-    """The shapes that e, c and bias would have in one process. Raises if their parts do not have the sizes of parts."""
+    """The shapes that e, c and bias would have in one process. Raises if one has not the size of this process' part."""
     e, c, targets, bias = (shapes[name] for name in ("e", "c", "targets", "bias"))
     rows = shard.stop - shard.start
     found = dict(shapes)
@@ -259,7 +264,7 @@ def _whole(e: Tensor, tokens: tuple[int, ...], shard: VocabParallel) -> Tensor:
 
 
 def _reduced(de: Tensor, part: torch.Size, tokens: tuple[int, ...], shard: VocabParallel) -> Tensor:
-    """de, (N, D), summed over the group: the part of it that belongs to this process' part of e."""
+    """de, (N, D), summed over the group. Under sequence parallelism only the part for this process' part of e."""
     axis = shard.sequence_axis
     if axis is None:
         return (_summed(de, shard) if shard.reduce_e_grad else de).reshape(part)
@@ -270,7 +275,7 @@ def _reduced(de: Tensor, part: torch.Size, tokens: tuple[int, ...], shard: Vocab
 
 
 def part_of(tokens: int, shard: VocabParallel) -> int:
-    """How many of so many tokens along sequence_axis this process has: those of its part of torch.chunk."""
+    """How many of so many tokens along sequence_axis this process has: the size of its part by torch.chunk."""
     part = -(-tokens // shard.size)
     return max(min(part, tokens - shard.rank * part), 0)
 
@@ -282,7 +287,7 @@ def _resized(x: Tensor, axis: int, length: int) -> Tensor:
 
 
 def _summed(x: Tensor, shard: VocabParallel) -> Tensor:
-    """x summed over the group, in its own memory where that is possible: torch.compile forbids it in a Function."""
+    """x summed over the group: in place, except under torch.compile, which forbids that in a Function."""
     functional = torch.ops._c10d_functional
     reduce = functional.all_reduce if torch.compiler.is_compiling() else functional.all_reduce_
     return functional.wait_tensor(reduce(x, "sum", shard.name))

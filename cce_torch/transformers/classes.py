@@ -1,4 +1,4 @@
-"""Another class for a module that exists: unlike a closure it survives copies, pickles, FSDP and PEFT."""
+"""Changes the class of a module. Unlike a closure, the new class survives copies, pickles, FSDP and PEFT."""
 
 from functools import cache
 from types import MethodType
@@ -22,7 +22,7 @@ class Swapped:
 
 @cache
 def swapped(own: type[nn.Module], first: type[Swapped]) -> Any:
-    """A class with the methods of `first` before those of `own`. save_pretrained writes its name, that of `own`."""
+    """A class with the methods of `first` before those of `own`, and own's name, which save_pretrained writes."""
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
     return type(own.__name__, (first, own), {**names, "cce_made_from": (own, first)})
 
@@ -31,7 +31,7 @@ def swap(module: Any, first: type[Swapped]) -> None:
     """Puts the methods of `first` before those of the module's class.
 
     Raises:
-      ValueError: the forward of this very module was replaced, so that its class has none to say.
+      ValueError: the forward of this very module was replaced, so that a forward of its class would not be called.
     """
     hooked = "_old_forward" in module.__dict__  # by accelerate's hooks, such as those of device_map
     if "forward" in module.__dict__ and not hooked:

@@ -63,7 +63,7 @@ def _calls_loss_function(model_type: type) -> bool:
 
 
 def _without_logits(output: Any, padded: Any) -> Any:
-    """The output of a model without its LazyLogits. A loss of the shape `padded` loses its last position, a padding."""
+    """A model's output without LazyLogits. A loss of the shape `padded` loses its last position, which is padding."""
 
     def loss(x: Any) -> Any:
         return x[..., :-1] if padded is not None and isinstance(x, Tensor) and x.shape == padded else x

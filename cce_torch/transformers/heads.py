@@ -32,12 +32,12 @@ class Recording:
     def loss(self, logits: LazyLogits, targets: Tensor, **options: Any) -> Tensor:
         """The loss, computed by a second call of the head."""
         self.losses += 1
-        # By name: hooks of tensor parallelism drop all arguments without a name but the first.
+        # By name: of the arguments without a name, hooks of tensor parallelism keep only the first.
         return self.head(logits.h, cce_request=Request(logits, targets, options, self.settings))
 
 
 class Request:
-    """What a head needs for the loss. FSDP's mixed precision does not look into it, and casts nothing of it."""
+    """What a head needs for the loss. FSDP's mixed precision does not look into a Request, and casts nothing in it."""
 
     def __init__(self, logits: LazyLogits, targets: Tensor, options: dict[str, Any], settings: Settings) -> None:
         self.logits, self.targets, self.options, self.settings = logits, targets, options, settings
@@ -60,7 +60,7 @@ class Request:
 
 
 class LazyHead(Swapped, nn.Module):
-    """What a patched head does; its class is swapped for one of this and its own."""
+    """The methods that `classes.swap` puts before those of a patched head's own class."""
 
     cce_recording: Recording | None = None
     weight: Any
@@ -86,8 +86,8 @@ class LazyHead(Swapped, nn.Module):
 class LazyAdapter(LazyHead):
     """A LoRA layer of PEFT as a head.
 
-    Its logits h·Wᵀ + s·dropout(h)·Aᵀ·Bᵀ are [h, s·dropout(h)·Aᵀ] · [W, B]ᵀ: those of the effective weight W + s·B·A,
-    which 16 bits would round.
+    Its logits h·Wᵀ + s·dropout(h)·Aᵀ·Bᵀ are [h, s·dropout(h)·Aᵀ] · [W, B]ᵀ. The effective weight W + s·B·A is not
+    formed, as 16 bits would round it.
     """
 
     def cce_factors(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -107,10 +107,10 @@ class LazyAdapter(LazyHead):
 
 
 def lazy_heads(head: Any, settings: Settings) -> list[LazyHead]:
-    """The modules that compute the logits of a head, which become LazyHeads: what FSDP or PEFT wraps, or itself.
+    """Makes LazyHeads of the modules that compute the head's logits, and returns them: the head, or those it wraps.
 
     Raises:
-      ValueError: the head cannot be patched; says why.
+      ValueError: the head cannot be patched; the message says why.
     """
     wrapped = _wrapped(head)
     if wrapped:

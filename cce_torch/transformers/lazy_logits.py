@@ -16,7 +16,7 @@ FIELDS = ("h", "vocabulary", "dtype", "loss", "inner", "outer", "capped", "token
 
 
 class NotUnderstoodError(TypeError, AttributeError):
-    """A model does something with its logits that LazyLogits does not understand. An AttributeError for hasattr."""
+    """A model does something with its logits that LazyLogits does not understand. hasattr needs an AttributeError."""
 
 
 class LazyLogits:
@@ -166,7 +166,7 @@ def _operator(name: str) -> Callable[..., NoReturn]:
     return operator
 
 
-# Python looks for operators in the class alone, past __getattr__, and its own == and iteration would give nonsense.
+# Python looks for operators in the class and never asks __getattr__. Its own == and iteration would give nonsense.
 for _name in (
     "add", "radd", "sub", "rsub", "rtruediv", "floordiv", "mod", "pow", "rpow", "matmul", "rmatmul", "neg", "abs",
     "eq", "ne", "lt", "le", "gt", "ge", "setitem", "iter", "len", "bool", "int", "float",

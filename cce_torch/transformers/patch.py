@@ -13,7 +13,7 @@ from cce_torch.transformers.forward import recording
 from cce_torch.transformers.heads import LazyHead, lazy_heads
 from cce_torch.transformers.settings import Settings
 
-# What patched classes had of what cce_patch sets in them. A class has not what it inherits.
+# The attributes named in SET that each patched class itself had before. Attributes that it inherited are not here.
 _own: dict[type, dict[str, Any]] = {}
 SET = ("__init__", "forward", "cce_settings")
 
@@ -65,9 +65,10 @@ def cce_patch(
       The model that was given, or the class.
 
     Raises:
-      ValueError: it cannot be patched; says why. Of a type this is found at the first training step of a model.
-      TypeError: it is no model and no type of models. At a training step: the model does something with its logits that
-        cannot be done without them; names the operation.
+      ValueError: the model cannot be patched; the message says why. For a type this error comes at the first training
+        step of a model.
+      TypeError: model_or_type is no model and no type of models. At a training step: the model does something with its
+        logits that cannot be done without them; the message names the operation.
     """
     settings = Settings(reduction, impl, memory_budget, precision, head_adapter)
     if isinstance(model_or_type, (str, type, PretrainedConfig)):
@@ -142,7 +143,7 @@ def _making_lazy_heads(init: Any) -> Any:
 
 
 def _class(name: str | type | PretrainedConfig) -> type:
-    """The class of causal language models that transformers has for a model_type, or the config of it."""
+    """The class of causal language models that transformers has for a model_type or a config; or the given class."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
 
     name = name.model_type if isinstance(name, PretrainedConfig) else name

@@ -3,7 +3,7 @@
 A saved token is one whose exponentials the forward pass saved: its logits are not computed again
 (cce_kernels/exponentials.py). The saved tokens' part of dc is written first; the other tokens' part is added to it.
 Ignored tokens come last (cce_kernels/tokens.py). XLA's matmuls of all tokens are faster than matmuls that stop at the
-last kept token, unless many tokens are ignored. Only the device knows that number, so the device chooses between them.
+last kept token, unless many tokens are ignored. Only the device knows how many are ignored, so the device chooses.
 """
 
 from collections.abc import Callable
@@ -88,8 +88,9 @@ def gradients(
     """de, dc and dbias in e's type, None where not wanted; and saved, which has been overwritten.
 
     numbers and saved: the results of forward.statistics with the same plan. Ignored tokens contribute nothing.
-    shard: where the columns are a shard of the vocabulary. The cotangents are then those of all columns' numbers, and
-    de is the part of these columns. de is at least float32 if plan.call.wide_de, dc and dbias if plan.call.wide_dc.
+    shard: given if the columns are a shard of the vocabulary. The cotangents are then of the numbers over all columns,
+    and de is the sum over these columns alone. de is at least float32 if plan.call.wide_de, and so are dc and dbias if
+    plan.call.wide_dc.
     """
     assert plan.backward is not None
     kept, reference = None, None
@@ -138,8 +139,8 @@ def _ready(run: _Pass, p: jax.Array, tokens: _Tokens, few: jax.Array | None) -> 
     assert backward.saved is not None
     if backward.saved.dz is not None:
         return _Saved(p, None)
-    # clear: rows of ignored tokens among the first so many must be 0. Matmuls that stop at the last kept token read no
-    # rows after it, except those of the last step.
+    # clear: in so many first rows of p, the rows of ignored tokens must be 0; None: in no row. Matmuls that stop at the
+    # last kept token read rows after it only in their last step.
     clear = None
     if few is None or run.wanted.bias:
         clear = jnp.full(1, p.shape[0], jnp.int32)
@@ -156,7 +157,9 @@ def _ready(run: _Pass, p: jax.Array, tokens: _Tokens, few: jax.Array | None) -> 
 
 
 def _one_after_another(run: _Pass, everyone: _Tokens, saved: _Saved | None, few: jax.Array | None) -> list[Gradients]:
-    """The gradients of the saved tokens, then of the others. Each has its own de; the last has dc and dbias of both."""
+    """The gradients of the saved tokens, then of the other tokens, each with its own de. The last dc and dbias are sums
+    over all tokens.
+    """
     how, parts = run.plan.backward, []
     assert how is not None
     if (part := how.saved) is not None:
@@ -197,7 +200,7 @@ def _of_others(run: _Pass, part: Part, tokens: _Tokens, before: Gradients | None
 
 
 def _of_saved_dz(run: _Pass, part: Part, tokens: _Tokens, saved: _Saved, how: Multiplying) -> Gradients:
-    """The gradients of the saved tokens where a weighted sum is asked for: dz is formed of their exponentials."""
+    """The gradients of the saved tokens where a weighted sum is asked for: dz is formed from their exponentials."""
     given = run.given(tokens)
     assert part.dz is not None
     assert tokens.reference is not None
@@ -233,7 +236,7 @@ def _of_exponentials(run: _Pass, part: Part, tokens: _Tokens, saved: _Saved, how
         dc = run.products(how, part, scaled(e, r), tokens).put_dc(dc, p, ALL_COLUMNS)
     if dbias is not None:
         high = r.astype(e.dtype)
-        both = jnp.stack([high, (r - high).astype(e.dtype)])  # their sum is r to 16 bits, twice what bfloat16 has
+        both = jnp.stack([high, (r - high).astype(e.dtype)])  # their sum holds 16 bits of r, twice as many as bfloat16
         sums = lax.dot_general(both, p, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         dbias = jnp.sum(sums, axis=0)[: dbias.size]
     return Gradients(de, dc, dbias)

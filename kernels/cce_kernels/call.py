@@ -22,7 +22,7 @@ class Call:
     wanted: Wanted | None  # the gradients that will be asked for; None for evaluation
     memory_budget: int  # bytes
     wide_de: bool = False  # whether de is at least float32, for a sum over devices; else it has the type of e
-    wide_dc: bool = False  # whether dc and dbias are at least float32, for parameters in float32; else they are as e
+    wide_dc: bool = False  # whether dc and dbias are at least float32, for float32 parameters; else of e's type
 
     @property
     def itemsize(self) -> int:

@@ -11,7 +11,7 @@ from numbers import Real
 REDUCTIONS = ("mean", "sum", "none")
 IMPLS = ("auto", "cce", "chunked", "reference")
 KERNEL_TYPES = ("bfloat16", "float16", "float32")
-MEMORY_BUDGET = 300 * 2**20  # bytes; the least default
+MEMORY_BUDGET = 300 * 2**20  # bytes; the default of memory_budget is this or more
 EVERYTHING = 2**62  # bytes; stands for memory_budget="all": an int64 argument of a PyTorch operator can hold it
 
 Shape = tuple[int, ...]
@@ -26,7 +26,7 @@ def choice(name: str, value: object, allowed: Sequence[object]) -> None:
 
 
 LARGEST = sys.float_info.max
-LARGEST_SOFTCAP = 2.0**100  # what caps no logit: softcap · tanh(z / softcap) is z for every z that float32 resolves
+LARGEST_SOFTCAP = 2.0**100  # a softcap this large changes no logit: softcap · tanh(z / softcap) rounds to z
 
 
 def number(name: str, value: object, *, low: float = -LARGEST, high: float = LARGEST, above: bool = False) -> float:
@@ -46,7 +46,7 @@ def number(name: str, value: object, *, low: float = -LARGEST, high: float = LAR
 
 
 def memory_budget(value: object) -> int | None:
-    """memory_budget in bytes; "all" becomes EVERYTHING, and None stays: the default depends on the tokens."""
+    """memory_budget in bytes; "all" becomes EVERYTHING. None stays None: the default depends on the tokens."""
     if value is None:
         return None
     if type(value) is str and value == "all":
@@ -63,15 +63,15 @@ def memory_budget(value: object) -> int | None:
 def default_budget(tokens: int, width: int) -> int:
     """The bytes that a call may hold if memory_budget is None.
 
-    The sum for de and a copy of e take 6·D bytes a token of 16 bits. MEMORY_BUDGET would leave many tokens too little
-    for their groups: each group adds to all of that sum, and small groups wait for it. So every token also gets 2048
-    columns of 16 bits.
+    With 16-bit inputs the sum for de and a copy of e take 6·D bytes a token. With many tokens MEMORY_BUDGET would leave
+    only small groups of the vocabulary. Each group reads and writes the whole sum for de, so small groups are slow. So
+    the budget also has 2048 columns of 16 bits for each token.
     """
     return max(MEMORY_BUDGET, tokens * (6 * width + 2 * 2048))
 
 
 def num_items(value: object, reduction: str) -> None:
-    """Raise unless "mean" can divide by num_items. Reads no array's value, as that could mean to wait for a GPU."""
+    """Raise unless "mean" can divide by num_items. Reads no array's value: that could make the host wait for a GPU."""
     if value is None:
         return
     if reduction != "mean":
@@ -86,7 +86,10 @@ def num_items(value: object, reduction: str) -> None:
 
 
 def softcap(value: object) -> float | None:
-    """softcap as a float. One that float32 cannot divide by is one that it can: the logits stay the same numbers."""
+    """softcap as a float; None where it changes no logit.
+
+    A softcap too small for float32 to divide by is raised to 2⁻¹⁰⁰: with either one every logit is almost 0.
+    """
     try:
         cap = None if value is None else number("softcap", value, low=0.0, above=True)
     except ValueError as error:
@@ -107,7 +110,7 @@ def shapes(
     e: Shape, c: Shape, targets: Shape, *, vocab_axis: int, shift: int, bias: Shape | None, class_weight: Shape | None,
     token_weight: Shape | None, parts: int = 1,
 ) -> None:  # fmt: skip
-    """Raise unless the arrays fit together. parts: in how many such arrays the sequences are split over devices."""
+    """Raise unless the arrays fit together. parts: the number of devices over which each sequence is split."""
     layout = "(V, D)" if vocab_axis == 0 else "(D, V)"
     if len(c) != 2 or 0 in c:
         raise ValueError(f"c must have shape {layout} with V, D >= 1 for vocab_axis={vocab_axis}, got c {c}")
@@ -138,7 +141,7 @@ def shapes(
 
 
 def types(e: str, c: str, bias: str | None, cast: str) -> None:
-    """Raise unless c and bias have e's type, or are both float32 beside an e of 16 bits: parameters and activations.
+    """Raise unless c and bias have e's type, or both are float32 parameters beside a 16-bit e.
 
     cast: the framework's method that casts, "astype" or "to".
     """

@@ -31,7 +31,7 @@ def gpu_of(device: Any) -> Gpu:
 
 
 def cuda_gpu() -> Gpu | None:
-    """The first CUDA GPU of this process, also where another platform is JAX's default; None if there is none."""
+    """The first CUDA GPU of this process, even if another platform is JAX's default; None if there is none."""
     try:
         return gpu_of(jax.local_devices(backend="cuda")[0])
     except RuntimeError:

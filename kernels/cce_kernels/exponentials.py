@@ -19,8 +19,8 @@ These are matmuls of whole arrays: with a part of the columns XLA would copy tha
 
 (Raising r adds at most SMALLEST·exp(LARGEST) = 2⁻²⁷ relative to the target's element, which is below every rounding.)
 With a weighted sum the backward pass forms dz from P. It cannot where a softcap is set too: then nothing is saved.
-The backward pass overwrites P only at the targets and in the rows of ignored tokens. It does not read what it
-overwrites, so that a second backward pass over the same P gives the same bits.
+The backward pass overwrites P only at the targets and in the rows of ignored tokens. No result depends on
+the values that it overwrites, so that a second backward pass over the same P gives the same bits.
 """
 
 from typing import NamedTuple
@@ -33,7 +33,7 @@ from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Shard, Statistics
 
 LARGEST = 30.0  # nats, 2^43
 SMALLEST = 2.0**-70
-ALIGNMENT = 8  # columns: P's rows are a multiple of this, so that each starts where the GPU's widest loads can
+ALIGNMENT = 8  # columns: a row of P is a multiple of this, so that the GPU's widest loads can begin at every row
 
 
 def can_be_saved(dtype: str, head: Head, with_sum: bool) -> bool:
@@ -54,7 +54,7 @@ def by_target(lse: jax.Array, target: jax.Array) -> jax.Array:
 def references(numbers: Statistics, targets: jax.Array, vocabulary: int, shard: Shard | None) -> jax.Array:
     """ρ, (N,), finite where a token is ignored.
 
-    shard: where the columns are a shard of the vocabulary; ρ is then chosen by the sum over these columns.
+    shard: given if the columns are a shard of the vocabulary. The lse of these columns then chooses ρ.
     """
     if shard is None:
         target = jnp.where(targets < vocabulary, numbers.target, -FLOAT32_MAX)
@@ -65,7 +65,7 @@ def references(numbers: Statistics, targets: jax.Array, vocabulary: int, shard: 
 
 
 class Factors(NamedTuple):
-    """The factors with which P is multiplied as it is, (N,) each."""
+    """The numbers with which matmuls of P itself give the gradients, (N,) each."""
 
     r: jax.Array
     at_target: jax.Array  # the number that replaces P's element at the target

@@ -20,8 +20,8 @@ from cce_kernels.tokens import Kept, Rows
 def target(inputs: Inputs, plan: Plan) -> jax.Array:
     """The logit of each token's target, (N,), at least float32: 0 where the target names no column, or is ignored.
 
-    For a shard of the vocabulary: `statistics` wants the sum over all shards. It is 0 everywhere if this plan needs no
-    reference, as on a CPU, where the plan of another platform may need one.
+    For a shard of the vocabulary: `statistics` takes the sum of these logits over all shards. The logits are 0
+    everywhere if this plan needs no reference, as on a CPU, even if the plan for another platform needs one.
     """
     if plan.forward.target is None:
         return jnp.zeros(inputs.targets.shape, jnp.promote_types(inputs.e.dtype, jnp.float32))
@@ -37,7 +37,7 @@ def statistics(
     """The core's numbers of each token, (N,), at least float32; and the saved exponentials, (plan.saved, V), or None.
 
     The target logit is 0 where the target names no column. An ignored token's numbers are arbitrary.
-    reference: where the columns are a shard of the vocabulary, numbers.Shard.reference. The numbers are of the shard's
+    reference: numbers.Shard.reference if the columns are a shard of the vocabulary. The numbers are then of the shard's
     columns, and the log-sum-exp is −inf where their exponentials underflow relative to the reference.
     """
     kept = Kept.of(inputs.targets, plan.rows) if plan.looks else None

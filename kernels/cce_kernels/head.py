@@ -44,7 +44,7 @@ class Head:
     def cotangent(self, z, p, is_target, of: Cotangents, weights, scale) -> jax.Array:
         """dz, the cotangent of the raw product e·c. Every argument broadcasts against z. weights, scale: None for 1.
 
-        z is used where the softcap is set.
+        z is read only if the softcap is set.
         """
         dz = of.lse * p + jnp.where(is_target, of.target, 0.0)
         if of.sum is not None:

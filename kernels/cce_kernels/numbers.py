@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 
-FLOAT32_MAX = 3e38  # replaces an infinite reference: inf − inf would be NaN
+FLOAT32_MAX = 3e38  # replaces an infinite reference (forward.py): inf − inf would be NaN
 LOG2_E = 1.4426950408889634  # the hardware's exponential is base 2: exp(z) = exp2(z · log2 e)
 
 
@@ -32,7 +32,7 @@ class Statistics(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """What a device that holds only some columns of the vocabulary must know of all columns, (N,) float32 each."""
+    """What a device with only some columns of the vocabulary must know about all columns, (N,) float32 each."""
 
     lse: jax.Array  # the log-sum-exp of all columns
     reference: jax.Array | None  # the target's logit, whichever device holds it; −FLOAT32_MAX where no device does.

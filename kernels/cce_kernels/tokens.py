@@ -1,7 +1,7 @@
 """The kept tokens, moved to the front. A token is kept if it is not ignored: its target is not negative.
 
-Only the device knows how many tokens are kept. Kernels read that number and stop there, so that ignored tokens cost
-nothing and shapes stay static.
+Only the device knows how many tokens are kept. Kernels read that number and stop at the last kept token, so that
+ignored tokens cost nothing and shapes stay static.
 """
 
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-MANY = 256  # tokens: with fewer, to look for ignored tokens costs more than it saves
+MANY = 256  # tokens: with fewer, looking for ignored tokens costs more than it saves
 ROW_MULTIPLE = 8  # the Tensor Memory Accelerator (TMA) of Hopper GPUs copies this many rows at a time
 
 
@@ -26,7 +26,7 @@ class Rows(NamedTuple):
     """
 
     order: jax.Array | None = None  # (rows,) int32
-    starts: jax.Array | None = None  # Kept.starts; None: every row is looked up in order
+    starts: jax.Array | None = None  # Kept.starts; None: kernels look up each row in the array `order`
     count: jax.Array | None = None  # type: ignore[assignment]  # (1,) int32: how many tokens are kept; None: all
 
 
@@ -69,7 +69,7 @@ class Kept(NamedTuple):
         return jax.tree.map(gather, x)
 
     def restored(self, x: jax.Array, *others: jax.Array) -> jax.Array:
-        """The inverse of `gathered`: (N, ...), 0 for ignored tokens. x and others: consecutive parts of its result."""
+        """The inverse of `gathered`: (N, ...), 0 for ignored tokens. x, others: consecutive parts of a gathered x."""
         found, start = x[self.place], x.shape[0]
         axes = -1, *[1] * (x.ndim - 1)
         for part in others:

@@ -60,8 +60,8 @@ def vocabulary_groups(
 ) -> Groups:  # fmt: skip
     """The cheapest groups that fit: column_bytes · columns ≤ budget. Groups of up to 1024 columns are always allowed.
 
-    cost(groups, columns): the relative time of one group of so many columns; by default, the number of columns. Where
-    several choices cost the same, the one with the fewest and smallest groups.
+    cost(groups, columns): the relative time of one group of so many columns; by default, the number of columns. If
+    several choices cost the same, the result has the fewest groups, and of these the smallest.
     """
     most = max(budget // max(column_bytes, 1), FEWEST_COLUMNS)
     if vocabulary <= most:

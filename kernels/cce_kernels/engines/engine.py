@@ -47,7 +47,7 @@ class Engine:
     stops: bool  # whether its kernels stop at the last kept token
     in_place: bool  # whether `products` reads c_g in c and writes dc_g in dc, without copies of them
     multiplies_fastest: bool  # whether `products` takes no longer than XLA's matmuls
-    depth: int  # for an engine with `de_of_saved`: the tokens that a matmul reads at once, from each multiple of it on
+    depth: int  # for an engine with `de_of_saved`: a matmul that sums over tokens reads so many in a step
 
     def offers(self, method: str) -> bool:
         """Whether the engine has this method of the second half."""
@@ -68,7 +68,7 @@ class Engine:
         raise NotImplementedError
 
     def blocks(self, tiles: Any) -> tuple[int, int]:
-        """The tokens in a block of `sums`, and the columns that its runs of the vocabulary are multiples of.
+        """The tokens in a block of `sums`, and the columns in a tile: each run of the vocabulary is whole tiles.
 
         `sums` skips a block whose tokens are not consecutive rows of e. `again` must then write the same blocks of the
         same runs.

@@ -2,8 +2,8 @@
 
 The memory budget bounds these bytes, saved or temporary. A very small budget is exceeded by the least plan. Memory goes
 first to what a backward pass always holds: an (N, D) float32 sum for de, some numbers a token, XLA's workspace and a
-group of FEWEST_COLUMNS columns. The next GROUP_BYTES make groups larger and so fewer, as each costs about 0.15 ms
-besides its work. The rest saves exponentials, 2·V bytes a token, so that fewer logits are computed again.
+group of FEWEST_COLUMNS columns. The next GROUP_BYTES make groups larger and so fewer: each group costs about
+0.15 ms besides its work. The rest saves exponentials, 2·V bytes a token, so that fewer logits are computed again.
 """
 
 import math
@@ -15,12 +15,12 @@ from cce_kernels.engines.engine import Engine
 from cce_kernels.exponentials import saved_shape
 from cce_kernels.windows import FEWEST_COLUMNS
 
-WORKSPACE = 32 * 2**20  # what XLA's matmuls take
+WORKSPACE = 32 * 2**20  # the workspace of XLA's matmuls
 GROUP_BYTES = 256 * 2**20
-GROUP_WORTH = 8 * 2**20  # one more group costs as much time as to compute so many bytes of exponentials again
-SPLIT_BYTES = 17 * 2**20  # the most that the partial sums of de take, where de of few tokens is split
+GROUP_WORTH = 8 * 2**20  # one more group costs as much time as computing so many bytes of exponentials again
+SPLIT_BYTES = 17 * 2**20  # the most that the partial sums of de take, where de of few tokens has several
 NUMBERS = 256  # bytes a token, for lse and the like
-SAVED_DZ_ROWS, DZ_ROWS = 16, 64  # the fewest rows of a tile of dz; each tile's column sums are stored for dbias
+SAVED_DZ_ROWS, DZ_ROWS = 16, 64  # the fewest rows of a tile of dz: each tile stores its column sums for dbias
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Bytes:
 
     @property
     def together(self) -> bool:
-        """Whether the engine sums dc over saved and other tokens at once; it then holds only the saved exponentials."""
+        """Whether one matmul of the engine sums dc over saved and other tokens: saved tokens then have no de."""
         return self.engine.offers("de_of_saved") and self.direct
 
     @property
@@ -76,7 +76,8 @@ class Bytes:
     def beside_matmuls(self, tokens: int) -> int:
         """What XLA's matmuls with the exponentials of so many tokens hold besides the exponentials.
 
-        First de in float32 and rounded, then the scaled e. XLA puts the float32 de into the memory of dc if it fits.
+        They hold first de, in float32 and rounded, and then the scaled e. XLA puts the float32 de into the memory of dc
+        if it fits.
         """
         call, rounded = self.call, self.call.of_de * tokens * self.call.width
         if call.wanted is not None and call.wanted.c and 2 * tokens <= call.vocabulary:
@@ -84,14 +85,14 @@ class Bytes:
         return 4 * tokens * call.width + max(rounded, WORKSPACE) + NUMBERS * self.rows
 
     def everything(self) -> int:
-        """What the plan holds at most that saves all exponentials and lets XLA multiply them."""
+        """The most that a plan holds if it saves all exponentials and lets XLA multiply them."""
         return self.gathered + self.saved(self.rows) + self.beside_matmuls(self.rows)
 
     def beside_saved(self, tokens: int) -> int:
         """What so many saved tokens hold besides their exponentials while groups of the other tokens run: de, rounded.
 
-        If `together`, it is the scaled e instead, which takes no memory of its own where de is wanted: it is no longer
-        needed when de is computed.
+        If `together`, they hold the scaled e instead. Where de is wanted, the scaled e takes no memory of its own: it
+        is in the memory that de takes later.
         """
         call, wanted = self.call, self.call.wanted
         if self.together:
@@ -99,7 +100,7 @@ class Bytes:
         return call.of_de * tokens * call.width
 
     def beside_groups(self, saved: int) -> int:
-        """What is held besides a group while the groups run: of the other tokens, or of all tokens if not `direct`."""
+        """What is held besides a group while the groups of the other tokens run, or of all tokens if not `direct`."""
         width, others = self.call.width, self.rows - saved
         if not self.direct:
             return self.sum_of_de(self.rows) + NUMBERS * self.rows + WORKSPACE + 4 * self.rows * width

@@ -24,7 +24,7 @@ from cce_kernels.windows import Groups
 Impl = Literal["auto", "cce", "chunked"]
 KERNELS = (HOPPER, TRITON)  # Pallas, fastest first
 SAVED_MULTIPLE = 64  # tokens: matmuls that sum over tokens take them in steps of so many
-LEAST_PART = 1 / 5  # of the tokens: to save fewer is slower than to save none and let XLA multiply all tokens
+LEAST_PART = 1 / 5  # of the tokens: saving fewer is slower than saving none and letting XLA multiply all tokens
 
 
 def engines(itemsize: int, impl: Impl) -> Sequence[Engine]:
@@ -64,7 +64,7 @@ def plan_of(call: Call, gpu: Gpu | None, impl: Impl, saved: int | None = None) -
 
 @dataclass(frozen=True)
 class _Setting:
-    """A call and the engines that serve it. The first engine computes the logits; the next have methods it lacks."""
+    """A call and the engines that serve it. The first computes the logits; the next have methods that it lacks."""
 
     call: Call
     gpu: Gpu | None
@@ -207,7 +207,7 @@ def _multiplying(x: _Setting, engine: Engine, tokens: int, groups: Groups, split
 def _groups(
     x: _Setting, tokens: int, room: int, products: Engine, *, of_saved: Engine | None = None, of_dc: int = 0
 ) -> tuple[Groups, int]:  # fmt: skip
-    """The groups in which dz of so many tokens is formed, and the bytes of one group, at most `room` if it is enough.
+    """The groups in which dz of so many tokens is formed, and the bytes of one group, at most `room` if possible.
 
     of_saved: the engine that forms dz from saved exponentials; None: dz is formed from logits. of_dc: the number of
     tokens that dc sums over; 0: these tokens.

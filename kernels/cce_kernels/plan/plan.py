@@ -50,7 +50,7 @@ class Part:
 class Backward:
     """The saved tokens' part, then the other tokens' part, whose dc is added to the first dc.
 
-    together: the matmul for dc of the others' part also sums over the saved tokens, so that dc is rounded once. The
+    together: the matmul for the other tokens' dc also sums over the saved tokens, so that dc is rounded once. The
     scaled e for this matmul is in the memory that de takes later. The step de_of_saved gives de of the saved tokens.
     """
 

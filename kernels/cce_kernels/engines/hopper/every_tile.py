@@ -20,7 +20,7 @@ PAIR_GROUP = 8  # the most pairs of row blocks that are computed for all columns
 
 
 def padded(x: jax.Array) -> jax.Array:
-    """x, one number a token, with zeros up to a multiple of PAIR_ROWS: kernels load it without TMA and its zeros."""
+    """x, one number a token, with zeros up to a multiple of PAIR_ROWS: only TMA could load beyond the end of x."""
     return jnp.pad(x, (0, -x.size % PAIR_ROWS))
 
 

@@ -3,7 +3,7 @@
     out_tile = epilogue(Σ left[rows] · right[columns]ᵀ)        over one or two pairs of operands
 
 A program has three warpgroups, which work at the same time. One copies tiles into shared memory (by TMA), `stages`
-steps ahead, also while another is in its epilogue. The other two multiply, 64 rows each. The second begins a few steps
+steps ahead, even while another is in its epilogue. The other two multiply, 64 rows each. The second begins a few steps
 after the first, so that the tensor cores work for one while the other is in its epilogue.
 Programs come in pairs on neighbouring multiprocessors. The two programs of a pair have 128 rows each and the same
 columns of right, of which each copies one half into the shared memory of both.
@@ -192,7 +192,7 @@ def _copies(shared: _Shared, multiply: Multiply, operands, work: Work) -> None:
             first = add(n, first, left, right, of)
         return carry
 
-    def drain(i, carry):  # a program must not end while the other of its pair still copies into its shared memory
+    def drain(i, carry):  # a program must not end while its pair's other program still copies into its shared memory
         plgpu.barrier_wait(shared.free.at[remainder(i, stages)])
         return carry
 
@@ -308,7 +308,7 @@ def launch(
                 )  # fmt: skip
 
             options = {"name": name, "interpret": interpret, "compiler_params": PARAMETERS}
-            if jax.__version_info__ < (0, 11):  # pl.kernel there aliases arrays that are only read, and so copies them
+            if jax.__version_info__ < (0, 11):  # there pl.kernel copies arrays that are only read, as it aliases them
                 pl.core_map(mesh, **options)(body)
             else:
                 pl.kernel(body, mesh=mesh, **options)()  # type: ignore[reportCallIssue]

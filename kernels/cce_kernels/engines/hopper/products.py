@@ -88,7 +88,7 @@ def products(
 
     def put_dc(dc, dz, window):
         def in_layout(of_vocabulary, of_width):
-            """The two in the order of dc's axes: first what belongs to dc's rows, then what belongs to its columns."""
+            """of_vocabulary and of_width in the order of dc's axes: first the one for dc's rows."""
             return (of_vocabulary, of_width) if axis == 0 else (of_width, of_vocabulary)
 
         def extent(others) -> Extent:

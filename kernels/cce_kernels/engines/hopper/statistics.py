@@ -42,7 +42,7 @@ def sums(
 ) -> Sums:  # fmt: skip
     """engine.Engine.sums.
 
-    at.starts: of blocks of BLOCK tokens. Blocks whose tokens are not consecutive rows of e are not written.
+    at.starts: one for each block of BLOCK tokens. Blocks whose tokens are not consecutive rows of e are not written.
     """
     e, c, columns = inputs.e, inputs.c, tiles.columns
     tokens, width, vocabulary = reference.size, e.shape[1], head.vocabulary(c)

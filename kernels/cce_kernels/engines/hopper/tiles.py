@@ -30,11 +30,11 @@ class PairTiles:
 
 
 LOGITS = PairTiles(256, stages=4, slots=2, lead=2)  # the tile of statistics and dz
-# With 256, 192 and 128 columns they take 224, 208 and 192 KiB of shared memory.
+# With 256, 192 and 128 columns the kernels take 224, 208 and 192 KiB of shared memory.
 DE = (PairTiles(256, stages=4, slots=2), PairTiles(192, stages=4, slots=3), PairTiles(128, stages=5, slots=2))
 SAVED_DE = (PairTiles(256, 4, 2, lead=2), PairTiles(192, 4, 3, lead=2), PairTiles(128, 5, 2, lead=2))
 DC = SAVED_DE
-LOGITS_EPILOGUE, GROUP = 3.0, 40.0  # in steps of a matmul: the cost of dz's epilogue a tile, and of a group besides
+LOGITS_EPILOGUE, GROUP = 3.0, 40.0  # in steps of a matmul: dz's epilogue of a tile, and the fixed cost of a group
 
 
 def cheapest(tiles: Sequence[PairTiles], pairs: int, width: int, units: int) -> PairTiles:

@@ -87,7 +87,7 @@ def _targets_kernel(_, targets_ref, values_ref, saved_ref, *, tiles: TileConfig,
     rows_ok = rows < saved_ref.shape[0]
     targets = load_vector(targets_ref, rows, rows_ok, other=-1)
     value = load_vector(values_ref, rows, rows_ok)
-    named = (targets >= 0) & (targets < vocabulary)  # not < P's columns: P may have more than V, and V names no column
+    named = (targets >= 0) & (targets < vocabulary)  # V, not P's columns: P may have more columns than V
     plgpu.store(saved_ref.at[rows, jnp.where(named, targets, 0)], value.astype(saved_ref.dtype), mask=named)
 
 

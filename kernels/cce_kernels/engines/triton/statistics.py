@@ -6,7 +6,7 @@ The kernel needs no maximum: it sums exp(z − target_i), which overflows float3
 by 88. Such a row gets lse = inf. The rescue kernel, made of the same code, computes blocks with such rows again, with a
 running maximum. Its programs that have nothing to rescue read 4 bytes a token and end.
 The scattered kernel exists where e is not copied with the kept tokens first. It computes the blocks whose tokens are
-not consecutive rows of e: to look up the row of each token takes registers, and 2 to 4 % of the time.
+not consecutive rows of e: looking up the row of each token takes registers, and 2 to 4 % of the time.
 The replace kernel exists where exponentials are saved. It writes the exponentials of tokens whose reference is lse.
 
 Fused: the matmul e·cᵀ, bias, scale, softcap, exponential, both sums.
@@ -69,7 +69,8 @@ def _kernel(
     """The statistics of a block of rows and a run of columns, relative to the reference.
 
     rescue: relative to a running maximum, for the rows whose lse in before_ref is not finite; lse_ref is the same
-    buffer. at.starts: only blocks whose tokens are consecutive rows of e, or with `scattered` only the other blocks.
+    buffer. With at.starts the kernel computes only blocks whose tokens are consecutive rows of e; with `scattered`,
+    only the other blocks.
     """
     tokens, vocabulary = lse_ref.shape[1], head.vocabulary(inputs.c)
     row_block, split, first, last = _run_of(inputs, tokens, head=head, tiles=tiles, splits=splits)

@@ -49,8 +49,8 @@ def _kernel(inputs: Inputs, order_ref, target_ref, *, head: Head, tiles: TileCon
 def target(inputs: Inputs, order: jax.Array | None, *, head: Head, tiles: TileConfig, interpret: bool) -> jax.Array:
     """Each token's reference, (rows,) float32: its target's logit.
 
-    For an ignored token FLOAT32_MAX, so that its sum of exp(z − reference) is small. Where the target names no column,
-    −FLOAT32_MAX. inputs.targets: (rows,), the kept tokens first; order: tokens.Rows.order.
+    It is FLOAT32_MAX for an ignored token, so that the sum of exp(z − reference) is small. It is −FLOAT32_MAX where the
+    target names no column. inputs.targets: (rows,), the kept tokens first; order: tokens.Rows.order.
     """
     tokens = inputs.targets.size
     return launch(

@@ -66,7 +66,7 @@ TABLE = {
     ("12.0", 2): Tiles.same(SQUARE),
     **{(gpu, 4): Tiles.same(FLOAT32) for gpu in ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")},
 }
-GROUP_COST = 4.0  # in tiles: what a group costs to read and write the sum for de, to copy c_g and dc_g, and in launches
+GROUP_COST = 4.0  # in tiles: the time of a group to read and write the sum for de, to copy c_g and dc_g, and to launch
 NARROW = 1024  # D up to which dz takes SQUARE on 9.0: SQUARE was faster than WIDE at D = 768, and slower at 2304
 NARROW_TABLE = {("9.0", 2): TABLE["9.0", 2]._replace(dz=SQUARE)}
 SAFE = {

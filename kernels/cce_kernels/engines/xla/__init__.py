@@ -7,8 +7,8 @@ from cce_kernels.engines.xla import products, statistics
 from cce_kernels.engines.xla.splitk import pads
 from cce_kernels.windows import Groups, vocabulary_groups
 
-BLOCK_BYTES = 64 * 2**20  # of logits at a time where there is no GPU: larger blocks are no faster there
-GROUP_COST = 100  # in columns: what a group costs to read and write the sum for de, and in a dozen launches
+BLOCK_BYTES = 64 * 2**20  # without a GPU, the most for a block of logits: larger blocks are no faster there
+GROUP_COST = 100  # in columns: the time of a group to read and write the sum for de, and of a dozen launches
 
 
 class Xla(Engine):
