@@ -13,7 +13,7 @@ demo: $(VENV)/examples  ## train a language model with cce_jax, cce_torch and fu
 	$(BIN)/python examples/compare_losses.py
 
 test: $(VENV)/dev  ## all tests that need no GPU, on all cores
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 # Mosaic GPU has an interpreter, and XLA compiles for a GPU that is not there, from JAX 0.11 on: Python 3.12.
 test-hopper: $(VENV)/hopper  ## tests of the kernels for Hopper GPUs, interpreted, and of what programs hold on an H200

@@ -64,8 +64,8 @@ def each(
 
     c and bias are rounded to dtype.
 
-    torch.compile compiles again for a None, and in some versions of PyTorch for each Python number. So zeros and ones
-    stand for None, and tensors for numbers.
+    torch.compile compiles again for a None, and in some versions of PyTorch for each Python number. So zeros
+    stand for no bias, ones for no weights, and tensors for numbers.
     """
     accumulate = torch.promote_types(e.dtype, torch.float32)
     scalars = [None if x is None else e.new_full((), x, dtype=accumulate) for x in (scale, softcap)]

@@ -318,11 +318,11 @@ def rows_of(statistics: Statistics) -> jax.Array:
 
 
 def jitted(program: Callable, outputs: int, options: dict[str, Any] | None = None) -> Callable:
-    """jax.jit(program), whose first arguments are the memory of `outputs` results. The program does not read them.
+    """jax.jit(program), whose first arguments are the memory of `outputs` results.
 
-    JAX would drop such arguments as unused. keep_unused=True prevents that, but then JAX 0.11.2 never frees a
-    program: the cache of _dce_jaxpr holds its own key. A function with a derivative rule of its own keeps all its
-    arguments.
+    JAX would drop an argument that the program does not read. keep_unused=True prevents that, but then JAX 0.11.2 never
+    frees a program: the cache of _dce_jaxpr holds its own key. A function with a derivative rule of its own keeps all
+    its arguments.
     """
     opaque = jax.custom_jvp(program)
     opaque.defjvp(_never_differentiated)

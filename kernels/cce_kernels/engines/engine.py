@@ -114,7 +114,7 @@ class Engine:
         """before, (parts, rows), with some log-sum-exps written again.
 
         With a reference: the log-sum-exps of the blocks that `sums` skipped, as their tokens are scattered in e. With
-        None: the log-sum-exps that are not finite, now with a running maximum.
+        None: the log-sum-exps that are inf or NaN, now with a running maximum.
         """
         raise NotImplementedError
 

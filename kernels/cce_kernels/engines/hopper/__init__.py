@@ -37,7 +37,7 @@ class Hopper(Engine):
     depth = tiles.DEPTH
 
     def serves(self, call: Call, gpu: Gpu | None) -> bool:
-        """Calls with 16-bit types, MANY tokens or more, no bias, no weighted sum, and a D and V that TMA can copy.
+        """Calls on compute capability 9.0 with 16-bit types, no bias, no weighted sum, and sizes that TMA can copy.
 
         D and V must be wider than one of TMA's tiles: if an array is exactly as wide, a write beyond its edge lands in
         the array (seen on an H200).

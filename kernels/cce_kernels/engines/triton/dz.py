@@ -3,7 +3,8 @@
     dz_iv = (a_i·p_iv + t̂_i·[v = t_i] + s_i·w_v) · ∂z_iv/∂(e_i·c_v)        p_iv = exp(z_iv − lse_i)
 
 Fused: the matmul e·c_gᵀ, bias, scale, softcap, softmax, all three cotangents, the chain rule, dz's column sums.
-Read: e once per 256 columns and c_g once per 128 rows, from L2 where programs that run at the same time share them.
+Read: e once per tile of columns and c_g once per tile of rows (256 and 128 on Hopper), from L2 where
+programs that run at the same time share them.
 Written: dz once, 2 bytes an element for 16-bit inputs, into a buffer that every group reuses. Never written: a logit,
 a probability, dz of the whole vocabulary.
 """

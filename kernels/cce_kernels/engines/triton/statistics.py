@@ -10,7 +10,8 @@ not consecutive rows of e: looking up the row of each token takes registers, and
 The replace kernel exists where exponentials are saved. It writes the exponentials of tokens whose reference is lse.
 
 Fused: the matmul e·cᵀ, bias, scale, softcap, exponential, both sums.
-Read: e once per 256 columns and c once per 128 rows, from L2 where programs that run at the same time share them.
+Read: e once per tile of columns and c once per tile of rows (256 and 128 on Hopper), from L2 where
+programs that run at the same time share them.
 Written: 4 bytes a token and split for lse, and for sum; 2 bytes for each saved exponential
 (cce_kernels/exponentials.py). Never written: a logit.
 A program owns `tiles.rows` tokens and one of `splits` equal runs of the vocabulary, which it walks tile by tile.
@@ -68,7 +69,7 @@ def _kernel(
 ):  # fmt: skip
     """The statistics of a block of rows and a run of columns, relative to the reference.
 
-    rescue: relative to a running maximum, for the rows whose lse in before_ref is not finite; lse_ref is the same
+    rescue: relative to a running maximum, for the rows whose lse in before_ref is inf or NaN; lse_ref is the same
     buffer. With at.starts the kernel computes only blocks whose tokens are consecutive rows of e; with `scattered`,
     only the other blocks.
     """
