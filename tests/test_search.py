@@ -17,6 +17,7 @@ from cce_kernels import backward, forward, gradients
 from cce_kernels.device import H200
 from cce_kernels.engines import hopper
 from cce_kernels.plan import plan_of
+from tests.search import bounds
 from tests.search import run as search_run
 from tests.search.calls import SHARED, Call, Data, Program, draw
 from tests.search.data import drawn_arrays
@@ -163,6 +164,19 @@ def test_a_wrong_size_of_dz_in_float16_is_found(largest, monkeypatch, changed):
     monkeypatch.setattr(gradients, "FLOAT16_LARGEST", largest)
     changed()
     assert failures(Call(replace(PLAIN, dtype="float16"), Data()))
+
+
+@pytest.mark.parametrize("impl", ["cce", "chunked"])
+def test_tokens_whose_dz_is_rounded_alike(impl):
+    """Confident tokens have the same dz: the roundings of 3070 tokens add up, also in a dc that is not rounded."""
+    program = Program(impl=impl, leading=(3070,), width=128, vocabulary=4, dtype="bfloat16", mixed=True, wanted=("c",))
+    assert not failures(Call(program, Data(seed=2039562229, kind="confident", size=59.647, cotangent=3.665186)))
+
+
+@pytest.mark.parametrize(("true", "found", "off"), [(7e4, np.inf, 0), (6e4, np.inf, 5520), (6e4, -np.inf, -125520)])
+def test_float16_that_overflows_is_off_by_as_little_as_it_can_be(true, found, off):
+    squares, *_ = bounds._squares(np.array([[found]], np.float16), np.array([[true]]))
+    assert squares[0] == off**2
 
 
 # What is drawn

@@ -33,6 +33,7 @@ from tests.search.logits import EPS
 from tests.search.truth import Rows, Truth, roundoff
 
 BLOCK = 64  # rows
+FLOAT16_OVERFLOWS = 65520.0  # the least number that float16 rounds to inf
 F = 2.0
 
 
@@ -131,7 +132,8 @@ def _rows(name: str, found: np.ndarray, of: Rows, program: Program, kept: np.nda
 def _squares(found: np.ndarray, want: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of each row the squares of its error and of its norm, and whether the truth is a number there.
 
-    An error is infinite where only one of both is NaN, and 0 where float16 cannot hold what both are beyond.
+    An error is infinite where only one of both is NaN. In float16 it is 0 where the type cannot hold what both are
+    beyond, and inf stands for the least number that overflows.
     """
     parts: list[np.ndarray] = []
     rows = max(1, 2**24 // max(want.shape[1], 1))
@@ -146,6 +148,7 @@ def _squares(found: np.ndarray, want: Any) -> tuple[np.ndarray, np.ndarray, np.n
         with np.errstate(invalid="ignore"):
             off = here - true
             if found.dtype == np.float16:
+                off = xp.where(xp.isinf(here), xp.sign(here) * FLOAT16_OVERFLOWS - true, off)
                 off = xp.where((xp.abs(true) > 6e4) & (xp.abs(here) > 6e4) & (xp.sign(here) == xp.sign(true)), 0.0, off)
             off = xp.where(xp.isnan(here) & xp.isnan(true), 0.0, off)
             off = xp.where(xp.isnan(off), np.inf, off)
