@@ -1,4 +1,4 @@
-"""The chart of the README, from a file of `python -m bench`: `python -m bench.front bench.json --out front.png`."""
+"""The chart of the README: `python -m bench.front bench.json --out front.png` draws the first shape of bench.json."""
 
 import argparse
 import json
@@ -22,7 +22,8 @@ def main() -> None:
     parser.add_argument("json", type=Path)
     parser.add_argument("--out", type=Path, default=Path("front.png"))
     asked = parser.parse_args()
-    found = {row["method"]: row for row in json.loads(asked.json.read_text())["rows"] if row["kind"] == KIND}
+    rows = json.loads(asked.json.read_text())["rows"]
+    found = {row["method"]: row for row in rows if row["kind"] == KIND and row["shape"] == rows[0]["shape"]}
     names = [name for name in METHODS if name in found][::-1]
     colors = [OURS["cce_jax"] if name.startswith("cce_") else OTHERS for name in names]
     figure = Figure(figsize=(9, 2.4), layout="constrained", dpi=150)

@@ -15,9 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from bench.data import SHAPES
-from bench.devices.layouts import BUDGETS, collectives
+from bench.devices.layouts import LAYOUTS, collectives
 
 MATMULS = ("z", "de", "dc")
+SHOWN = {"default": "default", "2NV in all": "memory of the logits"}  # the budgets' names in the picture
+TITLES = {"tokens": "tokens split", "vocabulary": "vocabulary split", "fsdp": "tokens split, classifier stored split"}
+COLORS = {
+    "cce_jax, default": "tab:blue", "cce_torch, default": "tab:red", "cce_jax, memory of the logits": "tab:cyan",
+    "cce_torch, memory of the logits": "tab:orange", "matmuls and collectives alone, cce_jax": "tab:cyan",
+    "matmuls and collectives alone, cce_torch": "tab:orange", "loss_parallel of torch": "tab:gray",
+    "cut_cross_entropy": "tab:olive", "cut_cross_entropy, exact": "tab:green",
+}  # fmt: skip
 
 
 def rows_of(processes: list[subprocess.Popen], seconds: float) -> list[dict[str, Any]]:
@@ -71,35 +79,35 @@ def related(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Milliseconds against GPUs: a panel for each shape and layout."""
-    import matplotlib
+    """Milliseconds against GPUs at the first shape: a panel for each layout. On one GPU all layouts are the same."""
+    from matplotlib.figure import Figure  # without pyplot it draws with the Agg backend, which needs no display
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    shapes = sorted({tuple(row["shape"]) for row in rows})
-    layouts = [x for x in ("tokens", "vocabulary", "fsdp") if any(row["layout"] == x for row in rows)]
-    figure, panels = plt.subplots(len(shapes), len(layouts), squeeze=False, sharey="row",
-                                  figsize=(4 * len(layouts), 3.4 * len(shapes)))  # fmt: skip
-    for i, shape in enumerate(shapes):
-        for j, layout in enumerate(layouts):
-            panel, lines = panels[i][j], {}
-            for row in rows:
-                if tuple(row["shape"]) == shape and row["layout"] in (layout, "tokens" if row["gpus"] == 1 else layout):
-                    label = row["package"] + ", " + row["method"] if row["method"] in BUDGETS else row["method"]
-                    lines.setdefault(label, []).append((row["gpus"], row["ms"]))
-                    if row["method"] == "default":
-                        lines.setdefault(f"bare, {row['package']}", []).append((row["gpus"], row["bare_ms"]))
-            for label, points in lines.items():
-                panel.plot(*zip(*sorted(points), strict=True), "--" if label.startswith("bare") else "o-", label=label)
-            panel.set(title=f"{layout}, {'×'.join(map(str, shape))}", xlabel="GPUs", xscale="log", yscale="log")
-            panel.set_xticks([1, 2, 4], labels=["1", "2", "4"])
-            panel.minorticks_off()
-            panel.set_yticks(ticks := [5, 10, 20, 40, 80, 160], labels=[str(x) for x in ticks])
-        panels[i][0].set_ylabel("forward and backward, ms")
-    panels[0][0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    shape = rows[0]["shape"]
+    rows = [row for row in rows if row["shape"] == shape]
+    layouts = [x for x in LAYOUTS if any(row["layout"] == x for row in rows)]
+    counts = sorted({row["gpus"] for row in rows})
+    figure = Figure(figsize=(3.2 * len(layouts) + 2.4, 3), layout="constrained", dpi=150)
+    panels = figure.subplots(1, len(layouts), sharey=True, squeeze=False)[0]
+    for panel, layout in zip(panels, layouts, strict=True):
+        lines: dict[str, dict[int, float]] = {}
+        for row in rows:
+            if row["layout"] == (layout if row["gpus"] > 1 else "tokens"):
+                method = SHOWN.get(row["method"])
+                label = f"{row['package']}, {method}" if method else row["method"]
+                lines.setdefault(label, {})[row["gpus"]] = row["ms"]
+                lines.setdefault(f"matmuls and collectives alone, {row['package']}", {})[row["gpus"]] = row["bare_ms"]
+        for label in sorted(lines):
+            style = {"linestyle": ":"} if "alone" in label else {"marker": "o"}
+            panel.plot(*zip(*sorted(lines[label].items()), strict=True), label=label, color=COLORS[label], **style)
+        panel.set_title(TITLES[layout], fontsize=10)
+        panel.set_xlabel("GPUs")
+        panel.set_xticks(counts)
+        panel.set_xlim(counts[0] - 0.3, counts[-1] + 0.3)
+        panel.set_ylim(0)
+    panels[0].set_ylabel("loss and gradients, ms")
+    named = {label: line for panel in panels for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    figure.legend(named.values(), named.keys(), loc="outside right center", fontsize=7)
+    figure.savefig(path)
 
 
 def main() -> None:
