@@ -1,6 +1,7 @@
 """The example trains a model that can be resumed, and its losses train the same."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -61,6 +62,29 @@ def test_a_resumed_training_is_the_same(tmp_path, novel, framework):
     shutil.rmtree(out / "checkpoints" / "6")
     train_lm.main(["--out", str(out), "--resume"])
     assert [row for row in log(out) if "validation" in row] == [row for row in whole if "validation" in row]
+
+
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_on_four_devices_the_curve_is_that_of_one(tmp_path, novel, framework):
+    """Tokens and vocabulary split: on devices that XLA makes of the CPU; under torchrun in four processes, by gloo."""
+    import train_lm
+
+    options = ["--framework", framework, "--text", str(novel / "one.txt"), *SIZES, "--steps", "3"]
+    train_lm.main([*options, "--out", str(tmp_path / "one")])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((".", "kernels")), "OMP_NUM_THREADS": "1"}
+    environment |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "examples/train_lm.py"]
+    if framework == "jax":
+        environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+    else:
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command += [*options, "--mesh", "data=2,tensor=2", "--out", str(tmp_path / "four")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    one, four = ([row[k] for row in log(tmp_path / x) for k in ("loss", "validation") if k in row]
+                 for x in ("one", "four"))  # fmt: skip
+    assert len(one) == 3  # of steps 2 and 3
+    np.testing.assert_allclose(four, one, rtol=1e-6)
 
 
 def log(out: Path) -> list[dict]:

@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from itertools import cycle
 
 import jax
 import jax.numpy as jnp
@@ -49,8 +50,7 @@ def assert_same(found, gradients, want) -> None:
         assert error(x, want[name]) < ROUNDING, name
 
 
-@pytest.mark.parametrize("mode", ["auto", "explicit", "checked"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("name", "mode"), list(zip(OPTIONS, cycle(MODES), strict=False)))
 def test_options(name, mode):
     kept, options = OPTIONS[name]
     given = uneven(Case(name, leading=(8, 8), width=16, vocabulary=64, arrays=kept, options=options))
