@@ -103,8 +103,11 @@ def with_odd_cotangents(given: Inputs) -> Inputs:
     return replace(given, of_loss=of_loss, of_lse=of_lse)
 
 
-def check(given: Inputs, way: Way, hidden: np.ndarray) -> tuple[tuple, tuple]:
-    """Compare with float64, and return both. hidden: tokens that are ignored, and hold NaN."""
+def check(given: Inputs, way: Way, hidden: np.ndarray, repeat: bool = True) -> tuple[tuple, tuple]:
+    """Compare with float64, and return both. hidden: tokens that are ignored, and hold NaN.
+
+    repeat: whether the call is made again, and must have the same bits.
+    """
     given = replace(given, targets=np.where(hidden, -100, given.targets))
     dirty = replace(given, e=np.where(hidden[:, None], np.nan, given.e).astype(given.e.dtype))
     loss, lse, gradients = exact = truth(given, {k: v for k, v in way.options.items() if k != "vocab_axis"})
@@ -116,8 +119,9 @@ def check(given: Inputs, way: Way, hidden: np.ndarray) -> tuple[tuple, tuple]:
     for name, gradient in actual[2].items():
         assert_rounded(gradient, gradients[name], reference[2][name], f"gradient of {name}", roundings=roundings)
     assert not np.float32(actual[2]["e"][hidden]).any()
-    again = run(dirty, way.options, "cce", memory_budget=way.saved)
-    jax.tree.map(np.testing.assert_array_equal, again, actual)
+    if repeat:
+        again = run(dirty, way.options, "cce", memory_budget=way.saved)
+        jax.tree.map(np.testing.assert_array_equal, again, actual)
     return actual, exact
 
 
@@ -126,7 +130,7 @@ def test_every_way_is_right_whichever_tokens_are_ignored(way):
     for seed, (what, hidden) in enumerate(ignored(way.tokens).items()):
         given = with_odd_cotangents(way.inputs(seed))
         try:
-            check(given, way, hidden)
+            check(given, way, hidden, repeat=what == "few")
         except AssertionError as failed:
             raise AssertionError(f"{what} ignored: {failed}") from None
 
