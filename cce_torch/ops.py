@@ -79,7 +79,7 @@ class _Loss(torch.autograd.Function):
             arguments = _in_type_of_e(*arguments)
         value, numbers, saved = _loss_operator(*arguments)
         _save(ctx, arguments, numbers, saved)
-        if saved.numel():
+        if saved is not None and saved.numel():
             ctx.kind = _kind(*arguments)
         return value, numbers
 
@@ -104,7 +104,7 @@ def _in_type_of_e(e: Tensor, c: Tensor, bias: Tensor | None, *others: Any) -> tu
     return e, tensors.rounded(c, e), tensors.rounded(bias, e), *others
 
 
-def _loss_operator(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _loss_operator(*arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     *given, scheduled, saving_for, row_length, options = arguments
     if _is_plain(given):
         return _run_loss(*given, scheduled, saving_for, row_length, *options)
@@ -195,7 +195,7 @@ def _programs() -> Any:
 
 def _run_loss(
     e, c, bias, targets, class_weight, token_weight, num_items, scheduled, saving_for, row_length, *options
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     if not e.shape[0]:
         return tuple(x.zero_() for x in _fake_loss(e, c, bias, targets, class_weight, token_weight, num_items,
                                                    scheduled, [], row_length, *options))  # type: ignore[return-value]  # fmt: skip
@@ -209,7 +209,8 @@ def _run_loss_of_compiled(*arguments) -> tuple[Tensor, Tensor, Tensor]:
     """_run_loss for tensors that nothing has checked: torch.compile traced the public function, or it was not used."""
     *given, scheduled, saving_for, row_length = arguments[:10]
     tensors.check(dict(zip(NAMES, given, strict=True)))
-    return _run_loss(*given, scheduled.tolist(), saving_for, row_length, *arguments[10:])
+    value, numbers, saved = _run_loss(*given, scheduled.tolist(), saving_for, row_length, *arguments[10:])
+    return value, numbers, given[0].new_empty(0, 0) if saved is None else saved
 
 
 def _run_gradients(*arguments) -> tuple[Tensor, ...]:

@@ -157,9 +157,9 @@ def saved_shape_of(kind: Kind, size: int, with_bias: bool, wanted: Wanted) -> tu
 
 def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, wanted: Wanted | None, row_length: int,
          call: Call, numbers: Numbers):  # fmt: skip
-    """The loss, () or (N,), the core's statistics, (2 or 3, N), both float32, and the saved exponentials.
+    """The loss, () or (N,), the core's statistics, (2 or 3, N), both float32, and the saved exponentials or None.
 
-    The statistics of ignored tokens are 0. Where nothing is saved, the saved exponentials have no elements.
+    The statistics of ignored tokens are 0.
     e: (N, D), N ≥ 1; c: (V, D), bias: (V,); targets: (N,) int64, before the shift, in rows of row_length tokens;
     class_weight: (V,); token_weight: (N,); num_items: one element; wanted: the gradients that will be asked for, or
     None if nothing is to be saved for them.
@@ -181,7 +181,7 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, wanted: 
     )
     if arrays.size != arrays.tokens:
         statistics = statistics[:, : arrays.tokens].contiguous()
-    return arrays.cut(value) if whole else value, statistics, saved[0] if saved else e.new_empty(to_save)
+    return arrays.cut(value) if whole else value, statistics, saved[0] if saved else None
 
 
 def saved_shape(e: Tensor, c: Tensor, bias: Tensor | None, wanted: Wanted, call: Call) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from transformers import (
 
 from cce_torch import blocks, linear_cross_entropy
 from cce_torch.transformers import cce_patch, cce_unpatch, heads
+from cce_torch.transformers.settings import Settings
 from tests.call_torch import array
 from tests.causal_models import B, T, V, batch, small_config, small_model, step
 from tests.tolerance import assert_close, error, roundoff
@@ -199,6 +201,33 @@ def test_options_reach_the_loss(monkeypatch):
     monkeypatch.setattr(heads, "linear_cross_entropy", loss)
     patched(options={"impl": "reference", "memory_budget": 2e9, "precision": "high"})(**batch())
     assert (seen["impl"], seen["memory_budget"], seen["precision"]) == ("reference", 2e9, "high")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "gib", "budget"), [(1024, 32, 2**30), (1024, 8, None), (10**6, 32, None), (10**6, 2048, 2**36)]
+)
+def test_default_budget_is_a_share_of_the_gpu_or_that_of_the_loss(monkeypatch, tokens, gib, budget):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gib * 2**30))
+    h: Any = SimpleNamespace(is_cuda=True, device="cuda", shape=(2, tokens // 2, 2048), numel=lambda: tokens * 2048)
+    assert Settings().of_loss(h)["memory_budget"] == budget
+    assert Settings(memory_budget=0).of_loss(h)["memory_budget"] == 0
+    assert Settings().of_loss(torch.zeros(2, 8))["memory_budget"] is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_default_budget_on_a_gpu(monkeypatch, compiled):
+    seen = []
+
+    def loss(*args, memory_budget, **kwargs):
+        seen.append(memory_budget)
+        return linear_cross_entropy(*args, memory_budget=memory_budget, **kwargs)
+
+    monkeypatch.setattr(heads, "linear_cross_entropy", loss)
+    found = patched(options={"impl": "auto"}).bfloat16().cuda()
+    run = torch.compile(found, fullgraph=True, backend="aot_eager") if compiled else found
+    run(**{name: x.cuda() for name, x in batch().items()}).loss.backward()
+    assert seen[-1] == torch.cuda.get_device_properties(0).total_memory // 32
 
 
 @pytest.mark.parametrize(

@@ -53,11 +53,11 @@ def cut_cross_entropy(model: Any, **options: Any) -> None:
 METHODS: dict[str, Callable[[Any], None]] = {
     "unpatched": lambda model: None,
     "cce_patch": ours,
-    "cce_patch, memory_budget='all'": partial(ours, memory_budget="all"),
+    "cce_patch, memory_budget=3e8": partial(ours, memory_budget=3e8),
     "Liger, the loss alone": partial(liger, loss=True, others=False),
     "Liger, all of its patch": partial(liger, loss=True, others=True),
     "cce_patch and Liger's other kernels": ours_and_liger,
-    "cce_patch, memory_budget='all', and Liger's other kernels": partial(ours_and_liger, memory_budget="all"),
+    "cce_patch, memory_budget=3e8, and Liger's other kernels": partial(ours_and_liger, memory_budget=3e8),
     "cut_cross_entropy": cut_cross_entropy,
     "cut_cross_entropy, exact": partial(cut_cross_entropy, filter_eps=None),
 }

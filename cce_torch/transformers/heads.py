@@ -55,7 +55,7 @@ class Request:
             weight = weight[: logits.vocabulary]
             bias = None if bias is None else bias[: logits.vocabulary]
         loss = linear_cross_entropy(h, weight, self.targets.to(h.device), bias, softcap=softcap, logit_scale=scale,
-                                    **{**self.options, "reduction": reduction}, **settings.of_loss())  # fmt: skip
+                                    **{**self.options, "reduction": reduction}, **settings.of_loss(h))  # fmt: skip
         return loss.reshape(logits.tokens) if reduction == "none" else loss
 
 

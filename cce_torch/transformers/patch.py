@@ -54,7 +54,9 @@ def cce_patch(
       model_or_type: a model, which is patched in place, also if PEFT, DDP or FSDP has wrapped it; or a type of models,
         of which all objects are patched: a class such as LlamaForCausalLM, its config, or the model_type that the
         config has, "llama". Patch a model before accelerate's prepare.
-      impl: as `cce_torch.linear_cross_entropy` takes it, and so are memory_budget and precision.
+      impl: as `cce_torch.linear_cross_entropy` takes it, and so is precision.
+      memory_budget: as `cce_torch.linear_cross_entropy` takes it, with another default: on a GPU a thirty-second of its
+        memory, which is 2.5 GB of 80, or the loss's own default where that is more. For the least memory give 0.
       reduction: "mean": the model's own. "sum" and "none" replace it, and num_items_in_batch divides nothing then.
         "none" gives the loss of each token, (B, T-1).
       head_adapter: compute the loss with the LoRA adapter that PEFT put on the head. It is an option since it costs a

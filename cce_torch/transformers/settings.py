@@ -3,8 +3,13 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from cce_kernels import contract
 from cce_torch.api import IMPLS, PRECISIONS, Impl, Reduction
+
+SHARE = 32  # by default the loss may hold one part in so many of the GPU's memory
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,18 @@ class Settings:
         contract.choice("precision", self.precision, (None, *PRECISIONS))
         contract.memory_budget(self.memory_budget)
 
-    def of_loss(self) -> dict[str, Any]:
-        """The options that `linear_cross_entropy` takes as they are."""
-        return {"impl": self.impl, "memory_budget": self.memory_budget, "precision": self.precision}
+    def of_loss(self, h: Tensor) -> dict[str, Any]:
+        """The options that `linear_cross_entropy` takes as they are, for the hidden states h."""
+        return {"impl": self.impl, "memory_budget": self._budget(h), "precision": self.precision}
+
+    def _budget(self, h: Tensor) -> float | Literal["all"] | None:
+        """memory_budget, or its default: a share of the GPU's memory, and never less than the loss's own default.
+
+        The unpatched model holds its logits several times, at least 10·N·V bytes. A call that saves everything holds
+        2·N·V bytes. So a share of the GPU makes the patched model fast, and it still holds much less.
+        """
+        if self.memory_budget is not None or not h.is_cuda:
+            return self.memory_budget
+        share = torch.cuda.get_device_properties(h.device).total_memory // SHARE
+        width = h.shape[-1]
+        return share if share > contract.default_budget(h.numel() // width, width) else None
