@@ -13,10 +13,12 @@ hypothesis.settings.register_profile("all", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("all")
 
 # XLA's newer emitters for the CPU take twice as long to compile the interpreted kernels. Under the older, without fused
-# multiply-adds, the same arithmetic has the same bits in two programs. Read when the first backend starts.
+# multiply-adds, the same arithmetic has the same bits in two programs. A program in one piece compiles in less time
+# than in the 32 that XLA makes of it. Read when the first backend starts; processes that tests start have them too.
+flags = "--xla_cpu_parallel_codegen_split_count=1"
 if platform.machine() == "x86_64":
-    flags = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_max_isa=AVX"
-    os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
+    flags += " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_max_isa=AVX"
+os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
 
 # In Mosaic's GPU interpreter the threads of a kernel wait for each other in the thread pool of XLA's CPU client, which
 # has one thread a core: with fewer threads than the kernel's it waits forever. The first backend that starts takes the

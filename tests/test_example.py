@@ -115,6 +115,7 @@ def test_text(novel):
     from lm.text import END, Text, files_in
 
     text = Text.prepare(files_in([novel]), 300, 10**6)
+    assert (text.tokenizer.get_vocab_size(), text.vocabulary) == (276, 320)
     one = (novel / "one.txt").read_text()
     every = np.concatenate([text.tokens, text.held_out])
     assert text.tokenizer.decode(every.tolist(), skip_special_tokens=False) == one + END  # the copy is left out
@@ -131,6 +132,15 @@ def test_text(novel):
     assert not np.array_equal(other, text.batch(settings, 0))
     with pytest.raises(FileNotFoundError, match="no file or folder"):
         files_in([novel / "absent"])
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"), [(None, ["0", "1"]), ("4,5", ["4", "5"]), ("3", ["3", "3"]), ("", ["", ""])]
+)
+def test_each_process_sees_its_own_gpu(visible, seen):
+    from lm.processes import gpu_of
+
+    assert [gpu_of(rank, visible) for rank in (0, 1)] == seen
 
 
 def test_settings_that_do_not_fit():

@@ -9,6 +9,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .mesh import axes
 
 
+def gpu_of(rank: int, visible: str | None) -> str:
+    """CUDA_VISIBLE_DEVICES of a process, from what it was for all processes of this machine; None if it was not set."""
+    if visible is None:
+        return str(rank)
+    # One GPU is the process' own already, and "" means none.
+    return visible.split(",")[rank] if "," in visible else visible
+
+
 def start(mesh: str | None) -> DeviceMesh | None:
     """The mesh of the processes, by default all along one axis "data"; None in a process without others.
 
@@ -16,9 +24,7 @@ def start(mesh: str | None) -> DeviceMesh | None:
     """
     if "LOCAL_RANK" not in os.environ:
         return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    rank = int(os.environ["LOCAL_RANK"])
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible[rank] if len(visible) > rank else str(rank)
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu_of(int(os.environ["LOCAL_RANK"]), os.environ.get("CUDA_VISIBLE_DEVICES"))
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)

@@ -97,7 +97,8 @@ class Text:
 
     @property
     def vocabulary(self) -> int:
-        return self.tokenizer.get_vocab_size()
+        """The rows of an embedding: one a token, and up to 63 more, so that GPUs can split them."""
+        return -(-self.tokenizer.get_vocab_size() // 64) * 64
 
     def batch(self, settings: Settings, step: int) -> np.ndarray:
         """The tokens of an optimizer step: (accumulation, batch / accumulation, context) int32.
