@@ -26,6 +26,8 @@ def start(mesh: str | None) -> DeviceMesh | None:
         return None
     os.environ["CUDA_VISIBLE_DEVICES"] = gpu_of(int(os.environ["LOCAL_RANK"]), os.environ.get("CUDA_VISIBLE_DEVICES"))
     on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.init()  # init_device_mesh would start CUDA on the GPU of the number LOCAL_RANK, which is hidden
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     sizes = axes(mesh or f"data={dist.get_world_size()}")

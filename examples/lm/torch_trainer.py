@@ -3,6 +3,7 @@
 import math
 import shutil
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from .settings import Settings
 from .torch_model import MODELS, LanguageModel, load_flax, split
@@ -31,6 +32,28 @@ def learning_rate(settings: Settings, step: int) -> float:
 
 def _whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _split_alike(parameters: Iterable[Tensor]) -> list[list[Any]]:
+    """The parameters in groups, each over one mesh, by one placement: PyTorch updates such a group in a few kernels."""
+    groups: dict[Any, list[Tensor]] = {}
+    for x in parameters:
+        groups.setdefault((x.device_mesh, x.placements) if isinstance(x, DTensor) else None, []).append(x)
+    return list(groups.values())
+
+
+def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
+    """The sum over all elements of gradients that are split alike."""
+    total = torch.stack([_local(x).square().sum() for x in gradients]).sum()
+    first = gradients[0]
+    if not isinstance(first, DTensor):
+        return total
+    parts = [Replicate() if x.is_replicate() else Partial() for x in first.placements]
+    return DTensor.from_local(total, first.device_mesh, parts).full_tensor()
 
 
 class Trainer:
@@ -59,10 +82,12 @@ class Trainer:
         self.model.to(self.device)
         if mesh is not None:
             split(self.model, mesh)
-        # PyTorch's optimizers for many parameters at once take none of several meshes.
-        at_once: dict[str, Any] = {"foreach": False} if mesh is not None else {"fused": self.device.type == "cuda"}
+        self.groups = _split_alike(self.model.parameters())
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), settings.learning_rate, weight_decay=settings.weight_decay, **at_once
+            [{"params": group} for group in self.groups],
+            settings.learning_rate,
+            weight_decay=settings.weight_decay,
+            fused=True,
         )
 
     def _on_device(self, tokens: np.ndarray) -> Tensor:
@@ -90,15 +115,34 @@ class Trainer:
             value = self.model(tokens, self.settings.targets / self.parts)  # FSDP takes the mean over the parts
             value.backward()
             loss = loss + _whole(value.detach())
+        self._average_copies()
         # clip_grad_norm_, but with a norm that is exact on CPUs too: PyTorch's float32 one is off by up to 1e-3 there.
-        squares = [_whole(x.grad.square().sum()) for x in self.model.parameters() if x.grad is not None]
-        foreach = None if self.mesh is None else False
-        nn.utils.clip_grads_with_norm_(self.model.parameters(), 1.0, torch.stack(squares).sum().sqrt(), foreach)
+        squares = [_sum_of_squares([x.grad for x in group]) for group in self.groups]
+        norm = torch.stack(squares).sum().sqrt()
+        for group in self.groups:
+            nn.utils.clip_grads_with_norm_(group, 1.0, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.settings, self.count)
         self.optimizer.step()
         self.count += 1
         return self._mean_over_processes(loss)
+
+    def _average_copies(self) -> None:
+        """Makes gradients equal on the processes of the mesh axis "tensor", which have copies of most parameters.
+
+        They compute the same gradients, but not with the same bits: attention's kernels on a GPU add in any order. The
+        copies would part more and more, and the loss, which takes them for equal, would no longer fall as fast.
+        """
+        if self.mesh is None or "tensor" not in (self.mesh.mesh_dim_names or ()):
+            return
+        tensor = self.mesh["tensor"]
+        for group in self.groups:
+            if isinstance(group[0], DTensor) and "tensor" in (group[0].device_mesh.mesh_dim_names or ()):
+                continue  # the rows of the embedding are split
+            for x in group:
+                gradient = _local(x.grad)
+                dist.all_reduce(gradient, group=tensor.get_group())
+                gradient /= tensor.size()
 
     @torch.no_grad()
     def evaluate(self, batches: list[np.ndarray]) -> float:
