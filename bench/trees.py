@@ -4,8 +4,8 @@ Each checkout runs in a process of its own on the same GPU, and one of them work
 the time of this one over that of the other.
 
     steady    forward and backward of cce_jax and cce_torch, at the heads and budgets that are asked for
-    host      what a small call from PyTorch costs the host, in microseconds: the least of several pairs of processes, as
-              one process may be slower than the next for as long as it lives, by as much as a factor of two
+    host      what a small call from PyTorch costs the host, in microseconds: the least of several pairs of processes: a
+              process may be slower than the next for as long as it lives, by as much as a factor of two
 """
 
 import argparse

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cce_torch import tensors
 
@@ -50,19 +51,31 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, row_leng
     a 16-bit e; targets: (N,) int64, in rows of row_length tokens, which are shifted row by row; class_weight: (V,);
     token_weight: (N,); num_items: one element.
     """
-    functions = torch._C._are_functorch_transforms_active()
-    # Nothing is saved under torch.compile: with dynamic shapes it would have to know the saved array's size.
-    saving = torch.is_grad_enabled() and not functions and not torch.compiler.is_compiling()
+    functions, compiling = torch._C._are_functorch_transforms_active(), torch.compiler.is_compiling()
     wanted = [x is not None and x.requires_grad for x in (e, c, bias)]
-    saving_for = wanted if saving and any(wanted) else []
+    gradients = torch.is_grad_enabled() and (any(wanted) or (token_weight is not None and token_weight.requires_grad))
+    # Nothing is saved under torch.compile: with dynamic shapes it would have to know the saved array's size.
+    saving_for = wanted if gradients and any(wanted) and not functions and not compiling else []
     kind = label_smoothing > 0, z_loss != 0
     options = ignore_index, shift, reduction, *kind, softcap, precision, impl, memory_budget, c.dtype != e.dtype
     scheduled: Any = label_smoothing, z_loss, scale
-    if torch.compiler.is_compiling():  # as factors, all values share one compilation
+    if compiling:  # as factors, all values share one compilation
         scheduled = torch.stack([torch.ones((), dtype=torch.float64) * x for x in scheduled])
-    function = _LossOfFunctions if functions else _Loss
-    return function.apply(e, c, bias, targets, class_weight, token_weight, num_items, scheduled, saving_for, row_length,
-                          options)  # fmt: skip
+    arguments = e, c, bias, targets, class_weight, token_weight, num_items, scheduled, saving_for, row_length, options
+    if functions:
+        return _LossOfFunctions.apply(*arguments)
+    if not compiling and _has_tangent(e, c, bias, token_weight):
+        _refuse(None)
+    if compiling or gradients:
+        return _Loss.apply(*arguments)
+    return _loss_operator(*_in_type_of_e(*arguments))[:2]  # a Function would take 8 µs more
+
+
+def _has_tangent(*given: Tensor | None) -> bool:
+    """Whether one of the tensors is a dual number of forward-mode differentiation."""
+    if getattr(forward_ad, "_current_level", 0) < 0:  # nearly always
+        return False
+    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in given)
 
 
 def _kind(e: Tensor, c: Tensor, *others: Any) -> Any:

@@ -218,11 +218,20 @@ def test_func_grad_and_vmap_of_it():
     assert_same([each[0]], [expected])
 
 
+def _tangent(f, e):
+    """The derivative of f along e, by dual numbers. A result without one is None."""
+    with torch.autograd.forward_ad.dual_level():
+        f(e.detach())  # which has no tangent
+        dual = torch.autograd.forward_ad.make_dual(e.detach(), torch.ones_like(e))
+        return torch.autograd.forward_ad.unpack_dual(f(dual)).tangent
+
+
 @pytest.mark.parametrize(
     "derivative",
     [
         lambda f, e: torch.func.jvp(f, (e,), (e,)),
         lambda f, e: torch.func.hessian(f)(e),
+        lambda f, e: _tangent(f, e),
         lambda f, e: torch.autograd.grad(torch.autograd.grad(f(e), e, create_graph=True)[0].sum(), e),
     ],
 )
