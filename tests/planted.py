@@ -54,7 +54,7 @@ OUT_OF_RANGE = "test_target_out_of_range_is_nan_and_so_is_every_gradient_it_reac
 LAYOUTS, OPTIONS, DRAWN, ERRORS = (
     (f"test_devices.py::test_on_eight_devices[{group}]",) for group in ("layouts", "options", "drawn", "errors")
 )
-SHARDS = ("test_shards.py::test_shards_give_what_all_columns_give[plain-1000-cce]",)
+SHARDS = ("test_shards.py::test_shards_give_what_all_columns_give",)
 GROUPS = ("test_loss.py::test_chunked_in_several_groups",)
 EXACT = "test_torch_compiled.py::test_exact"
 

@@ -82,7 +82,7 @@ def test_spills_are_known_before_a_candidate_runs(role):
 
 @pytest.mark.parametrize("role", roles.ON_HOPPER)
 def test_candidates_for_hopper_fit_it(role, monkeypatch):
-    """In shared memory; what is shipped is one of them, whatever the shape."""
+    """In shared memory, every third of them; what is shipped is one of them, whatever the shape."""
     monkeypatch.setattr(hopper, "MOSAIC", True)
     listed, shape = partial(roles.candidates, role, gpu=H200), tune.Shape(512, 128, 4096)
     assert {LOGITS, *DE, *SAVED_DE, *DC} <= set(listed(shape, "bfloat16"))
@@ -91,7 +91,7 @@ def test_candidates_for_hopper_fit_it(role, monkeypatch):
     given = roles.Given.of(shape, "bfloat16", INTERPRETER)
     assert roles.shipped(role, given, H200) in listed(shape, "bfloat16")
     read = roles.buffer(role, given, H200)
-    for tiles in listed(shape, "bfloat16"):
+    for tiles in listed(shape, "bfloat16")[::3]:
         function, arguments = roles.program(role, given, read, tiles, H200)
         assert for_hopper(function, *arguments) == [roles.ON_HOPPER[role]]
 

@@ -24,8 +24,10 @@ from tests.devices.meshes import (
 from tests.tolerance import assert_close, assert_reference
 from tests.truth import truth
 
-PAIRS = [(layout, mode) for layout in LAYOUTS for mode in MODES if layout.allows(mode)]
-HALF = [x for x in PAIRS if (LAYOUTS.index(x[0]) + MODES.index(x[1])) % 2 == 0]  # drawn.py draws from all layouts
+ALLOWED = [[mode for mode in MODES if layout.allows(mode)] for layout in LAYOUTS]
+SOME = [  # a third; drawn.py draws from all
+    (layout, mode) for i, layout in enumerate(LAYOUTS) for mode in ALLOWED[i][i % min(3, len(ALLOWED[i])) :: 3]
+]
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 
@@ -52,7 +54,7 @@ def compare(case: Case, layout: Layout, mode: str, impl: str = "chunked", dtype:
             assert x.sharding.is_equivalent_to(at, x.ndim), f"{name}: {x.sharding.spec} is not {at.spec}"
 
 
-@pytest.mark.parametrize(("layout", "mode"), HALF, ids=str)
+@pytest.mark.parametrize(("layout", "mode"), SOME, ids=str)
 def test_every_layout_and_every_mode(layout, mode):
     compare(EVERYTHING, layout, mode)
 
@@ -66,7 +68,9 @@ def test_the_reference(layout, mode):
         compare(EVERYTHING, layout, mode, impl="reference")
 
 
-@pytest.mark.parametrize(("layout", "mode"), [p for p in PAIRS if p[0].name == "three axes"], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "mode"), [(BY_NAME["three axes"], mode) for mode in MODES if BY_NAME["three axes"].allows(mode)], ids=str
+)
 def test_c_of_shape_d_v(layout, mode):
     compare(EVERYTHING, layout, mode, vocab_axis=1)
 
