@@ -27,7 +27,7 @@ from tests.search.truth import truth
 from tests.test_hopper import INTERPRETED, SMALL, adding_copies  # noqa: F401
 
 SEED = 1
-PROGRAMS = 45  # of SHARED calls each
+PROGRAMS = 40  # of SHARED calls each
 TOGETHER = 5  # programs of one test
 HOPPER_PROGRAMS = 8
 

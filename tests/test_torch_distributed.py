@@ -353,7 +353,7 @@ def check_padding() -> None:
 
 def check_vocab_parallel_in_four() -> None:
     rng = np.random.default_rng(1)
-    for draw in range(12):
+    for draw in range(6):
         case = CASES[rng.integers(len(CASES))]
         stops = *sorted(int(x) for x in rng.integers(0, case.vocabulary + 1, 3)), case.vocabulary
         if draw % 3 == 0:  # as DTensor splits: all parts but the last ones are as large, and the last may be empty
@@ -573,7 +573,7 @@ def check_dtensors() -> None:
     ways = {"e": [*everywhere, Shard(2)], "c": [Replicate(), Shard(0), Shard(0), Shard(1)], "targets": everywhere,
             "token_weight": everywhere, "bias": everywhere[:2], "class_weight": everywhere[:2]}  # fmt: skip
     cases = [x for x in CASES if int(x.options.get("shift", 0)) <= 1]
-    for draw in range(48):
+    for draw in range(30):
         leading, vocabulary = ((5, 7), (2, 9), (1, 3))[draw % 3], int(rng.choice((203, 37, 5)))
         case = dataclasses.replace(cases[draw % len(cases)], leading=leading, vocabulary=vocabulary)
         mesh = meshes[rng.integers(2)]

@@ -117,7 +117,7 @@ def test_a_loss_composed_of_lse_and_loss_is_exact(impl):
         assert error(x, y) < 2e-6
 
 
-@pytest.mark.parametrize("impl", FIRST_ORDER)
+@pytest.mark.parametrize("impl", FIRST_ORDER[:2])
 def test_which_gradients_an_earlier_call_wanted_does_not_matter(impl):
     """JAX caches the traced rules of one call for the next; e's gradient was lost that way once."""
     given = inputs(BATCH)

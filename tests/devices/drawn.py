@@ -35,7 +35,7 @@ def layouts(draw) -> tuple[Layout, str]:
     return layout, mode
 
 
-@hypothesis.settings(max_examples=15, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.settings(max_examples=10, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(layouts(), st.sampled_from([(), ("bias", "class_weight", "token_weight")]), st.integers(0, 1),
                   st.sampled_from([8, 64]), st.integers(0, 2))  # fmt: skip
 def test_drawn(drawn, kept, vocab_axis, rows, shift):
@@ -56,7 +56,7 @@ def test_drawn(drawn, kept, vocab_axis, rows, shift):
             assert x.sharding.is_equivalent_to(leaves[name].sharding, x.ndim), name
 
 
-@hypothesis.settings(max_examples=8, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.settings(max_examples=6, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(layouts(), st.sampled_from(["bfloat16", "float16", "float32"]), st.sampled_from(["cce", "chunked"]),
                   st.sampled_from([0, "all"]), st.sampled_from([(), ("bias", "token_weight")]),
                   st.sampled_from([{}, {"softcap": 5.0}, {"label_smoothing": 0.1}]), st.integers(0, 1))  # fmt: skip
@@ -66,7 +66,7 @@ def test_drawn_types_engines_and_budgets(drawn, dtype, impl, memory_budget, arra
     compare(case, layout, mode, impl, dtype, vocab_axis, memory_budget=memory_budget)
 
 
-@hypothesis.settings(max_examples=5, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.settings(max_examples=4, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(layouts(), st.sampled_from(["cce", "chunked"]), st.integers(0, 1))
 def test_drawn_float32_parameters_beside_16_bits(drawn, impl, vocab_axis):
     """dz is rounded to 16 bits, of which some fall differently where sums are split; the gradients are not."""
