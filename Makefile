@@ -5,7 +5,12 @@ BIN := $(VENV)/bin
 # The GPU extra to install for the demo: empty on a machine without an NVIDIA driver.
 comma := ,
 GPU := $(if $(shell command -v nvidia-smi),$(comma)cuda13)
-
+# Said before PyTorch is installed where it is not yet, on Linux without a GPU: pip cannot choose the CPU build by itself.
+define say_what_torch_brings
+	@test -n "$(GPU)" || test "$$(uname)" != Linux || $(BIN)/python -c "import torch" 2>/dev/null || echo \
+	  "PyTorch's plain build brings 6 GB of CUDA, which this machine has no use for. To avoid that, stop here and" \
+	  "install the CPU build of $$(grep ^torch= constraints.txt) with $(BIN)/pip, as PyTorch's installation page says."
+endef
 
 .PHONY: demo test test-hopper lint docs dist gpu-check clean
 
@@ -45,14 +50,17 @@ $(VENV)/python:
 	touch $@
 
 $(VENV)/examples: $(VENV)/python pyproject.toml constraints.txt
+	$(say_what_torch_brings)
 	$(BIN)/pip install -q -c constraints.txt -e ".[examples$(GPU)]"
 	touch $@
 
 $(VENV)/dev: $(VENV)/python pyproject.toml constraints.txt
+	$(say_what_torch_brings)
 	$(BIN)/pip install -q -c constraints.txt -e ".[test,examples,bench,dev]"
 	touch $@
 
 $(VENV)/docs: $(VENV)/python pyproject.toml constraints.txt
+	$(say_what_torch_brings)
 	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
 	touch $@
 

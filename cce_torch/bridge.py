@@ -300,8 +300,9 @@ def _gpu(index: int):
         devices = jax.local_devices(backend="cuda")
     except RuntimeError as error:
         raise RuntimeError(
-            "the tensors are on a CUDA device, which JAX cannot use here: install cce-jax[cuda13] or cce-jax[cuda12], "
-            f"or use impl='torch_compile', which needs no JAX ({error})"
+            "the tensors are on a CUDA device, which JAX cannot use here: install JAX's CUDA plugin, with "
+            "pip install 'jax[cuda13]' or 'jax[cuda12]', or use impl='torch_compile', which needs no JAX "
+            f"({error})"
         ) from None
     found = [d for d in devices if d.local_hardware_id == index]
     if not found:

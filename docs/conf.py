@@ -6,19 +6,22 @@ The pages are Markdown (MyST), so that a code host shows them too. Links to file
 
 from typing import Any
 
+from sphinx.pycode import ModuleAnalyzer
+
 from cce_kernels.version import installed
 
 project = "cce-jax"
 author = "The cce-jax developers"
 release = version = installed()
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["conf.py"]
 
 html_theme = "furo"
 html_title = "cce-jax"
 html_static_path = ["theme"]
 html_css_files = ["wide.css"]
+html_favicon = "theme/favicon.svg"
 html_show_sphinx = False
 html_show_copyright = False
 
@@ -27,7 +30,7 @@ suppress_warnings = ["misc.highlighting_failure"]
 
 toc_object_entries_show_parents = "hide"
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the signature's defaults say what matters; the docstrings name the types
+autodoc_typehints = "description"  # each argument's type stands in its own line; the signature shows the defaults
 python_maximum_signature_line_length = 90
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
@@ -49,4 +52,8 @@ def code_blocks(app: Any, what: str, name: str, obj: Any, options: Any, lines: l
 
 
 def setup(app: Any) -> None:
+    for module in ("cce_jax.api", "cce_torch.api", "cce_torch.head"):  # the one signature with the defaults, no overloads
+        analyzer = ModuleAnalyzer.for_module(module)
+        analyzer.analyze()
+        analyzer.overloads.clear()
     app.connect("autodoc-process-docstring", code_blocks, priority=100)  # before napoleon, at 500
