@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Bbox
 
-LINE, GAP, MARKER = 10, 7, 5  # points: from one label's line to the next, from point to label, and a point's radius
+LINE, GAP, MARKER = 12, 7, 5  # points: from one label's line to the next, from point to label, and a point's radius
 # Where a label starts, in points from its own, right (1) or left (-1) of it or across (0): near ones first.
 PLACES = sorted(
     [(side * (GAP + out), up * LINE, side) for side, out, up in product((1, -1), (0, 15, 40), range(-9, 10))]
@@ -38,7 +38,7 @@ def place(
         along = [start + part * (end - start) for part in np.linspace(0, 1, 40)]
         taken += [Bbox.from_bounds(x - pixels, y - pixels, 2 * pixels, 2 * pixels) for x, y in along]
     for name, text in labels.items():
-        label = axes.annotate(text, points[name], xytext=(0, 0), textcoords="offset points", va="center", fontsize=8,
+        label = axes.annotate(text, points[name], xytext=(0, 0), textcoords="offset points", va="center", fontsize=10.5,
                               color=color(name), weight="bold" if name.startswith("cce_") else None,
                               path_effects=[withStroke(linewidth=2.5, foreground="white")])  # fmt: skip
         size = label.get_window_extent(canvas.get_renderer())

@@ -1,4 +1,7 @@
-"""The pictures: `python -m bench.plot bench.json … --out bench.png` draws them again from what runs have written."""
+"""The pictures: `python -m bench.plot bench.json … --out bench.png` draws them again from what runs have written.
+
+Where several files have the same method at the same shape, the first of these files counts.
+"""
 
 import argparse
 import json
@@ -11,14 +14,24 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # without pyplot it draws with the Agg backend, which needs no display
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from bench.data import SHAPES
 from bench.labels import place
 
 Row = dict[str, Any]
 KIND = "loss-fw-bw"
 OURS = {"cce_torch": "#d1495b", "cce_jax": "#00798c"}
 OTHERS, FLOOR, INK = "#6c757d", "#2b2d42", "#2b2d42"
-BUDGETS = ("", " half", " 2NV", " all")  # of a method of ours, in the order of their memory
+BUDGETS = {  # of a method of ours, in the order of their memory
+    "": "default",
+    " half": "half as many bytes as bfloat16 logits",
+    " 2NV": "as many bytes as bfloat16 logits",
+    " all": 'memory_budget="all"',
+}
+NAMES = {  # where a picture and the documentation name a method otherwise than bench.methods does
+    "cut_cross_entropy exact": "cut_cross_entropy, no filter",
+    "Liger": "Liger, chunk_mem_const=1 (its default)",
+    "quack chunked": "quack, chunked",
+    "torch.compile": "full logits, torch.compile",
+}
 RATIOS = [1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32]
 
 
@@ -34,33 +47,26 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def _frontiers(rows: Sequence[Row], path: Path) -> None:
-    panels: dict[tuple, list[Row]] = {}
+    panels: dict[tuple, dict[str, Row]] = {}
     for row in rows:
         if row["op_mem_mb"] is not None and np.isfinite(row["op_mem_mb"]) and row["op_mem_mb"] > 0:
-            panels.setdefault((tuple(row["shape"]), row["test_data"]), []).append(row)
+            panels.setdefault((tuple(row["shape"]), row["test_data"]), {}).setdefault(row["method"], row)
     if not panels:
         return
-    columns = min(3, len(panels))
-    lines = -(-len(panels) // columns)
-    figure = Figure(figsize=(5.8 * columns, 6.2 * lines + 0.5), layout="constrained", dpi=150)
-    for axes, ((shape, data), found) in zip(np.ravel(figure.subplots(lines, columns)), panels.items(), strict=False):
-        _frontier(axes, found)
-        axes.set_title(_title(shape, data), fontsize=12, color=INK, loc="left")
-    for unused in np.ravel(np.array(figure.axes))[len(panels) :]:
-        unused.set_visible(False)
-    figure.suptitle("Loss and both gradients: time and memory beyond the inputs", fontsize=15, color=INK)
-    figure.supxlabel("peak memory, results included (MiB)", color=INK)
-    figure.supylabel("time / floor", color=INK)
+    # One below the other, so that a page as narrow as a column of text shows letters of its own size.
+    figure = Figure(figsize=(9, 4.3 * len(panels)), layout="constrained", dpi=150)
+    for axes, ((shape, data), found) in zip(np.ravel(figure.subplots(len(panels))), panels.items(), strict=True):
+        _frontier(axes, list(found.values()))
+        title = "tokens × width × vocabulary: " + "×".join(map(str, shape))
+        title += "" if data == "trained" else f", {data} data"
+        axes.set_title(title, fontsize=13, color=INK, loc="left")
+        axes.set_xlabel("peak memory, MiB, gradients included", fontsize=11, color=INK)
+        axes.set_ylabel("time of loss and gradients, ms", fontsize=11, color=INK)
     figure.savefig(path)
 
 
-def _title(shape: tuple[int, ...], data: str) -> str:
-    names = [name for name, known in SHAPES.items() if tuple(known) == shape and "x" not in name]
-    return "  ".join([*names, "×".join(map(str, shape)), data])
-
-
 def _frontier(axes: Axes, rows: Sequence[Row]) -> None:
-    points = {row["method"]: (row["op_mem_mb"], row["ratio"]) for row in rows}
+    points = {row["method"]: (row["op_mem_mb"], row["runtime_ms"]) for row in rows}
     lines = {name: [points[name + budget] for budget in BUDGETS if name + budget in points] for name in OURS}
     lines = {name: line for name, line in lines.items() if line}
     for name, line in lines.items():
@@ -69,45 +75,50 @@ def _frontier(axes: Axes, rows: Sequence[Row]) -> None:
         color, ours = _color(row["method"]), row["method"].startswith("cce_")
         axes.plot(*points[row["method"]], "o", color=color, markersize=9 if ours else 7, zorder=4 if ours else 2,
                   markerfacecolor="white" if row["marked"] else color, markeredgewidth=1.5)  # fmt: skip
-    axes.axhline(1, color=FLOOR, linewidth=1.5, linestyle=(0, (4, 3)), zorder=1)
-    ratios, memory = (np.array([p[i] for p in points.values()]) for i in (1, 0))
-    axes.set(xscale="log", yscale="log", ylim=(min(0.88, 0.9 * ratios.min()), 1.25 * ratios.max()),
-             xlim=(memory.min() / 2, memory.max() * 2.5))  # fmt: skip
-    _style(axes)
+    floor = rows[0]["floor_ms"]
+    axes.axhline(floor, color=FLOOR, linewidth=1.5, linestyle=(0, (4, 3)), zorder=1, label="three matrix products alone")
+    axes.legend(loc="upper right", frameon=False, fontsize=11, labelcolor=INK)
+    memory, times = (np.array(numbers) for numbers in zip(*points.values(), strict=True))
+    axes.set(xscale="log", yscale="log", ylim=(0.8 * min(floor, times.min()), 1.25 * times.max()),
+             xlim=(memory.min() / 1.5, memory.max() * 4))  # fmt: skip
+    _style(axes, [round(factor * 10.0**power, 9) for power in range(-3, 5) for factor in (1, 1.5, 2, 3, 5, 7)])
     axes.xaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.annotate("floor: three bare matmuls", (0.01, 1), xycoords=("axes fraction", "data"), xytext=(0, -3),
-                  textcoords="offset points", ha="left", va="top", fontsize=8, color=FLOOR)  # fmt: skip
     if any(row["marked"] for row in rows):
-        axes.annotate("hollow: gradient error beyond rounding's", (0.01, 0.01), xycoords="axes fraction", fontsize=8,
+        axes.annotate("hollow: gradient error beyond rounding's", (0.01, 0.01), xycoords="axes fraction", fontsize=10,
                       color=INK)  # fmt: skip
-    labels = {name: _label(name) for name in sorted(points, key=lambda name: (not name.startswith("cce_"), name))}
-    first = next((name for name in OURS if name in labels), None)
-    for name in OURS:  # both run the same kernels: their budgets lie on each other, and one label does
-        for budget in BUDGETS[1:]:
-            text = _label(budget).lstrip(", ") if name == first else ""
-            labels = {known: text if known == name + budget else label for known, label in labels.items()}
-    place(axes, points, {name: label for name, label in labels.items() if label}, _color, list(lines.values()))
+    labels = {name: label(name) for name in sorted(points, key=lambda name: (not name.startswith("cce_"), name))}
+    first, *others = [name for name in OURS if name in labels] or [""]
+    for budget in list(BUDGETS)[1:]:  # both run the same kernels: their budgets lie on each other, and one label does
+        for name in others:
+            labels.pop(name + budget, None)
+        if first + budget in labels:
+            labels[first + budget] = BUDGETS[budget]
+    place(axes, points, labels, _color, list(lines.values()))
 
 
-def _label(name: str) -> str:
-    return name.replace(" half", ", N·V bytes").replace(" 2NV", ", 2·N·V bytes").replace(" all", ", all saved")
+def label(method: str) -> str:
+    """The method's name in a picture, as the documentation writes it."""
+    for ours in OURS:
+        if method.startswith(ours) and method.removeprefix(ours) in BUDGETS:
+            return f"{ours}, {BUDGETS[method.removeprefix(ours)]}"
+    return NAMES.get(method, method)
 
 
 def _color(name: str) -> str:
     return next((color for ours, color in OURS.items() if name.startswith(ours)), OTHERS)
 
 
-def _style(axes: Axes) -> None:
+def _style(axes: Axes, ticks: Sequence[float]) -> None:
     axes.yaxis.set_major_locator(LogLocator(10, subs=()))
     low, high = axes.get_ylim()
-    axes.set_yticks([r for r in RATIOS if low <= r <= high], labels=[f"{r:g}" for r in RATIOS if low <= r <= high])
+    axes.set_yticks([y for y in ticks if low <= y <= high], labels=[f"{y:g}" for y in ticks if low <= y <= high])
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_tick_params(which="minor", length=0)
     axes.grid(color="#edf2f4", zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=INK, labelsize=9)
+    axes.tick_params(colors=INK, labelsize=11)
 
 
 def _sweeps(rows: Sequence[Row], path: Path) -> None:
@@ -121,14 +132,14 @@ def _sweeps(rows: Sequence[Row], path: Path) -> None:
         greys = iter(np.linspace(0.35, 0.75, max(len(curves), 2)))
         for name, curve in curves.items():
             own = next((color for ours, color in OURS.items() if name.startswith(ours)), None)
-            axes.plot(list(curve), list(curve.values()), marker="o", label=_label(name), linewidth=2.4 if own else 1.4,
+            axes.plot(list(curve), list(curve.values()), marker="o", label=label(name), linewidth=2.4 if own else 1.4,
                       color=own or str(next(greys)), linestyle="--" if own and " " in name else "-")  # fmt: skip
         axes.axhline(1, color=FLOOR, linewidth=1.5, linestyle=(0, (4, 3)))
         axes.set(xscale="log", yscale="log", xlabel={"N": "N tokens", "V": "V vocabulary", "D": "D width"}[letter])
         ticks = sorted({x for curve in curves.values() for x in curve})
         axes.set_xticks(ticks, labels=[f"{x // 1024}k" if x >= 1024 else str(x) for x in ticks])
         axes.xaxis.set_minor_formatter(NullFormatter())
-        _style(axes)
+        _style(axes, RATIOS)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
     figure.suptitle("Loss and both gradients: time / floor as one dimension grows", fontsize=14, color=INK)

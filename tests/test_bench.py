@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import subprocess
 import sys
 import time
@@ -171,6 +172,22 @@ def test_sweeps_change_one_number_and_are_drawn(tmp_path):
     assert set(methods.SWEPT) <= set(methods.METHODS)
     plot.draw(rows, tmp_path / "sweeps.png")
     assert (tmp_path / "sweeps.png").read_bytes().startswith(PNG)
+
+
+def test_the_picture_of_three_heads_has_the_words_and_figures_of_the_table(tmp_path, monkeypatch):
+    page, results = Path("docs/performance.md").read_text(), Path("bench/results")
+    [files] = re.findall(r"`python -m bench.plot (.*) --out bench.png`", (results / "README.md").read_text())
+    panels = []
+    monkeypatch.setattr(plot, "place", lambda axes, points, *_: panels.append(points))
+    rows = [row for file in files.split() for row in json.loads((results / file).read_text())["rows"]]
+    plot.draw(rows, tmp_path / "bench.png")
+    lines = page.split("| method |")[1].split("| the gradients alone |")[0].splitlines()[2:]
+    methods, *columns = zip(*(line.replace("`", "").strip("| ").split(" | ") for line in lines if line), strict=True)
+    shown = [
+        {plot.label(name): f"{ms:.1f} ms, {memory:.0f}" for name, (memory, ms) in points.items()} for points in panels
+    ]
+    assert [[panel.get(method, "does not run") for method in methods] for panel in shown] == [*map(list, columns)]
+    assert all(set(panel) <= set(methods) for panel in shown)
 
 
 def test_hidden_states_of_the_example(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.pages import PAGES, ROOT, blocks, run
 
@@ -46,8 +47,55 @@ def test_the_readme_leads_to_the_documentation_and_is_short():
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if blocks(page) and page.name not in ON_SEVERAL_DEVICES], ids=lambda page: page.name
 )
-def test_code_runs(page):
+def test_code_runs(page, recwarn):
     run(page)
+    assert not [said for said in recwarn if "os.fork" in str(said.message)]  # as a DataLoader's workers may be
+
+
+def test_the_entropy_recipe_in_bfloat16():
+    """Of each token within a hundredth of its largest logit; the mean of all far closer."""
+    page = run(ROOT / "docs" / "log-probabilities.md")
+    generator = torch.Generator().manual_seed(0)
+    classifier = torch.nn.functional.normalize(torch.randn(1000, 64, generator=generator), dim=-1)
+    likely = classifier[torch.randint(1000, (1, 257, 16), generator=generator)]
+    hidden = (torch.linspace(15, 5, 16)[:, None] * likely).sum(2).bfloat16()
+    classifier = classifier.bfloat16()
+    logits = 1.4 * (hidden.double() @ classifier.double().T)[:, :-1]
+    right = torch.distributions.Categorical(logits=logits).entropy()
+    tokens = torch.distributions.Categorical(logits=logits).sample()
+    tokens = torch.cat([tokens[:, :1], tokens], 1)
+    tokens[:, -5:] = -100
+    off = (page.entropy(hidden, classifier, tokens, logit_scale=1.4) - right)[:, :-5]
+    assert (off.abs() < 0.01 * logits.abs().amax(-1)[:, :-5]).all()
+    assert off.mean().abs() < 0.01
+    assert (page.entropy(hidden, classifier, tokens)[:, -5:] == 0).all()
+
+
+def test_nothing_says_to_install_the_package_from_a_registry():
+    texts = [*PAGES, *ROOT.glob("cce_*/**/*.py"), *ROOT.glob("examples/**/*.py")]
+    assert not [path.name for path in texts if re.search(r"install [^`\n]*\bcce-jax", path.read_text())]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quick-start.md"])
+def test_install_tables_serve_jax_pytorch_and_hugging_face(page):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.findall(r'`(?:pip install )?"\.\[([\w,]+)\]"`', (ROOT / page).read_text())
+    assert {"cuda13", "cuda12", "cuda13,torch", "cuda13,hf", "hf"} <= set(named)
+    assert {extra for names in named for extra in names.split(",")} <= set(extras)
+
+
+@pytest.mark.parametrize("target", ["demo", "test", "docs"])
+@pytest.mark.parametrize("gpu", ["", ",cuda13"])
+def test_make_says_what_pytorch_brings_before_it_installs_it(target, gpu, tmp_path):
+    command = ["make", "--dry-run", target, f"VENV={tmp_path}", f"GPU={gpu}"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    notice, installs = said.index(f'test -n "{gpu}" ||'), said.index("pip install -q -c constraints.txt -e")
+    assert notice < said.index("CPU build") < installs
+
+
+def test_the_quick_start_has_the_words_that_people_search_for():
+    text = (ROOT / "docs" / "quick-start.md").read_text().lower()
+    assert all(word in text for word in ("gradient accumulation", "tied", "shifted twice", "padding"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
