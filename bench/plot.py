@@ -76,8 +76,8 @@ def _frontier(axes: Axes, rows: Sequence[Row]) -> None:
         axes.plot(*points[row["method"]], "o", color=color, markersize=9 if ours else 7, zorder=4 if ours else 2,
                   markerfacecolor="white" if row["marked"] else color, markeredgewidth=1.5)  # fmt: skip
     floor = rows[0]["floor_ms"]
-    axes.axhline(floor, color=FLOOR, linewidth=1.5, linestyle=(0, (4, 3)), zorder=1, label="three matrix products alone")
-    axes.legend(loc="upper right", frameon=False, fontsize=11, labelcolor=INK)
+    line = axes.axhline(floor, color=FLOOR, linewidth=1.5, linestyle=(0, (4, 3)), zorder=1)
+    axes.legend([line], ["three matrix products alone"], loc="upper right", frameon=False, fontsize=11, labelcolor=INK)
     memory, times = (np.array(numbers) for numbers in zip(*points.values(), strict=True))
     axes.set(xscale="log", yscale="log", ylim=(0.8 * min(floor, times.min()), 1.25 * times.max()),
              xlim=(memory.min() / 1.5, memory.max() * 4))  # fmt: skip

@@ -52,7 +52,8 @@ def code_blocks(app: Any, what: str, name: str, obj: Any, options: Any, lines: l
 
 
 def setup(app: Any) -> None:
-    for module in ("cce_jax.api", "cce_torch.api", "cce_torch.head"):  # the one signature with the defaults, no overloads
+    # Without their overloads the functions show one signature, with the defaults. autodoc has no setting for that.
+    for module in ("cce_jax.api", "cce_torch.api", "cce_torch.head"):
         analyzer = ModuleAnalyzer.for_module(module)
         analyzer.analyze()
         analyzer.overloads.clear()
