@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cce_torch import blocks
+from cce_torch.transformers import cce_patch, cce_unpatch
 from cce_torch.transformers.lazy_logits import LazyLogits
 from tests import causal_sweep
 
@@ -38,6 +39,8 @@ def test_drawn_classes_take_the_patch(name):
 def test_models_that_see_images_take_the_patch(name):
     assert TABLE[name] == "yes"
     assert causal_sweep.answer(name) == "yes"
+    for model_type in causal_sweep.classes()[name]:
+        assert cce_unpatch(cce_patch(model_type)).__name__ == name
 
 
 def test_refused_classes_say_why():
