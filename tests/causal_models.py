@@ -39,6 +39,9 @@ SMALL: dict[str, Any] = {
     "use_cache": False,
 }
 
+# The sections of a head's rotary embedding, for the time, the height and the width of a token of an image.
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+
 # What the names above leave inconsistent or large, by the class of the config.
 MORE: dict[str, dict[str, Any]] = {
     "BambaConfig": {"mamba_n_heads": 8, "mamba_d_head": 8},
@@ -62,6 +65,11 @@ MORE: dict[str, dict[str, Any]] = {
     "Mamba2Config": {"num_heads": 8, "head_dim": 8},
     "MinistralConfig": {"head_dim": 8},
     "NemotronConfig": {"num_key_value_heads": 4},
+    "PaddleOCRTextConfig": MROPE,
+    "Qwen2_5OmniTextConfig": MROPE,
+    "Qwen2_5_VLTextConfig": MROPE,
+    "Qwen2VLTextConfig": MROPE,
+    "Qwen2VLVisionConfig": {"depth": 2, "embed_dim": 32},
     "ReformerConfig": {"axial_pos_embds": False, "attention_head_size": 8},
     "XmodConfig": {"default_language": "en_XX"},
     "ZayaConfig": {"num_experts_per_tok": 1},

@@ -1,4 +1,4 @@
-"""Which causal language models of transformers take cce_patch. Writes docs/hugging-face-models.md:
+"""Which language models of transformers take cce_patch. Writes docs/hugging-face-models.md:
 
     PYTHONPATH=.:kernels python -m tests.causal_sweep --out docs/hugging-face-models.md
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 from tqdm import tqdm
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto import modeling_auto as auto
 
 from cce_torch import blocks
 from cce_torch.transformers import cce_patch, cce_unpatch
@@ -28,9 +28,10 @@ CLOSE = 1e-4  # the largest difference of a gradient, over the norm of the large
 HEADER = """# Which models of transformers take cce_patch
 
 `python -m tests.causal_sweep` writes this page, from transformers {transformers} and torch {torch}. It takes each class
-that transformers has for causal language models, makes it small with random weights, and trains one step as it is and
-one step patched, on a CPU in float32. **Yes** means that the loss and the gradients of all parameters are equal, to
-rounding. **Not tried** means that the script could not train the class as it is, so nothing is known of its patch.
+that transformers has for causal language models, and for models that write text about images, and makes it small with
+random weights. Then it trains the class one step as it is and one step patched, on a CPU in float32, with text alone.
+**Yes** means that the loss and the gradients of all parameters are equal, to rounding. **Not tried** means that the
+script could not train the class as it is, so nothing is known of its patch.
 
 {summary}
 
@@ -44,9 +45,11 @@ class NotTriedError(Exception):
 
 
 def classes() -> dict[str, list[str]]:
-    """The names of all classes for causal language models, and the model types of each."""
+    """The names of all classes of language models that cce_patch is for, and the model types of each."""
     found: dict[str, list[str]] = {}
-    for model_type, name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()):
+    text: Any = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    images: Any = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    for model_type, name in sorted({*text.items(), *images.items()}):
         found.setdefault(name, []).append(model_type)
     return dict(sorted(found.items(), key=lambda x: x[0].lower()))
 

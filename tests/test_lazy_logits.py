@@ -41,6 +41,13 @@ def test_what_cannot_be_patched_says_why():
         cce_patch("lama")
 
 
+@pytest.mark.parametrize("labels", [(2, T - 1), (1, T), (T,)])
+def test_labels_of_a_wrong_length(labels):
+    found = cce_patch(small_model(small_config(LlamaConfig)))
+    with pytest.raises(ValueError, match=rf"labels must have the shape of input_ids: .*24 tokens, \(2, {T}\)"):
+        found(batch()["input_ids"], labels=torch.zeros(labels, dtype=torch.long))
+
+
 OPERATIONS = {
     "__add__": lambda z: z + 1,
     "__radd__": lambda z: 1 + z,

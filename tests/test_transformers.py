@@ -1,13 +1,16 @@
 """cce_patch: a patched model has the loss and all gradients of the model as it was, and nothing else changes."""
 
 import copy
+import functools
 import inspect
 import pickle
-from types import SimpleNamespace
+from concurrent.futures import ThreadPoolExecutor
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.exc import Unsupported
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -30,6 +33,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutput
 
 from cce_torch import blocks, linear_cross_entropy
 from cce_torch.transformers import cce_patch, cce_unpatch, heads
@@ -71,6 +75,12 @@ def model(config_class: Any = LlamaConfig, model_class: Any = None, **changes: A
     config = small_config(config_class, initializer_range=WIDE, **changes)
     config._experts_implementation = "eager"  # the one that has float64
     return small_model(config, model_class)
+
+
+def whole(found: Any) -> Any:
+    """The model, compiled without graph breaks, and without what was compiled for other models of its class."""
+    torch._dynamo.reset()
+    return torch.compile(found, fullgraph=True, backend="eager")
 
 
 def patched(config_class: Any = LlamaConfig, options: Any = None, **changes: Any) -> Any:
@@ -336,6 +346,153 @@ def test_a_resized_head_stays_patched():
     torch.testing.assert_close(output.loss, found.eval()(**inputs).loss)
 
 
+def test_a_subclass_whose_forward_takes_no_other_arguments():
+    """num_items_in_batch is not given to a forward that does not take it."""
+    found, plain = (small_model(OwnForCausalLM.small(), OwnForCausalLM) for _ in range(2))
+    loss = cce_patch(found, impl="torch_compile", reduction="sum")(**batch()).loss
+    torch.testing.assert_close(loss, plain(**batch()).loss * (LABELS[:, 1:] != -100).sum())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_loss_has_the_autocast_of_the_head(compiled):
+    found, plain = (small_model(OwnForCausalLM.small(), OwnForCausalLM) for _ in range(2))
+    cce_patch(found, impl="torch_compile")
+    run = whole(found) if compiled else found
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, expected = run(**batch()).loss, plain(**batch()).loss
+        with_autocast = cce_patch(model(), impl="torch_compile")(**batch()).loss
+    torch.testing.assert_close(loss, expected)
+    assert (with_autocast - expected).abs() > 1e-4, "the head of other models is not in float32"
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    """A forward that takes few arguments, and computes its logits in float32 whatever the autocast."""
+
+    @staticmethod
+    def small() -> LlamaConfig:
+        return small_config(LlamaConfig, initializer_range=WIDE)
+
+    def forward(self, input_ids, labels=None):  # type: ignore[override]
+        h = self.model(input_ids).last_hidden_state
+        with torch.autocast("cpu", enabled=False):
+            logits = self.lm_head(input=h.float())
+        return CausalLMOutput(loss=self.loss_function(logits, labels, self.config.vocab_size), logits=logits)
+
+
+def test_outputs_inside_an_output_have_no_logits():
+    class Outer(LlamaForCausalLM):
+        def forward(self, input_ids, labels=None):  # type: ignore[override]
+            inner = super().forward(input_ids)
+            return BaseModelOutputWithPast(
+                last_hidden_state=self.loss_function(inner.logits, labels, self.config.vocab_size),
+                hidden_states=(inner, (inner.logits, inner.logits.shape)),  # type: ignore[arg-type]
+            )
+
+    loss, (inner, rest) = cce_patch(small_model(OwnForCausalLM.small(), Outer))(**batch()).to_tuple()
+    assert loss.shape == ()
+    assert inner.logits is None
+    assert rest == ((B, T, V),)
+
+
+def test_threads_that_share_a_model():
+    found, inputs = patched(), batch()
+    compiled = whole(found)
+    expected = compiled(**inputs).loss
+    with ThreadPoolExecutor(4) as threads:
+        for run in (found, compiled):
+            for output in threads.map(lambda _, run=run: run(**inputs), range(20)):
+                assert output.logits is None
+                torch.testing.assert_close(output.loss, expected)
+
+
+HOOKS = {
+    "nothing": lambda *_: None,
+    "the same": lambda _, __, output: output,
+    "an alias": lambda _, __, output: output.view_as(output),
+    "a copy": lambda _, __, output: output.clone(),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_on_the_head_run_once(name):
+    found, seen = patched(), []
+    found.lm_head.register_forward_pre_hook(lambda _, given: (2 * given[0],))
+    found.lm_head.register_forward_hook(lambda _, __, output: seen.append(output))
+    found.lm_head.register_forward_hook(HOOKS[name])
+    loss, gradients = step(found, **batch())
+    plain = model()
+    plain.lm_head.register_forward_pre_hook(lambda _, given: (2 * given[0],))
+    expected, references = step(plain, **batch())
+    assert [x.shape for x in seen] == [()]
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradients, references)
+
+
+@pytest.mark.parametrize("change", [lambda x: x * 0.5, lambda x: x.mul_(0.5), lambda x: (x,)])
+def test_a_hook_that_changes_what_the_head_returns_is_refused(change):
+    found = patched()
+    found.lm_head.register_forward_hook(lambda _, __, output: change(output))
+    with pytest.raises(ValueError, match=r"a forward hook on the head \(tests.test_transformers.<lambda>\) changed"):
+        found(**batch())
+
+
+def test_a_hook_that_changes_the_loss_is_refused_in_a_compiled_model():
+    found = patched()
+    found.lm_head.register_forward_hook(lambda _, __, output: output * 0.5)
+    with pytest.raises(Unsupported, match="exception"):
+        whole(found)(**batch())
+
+
+def test_a_forward_that_is_replaced_gives_a_warning():
+    """As TRL's trainers do, whose own forward computes the loss if they ask for it, and never calls the model's."""
+
+    def fuse(x: Any) -> None:
+        own = x.forward
+
+        @functools.wraps(type(x).forward)
+        def fused(self, *args, fused_lm_head=False, **kwargs):
+            return "fused" if fused_lm_head else own(*args, **kwargs)
+
+        x.forward = MethodType(fused, x)
+
+    found = patched()
+    with pytest.warns(UserWarning, match=r"no effect: the forward of this LlamaForCausalLM .* by .*fused") as warned:
+        fuse(found)
+    assert len(warned) == 1
+    assert found(**batch(), fused_lm_head=True) == "fused"
+    assert found(**batch()).logits is None, "this one calls what it replaced"
+    plain = model()
+    fuse(plain)
+    with pytest.raises(ValueError, match=r"was replaced on the object itself, by tests.test_transformers.fused"):
+        cce_patch(plain)
+    cce_patch("llama", impl="torch_compile")
+    try:
+        with pytest.warns(UserWarning, match="no effect"):
+            fuse(model())
+    finally:
+        cce_unpatch("llama")
+
+
+def test_a_forward_of_trl_is_named(monkeypatch):
+    """The advice to patch first would lead back: a model that was patched first gives the warning."""
+    plain = model()
+    plain.forward = lambda **_: None
+    monkeypatch.setitem(globals(), "__name__", "trl.trainer.utils")
+    with pytest.raises(ValueError, match=r"by trl\.trainer\.utils\.<lambda>: TRL's .* docs/hugging-face\.md") as raised:
+        cce_patch(plain)
+    assert "first" not in str(raised.value)
+
+
+def test_reduction_none_refuses_the_loss_of_a_router():
+    found = patched(MixtralConfig, {"reduction": "none"}, output_router_logits=True)
+    with pytest.raises(ValueError, match="output_router_logits=False"):
+        found(**batch())
+    assert found(**batch(), output_router_logits=False).loss.shape == (B, T - 1)
+    found = patched(MixtralConfig, {"reduction": "none"})
+    with pytest.raises(ValueError, match="the loss of its router"):
+        found(**batch(), output_router_logits=True)
+
+
 @pytest.fixture(params=["model", "type"])
 def gemma2(request):
     """A small Gemma 2 that was patched, or is of a type that was patched."""
@@ -350,7 +507,7 @@ def gemma2(request):
 
 def test_compiled_without_graph_breaks(gemma2):
     inputs = {**batch(), "num_items_in_batch": torch.tensor(5)}
-    output = torch.compile(gemma2, fullgraph=True, backend="eager")(**inputs)
+    output = whole(gemma2)(**inputs)
     assert output.logits is None
     output.loss.backward()
     gradients = {name: p.grad.clone() for name, p in gemma2.named_parameters()}

@@ -55,6 +55,7 @@ def assert_as_in_one_process(what: str, wrapped: Any, gradients: Callable, split
     processes, rank = dist.get_world_size(), dist.get_rank()
     rows = slice(rank * ROWS // processes, (rank + 1) * ROWS // processes) if split else slice(None)
     inputs = {name: x[rows] for name, x in batch(ROWS).items()}
+    wrapped.zero_grad()
     output = wrapped(**inputs, num_items_in_batch=COUNT / processes if split else COUNT)
     assert output.logits is None, what
     output.loss.backward()
@@ -82,14 +83,15 @@ def gradients_of_fsdp1(wrapped: Any) -> Iterator[dict[str, torch.Tensor]]:
         yield {name: p.grad for name, p in named.items() if p.requires_grad}
 
 
-def fsdp1(module: Any, parts: set) -> Any:
+def fsdp1(module: Any, parts: set | None, **options: Any) -> Any:
+    """The modules of the given types are units, or, without types, all large modules are."""
     from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
-    policy = ModuleWrapPolicy(parts)
-    return FullyShardedDataParallel(
-        module, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
-    )
+    large: Any = functools.partial(size_based_auto_wrap_policy, min_num_params=3000)
+    options = {"use_orig_params": True, "device_id": torch.device("cpu"), **options}
+    policy = ModuleWrapPolicy(parts) if parts else large
+    return FullyShardedDataParallel(module, auto_wrap_policy=policy, **options)
 
 
 def fsdp2(module: Any, *parts: Any) -> Any:
@@ -129,6 +131,41 @@ def check_data_parallel() -> None:
     assert_as_in_one_process("DDP, patched after", cce_patch(made, impl="torch_compile"), gradients)
 
 
+def check_mixed_precision_of_fsdp1() -> None:
+    """The head is a unit of its own: its weights are trained, and those of a flat parameter too."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+    rounded = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def losses(made: Any, patched: bool) -> torch.Tensor:
+        assert isinstance(made.module.lm_head, FullyShardedDataParallel)
+        optimizer, found = torch.optim.SGD(made.parameters(), lr=0.3), []
+        for _ in range(4):
+            optimizer.zero_grad()
+            output = made(**batch(ROWS))
+            assert (output.logits is None) == patched
+            output.loss.backward()
+            optimizer.step()
+            found.append(output.loss.detach().float())
+        return torch.stack(found)
+
+    parts = {type(model().model.layers[0]), torch.nn.Linear}
+    truth = losses(fsdp1(model(), parts), patched=False)
+    reference = losses(fsdp1(model(), parts, mixed_precision=rounded), patched=False)
+    allowed = 2 * (reference - truth).abs() + 2**-8
+    for flat in (True, False):
+        options = {"use_orig_params": not flat, "mixed_precision": rounded}
+        for what, made in {
+            "types": fsdp1(patched(), {*parts, type(patched().lm_head)}, **options),
+            "sizes": fsdp1(patched(), None, **options),
+            "patched after": cce_patch(fsdp1(model(), parts, **options), impl="torch_compile"),
+        }.items():
+            found = losses(made, patched=True)
+            assert ((found - truth).abs() <= allowed).all(), (what, flat, found, reference, truth)
+            assert type(cce_unpatch(made).lm_head) is FullyShardedDataParallel
+            assert made(**batch()).logits is not None
+
+
 def check_unpatched_after_fsdp() -> None:
     made = patched()
     made = fsdp2(made, made.lm_head)
@@ -140,9 +177,36 @@ def check_tensor_parallelism() -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    made = parallelize_module(patched(), mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+    made: Any = parallelize_module(patched(), mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
     assert_as_in_one_process("columns of the head", made, gradients, split=False)
+    made.lm_head.register_forward_hook(lambda *_: None)
+    assert_as_in_one_process("and a hook", made, gradients, split=False)
 
 
-def test_two_processes():
-    in_processes(2, check_data_parallel, check_unpatched_after_fsdp, check_tensor_parallelism)
+def check_tensor_parallelism_of_transformers(folder: str) -> None:
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    def load() -> Any:
+        return type(model()).from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2)).train()
+
+    with pytest.raises(ValueError, match=r'cce_patch\("llama"\), before from_pretrained'):
+        cce_patch(load())
+    cce_patch("gemma2", impl="torch_compile")
+    try:
+        made = load()
+        assert_as_in_one_process("tp_plan", made, gradients, split=False)
+        cce_patch(made, impl="torch_compile")
+        assert_as_in_one_process("tp_plan, and the model patched too", made, gradients, split=False)
+        cce_unpatch(made)
+    finally:
+        cce_unpatch("gemma2")
+    assert made(**batch()).logits is not None
+
+
+def test_two_processes(tmp_path):
+    model().save_pretrained(tmp_path)
+    of_transformers = functools.partial(check_tensor_parallelism_of_transformers, str(tmp_path))
+    in_processes(
+        2, check_data_parallel, check_mixed_precision_of_fsdp1, check_unpatched_after_fsdp, check_tensor_parallelism,
+        of_transformers,
+    )  # fmt: skip

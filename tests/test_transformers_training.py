@@ -84,6 +84,7 @@ def test_trainer(tmp_path):
     torch.testing.assert_close(parameters, references)
 
 
+@pytest.mark.filterwarnings("error:cce_patch may have no effect")
 def test_accelerate():
     def gradients(x):
         accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
@@ -109,6 +110,29 @@ def test_a_model_that_accelerate_has_prepared_must_be_patched_before():
         patch(prepared)
 
 
+def test_unpatched_after_accelerate_has_prepared():
+    def logits(x, after):
+        prepared = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(x)
+        return after(prepared)(**batch()).logits
+
+    found = logits(patch(model()), cce_unpatch)
+    assert found.dtype == torch.float32, "accelerate's wrapper"
+    torch.testing.assert_close(found, logits(model(), lambda x: x), rtol=0.0, atol=0.0)
+    assert logits(patch(model()), lambda x: patch(cce_unpatch(x))) is None, "patched again"
+    cce_patch("llama")
+    assert logits(model(), lambda x: cce_unpatch("llama") and x) is not None
+
+
+def test_unwrap_model_keeps_the_patch():
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    found = accelerator.unwrap_model(accelerator.prepare(patch(model())), keep_fp32_wrapper=False)
+    output = found(**batch())
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, model()(**batch()).loss)
+    assert cce_unpatch(found)(**batch()).logits is not None
+
+
+@pytest.mark.filterwarnings("error:cce_patch may have no effect")
 def test_hooks_of_accelerate():
     x = model()
     accelerate.dispatch_model(x, {"": "cpu"}, force_hooks=True)

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from torch import Tensor
+import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils.generic import ModelOutput
 
-from cce_torch.transformers.heads import Recording, lazy_heads
+from cce_torch.transformers.heads import Recording, recordings
 from cce_torch.transformers.lazy_logits import LazyLogits
 from cce_torch.transformers.settings import Settings
 
@@ -29,49 +29,66 @@ def recording(model_type: type) -> Callable:
 
     @wraps(forward)
     def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        settings: Settings | None = self.cce_settings
+        settings: Settings | None = getattr(self, "cce_settings", None)  # a wrapper of accelerate outlives the patch
         labels = args[place] if place < len(args) else kwargs.get("labels")
         if settings is None or labels is None or not self.training:
             return forward(self, *args, **kwargs)
-        head = self.get_output_embeddings()
-        heads = lazy_heads(head, settings)
-        if heads[0].cce_recording is not None:  # the class is patched, and the model too
+        head, before = self.get_output_embeddings(), recordings.now
+        if before is not None and before.head is head:  # another model, whose forward this one is a part of, records
             return forward(self, *args, **kwargs)
         if settings.reduction != "mean":
-            kwargs["num_items_in_batch"] = None
-        record = Recording(head, settings)
-        for x in heads:
-            x.cce_recording = record
+            kwargs.pop("num_items_in_batch", None)
+        if settings.reduction == "none":
+            _refuse_router_loss(self, kwargs)
+        record = recordings.now = Recording(head, settings)
         try:
             output = forward(self, *args, **kwargs)
         finally:
-            for x in heads:
-                x.cce_recording = None
+            recordings.now = before
         if not record.losses:
             raise ValueError(f"{type(self).__name__} got labels and computed no cross-entropy of its head's logits")
+        output = _without_logits(output)
         padded = shifts and self.loss_function is ForCausalLMLoss and kwargs.get("shift_labels") is None
-        return _without_logits(output, labels.shape if settings.reduction == "none" and padded else None)
+        return _without_padding(output, labels.shape) if settings.reduction == "none" and padded else output
 
     patched.__signature__ = signature  # type: ignore[attr-defined]  # Trainer reads it
+    patched.cce_unpatched = forward  # type: ignore[attr-defined]
+    del patched.__wrapped__  # accelerate's unwrap_model would follow it, and so remove the patch
     return patched
+
+
+def _refuse_router_loss(model: Any, kwargs: dict[str, Any]) -> None:
+    asked = kwargs.get("output_router_logits")
+    if asked is None:
+        asked = getattr(model.config.get_text_config(), "output_router_logits", False)
+    if asked:
+        raise ValueError(
+            f'reduction="none" does not work with output_router_logits=True: {type(model).__name__} adds the loss of '
+            "its router to the loss of each token. Give output_router_logits=False, or another reduction"
+        )
 
 
 def _calls_loss_function(model_type: type) -> bool:
     """Whether the class computes its loss by the loss_function that transformers gives it, which shifts the labels."""
-    forwards = [inspect.unwrap(x.__dict__["forward"]) for x in model_type.__mro__ if "forward" in x.__dict__]
+    found = [x.__dict__["forward"] for x in model_type.__mro__ if "forward" in x.__dict__]
+    forwards = [inspect.unwrap(getattr(x, "cce_unpatched", x)) for x in found]
     return any("loss_function" in forward.__code__.co_names for forward in forwards if hasattr(forward, "__code__"))
 
 
-def _without_logits(output: Any, padded: Any) -> Any:
-    """A model's output without LazyLogits. A loss of the shape `padded` loses its last position, which is padding."""
+def _without_logits(x: Any) -> Any:
+    """A model's output without LazyLogits, also in the outputs that are part of it."""
+    if isinstance(x, ModelOutput):
+        return type(x)(**{name: _without_logits(y) for name, y in x.items() if not isinstance(y, LazyLogits)})
+    if type(x) is tuple:
+        return tuple(_without_logits(y) for y in x if not isinstance(y, LazyLogits))
+    return x
 
-    def loss(x: Any) -> Any:
-        return x[..., :-1] if padded is not None and isinstance(x, Tensor) and x.shape == padded else x
 
-    if isinstance(output, ModelOutput):
-        kept = {name: x for name, x in output.items() if not isinstance(x, LazyLogits)}
-        return type(output)(**{name: loss(x) if name == "loss" else x for name, x in kept.items()})
+def _without_padding(output: Any, padded: torch.Size) -> Any:
+    """An output whose loss, if it has the shape `padded`, loses its last position."""
+    loss = output[0]
+    if loss.shape != padded:
+        return output
     if isinstance(output, tuple):
-        first, *rest = (x for x in output if not isinstance(x, LazyLogits))
-        return loss(first), *rest
-    return output
+        return loss[..., :-1], *output[1:]
+    return type(output)(**{**output, "loss": loss[..., :-1]})

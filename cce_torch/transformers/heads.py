@@ -4,15 +4,21 @@ The loss is computed inside the head's own forward, as FSDP gathers a module's w
 act there too.
 """
 
+import threading
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cce_torch.api import linear_cross_entropy
-from cce_torch.transformers.classes import Swapped, swap
+from cce_torch.transformers.classes import Swapped, origin, swap
 from cce_torch.transformers.lazy_logits import LazyLogits
 from cce_torch.transformers.settings import Settings
+
+# Packages whose forward hooks may change what a head returns: they change where the loss lies, not the loss.
+TRUSTED = ("torch", "deepspeed", "cce_torch")
 
 
 class Recording:
@@ -20,24 +26,46 @@ class Recording:
 
     def __init__(self, head: nn.Module, settings: Settings) -> None:
         self.head = head  # as the model calls it, with what FSDP or PEFT has wrapped around it
+        self.heads = lazy_heads(head, settings)
         self.settings = settings
         self.losses = 0
 
-    def logits(self, h: Tensor, vocabulary: int, dtype: torch.dtype) -> LazyLogits:
-        device = h.device.type
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-        return LazyLogits(h, vocabulary, dtype, self.loss)
+    def logits(self, h: Tensor, vocabulary: int) -> LazyLogits:
+        autocast = _autocast_of(h)
+        return LazyLogits(h, vocabulary, autocast or h.dtype, partial(self.loss, autocast))
 
-    def loss(self, logits: LazyLogits, targets: Tensor, **options: Any) -> Tensor:
-        """The loss, computed by a second call of the head."""
+    def loss(self, autocast: torch.dtype | None, logits: LazyLogits, targets: Tensor, **options: Any) -> Tensor:
+        """The loss, computed by a call of the head, under the autocast that the model called its head with."""
         self.losses += 1
-        # By name: of the arguments without a name, hooks of tensor parallelism keep only the first.
-        return self.head(logits.h, cce_request=Request(logits, targets, options, self.settings))
+        request, h = Request(logits, targets, options, self.settings), logits.h
+        same = autocast == _autocast_of(h)
+        with nullcontext() if same else torch.autocast(h.device.type, autocast, enabled=autocast is not None):
+            # By name: of the arguments without a name, hooks of tensor parallelism keep only the first.
+            loss = self.head(h, cce_request=request)
+        request.check(loss, self.head)
+        return loss
+
+
+def _autocast_of(h: Tensor) -> torch.dtype | None:
+    """The type of autocast on the device of h, or None without autocast."""
+    device = h.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+class _Recordings(threading.local):
+    """The recording of each thread: threads may share a model."""
+
+    now: Recording | None = None
+
+
+recordings = _Recordings()
 
 
 class Request:
     """What a head needs for the loss. FSDP's mixed precision does not look into a Request, and casts nothing in it."""
+
+    computed: Tensor  # the loss, as the head's forward returns it
+    version: int  # how often it had been written in place
 
     def __init__(self, logits: LazyLogits, targets: Tensor, options: dict[str, Any], settings: Settings) -> None:
         self.logits, self.targets, self.options, self.settings = logits, targets, options, settings
@@ -56,22 +84,55 @@ class Request:
             bias = None if bias is None else bias[: logits.vocabulary]
         loss = linear_cross_entropy(h, weight, self.targets.to(h.device), bias, softcap=softcap, logit_scale=scale,
                                     **{**self.options, "reduction": reduction}, **settings.of_loss(h))  # fmt: skip
-        return loss.reshape(logits.tokens) if reduction == "none" else loss
+        self.computed = loss.reshape(logits.tokens) if reduction == "none" else loss
+        self.version = _version(self.computed)
+        return self.computed
+
+    def check(self, loss: Any, head: nn.Module) -> None:
+        """Raise a ValueError if a forward hook on the head changed the loss, which the hook takes for logits."""
+        written = self.version != _version(self.computed)
+        if loss is self.computed and not written:
+            return
+        hooks = [hook for module in head.modules() for hook in module._forward_hooks.values()]
+        unknown = [origin(hook) for hook in hooks if origin(hook).partition(".")[0] not in TRUSTED]
+        if unknown and (written or not _equal(loss, self.computed)):
+            raise ValueError(
+                f"a forward hook on the head ({', '.join(unknown)}) changed what the head returned. In training the "
+                "head of a patched model returns the loss, not the logits: remove the hook, or call cce_unpatch"
+            )
 
 
-class LazyHead(Swapped, nn.Module):
-    """The methods that `classes.swap` puts before those of a patched head's own class."""
+def _equal(x: Any, y: Tensor) -> bool:
+    """Whether x has y's value: the same memory, as most hooks leave it, or equal numbers, which a GPU waits for."""
+    x, y = getattr(x, "_local_tensor", x), getattr(y, "_local_tensor", y)
+    if torch.compiler.is_compiling() or not isinstance(x, Tensor) or x.shape != y.shape:
+        return False
+    return (x.data_ptr() == y.data_ptr() and x.dtype == y.dtype) or torch.equal(x, y.to(x.dtype))
 
-    cce_recording: Recording | None = None
-    weight: Any
-    bias: Any
+
+def _version(x: Tensor) -> int:
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+
+
+class LazyCall(Swapped, nn.Module):
+    """A head whose call gives LazyLogits while a model records."""
+
     out_features: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """LazyLogits while a model records; the head's hooks wait for the call that computes the loss."""
-        if self.cce_recording is None or "cce_request" in kwargs:
+        """LazyLogits while a model records; what wraps the head, and its hooks, run once: when it computes the loss."""
+        record = recordings.now
+        if record is None or "cce_request" in kwargs or not any(x is self for x in record.heads):
             return super().__call__(*args, **kwargs)
-        return self.cce_recording.logits(args[0], self.out_features, self.weight.dtype)
+        h = args[0] if args else next(iter(kwargs.values()))
+        return record.logits(h, self.out_features)
+
+
+class LazyHead(LazyCall):
+    """The methods that `classes.swap` puts before those of a patched head's own class."""
+
+    weight: Any
+    bias: Any
 
     def forward(self, *args: Any, cce_request: Request | None = None, **kwargs: Any) -> Any:
         if cce_request is None:
@@ -106,15 +167,18 @@ class LazyAdapter(LazyHead):
         return torch.cat(left, -1), torch.cat(right, -1), base.bias
 
 
-def lazy_heads(head: Any, settings: Settings) -> list[LazyHead]:
-    """Makes LazyHeads of the modules that compute the head's logits, and returns them: the head, or those it wraps.
+def lazy_heads(head: Any, settings: Settings) -> list[LazyCall]:
+    """Makes LazyHeads of the modules that compute the head's logits: of the head, or of those that it wraps.
+
+    Returns the modules whose call gives LazyLogits. A wrapper of FSDP 1 is one: it counts how often it is called.
 
     Raises:
       ValueError: the head cannot be patched; the message says why.
     """
     wrapped = _wrapped(head)
     if wrapped:
-        return [found for x in wrapped for found in lazy_heads(x, settings)]
+        found = [found for x in wrapped for found in lazy_heads(x, settings)]
+        return [swap(head, LazyCall)] if "_fsdp_wrapped_module" in head._modules else found
     adapter = hasattr(head, "base_layer") and hasattr(head, "active_adapters")
     if adapter and not settings.head_adapter:
         raise ValueError(
@@ -124,9 +188,7 @@ def lazy_heads(head: Any, settings: Settings) -> list[LazyHead]:
     reason = _unfit_adapter(head) if adapter else _unfit_linear(head)
     if reason:
         raise ValueError(f"cce_patch cannot compute the loss of this head: {reason}")
-    if not isinstance(head, LazyHead):
-        swap(head, LazyAdapter if adapter else LazyHead)
-    return [head]
+    return [swap(head, LazyAdapter if adapter else LazyHead)]
 
 
 def _wrapped(head: Any) -> list[nn.Module]:

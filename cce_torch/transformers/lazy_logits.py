@@ -199,5 +199,10 @@ def _cross_entropy(
     if logits.ndim != 2 or targets.ndim != 1:
         shapes = f"{tuple(logits.shape)} with targets {tuple(targets.shape)}"
         refuse(f"cross_entropy of {shapes}, which are not (N, V) and (N,)")
+    if len(logits.h) != len(targets):
+        raise ValueError(
+            f"labels must have the shape of input_ids: the model has logits of {len(logits.h)} tokens, "
+            f"{tuple(logits.tokens)}, and its loss function got {len(targets)} labels"
+        )
     return logits.loss(logits, targets, class_weight=weight, ignore_index=ignore_index, reduction=reduction,
                        label_smoothing=label_smoothing)  # fmt: skip

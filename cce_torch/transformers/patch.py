@@ -1,5 +1,6 @@
 """cce_patch and cce_unpatch: the loss without the logits for a model, or for a class of models."""
 
+import warnings
 from contextlib import suppress
 from functools import wraps
 from typing import Any, Literal
@@ -8,14 +9,16 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from cce_torch.api import Impl, Reduction
-from cce_torch.transformers.classes import Swapped, swap, swap_back
+from cce_torch.transformers.classes import Swapped, origin, replaced, swap, swap_back
 from cce_torch.transformers.forward import recording
-from cce_torch.transformers.heads import LazyHead, lazy_heads
+from cce_torch.transformers.heads import LazyCall, lazy_heads
 from cce_torch.transformers.settings import Settings
 
 # The attributes named in SET that each patched class itself had before. Attributes that it inherited are not here.
 _own: dict[type, dict[str, Any]] = {}
-SET = ("__init__", "forward", "cce_settings")
+# The packages whose forwards, put in place of a model's, call the model's.
+CALLING = ("torch.", "accelerate.", "cce_torch.")
+SET = ("__init__", "__setattr__", "forward", "cce_settings")
 
 
 class _PatchedModel(Swapped):
@@ -25,7 +28,9 @@ class _PatchedModel(Swapped):
 
     def __init_subclass__(cls) -> None:
         if "cce_made_from" in cls.__dict__:
-            cls.forward = recording(cls.cce_made_from[0])  # type: ignore[attr-defined]
+            own: Any = cls.cce_made_from[0]
+            cls.forward = recording(own)  # type: ignore[attr-defined]
+            cls.__setattr__ = _warning(own.__setattr__)
 
 
 def cce_patch(
@@ -53,12 +58,13 @@ def cce_patch(
     Args:
       model_or_type: a model, which is patched in place, also if PEFT, DDP or FSDP has wrapped it; or a type of models,
         of which all objects are patched: a class such as LlamaForCausalLM, its config, or the model_type that the
-        config has, "llama". Patch a model before accelerate's prepare.
+        config has, "llama". Patch a model before accelerate's prepare, and a type before from_pretrained with
+        tensor parallelism.
       impl: as `cce_torch.linear_cross_entropy` takes it, and so is precision.
       memory_budget: as `cce_torch.linear_cross_entropy` takes it, with another default: on a GPU a thirty-second of its
         memory, which is 2.5 GB of 80, or the loss's own default where that is more. For the least memory give 0.
       reduction: "mean": the model's own. "sum" and "none" replace it, and num_items_in_batch divides nothing then.
-        "none" gives the loss of each token, (B, T-1).
+        "none" gives the loss of each token, (B, T-1); with output_router_logits=True it is an error.
       head_adapter: compute the loss with the LoRA adapter that PEFT put on the head. It is an option since it costs a
         copy of the head's weight and, in the backward pass, a gradient of that size. Without it such a head is an
         error.
@@ -68,7 +74,7 @@ def cce_patch(
 
     Raises:
       ValueError: the model cannot be patched; the message says why. For a type this error comes at the first training
-        step of a model.
+        step of a model. At a training step: a forward hook on the head changed the loss, which the head returns there.
       TypeError: model_or_type is no model and no type of models. At a training step: the model does something with its
         logits that cannot be done without them; the message names the operation.
     """
@@ -85,8 +91,7 @@ def cce_patch(
             "a weight that is a DTensor"
         )
     lazy_heads(head, settings)
-    if not isinstance(model, _PatchedModel):
-        swap(model, _PatchedModel)
+    swap(model, _PatchedModel)
     model.cce_settings = settings
     return model_or_type
 
@@ -105,7 +110,7 @@ def cce_unpatch(model_or_type: Any) -> Any:
     del model.cce_settings
     swap_back(model)
     for module in model.get_output_embeddings().modules():
-        if isinstance(module, LazyHead):
+        if isinstance(module, LazyCall):
             swap_back(module)
     return model_or_type
 
@@ -114,6 +119,7 @@ def _patch_type(model_type: Any, settings: Settings) -> type:
     if model_type not in _own:
         forward, init = recording(model_type), _making_lazy_heads(model_type.__init__)
         _own[model_type] = {name: model_type.__dict__[name] for name in SET if name in model_type.__dict__}
+        model_type.__setattr__ = _warning(model_type.__setattr__)
         model_type.forward, model_type.__init__ = forward, init
     model_type.cce_settings = settings
     return model_type
@@ -144,16 +150,30 @@ def _making_lazy_heads(init: Any) -> Any:
     return patched
 
 
-def _class(name: str | type | PretrainedConfig) -> type:
-    """The class of causal language models that transformers has for a model_type or a config; or the given class."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
+def _warning(own: Any) -> Any:
+    """A model's __setattr__ that warns of a new forward, unless that is known to call the one that it replaces."""
 
+    @wraps(own)
+    def patched(self: Any, name: str, value: Any) -> None:
+        own(self, name, value)
+        if name == "forward" and self.cce_settings is not None and not origin(value).startswith(CALLING):
+            advice = "the loss is computed without the logits only where the new forward calls the one that it replaced"
+            warnings.warn(f"cce_patch may have no effect: {replaced(self, advice)}", stacklevel=2)
+
+    return patched
+
+
+def _class(name: str | type | PretrainedConfig) -> type:
+    """The class of language models that transformers has for a model_type or a config; or the given class."""
+    from transformers.models.auto import modeling_auto as auto
+
+    names: Any = {**auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     name = name.model_type if isinstance(name, PretrainedConfig) else name
     if isinstance(name, str):
         if name not in names:
             raise ValueError(
-                f"{name!r} is no model_type for which transformers has a causal language model, such as 'llama': give "
-                "the model_type of its config, or the class"
+                f"{name!r} is no model_type for which transformers has a language model, such as 'llama': give the "
+                "model_type of its config, or the class"
             )
         import transformers
 
