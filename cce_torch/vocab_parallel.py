@@ -226,7 +226,10 @@ class _Numbers(torch.autograd.Function):
         guarded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         run = _Gradients.apply if guarded else _gradients
         wanted = ctx.needs_input_grad[:3]
-        found = run(cotangents, *ctx.saved_tensors, wanted, ctx.options, ctx.part, ctx.dtype, ctx.tokens, ctx.shard)
+        e, c, *others = ctx.saved_tensors
+        if ctx.kind is not None:
+            c = ctx.kind.laid_out(c)
+        found = run(cotangents, e, c, *others, wanted, ctx.options, ctx.part, ctx.dtype, ctx.tokens, ctx.shard)
         return *found, *[None] * 6
 
 

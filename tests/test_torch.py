@@ -135,6 +135,26 @@ def test_cotangents_of_any_strides(kind):
     assert_same(actual, torch.autograd.grad((loss, lse), (e, c), (cotangent, cotangent)))
 
 
+def test_a_hook_on_saved_tensors_may_drop_strides(monkeypatch):
+    """The saved exponentials have the padded size that was chosen for the strides of the forward pass."""
+    from cce_torch import programs
+
+    monkeypatch.setattr(programs, "_kinds", type(programs._kinds)())
+    monkeypatch.setattr(programs, "EXACT", 1)
+
+    def loss(tokens):
+        e, c, t = example(tokens, dtype=torch.bfloat16)
+        c = c.detach().T.contiguous().requires_grad_()
+        return linear_cross_entropy(e, c, t, vocab_axis=1, impl="cce", memory_budget="all"), e, c
+
+    first = loss(7)  # gets a program of its own; 24 tokens are then padded
+    expected = gradients(*loss(24))
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):  # copies into row-major memory, on a CPU too
+        found = loss(24)
+    assert_same(gradients(*found), expected)
+    gradients(*first)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_inputs_of_any_strides(impl):
     e, c, t = example()
