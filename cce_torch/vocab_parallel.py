@@ -73,6 +73,10 @@ class VocabParallel:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    def __deepcopy__(self, memo: dict) -> Self:
+        """Itself: it never changes, and a process group has no copy."""
+        return self
+
     @classmethod
     def from_dtensor(
         cls, c: Any, *, vocab_axis: int = 0, reduce_e_grad: bool = True, sequence_axis: int | None = None

@@ -262,6 +262,16 @@ def test_other_derivatives_are_an_error_that_names_the_reference(derivative):
     assert derivative(lambda e: linear_cross_entropy(e, c, t, impl="reference"), e) is not None
 
 
+def test_jit_trace_names_what_it_can_record():
+    e, c, t = (x.detach() for x in example())
+    for impl in ("auto", *IMPLS):
+        with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace cannot record.*impl='torch_compile'"):
+            torch.jit.trace(lambda e, impl=impl: linear_cross_entropy(e, c, t, impl=impl), (e,))
+    for impl in ("torch_compile", "reference"):
+        traced = torch.jit.trace(lambda e, impl=impl: linear_cross_entropy(e, c, t, impl=impl), (e,))
+        assert_same([traced(2 * e)], [linear_cross_entropy(2 * e, c, t)])
+
+
 def test_the_module_is_the_function_and_copies_and_pickles():
     e, c, t = example()
     weight = torch.rand(70)
