@@ -207,7 +207,7 @@ def linear_cross_entropy(
         num_items = _scalar(num_items, e)
     class_weight = None if class_weight is None else class_weight.detach()
     impl = _resolve(impl, e)
-    if impl not in OF_TORCH and torch.jit.is_tracing():
+    if impl not in OF_TORCH and torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise NotImplementedError(
             f"torch.jit.trace cannot record the JAX programs of impl={impl!r}: give impl='torch_compile'"
         )

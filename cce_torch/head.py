@@ -152,7 +152,7 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[Result]):
             )
         self.loss.class_weight = weight.to(device)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:  # type: ignore[override]
         """Takes class_weight from a checkpoint that has it: it was a buffer once."""
         weight, key = self.loss.class_weight, f"{prefix}loss.class_weight"
         if weight is not None and key in state_dict:

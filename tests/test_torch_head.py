@@ -40,7 +40,6 @@ REFUSED = [
     (lambda: Twice(D, V), r"Twice: .*whose forward is not that of torch\.nn\.Linear"),
     (lambda: HeadTwice(D, V), r"HeadTwice: .*whose forward is not that"),
     (lambda: nn.Bilinear(D, D, V), r"Bilinear, not a torch\.nn\.Linear"),
-    (lambda: torch.ao.nn.quantized.dynamic.Linear(D, V), r"quantized.*Linear: .*not a torch"),
     (lambda: parametrizations.weight_norm(nn.Linear(D, V)), r"ParametrizedLinear: its weight is no parameter"),
     (lambda: prune.l1_unstructured(nn.Linear(D, V), "bias", 3), r"its bias is no parameter"),
     (lambda: changed(lambda x: setattr(x, "forward", lambda h: h)), r"its forward was replaced"),
