@@ -684,7 +684,7 @@ def check_parts_of_a_sequence() -> None:
     from cce_torch import VocabParallelStyle
 
     mesh = init_device_mesh("cpu", (2,))
-    head = functools.partial(LinearCrossEntropyHead, impl="torch_compile")
+    head = functools.partial(LinearCrossEntropyHead, impl="torch_compile", class_weight=torch.arange(1.0, V + 1))
     generator = torch.Generator().manual_seed(4)
     for length in (5, 4, 1):
         h, targets = torch.randn(2, length, D, generator=generator), torch.randint(V, (2, length), generator=generator)
