@@ -1,9 +1,10 @@
 """The public function and module for PyTorch: they check the arguments, choose the impl and compute the loss."""
 
+import inspect
 import sys
 from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any, Generic, Literal, TypeVar, Unpack, overload
+from typing import Any, Generic, Literal, TypeVar, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -15,9 +16,11 @@ from cce_torch.options import Impl, Options, Reduction
 from cce_torch.vocab_parallel import VocabParallel
 
 IMPLS = (*contract.IMPLS, "torch_compile")
+OF_TORCH = ("torch_compile", "reference")  # which run without JAX
 PRECISIONS = ("highest", "high", "medium")
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+FLOAT32_MAX = torch.finfo(torch.float32).max
 Result = TypeVar("Result")
 
 
@@ -33,6 +36,13 @@ def linear_cross_entropy(
     e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
     softcap: float | None = None, reduction: Reduction = "mean", shift: bool | int = False,
     *, return_lse: Literal[True], class_weight: Tensor | None = None, token_weight: Tensor | None = None,
+    num_items: float | Tensor | None = None, **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def linear_cross_entropy(
+    e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None, ignore_index: int, softcap: float | None,
+    reduction: Reduction, shift: bool | int, return_lse: Literal[True],
+    *, class_weight: Tensor | None = None, token_weight: Tensor | None = None,
     num_items: float | Tensor | None = None, **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
@@ -178,6 +188,8 @@ def linear_cross_entropy(
     if torch.is_autocast_enabled(e.device.type):
         e, c, bias = _autocast(e, c, bias)
     _check_types(e, c, bias, targets, class_weight, token_weight)
+    if e.dtype != torch.float64:
+        _check_fits_float32(logit_scale=scale, z_loss=z_loss, num_items=num_items)
     shard = _shard(vocab_parallel, vocab_parallel_options)
     shapes = {name: _shape(x) for name, x in given.items()}
     if shard is not None:
@@ -195,8 +207,12 @@ def linear_cross_entropy(
         num_items = _scalar(num_items, e)
     class_weight = None if class_weight is None else class_weight.detach()
     impl = _resolve(impl, e)
+    if impl not in OF_TORCH and torch.jit.is_tracing():  # type: ignore[attr-defined]
+        raise NotImplementedError(
+            f"torch.jit.trace cannot record the JAX programs of impl={impl!r}: give impl='torch_compile'"
+        )
     arithmetic: dict[str, Any] = dict(reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss)
-    if impl in ("auto", "cce", "chunked") and shard is None:
+    if impl not in OF_TORCH and shard is None:
         loss, numbers = ops.loss(
             _flat(e, 1), c, bias, _flat(targets), class_weight, _flat(token_weight), num_items,
             row_length=targets.shape[-1] if shift else 1, ignore_index=ignore_index, shift=shift, precision=precision,
@@ -253,6 +269,12 @@ class LinearCrossEntropy(torch.nn.Module, Generic[Result]):
     ) -> None: ...  # fmt: skip
     @overload
     def __init__(
+        self: "LinearCrossEntropy[tuple[Tensor, Tensor]]", ignore_index: int, softcap: float | None,
+        reduction: Reduction, shift: bool | int, return_lse: Literal[True],
+        *, class_weight: Tensor | None = None, **options: Unpack[Options],
+    ) -> None: ...  # fmt: skip
+    @overload
+    def __init__(
         self: "LinearCrossEntropy[Tensor | tuple[Tensor, Tensor]]", ignore_index: int = -100,
         softcap: float | None = None, reduction: Reduction = "mean", shift: bool | int = False,
         return_lse: bool = False, *, class_weight: Tensor | None = None, **options: Unpack[Options],
@@ -281,6 +303,10 @@ class LinearCrossEntropy(torch.nn.Module, Generic[Result]):
             allowed = sorted({*own, "class_weight", *OPTIONS})
             raise TypeError(f"unknown options {sorted(unknown)}; allowed: {', '.join(allowed)}")
         self.options: dict[str, Any] = own | options
+        checked = {**cast(Any, linear_cross_entropy).__kwdefaults__, **self.options}
+        _checked(*(checked[name] for name in CHECKED))
+        if not isinstance(class_weight, Tensor):
+            _check_other("class_weight", class_weight)
         self.register_buffer("class_weight", class_weight)
 
     def forward(
@@ -322,6 +348,7 @@ def _checked(
     )  # fmt: skip
 
 
+CHECKED = tuple(inspect.signature(_checked).parameters)
 NUMBERS = {str, int, bool, float, type(None)}  # types of options that a cache can hold
 _checked_once = lru_cache(maxsize=256, typed=True)(_checked)
 
@@ -333,6 +360,11 @@ def _shard(vocab_parallel: VocabParallel | None, options: Any) -> VocabParallel 
         return parallel.of(options)
     if vocab_parallel is not None and not isinstance(vocab_parallel, VocabParallel):
         raise TypeError(f"vocab_parallel must be a cce_torch.VocabParallel, got {type(vocab_parallel).__name__}")
+    if vocab_parallel is not None and torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "vocab_parallel does not work with torch.func and torch.vmap: write torch.autograd.grad(loss, ...) or "
+            "loss.backward()"
+        )
     return vocab_parallel
 
 
@@ -391,6 +423,8 @@ def _check_tensors(given: dict[str, Tensor | None], num_items: float | Tensor | 
     number = present.pop("num_items", None)
     if isinstance(number, Tensor):
         tensors.check({"num_items": number})
+        if number.is_complex():
+            raise TypeError(f"num_items must be real, got num_items {_name(number)}")
         if number.numel() != 1:
             raise ValueError(f"num_items must be a number or a tensor of one element, got shape {tuple(number.shape)}")
     tensors.check(present)
@@ -409,15 +443,32 @@ def _check_other(name: str, x: Any) -> None:
             f"{name} is a jax.Array: cce_jax.linear_cross_entropy takes those; or write torch.from_dlpack({name})"
         )
     if name == "num_items":
+        if numpy is not None and numpy.iscomplexobj(x):
+            raise TypeError(f"num_items must be real, got {x!r}")
         return
+    remedy = ""
     if numpy is not None and isinstance(x, numpy.ndarray):
-        raise TypeError(f"{name} must be a torch.Tensor, got a numpy.ndarray: write torch.from_numpy({name})")
-    raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        remedy = f": write torch.from_numpy({name})"
+    elif isinstance(x, torch.nn.Module) and isinstance(getattr(x, "weight", None), Tensor):
+        remedy = ": pass its weight" + (", and its bias as bias" if getattr(x, "bias", None) is not None else "")
+    elif isinstance(x, (list, tuple)):
+        of_tensors = len(x) > 0 and all(isinstance(part, Tensor) for part in x)
+        remedy = f": write torch.{'stack' if of_tensors else 'tensor'}({name})"
+    raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}{remedy}")
+
+
+def _check_fits_float32(**numbers: Any) -> None:
+    """Raise unless the numbers are finite in float32. A tensor is not looked at: that could wait for a GPU."""
+    for name, x in numbers.items():
+        if x is not None and not isinstance(x, Tensor) and not -FLOAT32_MAX <= x <= FLOAT32_MAX:
+            raise ValueError(
+                f"{name}={x!r} must be finite in float32, in which the loss is computed: at most {FLOAT32_MAX:.6g}"
+            )
 
 
 def _check_types(e, c, bias, targets, class_weight, token_weight) -> None:
     if targets.dtype not in INTEGERS:
-        raise TypeError(f"targets must be of an integer type, got targets {_name(targets)}")
+        raise TypeError(f"targets must be of an integer type, got targets {_name(targets)}: write targets.long()")
     for name, x in (("class_weight", class_weight), ("token_weight", token_weight)):
         if x is not None and x.is_complex():
             raise TypeError(f"{name} must be real, got {name} {_name(x)}")
@@ -439,7 +490,7 @@ _capability = cache(torch.cuda.get_device_capability)
 
 def _resolve(impl: Impl, e: Tensor) -> Impl:
     """impl, with "auto" decided by the device and type of e. Raises if the impl cannot run there."""
-    if impl in ("reference", "torch_compile"):
+    if impl in OF_TORCH:
         return impl
     device, typed = e.device.type, e.dtype != torch.float64
     runs = device == "cpu" or (device == "cuda" and torch.version.cuda is not None)

@@ -6,6 +6,7 @@ The equations cited here are in cce_jax/core.py.
 import functools
 import warnings
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -103,11 +104,11 @@ def fused(function: Callable, *arguments: Any) -> Any:
     """function(*arguments), compiled by torch.compile if that works on this device."""
     device = arguments[0].device.type
     if device not in _uncompilable:
-        from torch._dynamo.exc import TorchDynamoException  # imported here: importing the compiler takes seconds
+        from torch._dynamo import exc  # imported here: importing the compiler takes seconds
 
         try:
-            return _compiled(function)(*arguments)
-        except TorchDynamoException as error:
+            return _compiled(function, tuple(map(_variant, arguments)))(*arguments)
+        except (exc.TorchDynamoException, exc.FailOnRecompileLimitHit) as error:
             _uncompilable.add(device)
             warnings.warn(
                 f"impl='torch_compile' runs uncompiled on {device}, slower and in more memory, since torch.compile "
@@ -118,9 +119,22 @@ def fused(function: Callable, *arguments: Any) -> Any:
     return function(*arguments)
 
 
+def _variant(x: Any) -> Any:
+    """What makes torch.compile compile again for an argument: any size but 1 shares one compilation."""
+    if not isinstance(x, Tensor):
+        return x
+    return x.dtype, x.device, x.is_inference(), *(n == 1 for n in x.shape)
+
+
 @functools.cache
-def _compiled(function: Callable) -> Callable:
-    return torch.compile(function, dynamic=True)
+def _compiled(function: Callable, variant: tuple) -> Callable:
+    """function, compiled for arguments of one variant.
+
+    torch.compile counts compilations by a function's code, and after eight of them it runs the function uncompiled. So
+    each variant has code of its own. With fullgraph=True the limit would be an error.
+    """
+    own = FunctionType(function.__code__.replace(), function.__globals__)
+    return torch.compile(own, dynamic=True, fullgraph=True)
 
 
 def _logits(raw: Tensor, bias: Tensor, scale: Tensor, softcap: Tensor | None) -> Tensor:

@@ -18,7 +18,8 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[Result]):
     there too. So the loss is right under all of them if this forward computes it; elsewhere it rarely is.
 
     Its parameters are those of torch.nn.Linear, `weight` (V, D) and `bias` (V,), so checkpoints fit. The options are
-    those of `LinearCrossEntropy`, except vocab_axis.
+    those of `LinearCrossEntropy`, except vocab_axis. class_weight is no buffer here: state_dict() has the keys of
+    torch.nn.Linear, and to_empty() keeps the weights of the classes. It moves to the device of h at the first call.
 
     The mean is that of the tokens that this process has. DDP and FSDP then take the mean over the processes, which is
     the mean over all tokens only if all processes have equally many. Otherwise give
@@ -48,6 +49,9 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[Result]):
             raise TypeError("vocab_axis is no option here: the weight is (V, D), as torch.nn.Linear has it")
         super().__init__(in_features, out_features, bias, device, dtype)
         self.loss = LinearCrossEntropy(**options)
+        weight = self.loss.class_weight
+        del self.loss.class_weight  # the buffer
+        self.loss.class_weight = None if weight is None else weight.detach()
 
     @overload
     @classmethod
@@ -61,7 +65,21 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[Result]):
     ) -> "LinearCrossEntropyHead[tuple[Tensor, Tensor]]": ...
     @classmethod
     def from_linear(cls, linear: torch.nn.Linear, **options: Any) -> Any:
-        """A head that has the parameters of `linear` itself. So weights that are tied to an embedding stay tied."""
+        """A head that has the parameters of `linear` itself. So weights that are tied to an embedding stay tied.
+
+        Raises:
+          TypeError: the logits of `linear` are not h @ weight.T + bias with parameters of its own: it has an adapter or
+            hooks, or is quantised or parametrized, or has another forward.
+        """
+        own = type(linear).forward is LinearCrossEntropyHead.forward
+        reason = (None if own else unfit(linear)) or _changed(linear)
+        if reason:
+            raise TypeError(
+                "LinearCrossEntropyHead.from_linear cannot compute the loss of this "
+                f"{type(linear).__module__}.{type(linear).__qualname__}: {reason}. It takes a torch.nn.Linear whose "
+                "logits are h @ weight.T + bias: merge an adapter into the weight, dequantise, or remove a "
+                "parametrization or hook first"
+            )
         with_bias, make = linear.bias is not None, cast(Any, cls)
         head = make(linear.in_features, linear.out_features, with_bias, torch.device("meta"), **options)
         head.weight, head.bias = linear.weight, linear.bias
@@ -120,7 +138,48 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[Result]):
                 f"num_items is a {dtype}, which does not hold every whole number: FSDP's mixed precision casts every "
                 "float tensor among a module's arguments. Pass a Python number or a tensor of integers"
             )
+        self._move_class_weight(h.device)
         return self.loss(h, self.weight, targets, self.bias, token_weight=token_weight, num_items=num_items)
+
+    def _move_class_weight(self, device: torch.device) -> None:
+        weight = self.loss.class_weight
+        if weight is None or weight.device == device or device.type == "meta":
+            return
+        if weight.is_meta:
+            raise ValueError(
+                f"class_weight of shape {tuple(weight.shape)} was made on the device meta and has no values: make it "
+                "outside of torch.device('meta')"
+            )
+        self.loss.class_weight = weight.to(device)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:  # type: ignore[override]
+        """Takes class_weight from a checkpoint that has it: it was a buffer once."""
+        weight, key = self.loss.class_weight, f"{prefix}loss.class_weight"
+        if weight is not None and key in state_dict:
+            saved = state_dict.pop(key)
+            self.loss.class_weight = saved.detach().to(saved.device if weight.is_meta else weight.device, copy=True)
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+
+def unfit(layer: Any) -> str | None:
+    """Why a layer is no torch.nn.Linear by its class, or None if it is one."""
+    if not isinstance(layer, torch.nn.Linear):
+        return f"it is a {type(layer).__name__}, not a torch.nn.Linear"
+    if type(layer).forward is not torch.nn.Linear.forward:
+        return f"it is a {type(layer).__name__}, whose forward is not that of torch.nn.Linear"
+    return None
+
+
+def _changed(layer: torch.nn.Linear) -> str | None:
+    """Why a head with the parameters of this Linear would compute other logits, or None if it would not."""
+    for name in ("weight", "bias"):
+        if getattr(layer, name) is not layer._parameters.get(name):
+            return f"its {name} is no parameter of its own, but computed from others"
+    if "forward" in layer.__dict__:
+        return "its forward was replaced on the object itself"
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        return "it has forward hooks, which the head would not call"
+    return None
 
 
 class _Hidden:

@@ -106,9 +106,13 @@ class _Loss(torch.autograd.Function):
         # Not so under torch.compile: it allows no Function in the backward of another, and no second derivatives.
         guarded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         run = _Gradients.apply if guarded else _gradients_operator
-        *given, scheduled, numbers, saved = ctx.saved_tensors
+        e, c, *others, scheduled, numbers, saved = ctx.saved_tensors
+        if ctx.kind is not None:
+            c = ctx.kind.laid_out(c)
         scheduled = ctx.scheduled if scheduled is None else scheduled
-        found = run(of_loss, of_numbers, *given, scheduled, numbers, saved, *wanted, ctx.row_length, *ctx.options)
+        found = run(
+            of_loss, of_numbers, e, c, *others, scheduled, numbers, saved, *wanted, ctx.row_length, *ctx.options
+        )
         de, dc, dbias, dweight = (x if w else None for x, w in zip(found, wanted, strict=True))  # type: ignore
         return de, dc, dbias, None, None, dweight, None, None, None, None, None
 
@@ -156,7 +160,7 @@ def _is_plain(given: Iterable[Tensor | None]) -> bool:
 
 def _save(ctx: Any, inputs: tuple, numbers: Tensor, saved: Tensor | None) -> None:
     *given, scheduled, _, ctx.row_length, ctx.options = inputs
-    ctx.scheduled = None if isinstance(scheduled, Tensor) else scheduled
+    ctx.scheduled, ctx.kind = None if isinstance(scheduled, Tensor) else scheduled, None
     ctx.save_for_backward(*given, None if ctx.scheduled else scheduled, numbers, saved)
     ctx.set_materialize_grads(False)
 

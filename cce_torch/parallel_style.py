@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
@@ -26,7 +27,8 @@ class VocabParallelStyle(ParallelStyle):
 
     Args:
       input_layouts: of h, if it is a plain tensor: Replicate() by default; Shard(1) for an h (B, T, D) that sequence
-        parallelism has split by T. Then h is gathered, and its gradient is reduce-scattered.
+        parallelism has split by T, in the parts of torch.chunk. Then h is gathered, and its gradient is
+        reduce-scattered. head(h) waits for the processes to tell each other the sizes of their parts.
       output_layouts: of the logits, Shard(-1) by default: each process has its columns.
       use_local_output: whether the logits are a plain tensor.
     """
@@ -79,9 +81,26 @@ class VocabParallelStyle(ParallelStyle):
 
     def _distributed(self, h: Tensor, targets: Tensor | None, mesh: DeviceMesh) -> DTensor:
         if not isinstance(h, DTensor):
-            shape = {}
-            if targets is not None:  # the parts may differ in size
-                whole = torch.Size((*targets.shape, h.shape[-1]))
-                shape = {"shape": whole, "stride": torch.empty(whole, device="meta").stride()}
-            h = DTensor.from_local(h, mesh, self.input_layouts, run_check=False, **shape)
+            whole = self._whole_shape(h, mesh) if targets is None else torch.Size((*targets.shape, h.shape[-1]))
+            stride = torch.empty(whole, device="meta").stride()
+            h = DTensor.from_local(h, mesh, self.input_layouts, run_check=False, shape=whole, stride=stride)
         return h.redistribute(placements=[Replicate()]) if targets is None else h
+
+    def _whole_shape(self, h: Tensor, mesh: DeviceMesh) -> torch.Size:
+        """The shape of the h of which each process has a part."""
+        (layout,) = self.input_layouts
+        if not layout.is_shard():
+            return h.shape
+        shape, axis = list(h.shape), layout.dim  # type: ignore[attr-defined]
+        own = torch.tensor(shape[axis], device=h.device)
+        sizes = [torch.empty_like(own) for _ in range(mesh.size())]
+        dist.all_gather(sizes, own, mesh.get_group())
+        parts = torch.stack(sizes).tolist()
+        shape[axis] = sum(parts)
+        of_chunk = [len(x) for x in torch.arange(shape[axis]).chunk(len(parts))]
+        if parts != of_chunk + [0] * (len(parts) - len(of_chunk)):
+            raise ValueError(
+                f"h must be split along axis {axis} over the processes in the parts of torch.chunk, of sizes "
+                f"{of_chunk}, got parts of sizes {parts}"
+            )
+        return torch.Size(shape)

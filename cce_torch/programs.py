@@ -113,6 +113,13 @@ class Kind:
     device: Any  # JAX's device
     sizes: Sizes
 
+    def laid_out(self, c: Tensor) -> Tensor:
+        """c, (V, D), in this Kind's order of memory, which a hook on saved tensors may have changed."""
+        axis = self.static.head.vocab_axis
+        if _vocab_axis(c) == axis:
+            return c
+        return c.T.contiguous().T if axis == 1 else c.contiguous()
+
 
 _kinds: MutableMapping[tuple, Kind] = WeakValueDictionary()
 

@@ -100,7 +100,10 @@ def gradients(
         de = torch.zeros_like(e, dtype=torch.promote_types(e.dtype, torch.float32))
         found = de, torch.zeros_like(c), None if bias is None else torch.zeros_like(bias)
     elif options.impl == "reference":
-        found = _gradients_of_reference(cotangents, e, c, bias, columns, weights, lse, options)
+        with torch.autocast(
+            e.device.type, enabled=False
+        ):  # which may be on: a backward pass has no autocast of its own
+            found = _gradients_of_reference(cotangents, e, c, bias, columns, weights, lse, options)
     elif options.impl == "torch_compile":
         found = compiled.run_gradients(cotangents, e, c, bias, columns, weights, lse[None], options.scale,
                                        options.softcap, options.memory_budget, *wanted, wide_e=True)  # fmt: skip

@@ -73,6 +73,10 @@ class VocabParallel:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    def __deepcopy__(self, memo: dict) -> Self:
+        """Itself: it never changes, and a process group has no copy."""
+        return self
+
     @classmethod
     def from_dtensor(
         cls, c: Any, *, vocab_axis: int = 0, reduce_e_grad: bool = True, sequence_axis: int | None = None
@@ -226,7 +230,10 @@ class _Numbers(torch.autograd.Function):
         guarded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         run = _Gradients.apply if guarded else _gradients
         wanted = ctx.needs_input_grad[:3]
-        found = run(cotangents, *ctx.saved_tensors, wanted, ctx.options, ctx.part, ctx.dtype, ctx.tokens, ctx.shard)
+        e, c, *others = ctx.saved_tensors
+        if ctx.kind is not None:
+            c = ctx.kind.laid_out(c)
+        found = run(cotangents, e, c, *others, wanted, ctx.options, ctx.part, ctx.dtype, ctx.tokens, ctx.shard)
         return *found, *[None] * 6
 
 

@@ -1,6 +1,7 @@
 """The bad-input table, in both packages: each row raises, names its argument and prints what it got."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import cce_torch
 from cce_jax import linear_cross_entropy
 from cce_kernels import contract
+from cce_torch import blocks
 from tests.call_torch import tensor
 
 N, D, V = 6, 4, 9
@@ -45,6 +47,7 @@ ROWS = [
     ({"targets": T.astype(np.float32)}, TypeError, r"targets.*integer.*float32"),
     ({"targets": T.astype(bool)}, TypeError, r"targets.*integer.*bool"),
     ({"targets": T.tolist()}, TypeError, r"targets must be a.*list"),
+    ({"e": E.tolist()}, TypeError, r"e must be a.*list"),
     ({"e": E.astype(np.int32)}, TypeError, r"e must be one of.*int32"),
     ({"c": C.astype(np.int8)}, TypeError, r"c must be one of.*int8"),
     ({"c": jnp.ones((V, D), jnp.bfloat16)}, TypeError,
@@ -80,6 +83,32 @@ ROWS = [
 ]  # fmt: skip
 
 
+TORCH_ROWS = [
+    (
+        {"c": torch.nn.Linear(D, V)},
+        TypeError,
+        r"c must be a torch\.Tensor, got Linear: pass its weight, and its bias",
+    ),
+    ({"c": torch.nn.Embedding(V, D)}, TypeError, r"c must be a torch\.Tensor, got Embedding: pass its weight$"),
+    (
+        {"targets": T.tolist()},
+        TypeError,
+        r"targets must be a torch\.Tensor, got list: write torch\.tensor\(targets\)",
+    ),
+    ({"e": list(torch.ones(2, 3, D))}, TypeError, r"e must be a torch\.Tensor, got list: write torch\.stack\(e\)"),
+    ({"targets": T.astype(np.float32)}, TypeError, r"targets.*got targets float32: write targets\.long\(\)"),
+    (
+        {"num_items": torch.ones((), dtype=torch.complex64)},
+        TypeError,
+        r"num_items must be real, got num_items complex64",
+    ),
+    ({"num_items": np.complex64(3)}, TypeError, r"num_items must be real, got .*3\+0j"),
+    ({"num_items": 1e39}, ValueError, r"num_items=1e\+39 must be finite in float32.*at most 3\.40282e\+38"),
+    ({"logit_scale": -1e39}, ValueError, r"logit_scale=-1e\+39 must be finite in float32"),
+    ({"z_loss": 1e39}, ValueError, r"z_loss=1e\+39 must be finite in float32"),
+]
+
+
 def in_torch(e, c, targets, **options):
     """cce_torch's answer to the same arrays as tensors."""
     arguments = {"e": e, "c": c, "targets": targets, **options}
@@ -95,6 +124,26 @@ def test_raises(changed, error, message, call):
     arguments = {"e": E, "c": C, "targets": T, **changed}
     with pytest.raises(error, match=message):
         call(arguments.pop("e"), arguments.pop("c"), arguments.pop("targets"), **arguments)
+
+
+@pytest.mark.parametrize(("changed", "error", "message"), TORCH_ROWS, ids=lambda x: str(x)[:40])
+def test_torch_raises(changed, error, message):
+    with pytest.raises(error, match=message):
+        in_torch(**{"e": E, "c": C, "targets": T, **changed})
+
+
+@pytest.mark.parametrize("impl", ["torch_compile", "reference"])
+def test_float64_takes_numbers_that_float32_does_not_hold(impl, monkeypatch):
+    monkeypatch.setattr(blocks, "_compiled", lambda function, variant: function)
+    given = dict(e=np.float64(E), c=np.float64(C), targets=T, impl=impl)
+    assert in_torch(**given, logit_scale=1e39).isfinite()
+    assert in_torch(**given, num_items=1e39) > 0
+
+
+@pytest.mark.parametrize("impl", contract.IMPLS)
+def test_an_integer_that_int32_does_not_hold_is_a_number_of_items(impl):
+    total = in_torch(E, C, T, impl=impl, reduction="sum")
+    torch.testing.assert_close(in_torch(E, C, T, impl=impl, num_items=3_000_000_000), total / 3e9)
 
 
 @pytest.mark.parametrize("name", ["e", "c", "targets", "bias", "class_weight", "token_weight", "num_items"])
@@ -134,6 +183,21 @@ def test_tensors_on_different_devices_are_named():
 def test_the_module_says_what_goes_to_the_call(name):
     with pytest.raises(TypeError, match=rf"^{name} belongs to a batch.*\(e, c, targets, {name}={name}\)"):
         cce_torch.LinearCrossEntropy(**{name: 3})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"impl": "tritan"}, ValueError, r"impl='tritan'.*'torch_compile'"),
+        ({"shift": 1.0}, TypeError, r"shift must be an integer"),
+        ({"softcap": -1.0}, ValueError, r"softcap=-1\.0.*positive"),
+        ({"class_weight": [1.0] * V}, TypeError, r"class_weight must be a .*got list: write torch\.tensor"),
+    ],
+)
+@pytest.mark.parametrize("make", [cce_torch.LinearCrossEntropy, partial(cce_torch.LinearCrossEntropyHead, D, V)])
+def test_the_module_refuses_wrong_options_when_it_is_made(make, options, error, message):
+    with pytest.raises(error, match=message):
+        make(**options)
 
 
 def test_the_module_names_every_option_if_one_is_unknown():

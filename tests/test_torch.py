@@ -135,6 +135,26 @@ def test_cotangents_of_any_strides(kind):
     assert_same(actual, torch.autograd.grad((loss, lse), (e, c), (cotangent, cotangent)))
 
 
+def test_a_hook_on_saved_tensors_may_drop_strides(monkeypatch):
+    """The saved exponentials have the padded size that was chosen for the strides of the forward pass."""
+    from cce_torch import programs
+
+    monkeypatch.setattr(programs, "_kinds", type(programs._kinds)())
+    monkeypatch.setattr(programs, "EXACT", 1)
+
+    def loss(tokens):
+        e, c, t = example(tokens, dtype=torch.bfloat16)
+        c = c.detach().T.contiguous().requires_grad_()
+        return linear_cross_entropy(e, c, t, vocab_axis=1, impl="cce", memory_budget="all"), e, c
+
+    first = loss(7)  # gets a program of its own; 24 tokens are then padded
+    expected = gradients(*loss(24))
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):  # copies into row-major memory, on a CPU too
+        found = loss(24)
+    assert_same(gradients(*found), expected)
+    gradients(*first)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_inputs_of_any_strides(impl):
     e, c, t = example()
@@ -240,6 +260,16 @@ def test_other_derivatives_are_an_error_that_names_the_reference(derivative):
     with pytest.raises(NotImplementedError, match="impl='reference'"):
         derivative(lambda e: linear_cross_entropy(e, c, t), e)
     assert derivative(lambda e: linear_cross_entropy(e, c, t, impl="reference"), e) is not None
+
+
+def test_jit_trace_names_what_it_can_record():
+    e, c, t = (x.detach() for x in example())
+    for impl in ("auto", *IMPLS):
+        with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace cannot record.*impl='torch_compile'"):
+            torch.jit.trace(lambda e, impl=impl: linear_cross_entropy(e, c, t, impl=impl), (e,))
+    for impl in ("torch_compile", "reference"):
+        traced = torch.jit.trace(lambda e, impl=impl: linear_cross_entropy(e, c, t, impl=impl), (e,))
+        assert_same([traced(2 * e)], [linear_cross_entropy(2 * e, c, t)])
 
 
 def test_the_module_is_the_function_and_copies_and_pickles():

@@ -4,6 +4,8 @@ Most tests run compiled's elementwise functions as they are, which takes no seco
 show that compiling them changes nothing. Its groups are made small, so that every test has several, the last ragged.
 """
 
+import functools
+import itertools
 import subprocess
 import sys
 import warnings
@@ -38,7 +40,7 @@ def small_groups(monkeypatch):
 @pytest.fixture
 def plain(monkeypatch):
     """The elementwise functions, not compiled."""
-    monkeypatch.setattr(blocks, "_compiled", lambda function: function)
+    monkeypatch.setattr(blocks, "_compiled", lambda function, variant: function)
 
 
 @pytest.fixture
@@ -202,10 +204,29 @@ def test_inductor(device):
     assert counted["unique_graphs"] == graphs
 
 
-def test_where_torch_compile_fails_it_says_so_once_and_is_exact(monkeypatch):
-    def fails(function):
+def test_every_variant_is_compiled(monkeypatch):
+    """torch.compile itself runs a function uncompiled after eight variants, and says so in a log alone."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    blocks._compiled.cache_clear()
+    counted = torch._dynamo.utils.counters["stats"]
+    kinds = itertools.product((torch.float32, torch.float64), (None, 3.0), (0.0, 0.1), (5,))
+    variants = *kinds, (torch.float32, None, 0.0, 1)
+    with torch.no_grad():
+        for done, (dtype, softcap, smoothing, tokens) in enumerate(variants):
+            options = {"softcap": softcap, "label_smoothing": smoothing}
+            call = Call(Case("variant", (tokens,), 8, 100, options=options))
+            call.rows(compiled.statistics, **{k: x.to(dtype) for k, x in call.leaves.items()})
+            assert counted["unique_graphs"] == done + 1, f"{dtype}, {options}, {tokens} tokens run uncompiled"
+    blocks._compiled.cache_clear()
+
+
+@pytest.mark.parametrize("error", ["TorchDynamoException", "FailOnRecompileLimitHit"])
+def test_where_torch_compile_fails_it_says_so_once_and_is_exact(error, monkeypatch):
+    def fails(function, variant):
         def run(*_):
-            raise torch._dynamo.exc.TorchDynamoException("no compiler here")
+            raise getattr(torch._dynamo.exc, error)("no compiler here")
 
         return run
 

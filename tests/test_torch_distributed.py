@@ -4,6 +4,8 @@ A process needs seconds to start. So each test starts its processes once, and th
 forks of a process that has imported all modules and computed nothing.
 """
 
+import contextlib
+import copy
 import dataclasses
 import functools
 import gc
@@ -22,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cce_torch import LinearCrossEntropyHead, VocabParallel, blocks, linear_cross_entropy
+from cce_torch import LinearCrossEntropy, LinearCrossEntropyHead, VocabParallel, blocks, linear_cross_entropy
 from tests.call_torch import array, run, tensor
 from tests.cases import CASES, Case, Inputs, inputs
 from tests.tolerance import assert_close, assert_rounded, bound, error
@@ -351,6 +353,26 @@ def check_padding() -> None:
         assert torch.equal(x, y)
 
 
+def check_dropped_strides() -> None:
+    """A hook on saved tensors drops the strides of c.T: the program is still that of the forward pass."""
+    from cce_torch import programs
+
+    before = programs.EXACT
+    programs._kinds.clear()
+    programs.EXACT = 1
+    alive = []
+    for tokens, hooks in ((7, False), (37, False), (37, True)):  # 7 tokens are not padded, 37 are
+        e, c, targets, shard = split(inputs(Case("strides", (tokens,), 8, 40), "bfloat16"), (16, 40), torch.bfloat16)
+        c = c.detach().T.contiguous().requires_grad_()
+        with torch.autograd.graph.save_on_cpu(pin_memory=True) if hooks else contextlib.nullcontext():
+            loss = linear_cross_entropy(e, c, targets, vocab_axis=1, impl="cce", memory_budget="all",
+                                        vocab_parallel=shard)  # fmt: skip
+        alive.append((loss, torch.autograd.grad(loss, (e, c), retain_graph=True)))
+    programs.EXACT = before
+    for x, y in zip(alive[1][1], alive[2][1], strict=True):
+        assert torch.equal(x, y)
+
+
 def check_vocab_parallel_in_four() -> None:
     rng = np.random.default_rng(1)
     for draw in range(6):
@@ -454,6 +476,10 @@ def check_options_of_split() -> None:
         head(e, targets).backward()
         assert_same([e.grad, head.weight.grad], "the head")
         e.grad = None
+        module = LinearCrossEntropy(impl=impl, vocab_parallel=shard)
+        assert torch.equal(copy.deepcopy(module)(e, c, targets), loss)
+        with pytest.raises(NotImplementedError, match=r"vocab_parallel does not work with torch\.func.*loss\.backward"):
+            torch.func.grad(lambda e, c=c, call=call: call(e, c))(e)
         compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
         for x, y in zip(torch.autograd.grad(compiled(e, c), (e, c)), expected_, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-7)
@@ -468,6 +494,11 @@ def check_options_of_split() -> None:
         targets[3] = 0
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert torch.equal(call(e, c), call(e16, c16))
+        loss = call(e, c)
+        outside = torch.autograd.grad(loss, (e, c), retain_graph=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # which is for the forward pass alone
+            inside = torch.autograd.grad(loss, (e, c))
+        assert all(torch.equal(x, y) for x, y in zip(inside, outside, strict=True)), f"{impl}: backward under autocast"
 
 
 class Collectives(TorchDispatchMode):
@@ -645,6 +676,37 @@ def check_tensor_parallel() -> None:
             torch.testing.assert_close(actual, exact, rtol=1e-5, atol=1e-6)
 
 
+def check_parts_of_a_sequence() -> None:
+    """Sequence parallelism of T tokens of (B, T, D) that the processes do not divide: the loss, the logits."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from cce_torch import VocabParallelStyle
+
+    mesh = init_device_mesh("cpu", (2,))
+    head = functools.partial(LinearCrossEntropyHead, impl="torch_compile", class_weight=torch.arange(1.0, V + 1))
+    generator = torch.Generator().manual_seed(4)
+    for length in (5, 4, 1):
+        h, targets = torch.randn(2, length, D, generator=generator), torch.randint(V, (2, length), generator=generator)
+        whole = model(head).head
+        style = VocabParallelStyle(input_layouts=Shard(1), output_layouts=Replicate())
+        split = parallelize_module(model(head), mesh, {"head": style}).head
+        weights = torch.randn(2, length, V, generator=generator)
+        of_whole, of_part = h.clone().requires_grad_(), distribute_tensor(h, mesh, [Shard(1)]).to_local()
+        of_part.requires_grad_()
+        for given in ((), (targets,)):
+            exact, found = whole(of_whole, *given), split(of_part, *given)
+            torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6)
+            (of_h,) = torch.autograd.grad((exact * (weights if not given else 1)).sum(), of_whole)
+            (part,) = torch.autograd.grad((found * (weights if not given else 1)).sum(), of_part)
+            expected_ = distribute_tensor(of_h, mesh, [Shard(1)]).to_local()
+            torch.testing.assert_close(part, expected_, rtol=1e-5, atol=1e-6)
+    with pytest.raises(
+        ValueError, match=r"axis 1 .*parts of torch.chunk, of sizes \[3, 2\], got parts of sizes \[2, 3\]"
+    ):
+        split(torch.randn(2, 2 + dist.get_rank(), D))
+
+
 def check_fsdp_with_tensor_parallel() -> None:
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -737,11 +799,11 @@ def test_hybrid_and_tensor_parallel():
 
 
 def test_tensor_parallel():
-    in_processes(2, check_tensor_parallel)
+    in_processes(2, check_tensor_parallel, check_parts_of_a_sequence)
 
 
 def test_vocab_parallel_in_two_processes():
-    in_processes(2, check_vocab_parallel_in_two, check_padding)
+    in_processes(2, check_vocab_parallel_in_two, check_padding, check_dropped_strides)
 
 
 def test_vocab_parallel_in_four_processes():

@@ -38,6 +38,8 @@ def test_what_torch_returns():
     plain = assert_type(f(e, c, t), Tensor), assert_type(f(e, c, t, None, -100, None, "mean", False, False), Tensor)
     assert all(torch.equal(x, loss) for x in plain)
     assert lse.shape == (2,)
+    by_place = assert_type(f(e, c, t, None, -100, None, "mean", False, True), tuple[Tensor, Tensor])
+    assert torch.equal(by_place[1], lse)
     for wanted in BOOLS:
         either = assert_type(f(e, c, t, return_lse=wanted), Tensor | tuple[Tensor, Tensor])
         assert isinstance(either, tuple) is wanted
@@ -48,6 +50,8 @@ def test_what_the_module_returns():
     loss, lse = assert_type(cce_torch.LinearCrossEntropy(return_lse=True)(e, c, t), tuple[Tensor, Tensor])
     assert torch.equal(assert_type(cce_torch.LinearCrossEntropy(-100, z_loss=0.0)(e, c, t), Tensor), loss)
     assert lse.shape == (2,)
+    by_place = cce_torch.LinearCrossEntropy(-100, None, "mean", False, True)
+    assert torch.equal(assert_type(by_place(e, c, t), tuple[Tensor, Tensor])[1], lse)
     for wanted in BOOLS:
         either = assert_type(cce_torch.LinearCrossEntropy(return_lse=wanted)(e, c, t), Tensor | tuple[Tensor, Tensor])
         assert isinstance(either, tuple) is wanted

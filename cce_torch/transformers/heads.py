@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cce_torch.api import linear_cross_entropy
+from cce_torch.head import unfit
 from cce_torch.transformers.classes import Swapped, origin, swap
 from cce_torch.transformers.lazy_logits import LazyLogits
 from cce_torch.transformers.settings import Settings
@@ -202,13 +203,7 @@ def _wrapped(head: Any) -> list[nn.Module]:
 
 
 def _unfit_linear(head: Any) -> str | None:
-    if isinstance(head, LazyHead):
-        return None
-    if not isinstance(head, nn.Linear):
-        return f"it is a {type(head).__name__}, not a torch.nn.Linear"
-    if type(head).forward is not nn.Linear.forward:
-        return f"it is a {type(head).__name__}, whose forward is not that of torch.nn.Linear"
-    return None
+    return None if isinstance(head, LazyHead) else unfit(head)
 
 
 def _unfit_adapter(layer: Any) -> str | None:

@@ -45,6 +45,7 @@ class Program(_Literal):
     ignore_index: int = -100
     memory_budget: int | str = DEFAULT
     saved: int | None = None  # of how many tokens to save exponentials, in place of a memory_budget
+    offloaded: bool = False  # in torch: a hook moves what the graph saves to row-major memory of the CPU, and back
 
     @property
     def tokens(self) -> int:
@@ -150,8 +151,10 @@ def _program(rng: np.random.Generator, where: str) -> Program:
         shift=shift,
         ignore_index=int(rng.choice([-100, -1, 0, 2**31 - 1, -(2**31)], p=[0.6, 0.2, 0.1, 0.05, 0.05])),
     )
-    mixed = program.dtype != "float32" and bool(np.random.default_rng(program.tokens * width).uniform() < 0.25)
-    return _with_budget(rng, replace(program, mixed=mixed), where)
+    more = np.random.default_rng(program.tokens * width)
+    mixed = program.dtype != "float32" and bool(more.uniform() < 0.25)
+    offloaded = program.package == "torch" and bool(more.uniform() < 0.2)
+    return _with_budget(rng, replace(program, mixed=mixed, offloaded=offloaded), where)
 
 
 def _shape(rng: np.random.Generator, where: str, for_hopper: bool) -> tuple[int, int, int]:

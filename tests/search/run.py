@@ -1,7 +1,7 @@
 """Runs a drawn call in its package and compares all that it gives with float64."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -149,10 +149,12 @@ def run_torch(program: Program, given: Inputs) -> dict[str, np.ndarray]:
     every = _differentiable(program, given)
     leaves = {k: tensor(v, device).requires_grad_(k in program.wanted) for k, v in every.items()}
     named = {k: leaves[k] if k in leaves else tensor(v, device) for k, v in given.optional.items()}
-    result = cce_torch.linear_cross_entropy(
-        leaves["e"], leaves["c"], torch.tensor(given.targets, device=device).long(), impl=program.impl,
-        return_lse=program.return_lse, **named, **program.options(),
-    )  # fmt: skip
+    hooks = torch.autograd.graph.save_on_cpu(pin_memory=True) if program.offloaded else nullcontext()
+    with hooks:
+        result = cce_torch.linear_cross_entropy(
+            leaves["e"], leaves["c"], torch.tensor(given.targets, device=device).long(), impl=program.impl,
+            return_lse=program.return_lse, **named, **program.options(),
+        )  # fmt: skip
     loss, lse = result if program.return_lse else (result, None)
     results = {"loss": array(loss)} | ({} if lse is None else {"lse": array(lse)})
     if program.wanted:
