@@ -1,7 +1,8 @@
 """The public function for JAX: it checks the arguments, shifts the targets and computes the loss."""
 
 import sys
-from functools import partial
+from functools import cache, partial
+from numbers import Real
 from typing import Any, Literal, Unpack, overload
 
 import jax
@@ -9,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from cce_jax import losses
+from cce_jax import losses, settings
 from cce_jax.core import statistics
 from cce_jax.devices import whole_weights
 from cce_jax.options import Array, Options
 from cce_jax.passes import Core, Impl
 from cce_jax.reverse_mode import reverse_mode_only
-from cce_jax.sharding import Layout, layout_of
+from cce_jax.sharding import Layout, layout_of, no_explicit_vmap
 from cce_kernels import contract
-from cce_kernels.device import Gpu, local_gpu
+from cce_kernels.device import Gpu, has_triton, local_gpu
 from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs, Statistics
 
@@ -147,6 +148,9 @@ def linear_cross_entropy(
     contract.choice("reduction", reduction, contract.REDUCTIONS)
     contract.choice("impl", impl, contract.IMPLS)
     contract.choice("vocab_axis", vocab_axis, (0, 1))
+    _check_static(ignore_index=ignore_index, softcap=softcap, shift=shift, logit_scale=logit_scale,
+                  label_smoothing=label_smoothing, z_loss=z_loss, memory_budget=memory_budget)  # fmt: skip
+    _check_precision(precision)
     head = Head(softcap=contract.softcap(softcap), vocab_axis=vocab_axis, precision=precision)
     scale = 1.0 if logit_scale is None else contract.number("logit_scale", logit_scale)
     label_smoothing = contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0)
@@ -159,6 +163,11 @@ def linear_cross_entropy(
     e, c, bias, targets, class_weight, token_weight, num_items = map(_array, ARRAYS, given)
     contract.num_items(num_items, reduction)
     _check_types(e, c, bias, targets, class_weight, token_weight)
+    if isinstance(num_items, Real):
+        num_items = float(num_items)  # JAX makes an int32 of an integer, which may be too small for it
+        contract.finite("num_items", num_items, e.dtype.name)
+    contract.finite("logit_scale", scale, e.dtype.name)
+    contract.finite("z_loss", z_loss, e.dtype.name)
     layout = layout_of(e, c, vocab_axis, sharding) if e.ndim > 0 and c.ndim == 2 else None
     shape_of_c = c.shape if layout is None else layout.whole_width(c, vocab_axis)
     contract.shapes(
@@ -176,15 +185,19 @@ def linear_cross_entropy(
     if check_targets:
         vocabulary = c.shape[vocab_axis] if layout is None else layout.whole_vocabulary(c, vocab_axis)
         _check_targets(targets, vocabulary, ignore_index, shift)
-    targets, ignore_index = _int32(targets, ignore_index)
+    if impl != "reference":
+        no_explicit_vmap()
     gpu = None if impl == "reference" else local_gpu()
-    core = Core(head, options.smooths, _resolve(impl, e.dtype, gpu), budget, gpu, wide_dc=c.dtype != e.dtype)
-    scales = None if scale == 1.0 else np.full(1, scale, jnp.promote_types(e.dtype, jnp.float32))
-    loss, lse = _loss(
-        e, c, bias, targets, class_weight, token_weight, num_items, scales,
-        label_smoothing if options.smooths else None, z_loss if options.has_z_loss else None,
-        core=core, layout=layout, options=options, ignore_index=ignore_index, shift=shift,
-    )  # fmt: skip
+    core = Core(head, options.smooths, _resolve(impl, e.dtype, gpu), budget, gpu, wide_dc=c.dtype != e.dtype,
+                debug_nans=jax.config.jax_debug_nans)  # type: ignore[attr-defined]  # fmt: skip
+    with settings.defaults():
+        targets, ignore_index = _int32(targets, ignore_index)
+        scales = None if scale == 1.0 else np.full(1, scale, jnp.promote_types(e.dtype, jnp.float32))
+        loss, lse = _loss(
+            e, c, bias, targets, class_weight, token_weight, num_items, scales,
+            label_smoothing if options.smooths else None, z_loss if options.has_z_loss else None,
+            core=core, layout=layout, options=options, ignore_index=ignore_index, shift=shift,
+        )  # fmt: skip
     return (loss, lse) if return_lse else loss
 
 
@@ -199,7 +212,9 @@ def _loss(
     if shift:
         targets = _shifted(targets, shift, ignore_index, layout)
         token_weight = None if token_weight is None else _shifted(token_weight, shift, 0, layout)
-    weights = None if class_weight is None else jax.lax.stop_gradient(class_weight.astype(jnp.float32))
+    weights = None
+    if class_weight is not None:
+        weights = jax.lax.stop_gradient(class_weight.astype(jnp.promote_types(e.dtype, jnp.float32)))
     if layout is not None:
         e = layout.laid_out(e, layout.spec_of_e, layout.given_e)
         c = layout.laid_out(c, layout.spec_of_c(vocab_axis), layout.given_c)
@@ -259,13 +274,59 @@ def _array(name: str, x: Any) -> Any:
     return x if convert is None else convert()
 
 
+def _check_static(**options: Any) -> None:
+    """TypeError if an option is known only when a program runs: the program depends on it."""
+    for name, value in options.items():
+        if isinstance(value, Tracer):
+            learned = ", or multiply e by a scale that is learned" if name == "logit_scale" else ""
+            raise TypeError(
+                f"{name} must be a Python number, got {value}, which JAX traces: give it as a static argument, such as "
+                f"jax.jit(..., static_argnames={name!r}){learned}"
+            )
+
+
+def _check_precision(precision: Any) -> None:
+    """ValueError unless precision is one of JAX's. A DotAlgorithm is not checked: that depends on the types."""
+    known = precision is None or isinstance(
+        precision, jax.lax.Precision | jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
+    )
+    if not known and not (isinstance(precision, str | tuple) and _is_precision(precision)):
+        names = ", ".join(repr(x.name.lower()) for x in jax.lax.Precision)
+        raise ValueError(
+            f"precision={precision!r} must be None, {names}, or another precision of jax.lax.dot_general, such as "
+            "jax.lax.DotAlgorithmPreset.BF16_BF16_F32"
+        )
+
+
+@cache
+def _is_precision(precision: Any) -> bool:
+    x = jax.ShapeDtypeStruct((1,), np.float32)
+    try:
+        jax.eval_shape(partial(jax.lax.dot, precision=precision), x, x)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _instead(name: str, x: Any) -> str:
+    """What to write instead of an argument that is no array."""
+    if isinstance(x, list | tuple):
+        return f": write jnp.asarray({name})"
+    for part, shape in (("weight", "(V, D)"), ("embedding", "(V, D)"), ("kernel", "(D, V)")):
+        if hasattr(x, part) or (isinstance(x, dict) and part in x):
+            return f": pass its {part}, with vocab_axis={int(shape == '(D, V)')} if its shape is {shape}"
+    return ""
+
+
 def _check_types(e, c, bias, targets, class_weight, token_weight) -> None:
     arrays = dict(e=e, c=c, bias=bias, targets=targets, class_weight=class_weight, token_weight=token_weight)
     for name, x in arrays.items():
         if not (hasattr(x, "dtype") and hasattr(x, "shape")) and (x is not None or name in ("e", "c", "targets")):
-            raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+            raise TypeError(f"{name} must be an array, got {type(x).__name__}{_instead(name, x)}")
     if not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise TypeError(f"targets must be of an integer type, got targets {targets.dtype}")
+        raise TypeError(
+            f"targets must be of an integer type, got targets {targets.dtype}: write targets.astype(jnp.int32)"
+        )
     allowed = (*contract.KERNEL_TYPES, "float64")
     for name in ("e", "c", "bias"):
         if arrays[name] is not None and arrays[name].dtype.name not in allowed:
@@ -321,6 +382,11 @@ def _resolve(impl: Impl, dtype, gpu: Gpu | None) -> Impl:
     if not typed:
         allowed = ", ".join(contract.KERNEL_TYPES)
         raise TypeError(f"impl='cce' takes {allowed}; e is {dtype}, which 'chunked' and 'reference' take")
+    if not has_triton():
+        raise NotImplementedError(
+            "impl='cce' needs Triton, which this jaxlib lacks (jaxlib for Windows has none; in WSL2 use jaxlib for "
+            "Linux): use impl='chunked', or leave impl out"
+        )
     if gpu is not None and not gpu.supported:
         raise NotImplementedError(
             f"impl='cce' needs an NVIDIA GPU of compute capability 8.0 or more, this one is {gpu.compute_capability}; "

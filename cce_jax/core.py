@@ -42,7 +42,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from cce_jax import devices
+from cce_jax import devices, settings
 from cce_jax.passes import Core
 from cce_jax.sharding import Layout
 from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
@@ -63,6 +63,7 @@ def _statistics(core: Core, layout: Layout | None, inputs: Inputs) -> Statistics
     return devices.forward_pass(inputs, core, layout, None)[0]
 
 
+@settings.defaults()
 def _statistics_fwd(core: Core, layout: Layout | None, inputs):
     e, c, bias = inputs.e, inputs.c, inputs.bias
     wanted = Wanted(e=e.perturbed, c=c.perturbed, bias=bias is not None and bias.perturbed)
@@ -72,6 +73,7 @@ def _statistics_fwd(core: Core, layout: Layout | None, inputs):
     return out, (_as_shape(wanted), inputs, out, held)
 
 
+@settings.defaults()
 def _statistics_bwd(core: Core, layout: Layout | None, residuals, cotangents):
     shape_of_wanted, inputs, numbers, held = residuals
     zeros = jnp.zeros_like(numbers.lse)

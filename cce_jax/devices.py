@@ -267,8 +267,12 @@ def _specs(core: Core, layout: Layout) -> Any:
 
 
 def _each(layout: Layout) -> P:
-    """The spec of arrays that differ on every device: along the first axis the devices' parts follow one another."""
-    axes = tuple(a for a in layout.mesh.axis_names if a in layout.mapped)
+    """The spec of what each device holds for itself: along the first axis the devices' parts follow one another.
+
+    Devices along an axis that splits nothing hold the same. jax.vmap(spmd_axis_name=...) may take such an axis.
+    """
+    split = layout.mapped.intersection(layout.all_tokens + layout.vocabulary)
+    axes = tuple(a for a in layout.mesh.axis_names if a in split)
     return P(axes) if axes else P()
 
 

@@ -46,7 +46,7 @@ def loss(
 ) -> tuple[jax.Array, jax.Array]:
     """The loss, a scalar or for "none" of the shape of columns, and lse, which is 0 for ignored tokens.
 
-    numbers: each of the shape of columns; class_weight: (V,) float32; token_weight: of the shape of columns;
+    numbers: each of the shape of columns; class_weight: (V,) at least float32; token_weight: of the shape of columns;
     label_smoothing, z_loss: numbers or scalar arrays, None if options.smooths or options.has_z_loss is False.
     summed: the axes of jax.shard_map over whose devices the tokens are split: "mean" and "sum" extend over them.
     out_sharding: of columns, where the mesh has Explicit axes.

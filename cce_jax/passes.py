@@ -37,6 +37,7 @@ class Core:
     gpu: Gpu | None = None
     wide_de: bool = False  # whether `gradients` gives de in float32, for a sum over devices
     wide_dc: bool = False  # whether c and bias are float32 beside a 16-bit e; `gradients` gives dc and dbias in float32
+    debug_nans: bool = False  # jax_debug_nans: what a pass leaves for the other holds no NaN of an ignored token
 
 
 def plan_for(inputs: Inputs, core: Core, wanted: Wanted | None, saved: int | None = None) -> Plan:
@@ -75,9 +76,9 @@ def forward_pass(
     saved = saved_shape(plan_for(inputs, core, wanted).saved, core.head.vocabulary(inputs.c))
 
     def run(plan: Plan, inputs: Inputs, reference: jax.Array | None):
-        numbers, exponentials = forward.statistics(inputs, plan, reference)
+        numbers, exponentials = forward.statistics(inputs, plan, reference, core.debug_nans)
         if saved[0] and exponentials is None:  # this platform saves nothing, but all platforms return one shape
-            exponentials = lax.empty(saved, inputs.e.dtype)
+            exponentials = (jnp.zeros if core.debug_nans else lax.empty)(saved, inputs.e.dtype)
         return numbers, exponentials
 
     return _on_platform(run, inputs, core, wanted)(inputs, reference)
@@ -124,4 +125,7 @@ def _on_platform(
             inputs = inputs._replace(targets=on_one_device(inputs.targets))
         return run(on_gpu, inputs, *others)
 
-    return partial(lax.platform_dependent, cuda=on_cuda, default=partial(run, elsewhere))
+    branches = on_cuda, partial(run, elsewhere)
+    if core.debug_nans:  # to find a NaN, JAX runs operations one by one; a kernel by itself is a RecursionError in JAX
+        branches = tuple(partial(lax.cond, True, branch, branch) for branch in branches)
+    return partial(lax.platform_dependent, cuda=branches[0], default=branches[1])

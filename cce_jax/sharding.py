@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax._src.core import get_axis_env  # jax.core has none
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -172,6 +173,21 @@ class Layout:
         if self.explicit:
             return jax.reshard(x, NamedSharding(self.mesh, self.explicit_part(spec)))
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec)) if self.mapped else x
+
+
+def no_explicit_vmap() -> None:
+    """NotImplementedError inside a jax.vmap over an axis of arrays that an Explicit mesh axis splits.
+
+    This mesh axis then stays Explicit in jax.shard_map, where JAX batches the operations of a pass with types that do
+    not fit, such as those of lax.dynamic_update_slice.
+    """
+    if taken := tuple(get_axis_env().explicit_mesh_axis_names):
+        raise NotImplementedError(
+            f"linear_cross_entropy inside a jax.vmap over an axis that the Explicit mesh axis {taken[0]!r} splits: "
+            "call it without jax.vmap, as e may have any number of axes and reduction='none' gives a loss for each "
+            f"token; or give the mesh Auto axes and write jax.vmap(..., spmd_axis_name={taken[0]!r}); or use "
+            "impl='reference'"
+        )
 
 
 def varying(x: Any) -> frozenset[str]:

@@ -1,6 +1,7 @@
 """The bad-input table, in both packages: each row raises, names its argument and prints what it got."""
 
 import re
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -107,6 +108,65 @@ TORCH_ROWS = [
     ({"logit_scale": -1e39}, ValueError, r"logit_scale=-1e\+39 must be finite in float32"),
     ({"z_loss": 1e39}, ValueError, r"z_loss=1e\+39 must be finite in float32"),
 ]
+
+
+@dataclass
+class Layer:
+    """A layer of another library, such as Equinox' Linear (weight) and Flax NNX's Linear (kernel) and Embed."""
+
+    weight: np.ndarray | None = None
+
+
+OF_JAX = [
+    ({"c": Layer()}, TypeError, r"c must be an array, got Layer: pass its weight, with vocab_axis=0 if .* \(V, D\)"),
+    ({"c": {"kernel": C.T}}, TypeError, r"c must .* got dict: pass its kernel, with vocab_axis=1 if .* \(D, V\)"),
+    ({"c": {"embedding": C}}, TypeError, r"c must .* got dict: pass its embedding, with vocab_axis=0"),
+    ({"e": E.tolist()}, TypeError, r"e must be an array, got list: write jnp\.asarray\(e\)"),
+    ({"targets": T.tolist()}, TypeError, r"targets must .* got list: write jnp\.asarray\(targets\)"),
+    ({"targets": T.astype(np.float32)}, TypeError, r"float32: write targets\.astype\(jnp\.int32\)"),
+    ({"precision": "bf16"}, ValueError, r"precision='bf16' must be None, 'default', 'high', 'highest', or another"),
+    ({"precision": ["highest", "highest"]}, ValueError, r"precision=\['highest', 'highest'\] must be None, 'default'"),
+    ({"precision": 3}, ValueError, r"precision=3 must be None, 'default'"),
+    ({"logit_scale": 1e39}, ValueError, r"logit_scale=1e\+39 must be finite in float32.* float32 embeddings"),
+    ({"z_loss": -1e39}, ValueError, r"z_loss=-1e\+39 must be finite in float32"),
+    ({"num_items": 10**39}, ValueError, r"num_items=1e\+39 must be finite in float32"),
+    ({"num_items": 10**400}, ValueError, r"num_items=10*0 must be finite"),
+    ({"logit_scale": 10**400}, ValueError, r"logit_scale=10*0 must be finite"),
+    ({"num_items": 3j}, TypeError, r"num_items must be .* complex"),
+    ({"num_items": np.complex64(3)}, TypeError, r"num_items must be real, got complex64"),
+    ({"num_items": jnp.ones((), jnp.complex64)}, TypeError, r"num_items must be real, got complex64"),
+    ({"logit_scale": jnp.ones(())}, TypeError, r"logit_scale must be a Python number.*: write float\(logit_scale\)"),
+]
+
+
+@pytest.mark.parametrize(("changed", "error", "message"), OF_JAX, ids=lambda x: str(x)[:40])
+def test_raises_in_jax(changed, error, message):
+    with pytest.raises(error, match=message) as raised:
+        linear_cross_entropy(**{"e": E, "c": C, "targets": T, **changed})
+    assert len(str(raised.value)) < 700
+
+
+@pytest.mark.parametrize(
+    "name", ["shift", "ignore_index", "softcap", "logit_scale", "label_smoothing", "z_loss", "memory_budget"]
+)
+def test_an_option_that_jax_traces_is_to_be_static(name):
+    def call(value):
+        return linear_cross_entropy(E, C, T, **{name: value})
+
+    with pytest.raises(TypeError, match=rf"^{name} must be .*JitTracer.*static_argnames='{name}'"):
+        jax.jit(call)(1)
+    assert np.isfinite(jax.jit(call, static_argnums=0)(1))
+    if name == "logit_scale":
+        with pytest.raises(TypeError, match="or multiply e by a scale that is learned"):
+            jax.grad(call)(1.0)
+
+
+@pytest.mark.parametrize("precision", [
+    None, "highest", "tensorfloat32", "BF16_BF16_F32", jax.lax.Precision.HIGH, ("highest", "highest"),
+    jax.lax.DotAlgorithmPreset.BF16_BF16_F32,
+])  # fmt: skip
+def test_every_precision_of_jax_is_taken(precision):
+    assert np.isfinite(linear_cross_entropy(E, C, T, precision=precision, impl="chunked"))
 
 
 def in_torch(e, c, targets, **options):

@@ -64,6 +64,15 @@ def test_num_items_zero_is_zero(impl):
     assert all(not np.asarray(g).any() for g in gradients)
 
 
+@pytest.mark.parametrize("number", [3_000_000_000, np.int64(3_000_000_000), 10**30, 3e9, np.float64(3e9)])
+def test_num_items_is_any_number_that_float32_holds(number):
+    given = inputs(CASE)
+    total = linear_cross_entropy(given.e, given.c, given.targets, reduction="sum")
+    for call in (linear_cross_entropy, jax.jit(linear_cross_entropy, static_argnames="num_items")):
+        mean = call(given.e, given.c, given.targets, num_items=number)
+        np.testing.assert_allclose(mean, np.float64(total) / float(number), rtol=1e-6)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_no_tokens(impl, reduction):
@@ -286,6 +295,21 @@ def test_float64_where_it_can_be_held():
         np.testing.assert_allclose(loss, results[0][0], rtol=1e-13)
         for actual, want in zip(gradients, results[0][1], strict=True):
             np.testing.assert_allclose(actual, want, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["class_weight", "token_weight"])
+@pytest.mark.parametrize("impl", ["reference", "chunked", "auto"])
+def test_float64_weights_keep_their_digits(impl, name):
+    case = Case("double", (20,), 8, 50, (name,), options={"label_smoothing": 0.3, "z_loss": 0.1, "logit_scale": 0.7})
+    given = inputs(case)
+    weight = np.float64(given.optional[name]) + 1 / 3
+    double = replace(given, e=np.float64(given.e), c=np.float64(given.c), optional={name: weight})
+    want, _, exact = truth(double, case.options)
+    with jax.enable_x64(True):
+        loss, _, gradients = run(double, case.options, impl)
+    np.testing.assert_allclose(loss, want, rtol=1e-13)
+    for of, gradient in gradients.items():
+        assert error(gradient, exact[of]) < 1e-13, of
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

@@ -26,14 +26,19 @@ def choice(name: str, value: object, allowed: Sequence[object]) -> None:
 
 
 LARGEST = sys.float_info.max
+LARGEST_FLOAT32 = (2 - 2.0**-23) * 2.0**127
 LARGEST_SOFTCAP = 2.0**100  # a softcap this large changes no logit: softcap · tanh(z / softcap) rounds to z
 
 
 def number(name: str, value: object, *, low: float = -LARGEST, high: float = LARGEST, above: bool = False) -> float:
     """value as a finite float in [low, high], or in (low, high] if `above`."""
     if type(value) is not float and (not isinstance(value, Real) or isinstance(value, bool)):
-        raise TypeError(f"{name} must be a Python number, got {type(value).__name__}")
-    x = float(value)
+        cast = f": write float({name})" if hasattr(value, "shape") else ""
+        raise TypeError(f"{name} must be a Python number, got {type(value).__name__}{cast}")
+    try:
+        x = float(value)
+    except OverflowError:  # an integer
+        x = float("inf")
     if not low <= x <= high or (above and x == low):  # NaN is in no interval
         if high < LARGEST:
             bounds = f"in [{low:g}, {high:g}]"
@@ -43,6 +48,14 @@ def number(name: str, value: object, *, low: float = -LARGEST, high: float = LAR
             bounds = "a number"
         raise ValueError(f"{name}={value!r} must be finite and {bounds}")
     return x
+
+
+def finite(name: str, value: float, dtype: str) -> None:
+    """Raise unless value is finite in the type that computes, which is at least float32. dtype: of e."""
+    if abs(value) > LARGEST_FLOAT32 and dtype != "float64":
+        raise ValueError(
+            f"{name}={value!r} must be finite in float32, in which a loss of {dtype} embeddings is computed"
+        )
 
 
 def memory_budget(value: object) -> int | None:
@@ -83,6 +96,8 @@ def num_items(value: object, reduction: str) -> None:
         number("num_items", value, low=0.0)
     elif not any(hasattr(value, name) for name in ("shape", "__float__", "__index__")):
         raise TypeError(f"num_items must be a number or a scalar array, got {type(value).__name__}")
+    elif "complex" in str(getattr(value, "dtype", "")):
+        raise TypeError(f"num_items must be real, got {value.dtype}")  # type: ignore[attr-defined]
 
 
 def softcap(value: object) -> float | None:

@@ -32,11 +32,12 @@ def target(inputs: Inputs, plan: Plan) -> jax.Array:
 
 
 def statistics(
-    inputs: Inputs, plan: Plan, reference: jax.Array | None = None
+    inputs: Inputs, plan: Plan, reference: jax.Array | None = None, cleared: bool = False
 ) -> tuple[Statistics, jax.Array | None]:  # fmt: skip
     """The core's numbers of each token, (N,), at least float32; and the saved exponentials, (plan.saved, V), or None.
 
-    The target logit is 0 where the target names no column. An ignored token's numbers are arbitrary.
+    The target logit is 0 where the target names no column. An ignored token's numbers and exponentials are arbitrary;
+    if `cleared`, they are 0.
     reference: numbers.Shard.reference if the columns are a shard of the vocabulary. The numbers are then of the shard's
     columns, and the log-sum-exp is −inf where their exponentials underflow relative to the reference.
     """
@@ -57,6 +58,10 @@ def statistics(
         None if sums.sum is None else jnp.sum(sums.sum, axis=0),
     )
     saved = None if sums.saved is None else _by_final_reference(inputs, numbers.lse, sums, plan)
+    if cleared:
+        live = inputs.targets >= 0
+        numbers = jax.tree.map(lambda x: jnp.where(live, x, 0), numbers)
+        saved = None if saved is None else jnp.where(live[: len(saved), None], saved, 0)
     if kept is not None:
         numbers = jax.tree.map(kept.restored, numbers)
     return numbers, saved

@@ -19,7 +19,7 @@ class Inputs(NamedTuple):
     c: jax.Array  # (V, D), or (D, V) if head.vocab_axis is 1; of e's type
     bias: jax.Array | None  # (V,), of e's type
     targets: jax.Array  # (N,) int32; negative: the token is ignored; V or more: the target names no column
-    weights: jax.Array | None = None  # (V,) float32: the weights of the weighted sum; None: 1
+    weights: jax.Array | None = None  # (V,) at least float32: the weights of the weighted sum; None: 1
     scale: jax.Array | None = None  # (1,) at least float32: multiplies the logits; None: 1
 
 

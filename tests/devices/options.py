@@ -13,10 +13,12 @@ from jax.sharding import PartitionSpec as P
 from cce_jax import linear_cross_entropy
 from tests.cases import ARRAYS, CASES, Case
 from tests.devices.meshes import (
+    EVERYTHING,
     MODES,
     PLAIN,
     Layout,
     arrays,
+    axes_of,
     collectives,
     gradient_of,
     leaves_of,
@@ -27,7 +29,8 @@ from tests.devices.meshes import (
     uneven,
 )
 from tests.lowering import nested
-from tests.tolerance import error
+from tests.test_settings import SETTINGS
+from tests.tolerance import error, roundoff
 from tests.wrapped import Wrapped
 
 BOTH = Layout("both", {"data": 2, "context": 2, "tensor": 2}, P("data", "context"), P("tensor"))
@@ -184,6 +187,54 @@ def test_vmap(mode):
     want, (want_of_scale, want_dc) = each(call, jnp.asarray(given.e), jnp.asarray(given.c))
     for x, y in ((values, want), (of_scale, want_of_scale), (dc, want_dc)):
         assert error(x, y) < ROUNDING
+
+
+def mapped_over_data(mode: str, impl: str, **options):
+    """Loss and gradients of e and c for each of 8 sequences, by jax.vmap; the mesh axis data splits the sequences."""
+    given = uneven(PLAIN)
+    layout = Layout("data", {"data": 2, "tensor": 4}, P("data"), P("tensor"))
+    made = arrays(given, layout, mesh_of(layout, mode))
+
+    def call(e, c, targets, impl, **more):
+        return linear_cross_entropy(e, c, targets, impl=impl, precision="highest", **more)
+
+    of_each = jax.value_and_grad(call, (0, 1))
+    sharding = {} if mode == "explicit" else {"sharding": (P(), P("tensor"))}
+    with jax.set_mesh(mesh_of(layout, mode)):
+        run = jax.vmap(partial(of_each, impl=impl, **sharding), (0, None, 0), **options)
+        found = jax.jit(run)(made["e"], made["c"], made["targets"])
+    want = jax.vmap(partial(of_each, impl="reference"), (0, None, 0))(given.e, given.c, given.targets)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        assert error(x, y) < ROUNDING
+        assert "data" in axes_of(x.sharding.spec[:1])
+
+
+@pytest.mark.parametrize("impl", ["cce", "chunked", "reference"])
+def test_vmap_with_the_name_of_an_axis_that_splits_neither_array(impl):
+    mapped_over_data("auto", impl, spmd_axis_name="data")
+
+
+def test_vmap_over_an_axis_that_an_explicit_mesh_axis_splits():
+    mapped_over_data("explicit", "reference")
+    for impl in ("auto", "cce", "chunked"):
+        with pytest.raises(NotImplementedError, match=r"mesh axis 'data'.*without jax\.vmap.*spmd_axis_name='data'"):
+            mapped_over_data("explicit", impl)
+
+
+@pytest.mark.parametrize(("mode", "impl"), list(zip(MODES, cycle(["chunked", "cce"]), strict=False)))
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_of_jax(setting, mode, impl):
+    """Without jax.jit where that is quick: JAX then checks what the forward pass leaves for the backward pass."""
+    given = uneven(EVERYTHING, "bfloat16")
+    mesh = mesh_of(BOTH, mode)
+    leaves, others = leaves_of(arrays(given, BOTH, mesh))
+    run = gradient_of(BOTH, mode, impl=impl, **EVERYTHING.options)
+    want, wanted = on_one_device(given, **EVERYTHING.options)
+    with jax.set_mesh(mesh), SETTINGS[setting]():
+        loss, gradients = (jax.jit(run) if BOTH.manual(mode) else run)(leaves, others)
+    assert error(loss, want) < ROUNDING
+    for name, x in gradients.items():
+        assert error(x, wanted[name]) < 2 * roundoff("bfloat16"), name
 
 
 @pytest.mark.parametrize("mode", TRANSFORMED)

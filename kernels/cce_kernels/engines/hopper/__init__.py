@@ -45,7 +45,7 @@ class Hopper(Engine):
         sizes = call.width, call.vocabulary
         tiled = all(size % tiles.TMA_COLUMNS == 0 and size > tiles.TMA_COLUMNS for size in sizes)
         plain = not call.with_bias and not call.with_sum and call.itemsize == 2
-        here = MOSAIC and gpu is not None and gpu.compute_capability == "9.0"
+        here = MOSAIC and gpu is not None and gpu.supported and gpu.compute_capability == "9.0"
         return here and plain and tiled and call.tokens >= MANY and call.tokens % tiles.TMA_ROWS == 0
 
     def tile(self, role: str, call: Call, gpu: Gpu, tokens: int = 0) -> tiles.PairTiles:

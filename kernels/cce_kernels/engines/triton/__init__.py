@@ -1,4 +1,7 @@
-"""The triton engine: Pallas kernels for NVIDIA GPUs of compute capability 8.0 and up, and for Pallas' interpreter."""
+"""The triton engine: Pallas kernels for NVIDIA GPUs of compute capability 8.0 and up, and for Pallas' interpreter.
+
+The modules that import Triton are imported at the first launch: a jaxlib may lack Triton (device.has_triton).
+"""
 
 from dataclasses import replace
 
@@ -6,8 +9,7 @@ from cce_kernels.call import Call
 from cce_kernels.device import Gpu
 from cce_kernels.engines.engine import Engine, Multiplying
 from cce_kernels.engines.order import cdiv, vocabulary_splits
-from cce_kernels.engines.triton import dz, products, restored, statistics, target, tiles
-from cce_kernels.engines.triton import saved as exponentials
+from cce_kernels.engines.triton import tiles
 from cce_kernels.windows import Groups, vocabulary_groups
 
 
@@ -49,41 +51,59 @@ class Triton(Engine):
 
     def multiplying(self, call: Call, tokens: int, groups: Groups, split: bool, gpu: Gpu) -> Multiplying:
         found = tiles.tiles_for(call.itemsize, call.width, gpu)
-        splits = products.splits_of(tokens, call.width, found.de, gpu.multiprocessors) if split else 1
+        splits = tiles.splits_of(tokens, call.width, found.de, gpu.multiprocessors) if split else 1
         return Multiplying(self, found.de, found.dc, splits)
 
     def target(self, inputs, order, *, head, tiles, gpu):
+        from cce_kernels.engines.triton import target
+
         return target.target(inputs, order, head=head, tiles=tiles, interpret=gpu.interpreted)
 
     def sums(self, inputs, at, reference, saved_tokens, *, head, with_sum, tiles, splits, gpu):
+        from cce_kernels.engines.triton import statistics
+
         return statistics.sums(inputs, at, reference, saved_tokens, head=head, with_sum=with_sum, tiles=tiles,
                                splits=splits, interpret=gpu.interpreted)  # fmt: skip
 
     def again(self, inputs, at, reference, before, *, head, tiles, gpu):
+        from cce_kernels.engines.triton import statistics
+
         return statistics.again(inputs, at, reference, before, head=head, tiles=tiles, interpret=gpu.interpreted)
 
     def replaced(self, inputs, lse, by_lse, saved, *, head, tiles, splits, gpu):
+        from cce_kernels.engines.triton import statistics
+
         return statistics.replaced(inputs, lse, by_lse, saved, head=head, tiles=tiles, splits=splits,
                                    interpret=gpu.interpreted)  # fmt: skip
 
     def form_dz(self, inputs, lse, cotangents, count, *, head, groups, wanted, tiles, gpu):
+        from cce_kernels.engines.triton import dz
+
         return dz.former(inputs, lse, cotangents, count, head=head, groups=groups, with_sums=wanted.bias, tiles=tiles,
                          interpret=gpu.interpreted)  # fmt: skip
 
     def form_dz_of_saved(self, saved, inputs, reference, lse, cotangents, *, head, groups, wanted, tiles, gpu):
+        from cce_kernels.engines.triton import saved as exponentials
+
         return exponentials.former_of_saved(saved, inputs, reference, lse, cotangents, head=head, groups=groups,
                                      with_sums=wanted.bias, tiles=tiles, interpret=gpu.interpreted)  # fmt: skip
 
     def products(self, e, c, *, head, unit, count, how: Multiplying, groups, adding=False, beside=None, gpu):
+        from cce_kernels.engines.triton import products
+
         assert beside is None, "dc of two pairs of operands is another engine's"
         return products.products(e, c, head=head, unit=unit, count=count, de=how.de, dc=how.dc, splits=how.splits,
                                  adding=adding, interpret=gpu.interpreted)  # fmt: skip
 
     def ready(self, saved, targets, at_target, clear, *, vocabulary, gpu):
+        from cce_kernels.engines.triton import saved as exponentials
+
         filled = exponentials.with_targets(saved, targets, at_target, vocabulary=vocabulary, interpret=gpu.interpreted)
         return filled if clear is None else exponentials.cleared(filled, targets, clear, interpret=gpu.interpreted)
 
     def restored(self, x, kept, *, gpu):
+        from cce_kernels.engines.triton import restored
+
         return restored.restored(x, kept, interpret=gpu.interpreted)
 
 

@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from cce_kernels.engines.order import cdiv, grouped_order
 from cce_kernels.engines.triton.loads import indices, inside, launch, load_tile, tile_index, tile_mask
-from cce_kernels.engines.triton.tiles import TileConfig
+from cce_kernels.engines.triton.tiles import TileConfig, blocks
 from cce_kernels.gradients import Products
 from cce_kernels.head import Head
 
@@ -87,15 +87,6 @@ def _kernel(
     plgpu.store(where, total.astype(out_ref.dtype), mask=mask)
 
 
-def _blocks(shape: tuple[int, ...], tiles: TileConfig) -> int:
-    return cdiv(shape[0], tiles.rows) * cdiv(shape[1], tiles.columns)
-
-
-def splits_of(tokens: int, width: int, tiles: TileConfig, multiprocessors: int) -> int:
-    """The number of partial sums of de with which the programs for so few tokens fill the GPU."""
-    return max(1, multiprocessors // _blocks((tokens, width), tiles))
-
-
 def products(
     e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None, count: jax.Array, de: TileConfig, dc: TileConfig,
     splits: int, adding: bool, interpret: bool,
@@ -108,7 +99,7 @@ def products(
             partial(_kernel, head=head, tiles=tiles, shape=shape, kind=kind, adding=adding, splits=splits),
             left, right, window.start.reshape(1), count, unit, out,
             out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
-            programs=_blocks(shape, tiles) * splits, tiles=tiles, interpret=interpret, name=f"cce_{kind}", in_place=out,
+            programs=blocks(shape, tiles) * splits, tiles=tiles, interpret=interpret, name=f"cce_{kind}", in_place=out,
         )  # fmt: skip
 
     def add_de(sums, dz, window):

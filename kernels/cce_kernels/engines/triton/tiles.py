@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cce_kernels.device import Gpu
+from cce_kernels.engines.order import cdiv
 
 
 @dataclass(frozen=True)
@@ -87,3 +88,13 @@ def tiles_for(itemsize: int, width: int, gpu: Gpu) -> Tiles:
 def other_tiles(tiles: TileConfig, interpret: bool) -> TileConfig:
     """The tiles of a kernel that multiplies no matrices: `tiles` on a GPU, tiny tiles in the interpreter."""
     return TileConfig(rows=min(tiles.rows, 32), columns=16, depth=16, warps=4, stages=1) if interpret else tiles
+
+
+def blocks(shape: tuple[int, ...], tiles: TileConfig) -> int:
+    """The number of tiles of an array."""
+    return cdiv(shape[0], tiles.rows) * cdiv(shape[1], tiles.columns)
+
+
+def splits_of(tokens: int, width: int, tiles: TileConfig, multiprocessors: int) -> int:
+    """The number of partial sums of de with which the programs for so few tokens fill the GPU."""
+    return max(1, multiprocessors // blocks((tokens, width), tiles))

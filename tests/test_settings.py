@@ -1,0 +1,98 @@
+"""JAX's own settings, such as strict promotion and jax_debug_nans: calls drawn at random are right with each."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cce_jax import linear_cross_entropy
+from tests.cases import Case, inputs
+from tests.search import run as search_run
+from tests.search.calls import SHARED, Call, draw
+from tests.search.run import failures
+
+
+@contextmanager
+def no_promotion():
+    """Of types or of ranks."""
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+SETTINGS = {"no promotion": no_promotion, "disable_jit": jax.disable_jit, "debug_nans": partial(jax.debug_nans, True)}
+SEED, PROGRAMS = 7, 3  # programs of each setting and impl
+
+
+def drawn(number: int, impl: str) -> Call:
+    """A call of cce_jax without NaN in what is given: jax_debug_nans raises for that, before the call."""
+    call = draw(SEED, SHARED * number, "small")
+    saved = call.program.saved if impl == "cce" else None
+    poison = call.data.poison and "inf"
+    return Call(replace(call.program, package="jax", impl=impl, saved=saved),
+                replace(call.data, out_of_range=0, poison=poison))  # fmt: skip
+
+
+@pytest.mark.parametrize("impl", ["cce", "chunked", "auto", "reference"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_drawn_calls(setting, impl, monkeypatch):
+    """Without jax.jit too, where JAX checks what the forward pass leaves for the backward pass."""
+    jitted = search_run._jax_program
+    eager = cache(lambda program: jitted(program).__wrapped__)
+    first = list(SETTINGS).index(setting) * PROGRAMS  # other calls with each setting
+    for number in range(first, first + PROGRAMS):
+        call = drawn(number, impl)
+        monkeypatch.setattr(search_run, "_jax_program", eager if number % 2 else jitted)
+        with SETTINGS[setting]():
+            assert not failures(call), f"{call}: {failures(call)}"
+    jitted.cache_clear()
+
+
+def test_every_type_is_drawn():
+    programs = [drawn(n, "cce").program for n in range(len(SETTINGS) * PROGRAMS)]
+    assert {p.dtype for p in programs} == {"bfloat16", "float16", "float32"}
+    assert {p.may_save for p in programs} == {True, False}
+    assert {x for p in programs for x in p.arrays} == {"bias", "class_weight", "token_weight"}
+    for name in ("mixed", "softcap", "logit_scale", "label_smoothing", "z_loss", "shift", "saved"):
+        assert len({getattr(p, name) for p in programs}) > 1, name
+
+
+GIVEN = inputs(Case("many tokens", leading=(300,), width=16, vocabulary=70), "bfloat16")
+E, C = jnp.asarray(GIVEN.e), jnp.asarray(GIVEN.c)
+
+
+@pytest.mark.parametrize("impl", ["cce", "chunked"])
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "checkpoint"])
+def test_debug_nans_finds_no_nan_of_an_ignored_token(transform, impl):
+    """Nothing writes the ignored tokens' rows of the saved exponentials, which the forward pass returns."""
+    e = E.at[GIVEN.targets < 0].set(jnp.inf)
+
+    def loss(e, c, targets):
+        return linear_cross_entropy(e, c, targets, impl=impl)
+
+    want = jax.value_and_grad(loss, (0, 1))(e, C, GIVEN.targets)
+    with jax.debug_nans(True):
+        found = jax.value_and_grad(transform(loss), (0, 1))(e, C, GIVEN.targets)
+        over = jax.grad(lambda c: jax.lax.scan(lambda s, t: (s + transform(loss)(e, c, t), None), 0.0,
+                                               jnp.stack([GIVEN.targets] * 2))[0])  # fmt: skip
+        twice = over(C)
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+    np.testing.assert_allclose(np.float32(twice), 2 * np.float32(want[1][1]), rtol=2**-7)
+
+
+@pytest.mark.parametrize("impl", ["cce", "chunked"])
+@pytest.mark.parametrize("what", ["a target out of range", "logits that overflow"])
+def test_debug_nans_finds_a_nan_that_the_input_deserves(what, impl):
+    """In the interpreted kernels too, which JAX cannot run by themselves while it looks for the NaN."""
+    e, targets = E, GIVEN.targets.copy()
+    if what == "a target out of range":
+        targets[200] = 70
+    else:
+        e = E.at[np.flatnonzero(targets >= 0)[:8]].set(3e38)
+    gradient = jax.value_and_grad(lambda e: linear_cross_entropy(e, C, targets, impl=impl))
+    for run in (gradient, jax.jit(gradient)):
+        with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+            run(e)
