@@ -82,7 +82,11 @@ class _Setting:
 
     @cached_property
     def rows(self) -> int:
-        return gathered_rows(self.call.tokens) if self.looks and self.call.wanted is not None else self.call.tokens
+        if self.call.wanted is None:
+            return self.call.tokens
+        if not self.engine.stops:
+            return XLA.rows(self.call, self.gpu)
+        return gathered_rows(self.call.tokens) if self.looks else self.call.tokens
 
     @cached_property
     def bytes(self) -> Bytes:
@@ -105,7 +109,7 @@ class _Setting:
 def _forward(x: _Setting) -> Forward:
     gathered = x.looks and x.call.wanted is not None
     if x.engine.finds_target:
-        groups, _ = _groups(x, x.call.tokens, x.call.memory_budget - x.bytes.always, x.engine)
+        groups, _ = _groups(x, x.call.tokens, x.call.memory_budget - x.bytes.beside_logits, x.engine)
         return Forward(Step(x.engine, groups), 1, gathered)
     tiles = x.engine.tile("sums", x.call, x.gpu)
     kernels = x.offering("again")
@@ -173,9 +177,9 @@ def _backward(x: _Setting, saved: int) -> tuple[Backward, int]:
     if tokens:
         products = x.stopping if saved else x.products
         groups, size = _groups(x, tokens, room, products, of_dc=x.rows if together else tokens)
-        if products is XLA and x.engine.stops and _xla_copies(x, tokens, groups.columns):
-            products = x.stopping
-            groups, size = _groups(x, tokens, room, products)
+        if products is XLA and _xla_copies(x, tokens, groups.columns):
+            products = x.stopping if x.engine.stops else XLA
+            groups, size = _groups(x, tokens, room, products, padded=products is XLA)
         few = None if products.stops or not x.looks else _multiplying(x, x.stopping, tokens, groups)
         others = Part(tokens, groups, Step(x.engine, x.engine.tile("form_dz", call, x.gpu)),
                       _multiplying(x, products, tokens, groups, split=saved > 0), few)  # fmt: skip
@@ -205,13 +209,14 @@ def _multiplying(x: _Setting, engine: Engine, tokens: int, groups: Groups, split
 
 
 def _groups(
-    x: _Setting, tokens: int, room: int, products: Engine, *, of_saved: Engine | None = None, of_dc: int = 0
+    x: _Setting, tokens: int, room: int, products: Engine, *, of_saved: Engine | None = None, of_dc: int = 0,
+    padded: bool = False,
 ) -> tuple[Groups, int]:  # fmt: skip
     """The groups in which dz of so many tokens is formed, and the bytes of one group, at most `room` if possible.
 
     of_saved: the engine that forms dz from saved exponentials; None: dz is formed from logits. of_dc: the number of
-    tokens that dc sums over; 0: these tokens.
+    tokens that dc sums over; 0: these tokens. padded: whether XLA pads dz.
     """
-    column = x.bytes.column(tokens, copies=not products.in_place, of_saved=of_saved is not None)
+    column = x.bytes.column(tokens, copies=not products.in_place, of_saved=of_saved is not None, padded=padded)
     groups = (of_saved or x.engine).groups(x.call, tokens, of_dc or tokens, room, column, x.gpu)
     return groups, groups.columns * column
