@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from cce_kernels.call import Call
 from cce_kernels.device import Gpu
 from cce_kernels.engines.engine import Engine
+from cce_kernels.engines.xla import XLA
 from cce_kernels.exponentials import saved_shape
 from cce_kernels.windows import FEWEST_COLUMNS
 
@@ -135,4 +136,8 @@ class Bytes:
 
     def least(self) -> int:
         """The least plan: nothing saved, the smallest groups."""
-        return self.gathered + self.always + self.least_group(self.rows, copies=not self.products.in_place)
+        of = {"copies": not self.products.in_place}
+        if self.engine.stops:
+            return self.gathered + self.always + self.least_group(self.rows, **of)
+        of["padded"] = XLA.pads(self.call, self.rows, min(FEWEST_COLUMNS, self.call.vocabulary), self.gpu)
+        return max(self.gathered + self.always, self.beside_logits) + self.least_group(self.rows, **of)

@@ -55,11 +55,12 @@ def plan_of(call: Call, gpu: Gpu | None, impl: Impl, saved: int | None = None) -
     setting = _Setting(call, gpu, serving)
     if saved is None or not setting.engine.stops:
         saved = _saved_tokens(setting)
+    forward, of_forward = _forward(setting)
     backward, held, least = None, 0, 0
     if call.wanted is not None:
-        backward, held = _backward(setting, saved)
-        least = setting.bytes.least()
-    return Plan(call, gpu, setting.rows, setting.looks, saved, _forward(setting), backward, held, least)
+        backward, of_backward = _backward(setting, saved)
+        held, least = max(of_forward, of_backward), setting.bytes.least()
+    return Plan(call, gpu, setting.rows, setting.looks, saved, forward, backward, held, least)
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,13 @@ class _Setting:
         return next(engine for engine in self.serving if engine.stops)
 
 
-def _forward(x: _Setting) -> Forward:
+def _forward(x: _Setting) -> tuple[Forward, int]:
+    """The plan of the forward pass, and the bytes of its blocks of logits and of what may be held beside them."""
     gathered = x.looks and x.call.wanted is not None
     if x.engine.finds_target:
-        groups, _ = _groups(x, x.call.tokens, x.call.memory_budget - x.bytes.beside_logits, x.engine)
-        return Forward(Step(x.engine, groups), 1, gathered)
+        beside = x.bytes.beside_logits
+        groups, size = _groups(x, x.call.tokens, x.call.memory_budget - beside, x.engine)
+        return Forward(Step(x.engine, groups), 1, gathered), beside + size
     tiles = x.engine.tile("sums", x.call, x.gpu)
     kernels = x.offering("again")
     rows, columns = x.engine.blocks(tiles)
@@ -122,7 +125,7 @@ def _forward(x: _Setting) -> Forward:
         scattered = Step(kernels, replace(others, rows=rows))
     target = Step(kernels, kernels.tile("target", x.call, x.gpu))
     return Forward(Step(x.engine, tiles), x.engine.splits(x.call, x.rows, x.gpu), gathered, target, scattered,
-                   Step(kernels, others))  # fmt: skip
+                   Step(kernels, others)), 0  # fmt: skip
 
 
 def _saved_tokens(x: _Setting) -> int:
@@ -215,8 +218,10 @@ def _groups(
     """The groups in which dz of so many tokens is formed, and the bytes of one group, at most `room` if possible.
 
     of_saved: the engine that forms dz from saved exponentials; None: dz is formed from logits. of_dc: the number of
-    tokens that dc sums over; 0: these tokens. padded: whether XLA pads dz.
+    tokens that dc sums over; 0: these tokens. padded: whether XLA pads dz where it pads such a matmul.
     """
-    column = x.bytes.column(tokens, copies=not products.in_place, of_saved=of_saved is not None, padded=padded)
+    how = {"copies": not products.in_place, "of_saved": of_saved is not None}
+    column = x.bytes.column(tokens, **how, padded=padded)
     groups = (of_saved or x.engine).groups(x.call, tokens, of_dc or tokens, room, column, x.gpu)
-    return groups, groups.columns * column
+    padded = padded and _xla_copies(x, tokens, groups.columns)  # smaller groups may need no padding
+    return groups, groups.columns * x.bytes.column(tokens, **how, padded=padded)
