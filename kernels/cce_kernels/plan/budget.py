@@ -60,10 +60,12 @@ class Bytes:
 
     @property
     def sum_of_de(self) -> int:
-        """0 where the sum is de itself, which is a result."""
+        """0 where the sum is de itself, which is a result. Where e is frozen: the copy of e, if not counted elsewhere."""
         call, wanted = self.call, self.call.wanted
+        if wanted is None or not wanted.e:
+            return call.itemsize * self.rows * call.width - self.gathered
         itself = not self.engine.stops and self.rows == call.tokens and call.itemsize == call.wide
-        return 0 if itself or wanted is None or not wanted.e else call.wide * self.rows * call.width
+        return 0 if itself else call.wide * self.rows * call.width
 
     @property
     def beside_logits(self) -> int:
