@@ -53,7 +53,9 @@ def _plan(
     inputs: Inputs, core: Core, wanted: Wanted | None, saved: int | None, gpu: Gpu | None, impl: Any
 ) -> Plan:  # fmt: skip
     tokens, width = inputs.e.shape
-    budget = default_budget(tokens, width) if core.memory_budget is None else core.memory_budget
+    budget = (
+        default_budget(tokens, width, inputs.e.dtype.itemsize) if core.memory_budget is None else core.memory_budget
+    )
     call = Call(tokens, width, core.head.vocabulary(inputs.c), str(jnp.dtype(inputs.e.dtype)), core.head,
                 inputs.bias is not None, core.with_sum, wanted, budget, core.wide_de,
                 core.wide_dc)  # fmt: skip

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 from cce_jax import linear_cross_entropy
+from cce_kernels.call import ITEMSIZE
 from cce_kernels.call import Call as Planned
+from cce_kernels.contract import default_budget
 from cce_kernels.device import H200
 from cce_kernels.head import Head
 from cce_kernels.numbers import Wanted
@@ -19,7 +21,7 @@ from tests.held import MIB, available, held
 
 pytestmark = pytest.mark.skipif(bool(available()), reason=available())
 
-CALLS = 12
+CALLS, CALLS_OF_XLA = 12, 12
 NAMES = "e", "c", "targets", "bias"
 
 
@@ -36,15 +38,19 @@ class Call:
     wanted: tuple[int, ...]  # of NAMES, by number
     softcap: float | None
     label_smoothing: float
-    memory_budget: int
+    memory_budget: int | None  # None: the default
     mixed: bool = False  # c and bias are float32 beside an e of 16 bits
+    impl: Literal["auto", "chunked"] = "auto"
+    precision: Literal["highest"] | None = None
 
     def __str__(self) -> str:
-        shape = f"{self.tokens}x{self.width}x{self.vocabulary} {self.dtype}, {self.memory_budget // MIB} MiB"
-        shape += ", c float32" * self.mixed
+        budget = "default budget" if self.memory_budget is None else f"{self.memory_budget // MIB} MiB"
+        shape = f"{self.tokens}x{self.width}x{self.vocabulary} {self.dtype}, {budget}"
+        shape += ", c float32" * self.mixed + f", {self.impl}" * (self.impl != "auto")
         layout = "" if self.vocab_axis == 0 else ", c (D, V)"
         options = f", softcap {self.softcap}" * bool(self.softcap) + ", smoothing" * bool(self.label_smoothing)
         gradients = ", gradients of " + " ".join(NAMES[k] for k in self.wanted)
+        options += f", {self.precision} precision" * bool(self.precision)
         return shape + layout + ", bias" * self.bias + options + gradients
 
     @classmethod
@@ -64,6 +70,26 @@ class Call:
         axis, mixed = draw.choice([0, 0, 1]), element == 2 and draw.random() < 0.3
         return cls(tokens, width, vocabulary, dtype, axis, bias, wanted, softcap, smoothing, memory_budget, mixed)
 
+    @classmethod
+    def drawn_for_xla(cls, draw: random.Random) -> "Call":
+        """A call that the xla engine computes: float32, or "chunked". Most Ns are odd, some Ds, and half the Vs."""
+        width = draw.choice([64, 192, 576, 640, 768, 1024, 2304, 4096, int(2 ** draw.uniform(6, 12))])
+        tokens = int(2 ** draw.uniform(6, 17 if width < 1024 else 15)) | draw.choice([0, 1, 1])
+        vocabulary = int(2 ** draw.uniform(draw.choice([9, 14, 14, 14]), 18))
+        vocabulary -= draw.choice([0, vocabulary % 8, vocabulary % 128, vocabulary % 256])
+        dtype = draw.choice(["float32", "float32", "float32", "bfloat16", "float16"])
+        some = int(draw.random() * 4 * tokens * (vocabulary + 4 * width)) + 64 * MIB
+        call = replace(cls.drawn(draw), tokens=tokens, width=width, vocabulary=vocabulary, dtype=dtype,
+                       memory_budget=draw.choice([None, None, 0, 300 * MIB, some]))  # fmt: skip
+        mixed, impl = dtype != "float32" and draw.random() < 0.5, "auto" if dtype == "float32" else "chunked"
+        return replace(call, mixed=mixed, impl=impl, precision=draw.choice([None, "highest"]))
+
+    @property
+    def budget(self) -> int:
+        if self.memory_budget is None:
+            return default_budget(self.tokens, self.width, ITEMSIZE[self.dtype])
+        return self.memory_budget
+
     @property
     def rounded(self) -> int:
         """Bytes of the copies of c and bias in e's type, which are held besides the memory budget.
@@ -76,7 +102,8 @@ class Call:
         def loss(e, c, targets, bias):
             return linear_cross_entropy(
                 e, c, targets, bias=bias, vocab_axis=self.vocab_axis, softcap=self.softcap,
-                label_smoothing=self.label_smoothing, memory_budget=self.memory_budget, impl="auto",
+                label_smoothing=self.label_smoothing, memory_budget=self.memory_budget, impl=self.impl,
+                precision=self.precision,
             )  # fmt: skip
 
         c_shape = (self.vocabulary, self.width) if self.vocab_axis == 0 else (self.width, self.vocabulary)
@@ -89,15 +116,15 @@ class Call:
 
 def planned(call: Call) -> Plan:
     wanted = Wanted(0 in call.wanted, 1 in call.wanted, 3 in call.wanted)
-    head = Head(call.softcap, call.vocab_axis)
+    head = Head(call.softcap, call.vocab_axis, call.precision)
     return plan_of(Planned(call.tokens, call.width, call.vocabulary, call.dtype, head, call.bias,
-                           call.label_smoothing > 0, wanted, call.memory_budget, wide_dc=call.mixed),
-                   H200, "auto")  # fmt: skip
+                           call.label_smoothing > 0, wanted, call.budget, wide_dc=call.mixed),
+                   H200, call.impl)  # fmt: skip
 
 
-def drawn(seed: int, count: int) -> list[Call]:
-    draw = random.Random(seed)
-    return [Call.drawn(draw) for _ in range(count)]
+def drawn() -> list[Call]:
+    draw, for_xla = random.Random(0), random.Random(0)
+    return [Call.drawn(draw) for _ in range(CALLS)] + [Call.drawn_for_xla(for_xla) for _ in range(CALLS_OF_XLA)]
 
 
 # Each held more than its budget once; beside it, why.
@@ -108,7 +135,20 @@ FOUND = [
     (15092, 256, 151936, {"bias": True}),  # XLA split dc's sum in 2, and padded dz and e to a multiple of 16
     (32763, 4096, 128256, {"dtype": "float32", "memory_budget": 1600 * MIB}),  # e gathered, counted as of 16 bits
     # dz's column sums were not counted
-    (8192, 512, 128256, {"bias": True, "label_smoothing": 0.1, "memory_budget": 4121 * MIB}),
+    (8192, 512, 128256, {"bias": True, "label_smoothing": 0.1, "wanted": (0, 1, 3), "memory_budget": 4121 * MIB}),
+]
+# The same, by the xla engine.
+FOUND_BY_XLA = [
+    (16383, 768, 50257, {}),  # XLA split dc's sum, and padded dz and e to a multiple of the parts
+    (32766, 640, 262144, {}),
+    (65535, 640, 262144, {}),
+    (131071, 576, 49152, {}),
+    (13166, 768, 129280, {"memory_budget": 0}),
+    (504, 64, 52864, {"vocab_axis": 1}),  # de's sum: XLA padded dz and the whole c
+    (19813, 1222, 1859, {"softcap": 30.0}),  # XLA copied e for the backward pass before the forward pass
+    # XLA made one matmul of the logits of both passes
+    (3856, 512, 3231, {"dtype": "bfloat16", "impl": "chunked", "memory_budget": 100 * MIB}),
+    (2819, 256, 228096, {"wanted": (1,), "label_smoothing": 0.1}),  # the forward pass held more than the plan said
 ]
 MIXED = [
     (8192, 2304, 256000, {"mixed": True}),
@@ -117,16 +157,18 @@ MIXED = [
 ]
 
 
-def found(tokens: int, width: int, vocabulary: int, of: dict) -> Call:
-    wanted = (0, 1, 3) if "label_smoothing" in of else (0, 1)
-    plain = Call(tokens, width, vocabulary, "bfloat16", 0, False, wanted, None, 0.0, 300 * MIB)
-    return replace(plain, **of)
+def found(tokens: int, width: int, vocabulary: int, of: dict, **more) -> Call:
+    plain = Call(tokens, width, vocabulary, "bfloat16", 0, False, (0, 1), None, 0.0, 300 * MIB)
+    return replace(plain, **more | of)
 
 
-@pytest.mark.parametrize("call", [found(*x) for x in FOUND + MIXED] + drawn(0, CALLS), ids=str)
+BY_XLA = [found(*x, dtype="float32", memory_budget=None) for x in FOUND_BY_XLA]
+
+
+@pytest.mark.parametrize("call", [found(*x) for x in FOUND + MIXED] + BY_XLA + drawn(), ids=str)
 def test_a_call_holds_what_its_budget_or_the_least_plan_allows(call):
     plan = planned(call)
-    allowed = max(call.memory_budget, plan.least)
+    allowed = max(call.budget, plan.least)
     actual = call.held() - call.rounded
     assert actual <= plan.held
     assert actual <= allowed, f"{actual / MIB:.1f} MiB of {allowed / MIB:.1f}"

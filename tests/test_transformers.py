@@ -218,7 +218,10 @@ def test_options_reach_the_loss(monkeypatch):
 )
 def test_default_budget_is_a_share_of_the_gpu_or_that_of_the_loss(monkeypatch, tokens, gib, budget):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gib * 2**30))
-    h: Any = SimpleNamespace(is_cuda=True, device="cuda", shape=(2, tokens // 2, 2048), numel=lambda: tokens * 2048)
+    shape = 2, tokens // 2, 2048
+    h: Any = SimpleNamespace(
+        is_cuda=True, device="cuda", dtype=torch.bfloat16, shape=shape, numel=lambda: tokens * 2048
+    )
     assert Settings().of_loss(h)["memory_budget"] == budget
     assert Settings(memory_budget=0).of_loss(h)["memory_budget"] == 0
     assert Settings().of_loss(torch.zeros(2, 8))["memory_budget"] is None

@@ -42,4 +42,5 @@ class Settings:
             return self.memory_budget
         share = torch.cuda.get_device_properties(h.device).total_memory // SHARE
         width = h.shape[-1]
-        return share if share > contract.default_budget(h.numel() // width, width) else None
+        least = contract.default_budget(h.numel() // width, width, h.dtype.itemsize)
+        return share if share > least else None

@@ -98,17 +98,19 @@ def gradients(
         reference = references(numbers, inputs.targets, plan.call.vocabulary, shard)
     if shard is not None:
         numbers = numbers._replace(lse=shard.lse)
+    # Without the barrier XLA would reuse the forward pass's copy of the kept rows of e, and hold it between the passes,
+    # or make the copy in which ignored rows are 0 before the forward pass. The barrier makes such a copy depend on the
+    # forward pass's result.
+    targets, numbers, reference = lax.optimization_barrier((inputs.targets, numbers, reference))
+    inputs = inputs._replace(targets=targets)
     if plan.looks:
-        # Without the barrier XLA would reuse the forward pass's copy of the kept rows of e, and hold it between the
-        # passes. The barrier makes this copy depend on the forward pass's result.
-        targets, numbers, reference = lax.optimization_barrier((inputs.targets, numbers, reference))
         kept = Kept.of(targets, plan.rows)
         cotangents = kept.gathered(cotangents, 0)
         numbers = Statistics(kept.gathered(numbers.lse, jnp.inf), kept.gathered(numbers.target, 0), None)
         reference = kept.gathered(reference, 0)
         inputs = inputs._replace(targets=kept.gathered(targets, -1))
     else:
-        inputs, lse, cotangents = without_ignored(inputs, numbers.lse, cotangents)
+        inputs, lse, cotangents = without_ignored(inputs, numbers.lse, cotangents, plan.rows)
         numbers = Statistics(lse, numbers.target, None)
     cotangents, unit = fitted(cotangents, inputs)
     e = inputs.e
@@ -127,7 +129,7 @@ def gradients(
         return found, saved
     parts = _one_after_another(run, everyone, ready, few)
     of_e = [unscaled(x.e, unit, run.type_of_de) for x in parts if x.e is not None]
-    de = None if not of_e else jnp.concatenate(of_e) if kept is None else kept.restored(*of_e)
+    de = None if not of_e else jnp.concatenate(of_e)[: plan.call.tokens] if kept is None else kept.restored(*of_e)
     _, dc, dbias = parts[-1]
     return Gradients(de, dc, None if dbias is None else unscaled(dbias, unit, run.type_of_dc)), saved
 

@@ -73,14 +73,14 @@ def memory_budget(value: object) -> int | None:
     return min(int(size), EVERYTHING)
 
 
-def default_budget(tokens: int, width: int) -> int:
-    """The bytes that a call may hold if memory_budget is None.
+def default_budget(tokens: int, width: int, itemsize: int) -> int:
+    """The bytes that a call may hold if memory_budget is None. itemsize: the bytes of an element of e.
 
-    With 16-bit inputs the sum for de and a copy of e take 6·D bytes a token. With many tokens MEMORY_BUDGET would leave
-    only small groups of the vocabulary. Each group reads and writes the whole sum for de, so small groups are slow. So
-    the budget also has 2048 columns of 16 bits for each token.
+    With 16-bit inputs the sum for de and a copy of e take 6·D bytes a token, in float32 8·D. With many tokens
+    MEMORY_BUDGET would leave only small groups of the vocabulary. Each group reads and writes the whole sum for de, so
+    small groups are slow. So the budget also has 2048 columns of e's type for each token.
     """
-    return max(MEMORY_BUDGET, tokens * (6 * width + 2 * 2048))
+    return max(MEMORY_BUDGET, tokens * ((max(itemsize, 4) + itemsize) * width + itemsize * 2048))
 
 
 def num_items(value: object, reduction: str) -> None:

@@ -87,14 +87,22 @@ def add_groups(gradients: Gradients, form_dz: FormDz, groups: Groups, products: 
     return over_groups(group, gradients, groups)
 
 
-def without_ignored(inputs: Inputs, lse: jax.Array, cotangents: Cotangents) -> tuple[Inputs, jax.Array, Cotangents]:
+def without_ignored(
+    inputs: Inputs, lse: jax.Array, cotangents: Cotangents, rows: int
+) -> tuple[Inputs, jax.Array, Cotangents]:  # fmt: skip
     """Inputs, lse and cotangents in which ignored tokens have e = 0, cotangents 0 and lse = inf: their dz is then 0.
 
-    lse = inf makes p = 0. With lse = 0 a large bias would make p inf, and 0 · inf is NaN.
+    lse = inf makes p = 0. With lse = 0 a large bias would make p inf, and 0 · inf is NaN. Ignored tokens are appended
+    until there are so many rows.
     """
-    live = inputs.targets >= 0
-    cotangents = jax.tree.map(lambda x: jnp.where(live, x, 0), cotangents)
-    return inputs._replace(e=jnp.where(live[:, None], inputs.e, 0)), jnp.where(live, lse, jnp.inf), cotangents
+    live, missing = inputs.targets >= 0, rows - inputs.targets.size
+
+    def kept(x: jax.Array, fill: float) -> jax.Array:
+        x = jnp.where(live.reshape(-1, *[1] * (x.ndim - 1)), x, fill)
+        return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=fill)
+
+    inputs = inputs._replace(e=kept(inputs.e, 0), targets=kept(inputs.targets, -1))
+    return inputs, kept(lse, jnp.inf), jax.tree.map(lambda x: kept(x, 0), cotangents)
 
 
 def unscaled(x: jax.Array, unit: jax.Array | None, dtype) -> jax.Array:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from cce_kernels.call import Call
 from cce_kernels.device import Gpu
 from cce_kernels.engines.engine import Engine
+from cce_kernels.engines.xla import XLA
 from cce_kernels.exponentials import saved_shape
 from cce_kernels.windows import FEWEST_COLUMNS
 
@@ -55,15 +56,33 @@ class Bytes:
     @property
     def always(self) -> int:
         """What is held besides a group: the sum for de, some numbers a token, and the workspace of XLA's matmuls."""
-        return self.sum_of_de(self.rows) + NUMBERS * self.rows + (0 if self.products.in_place else WORKSPACE)
+        return self.sum_of_de + NUMBERS * self.rows + (0 if self.products.in_place else WORKSPACE)
 
-    def sum_of_de(self, tokens: int) -> int:
-        return self.call.wide * tokens * self.call.width
+    @property
+    def sum_of_de(self) -> int:
+        """0 where the sum is de itself, which is a result. Where e is frozen: the copy of e, if not counted elsewhere."""
+        call, wanted = self.call, self.call.wanted
+        if wanted is None or not wanted.e:
+            return call.itemsize * self.rows * call.width - self.gathered
+        itself = not self.engine.stops and self.rows == call.tokens and call.itemsize == call.wide
+        return 0 if itself else call.wide * self.rows * call.width
 
-    def column(self, tokens: int, *, copies: bool, of_saved: bool = False) -> int:
-        """The bytes of one column of a group: dz of so many tokens, a copy of c_g or dc_g, partial sums of dbias."""
+    @property
+    def beside_logits(self) -> int:
+        """What may be held besides a block of logits of the xla engine's forward pass.
+
+        XLA may write the zeros of the sum for de early. The same without gradients: the same blocks give the same bits.
+        """
+        return (self.call.wide * self.call.width + NUMBERS) * self.call.tokens + WORKSPACE
+
+    def column(self, tokens: int, *, copies: bool, of_saved: bool = False, padded: bool = False) -> int:
+        """The bytes of one column of a group: dz of so many tokens, a copy of c_g or dc_g, partial sums of dbias.
+
+        padded: whether XLA pads dz and c_g, and so holds a second dz. (Of c_g one copy is counted already.)
+        """
         call, bias = self.call, self.call.wanted is not None and self.call.wanted.bias
         dz = call.itemsize * tokens if of_saved else self.engine.dz_bytes(call, tokens, self.gpu)
+        dz += call.itemsize * tokens * padded
         sums = 4 * -(-tokens // (SAVED_DZ_ROWS if of_saved else DZ_ROWS)) * bias
         return dz + max(call.itemsize, call.of_dc) * call.width * copies + sums
 
@@ -103,7 +122,7 @@ class Bytes:
         """What is held besides a group while the groups of the other tokens run, or of all tokens if not `direct`."""
         width, others = self.call.width, self.rows - saved
         if not self.direct:
-            return self.sum_of_de(self.rows) + NUMBERS * self.rows + WORKSPACE + 4 * self.rows * width
+            return self.sum_of_de + NUMBERS * self.rows + WORKSPACE + 4 * self.rows * width
         of_others = self.call.of_de * others * width + max(4 * others * width, SPLIT_BYTES) + NUMBERS * self.rows
         return self.beside_saved(saved) + of_others
 
@@ -119,4 +138,8 @@ class Bytes:
 
     def least(self) -> int:
         """The least plan: nothing saved, the smallest groups."""
-        return self.gathered + self.always + self.least_group(self.rows, copies=not self.products.in_place)
+        of = {"copies": not self.products.in_place}
+        if self.engine.stops:
+            return self.gathered + self.always + self.least_group(self.rows, **of)
+        of["padded"] = XLA.pads(self.call, self.rows, min(FEWEST_COLUMNS, self.call.vocabulary), self.gpu)
+        return max(self.gathered + self.always, self.beside_logits) + self.least_group(self.rows, **of)

@@ -55,11 +55,12 @@ def plan_of(call: Call, gpu: Gpu | None, impl: Impl, saved: int | None = None) -
     setting = _Setting(call, gpu, serving)
     if saved is None or not setting.engine.stops:
         saved = _saved_tokens(setting)
+    forward, of_forward = _forward(setting)
     backward, held, least = None, 0, 0
     if call.wanted is not None:
-        backward, held = _backward(setting, saved)
-        least = setting.bytes.least()
-    return Plan(call, gpu, setting.rows, setting.looks, saved, _forward(setting), backward, held, least)
+        backward, of_backward = _backward(setting, saved)
+        held, least = max(of_forward, of_backward), setting.bytes.least()
+    return Plan(call, gpu, setting.rows, setting.looks, saved, forward, backward, held, least)
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,11 @@ class _Setting:
 
     @cached_property
     def rows(self) -> int:
-        return gathered_rows(self.call.tokens) if self.looks and self.call.wanted is not None else self.call.tokens
+        if self.call.wanted is None:
+            return self.call.tokens
+        if not self.engine.stops:
+            return XLA.rows(self.call, self.gpu)
+        return gathered_rows(self.call.tokens) if self.looks else self.call.tokens
 
     @cached_property
     def bytes(self) -> Bytes:
@@ -102,11 +107,13 @@ class _Setting:
         return next(engine for engine in self.serving if engine.stops)
 
 
-def _forward(x: _Setting) -> Forward:
+def _forward(x: _Setting) -> tuple[Forward, int]:
+    """The plan of the forward pass, and the bytes of its blocks of logits and of what may be held beside them."""
     gathered = x.looks and x.call.wanted is not None
     if x.engine.finds_target:
-        groups, _ = _groups(x, x.call.tokens, x.call.memory_budget - x.bytes.always, x.engine)
-        return Forward(Step(x.engine, groups), 1, gathered)
+        beside = x.bytes.beside_logits
+        groups, size = _groups(x, x.call.tokens, x.call.memory_budget - beside, x.engine)
+        return Forward(Step(x.engine, groups), 1, gathered), beside + size
     tiles = x.engine.tile("sums", x.call, x.gpu)
     kernels = x.offering("again")
     rows, columns = x.engine.blocks(tiles)
@@ -118,7 +125,7 @@ def _forward(x: _Setting) -> Forward:
         scattered = Step(kernels, replace(others, rows=rows))
     target = Step(kernels, kernels.tile("target", x.call, x.gpu))
     return Forward(Step(x.engine, tiles), x.engine.splits(x.call, x.rows, x.gpu), gathered, target, scattered,
-                   Step(kernels, others))  # fmt: skip
+                   Step(kernels, others)), 0  # fmt: skip
 
 
 def _saved_tokens(x: _Setting) -> int:
@@ -173,9 +180,9 @@ def _backward(x: _Setting, saved: int) -> tuple[Backward, int]:
     if tokens:
         products = x.stopping if saved else x.products
         groups, size = _groups(x, tokens, room, products, of_dc=x.rows if together else tokens)
-        if products is XLA and x.engine.stops and _xla_copies(x, tokens, groups.columns):
-            products = x.stopping
-            groups, size = _groups(x, tokens, room, products)
+        if products is XLA and _xla_copies(x, tokens, groups.columns):
+            products = x.stopping if x.engine.stops else XLA
+            groups, size = _groups(x, tokens, room, products, padded=products is XLA)
         few = None if products.stops or not x.looks else _multiplying(x, x.stopping, tokens, groups)
         others = Part(tokens, groups, Step(x.engine, x.engine.tile("form_dz", call, x.gpu)),
                       _multiplying(x, products, tokens, groups, split=saved > 0), few)  # fmt: skip
@@ -205,13 +212,16 @@ def _multiplying(x: _Setting, engine: Engine, tokens: int, groups: Groups, split
 
 
 def _groups(
-    x: _Setting, tokens: int, room: int, products: Engine, *, of_saved: Engine | None = None, of_dc: int = 0
+    x: _Setting, tokens: int, room: int, products: Engine, *, of_saved: Engine | None = None, of_dc: int = 0,
+    padded: bool = False,
 ) -> tuple[Groups, int]:  # fmt: skip
     """The groups in which dz of so many tokens is formed, and the bytes of one group, at most `room` if possible.
 
     of_saved: the engine that forms dz from saved exponentials; None: dz is formed from logits. of_dc: the number of
-    tokens that dc sums over; 0: these tokens.
+    tokens that dc sums over; 0: these tokens. padded: whether XLA pads dz where it pads such a matmul.
     """
-    column = x.bytes.column(tokens, copies=not products.in_place, of_saved=of_saved is not None)
+    how = {"copies": not products.in_place, "of_saved": of_saved is not None}
+    column = x.bytes.column(tokens, **how, padded=padded)
     groups = (of_saved or x.engine).groups(x.call, tokens, of_dc or tokens, room, column, x.gpu)
-    return groups, groups.columns * column
+    padded = padded and _xla_copies(x, tokens, groups.columns)  # smaller groups may need no padding
+    return groups, groups.columns * x.bytes.column(tokens, **how, padded=padded)

@@ -4,8 +4,8 @@ from cce_kernels.call import Call
 from cce_kernels.device import Gpu
 from cce_kernels.engines.engine import Engine, Multiplying
 from cce_kernels.engines.xla import products, statistics
-from cce_kernels.engines.xla.splitk import pads
-from cce_kernels.windows import Groups, vocabulary_groups
+from cce_kernels.engines.xla.splitk import multiple
+from cce_kernels.windows import FEWEST_COLUMNS, Groups, vocabulary_groups
 
 BLOCK_BYTES = 64 * 2**20  # without a GPU, the most for a block of logits: larger blocks are no faster there
 GROUP_COST = 100  # in columns: the time of a group to read and write the sum for de, and of a dozen launches
@@ -46,9 +46,22 @@ class Xla(Engine):
     def pads(self, call: Call, tokens: int, columns: int, gpu: Gpu | None) -> bool:
         """Whether XLA would copy both operands of one of the two matmuls: dz or saved exponentials, and c or e."""
         assert call.wanted is not None
-        width, itemsize = call.width, call.itemsize
-        de = call.wanted.e and pads(tokens, width, columns, itemsize, call.wide, gpu)
-        return de or (call.wanted.c and pads(columns, width, tokens, itemsize, call.of_dc, gpu))
+        of_de = multiple(tokens, call.width, columns, call.itemsize, call.wide, gpu) if call.wanted.e else 1
+        return columns % of_de > 0 or tokens % self._of_dc(call, tokens, columns, gpu) > 0
+
+    def rows(self, call: Call, gpu: Gpu | None) -> int:
+        """The tokens, and as many rows of zeros as dc needs so that XLA copies no operand of its matmul.
+
+        The smallest groups need the most rows: XLA splits their matmuls into the most parts.
+        """
+        rows, columns = call.tokens, min(FEWEST_COLUMNS, call.vocabulary)
+        while missing := -rows % self._of_dc(call, rows, columns, gpu):
+            rows += missing
+        return rows
+
+    def _of_dc(self, call: Call, tokens: int, columns: int, gpu: Gpu | None) -> int:
+        assert call.wanted is not None
+        return multiple(columns, call.width, tokens, call.itemsize, call.of_dc, gpu) if call.wanted.c else 1
 
     def multiplying(self, call: Call, tokens: int, groups: Groups, split: bool, gpu) -> Multiplying:
         return Multiplying(self, None, None)

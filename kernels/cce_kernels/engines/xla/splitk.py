@@ -39,9 +39,9 @@ def splits(m: int, n: int, k: int, itemsize: int, out: int, gpu: Gpu) -> int:
     return min((2**i for i in range(MOST_SPLITS.bit_length())), key=cost)
 
 
-def pads(m: int, n: int, k: int, itemsize: int, out: int, gpu: Gpu | None) -> bool:
-    """Whether XLA copies both operands of the matmul, padded along k; never on a CPU."""
+def multiple(m: int, n: int, k: int, itemsize: int, out: int, gpu: Gpu | None) -> int:
+    """A power of 2: XLA pads both operands of the matmul if k is no multiple of it. 1 where XLA does not split."""
     if gpu is None or gpu.interpreted or cdiv(m, TILE) * cdiv(n, TILE) >= gpu.multiprocessors:
-        return False
+        return 1
     parts = splits(m, n, k, itemsize, out, gpu)
-    return parts > 1 and k % max(parts * 16 // itemsize, 1) > 0
+    return max(parts * 16 // itemsize, 1) if parts > 1 else 1
