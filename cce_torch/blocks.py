@@ -49,7 +49,7 @@ def _groups(e: Tensor, c: Tensor, memory_budget: int | None) -> Iterator[slice]:
     """
     vocabulary, width = c.shape
     if memory_budget is None:
-        memory_budget = default_budget(*e.shape, e.dtype.itemsize)
+        memory_budget = default_budget(e.shape[0], width, e.dtype.itemsize)
     itemsize = torch.promote_types(e.dtype, torch.float32).itemsize
     column_bytes, sums = itemsize * max(e.shape[0], width), 2 * itemsize * e.shape[0] * width
     block = min(BLOCK_BYTES, (memory_budget - sums) // 3)

@@ -14,6 +14,7 @@ from cce_kernels import backward, forward
 from cce_kernels import numbers as core
 from cce_kernels.call import Call
 from cce_kernels.device import INTERPRETER
+from cce_kernels.engines.xla import XLA
 from cce_kernels.head import Head
 from cce_kernels.plan import plan_of
 from tests.call import run
@@ -98,7 +99,7 @@ def with_odd_cotangents(given: Inputs) -> Inputs:
     return replace(given, of_loss=of_loss, of_lse=of_lse)
 
 
-def check(given: Inputs, way: Way, hidden: np.ndarray, repeat: bool = True) -> tuple[tuple, tuple]:
+def check(given: Inputs, way: Way, hidden: np.ndarray, repeat: bool = True, impl: str = "cce") -> tuple[tuple, tuple]:
     """Compare with float64, and return both. hidden: tokens that are ignored, and hold NaN.
 
     repeat: whether the call is made again, and must have the same bits.
@@ -107,7 +108,7 @@ def check(given: Inputs, way: Way, hidden: np.ndarray, repeat: bool = True) -> t
     dirty = replace(given, e=np.where(hidden[:, None], np.nan, given.e).astype(given.e.dtype))
     loss, lse, gradients = exact = truth(given, {k: v for k, v in way.options.items() if k != "vocab_axis"})
     reference = run(given, way.options, "reference")
-    actual = run(dirty, way.options, "cce", memory_budget=way.saved)
+    actual = run(dirty, way.options, impl, memory_budget=way.saved)
     roundings = 3 if way.dtype == "bfloat16" and way.saved else 2
     assert_rounded(actual[0], loss, reference[0], "loss", roundings=2)
     assert_rounded(actual[1], lse, reference[1], "lse", roundings=2)
@@ -115,7 +116,7 @@ def check(given: Inputs, way: Way, hidden: np.ndarray, repeat: bool = True) -> t
         assert_rounded(gradient, gradients[name], reference[2][name], f"gradient of {name}", roundings=roundings)
     assert not np.float32(actual[2]["e"][hidden]).any()
     if repeat:
-        again = run(dirty, way.options, "cce", memory_budget=way.saved)
+        again = run(dirty, way.options, impl, memory_budget=way.saved)
         jax.tree.map(np.testing.assert_array_equal, again, actual)
     return actual, exact
 
@@ -128,6 +129,31 @@ def test_every_way_is_right_whichever_tokens_are_ignored(way):
             check(given, way, hidden, repeat=what == "few")
         except AssertionError as failed:
             raise AssertionError(f"{what} ignored: {failed}") from None
+
+
+PADDED = [
+    Way(0, TOKENS, "float32", ("bias",), EACH | CAPPED),
+    Way(0, TOKENS, "float16", ARRAYS, SMOOTHED | LAST),
+    Way(0, TOKENS, "bfloat16", ("bias", "token_weight"), EACH | LAST, vocabulary=ODD),
+]
+
+
+@pytest.fixture
+def padded_rows(monkeypatch):
+    """As on a GPU, where XLA would else pad."""
+    monkeypatch.setattr(type(XLA), "rows", lambda self, call, gpu: call.tokens + 7)
+    plan_of.cache_clear()
+    jax.clear_caches()
+    yield
+    plan_of.cache_clear()
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("way", PADDED, ids=str)
+@pytest.mark.usefixtures("padded_rows")
+def test_rows_that_are_appended_for_xla_change_no_gradient(way):
+    for what in ("none", "most", "all"):
+        check(with_odd_cotangents(way.inputs()), way, ignored(way.tokens)[what], repeat=False, impl="chunked")
 
 
 @pytest.mark.parametrize("options", [EACH, EACH | {"label_smoothing": 0.2}], ids=str)

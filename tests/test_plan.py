@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 
 from cce_jax.passes import Core, plan_for
-from cce_kernels.call import Call
+from cce_kernels.call import ITEMSIZE, Call
 from cce_kernels.contract import default_budget
 from cce_kernels.device import H200, INTERPRETER, Gpu
 from cce_kernels.engines.engine import Multiplying
 from cce_kernels.engines.hopper import HOPPER, tiles
 from cce_kernels.engines.triton.tiles import TABLE
 from cce_kernels.engines.xla import XLA
+from cce_kernels.engines.xla.splitk import multiple
 from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs, Wanted
 from cce_kernels.plan import Plan, plan_of
@@ -30,6 +31,7 @@ from tests.plans import BOTH, call_of
 
 CHUNKS, DRAWN = 8, 2500
 MIB = 2**20
+FROZEN = Wanted(e=True, c=False, bias=False)  # c
 DEFAULT = 300 * MIB
 PAIR_ROWS = 256  # of a pair's tile on Hopper, whatever its columns
 TMA_ROWS, TMA_BYTES = 8, 128  # of one tile that TMA copies
@@ -126,9 +128,16 @@ def no_tile_of_de_writes_over_another_sum(plan: Plan) -> None:
 
 
 def parts_are_of_all_rows(plan: Plan) -> None:
-    """Each row is saved or computed again; rows are a few more than the tokens only where they are gathered."""
+    """Each row is saved or computed again; rows are a few more than the tokens only where they are gathered, or where
+    XLA would pad them.
+    """
     rows, tokens = plan.rows, plan.call.tokens
-    assert rows == tokens or (plan.looks and plan.forward.gathered and rows == up(tokens, 8))
+    if plan.forward.sums.engine is XLA and rows != tokens:
+        fewest = min(1024, plan.call.vocabulary)
+        assert tokens % rows_that_xla_needs(plan, fewest, tokens) > 0
+        assert tokens < rows < tokens + rows_that_xla_needs(plan, fewest, rows)
+    else:
+        assert rows == tokens or (plan.looks and plan.forward.gathered and rows == up(tokens, 8))
     if plan.call.wanted is None:
         assert plan.backward is None
         assert plan.saved == 0
@@ -138,6 +147,21 @@ def parts_are_of_all_rows(plan: Plan) -> None:
     assert (0 if saved is None else saved.tokens) == plan.saved
     assert plan.saved + (0 if others is None else others.tokens) == rows
     assert others is None or others.tokens > 0 or rows == 0
+
+
+def rows_that_xla_needs(plan: Plan, columns: int, tokens: int) -> int:
+    """A divisor of the number of tokens, lest XLA pads both operands of the matmul for dc of so many columns."""
+    call = plan.call
+    assert call.wanted is not None
+    wide = max(call.itemsize, 4) if call.wide_dc else call.itemsize
+    return multiple(columns, call.width, tokens, call.itemsize, wide, plan.gpu) if call.wanted.c else 1
+
+
+def xla_pads_no_sum_over_tokens(plan: Plan) -> None:
+    """It would copy dz of a group, and e. Of engines that stop the plan takes their own matmuls instead."""
+    for part in parts(plan):
+        if part.products.engine is XLA:
+            assert part.tokens % rows_that_xla_needs(plan, part.groups.columns, part.tokens) == 0
 
 
 class Array(NamedTuple):
@@ -217,6 +241,16 @@ def of_a_copy(call: Call) -> int:
     return max(call.itemsize, 4 if call.wide_dc else 0) * call.width
 
 
+def padded_dz(plan: Plan, tokens: int, columns: int) -> int:
+    """The copy of dz that XLA makes of a whole odd vocabulary, where it splits the sum for de of few tokens."""
+    call = plan.call
+    assert call.wanted is not None
+    if plan.forward.sums.engine is not XLA or not call.wanted.e:
+        return 0
+    needed = multiple(tokens, call.width, columns, call.itemsize, max(call.itemsize, 4), plan.gpu)
+    return call.itemsize * tokens * columns * (columns % needed > 0)
+
+
 def group_bytes(plan: Plan, part: Part, columns: int) -> int:
     """dz of a group, what becomes of it, copies of c_g or dc_g, and what dbias is summed from."""
     call = plan.call
@@ -226,7 +260,7 @@ def group_bytes(plan: Plan, part: Part, columns: int) -> int:
     rows_of_tile = 64 if part is not plan.backward.saved else 16  # type: ignore[union-attr]
     sums = 4 * -(-part.tokens // rows_of_tile) if call.wanted is not None and call.wanted.bias else 0
     copied = of_a_copy(call) if part.products.engine is XLA else 0
-    return columns * (dz + copied + sums)
+    return columns * (dz + copied + sums) + padded_dz(plan, part.tokens, columns)
 
 
 def held(plan: Plan) -> int:
@@ -239,7 +273,11 @@ def held(plan: Plan) -> int:
     numbers, exponentials = 256 * rows, 2 * saved * up(vocabulary, 8)
     placed = rows == call.tokens and plan.forward.sums.engine is not XLA
     e = 0 if placed else call.itemsize * rows * width  # a copy that has no place in what will be de
-    sum_of_de = max(call.itemsize, 4) * rows * width
+    sum_of_de = wide = max(call.itemsize, 4) * rows * width
+    if not wanted.e:
+        sum_of_de = call.itemsize * rows * width * placed  # there is none, but the copy of e has no place then
+    elif plan.forward.sums.engine is XLA and rows == call.tokens and call.itemsize >= 4:
+        sum_of_de = 0  # it is the result
     if of_saved is None:
         if others is None:
             return 0
@@ -248,7 +286,7 @@ def held(plan: Plan) -> int:
         )  # fmt: skip
     if of_saved.dz is not None:  # dz is formed of saved tokens too
         largest = max(group_bytes(plan, x, x.groups.columns) for x in parts(plan))
-        return e + exponentials + 2 * sum_of_de + numbers + 32 * MIB + largest
+        return e + exponentials + sum_of_de + wide + numbers + 32 * MIB + largest
     if plan.backward.together:
         beside = 2 * rows * width if wanted.c and not wanted.e else 0  # the scaled e, otherwise in de's place
         most = beside
@@ -275,6 +313,7 @@ def least(plan: Plan) -> int:
     group = min(1024, call.vocabulary) * (dz + of_a_copy(call) * by_xla + sums)
     placed = rows == call.tokens and engine is not XLA  # in the memory of de
     e = 0 if placed else call.itemsize * rows * call.width
+    group += padded_dz(plan, rows, min(1024, call.vocabulary))
     return e + max(call.itemsize, 4) * rows * call.width + 256 * rows + 32 * MIB * by_xla + group
 
 
@@ -288,6 +327,7 @@ def what_is_held_is_within_the_budget(plan: Plan) -> None:
         call, columns = plan.call, forward.sums.tiles.columns  # type: ignore[attr-defined]
         blocks = (of_xla(plan) * call.tokens + call.itemsize * call.width) * columns
         assert blocks <= budget or columns <= 1024
+        assert plan.backward is None or blocks + 256 * call.tokens + workspace(XLA) <= plan.held
     else:
         assert forward.splits == 1 or 4 * forward.splits * plan.rows <= 3 * MIB, "of partial sums"
 
@@ -339,6 +379,7 @@ def nothing_counted_in_32_bits_is_larger(plan: Plan) -> None:
 
 PROMISES: tuple[Callable[[Plan], None], ...] = (
     parts_are_of_all_rows,
+    xla_pads_no_sum_over_tokens,
     groups_cover_each_column_once,
     no_tile_of_dc_writes_over_another_group,
     no_tile_of_de_writes_over_another_sum,
@@ -392,7 +433,7 @@ def drawn(rng: np.random.Generator) -> tuple[Call, Gpu | None, str]:
         dtype = pick(("bfloat16", "bfloat16", "float16"))
     everything = 2 * tokens * vocabulary + 6 * tokens * width + 2**28
     shares = (int(rng.uniform(low, high) * everything) for low, high in ((0, 0.2), (0.2, 1), (0.2, 1.2)))
-    budget = pick((0, DEFAULT, default_budget(tokens, width), size(10, 38), *shares, 2**62))
+    budget = pick((0, DEFAULT, default_budget(tokens, width, ITEMSIZE[dtype]), size(10, 38), *shares, 2**62))
     head = Head(pick((None, None, None, 30.0, 50.0)), int(rng.integers(2)))
     wanted = Wanted(e, c, bias) if rng.random() < 0.8 else None
     wide_de, wide_dc = bool(rng.random() < 0.2), bool(np.random.default_rng(tokens).random() < 0.2)
@@ -400,7 +441,7 @@ def drawn(rng: np.random.Generator) -> tuple[Call, Gpu | None, str]:
     return call, gpu, impl
 
 
-KINDS = ("hopper", "together", "several groups", "splits", "dz of saved", "none")
+KINDS = ("hopper", "together", "several groups", "splits", "dz of saved", "none", "padded rows")
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
@@ -418,6 +459,7 @@ def test_every_plan_keeps_its_promises(chunk):
         found["together"] += backward.together
         found["several groups"] += by_hopper and any(x.groups.count > 1 for x in parts(plan))
         found["splits"] += any(how.splits > 1 for x in parts(plan) for how in products_of(x))
+        found["padded rows"] += plan.forward.sums.engine is XLA and plan.rows > plan.call.tokens
         found["dz of saved"] += backward.saved is not None and backward.saved.dz is not None
     assert min(found.values()) >= 10, f"too few of a kind: {found}"
 
@@ -458,12 +500,36 @@ def test_calls_whose_dc_was_wrong_once(shape, memory_budget, vocab_axis):
     keeps_its_promises(call_of(shape, memory_budget, Head(vocab_axis=vocab_axis)), H200, "auto")
 
 
+@pytest.mark.parametrize("memory_budget", [0, DEFAULT, 2**30])
+@pytest.mark.parametrize("shape", [(504, 64, 52_864), (300, 128, 999)])
+def test_a_plan_counts_the_dz_that_xla_pads(shape, memory_budget):
+    plan = keeps_its_promises(call_of(shape, memory_budget, dtype="float32"), H200, "auto")
+    if memory_budget or shape[2] < 1024:
+        assert padded_dz(plan, plan.rows, parts(plan)[0].groups.columns) > 0
+
+
+@pytest.mark.parametrize("shape", [(16_383, 768, 50_257), (65_535, 640, 262_144)])
+def test_a_plan_adds_the_rows_that_xla_would_pad(shape):
+    plan = keeps_its_promises(call_of(shape, 0, dtype="float32"), H200, "auto")
+    assert plan.rows == shape[0] + 1
+    assert keeps_its_promises(call_of(shape, 0, dtype="float32", wanted=FROZEN), H200, "auto").rows == shape[0]
+
+
+@pytest.mark.parametrize(("shape", "count"), [((8192, 4096, 128_256), 59), ((8192, 2304, 256_000), 69)])
+def test_in_float32_the_sum_for_de_is_the_result(shape, count):
+    """And so leaves its bytes to larger groups."""
+    plan = keeps_its_promises(call_of(shape, DEFAULT, dtype="float32"), H200, "auto")
+    assert parts(plan)[0].groups.count == count
+
+
 @pytest.mark.parametrize(
-    ("tokens", "width", "mib"), [(8192, 2304, 300), (8192, 4096, 300), (65536, 2048, 1024), (139_264, 512, 952)]
-)
-def test_the_default_budget_leaves_many_tokens_large_groups(tokens, width, mib):
-    shapes = Inputs(jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16),
-                    jax.ShapeDtypeStruct((128_256, width), jnp.bfloat16),
+    ("tokens", "width", "dtype", "mib"),
+    [(8192, 2304, "bfloat16", 300), (8192, 4096, "bfloat16", 300), (65536, 2048, "bfloat16", 1024),
+     (139_264, 512, "bfloat16", 952), (8192, 2304, "float32", 300), (8192, 4096, "float32", 320),
+     (65536, 2048, "float32", 1536)],
+)  # fmt: skip
+def test_the_default_budget_leaves_many_tokens_large_groups(tokens, width, dtype, mib):
+    shapes = Inputs(jax.ShapeDtypeStruct((tokens, width), dtype), jax.ShapeDtypeStruct((128_256, width), dtype),
                     None, jax.ShapeDtypeStruct((tokens,), jnp.int32))  # fmt: skip
     plan = plan_for(shapes, Core(Head(), False, "auto", None, H200), BOTH)
     assert plan.held <= plan.call.memory_budget == mib * MIB

@@ -60,7 +60,7 @@ class Bytes:
 
     @property
     def sum_of_de(self) -> int:
-        """0 where the sum is de itself, which is a result. Where e is frozen: the copy of e, if not counted elsewhere."""
+        """0 where the sum is de itself, which is a result. If e is frozen: a copy of e that `gathered` lacks."""
         call, wanted = self.call, self.call.wanted
         if wanted is None or not wanted.e:
             return call.itemsize * self.rows * call.width - self.gathered
