@@ -101,10 +101,10 @@ TORCH_ROWS = [
     (
         {"num_items": torch.ones((), dtype=torch.complex64)},
         TypeError,
-        r"num_items must be real, got num_items complex64",
+        r"num_items must be real, got complex64",
     ),
-    ({"num_items": np.complex64(3)}, TypeError, r"num_items must be real, got .*3\+0j"),
-    ({"num_items": 1e39}, ValueError, r"num_items=1e\+39 must be finite in float32.*at most 3\.40282e\+38"),
+    ({"num_items": np.complex64(3)}, TypeError, r"num_items must be real, got complex64"),
+    ({"num_items": 1e39}, ValueError, r"num_items=1e\+39 must be finite in float32"),
     ({"logit_scale": -1e39}, ValueError, r"logit_scale=-1e\+39 must be finite in float32"),
     ({"z_loss": 1e39}, ValueError, r"z_loss=1e\+39 must be finite in float32"),
 ]

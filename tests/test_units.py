@@ -96,10 +96,11 @@ def test_xla_copies_what_it_pads():
     """Two matmuls for which tests/test_held.py found copies, where it can compile for a GPU, in so many parts."""
     for rows, columns, inner, parts in ((1024, 1024, 128264, 4), (4096, 256, 15092, 2)):
         assert splitk.splits(rows, columns, inner, 2, 2, H200) == parts
-        assert splitk.pads(rows, columns, inner, 2, 2, H200)
-        assert not splitk.pads(rows, columns, -(-inner // 64) * 64, 2, 2, H200), "nothing need be padded"
-        assert not splitk.pads(8192, 8192, inner, 2, 2, H200), "its tiles fill the GPU"
-        assert not splitk.pads(rows, columns, inner, 2, 2, None)
+        multiple = splitk.multiple(rows, columns, inner, 2, 2, H200)
+        assert multiple == 8 * parts
+        assert inner % multiple, "XLA pads"
+        assert splitk.multiple(8192, 8192, inner, 2, 2, H200) == 1, "its tiles fill the GPU"
+        assert splitk.multiple(rows, columns, inner, 2, 2, None) == 1
 
 
 HEADS = st.builds(Head, softcap=st.sampled_from([None, 30.0]))

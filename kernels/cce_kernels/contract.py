@@ -97,7 +97,7 @@ def num_items(value: object, reduction: str) -> None:
     elif not any(hasattr(value, name) for name in ("shape", "__float__", "__index__")):
         raise TypeError(f"num_items must be a number or a scalar array, got {type(value).__name__}")
     elif "complex" in str(getattr(value, "dtype", "")):
-        raise TypeError(f"num_items must be real, got {value.dtype}")  # type: ignore[attr-defined]
+        raise TypeError(f"num_items must be real, got {str(value.dtype).removeprefix('torch.')}")  # type: ignore
 
 
 def softcap(value: object) -> float | None:
