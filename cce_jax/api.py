@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from cce_jax import losses, settings
-from cce_jax.core import statistics
+from cce_jax.core import Terms, statistics, summed
 from cce_jax.devices import whole_weights
 from cce_jax.options import Array, Options
 from cce_jax.passes import Core, Impl
@@ -21,6 +21,7 @@ from cce_kernels import contract
 from cce_kernels.device import Gpu, has_triton, local_gpu
 from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs, Statistics
+from cce_kernels.plan import forms_gradients_in_forward
 
 INT32 = np.iinfo(np.int32)
 ARRAYS = ("e", "c", "bias", "targets", "class_weight", "token_weight", "num_items")
@@ -221,7 +222,12 @@ def _loss(
         bias, weights = (layout.laid_out(x, layout.spec_of_columns) for x in (bias, weights))
         targets, token_weight = (layout.laid_out(x, layout.spec_of_tokens) for x in (targets, token_weight))
     columns = losses.columns(targets, ignore_index, vocabulary)
-    numbers = _statistics(Inputs(e, c, bias, columns, weights, scale), core, layout)
+    inputs = Inputs(e, c, bias, columns, weights, scale)
+    one_sum = layout is None and core.impl != "reference" and options.reduction != "none" and columns.size
+    if one_sum and forms_gradients_in_forward():
+        loss, lse = _summed(inputs, token_weight, num_items, core, options, label_smoothing, z_loss)
+        return loss, _unshifted(lse, shift, layout)
+    numbers = _statistics(inputs, core, layout)
     loss, lse = losses.loss(numbers, columns, whole_weights(weights, layout), token_weight, num_items,
                             vocabulary=vocabulary, options=options, label_smoothing=label_smoothing, z_loss=z_loss,
                             summed=() if layout is None else layout.summed,
@@ -229,6 +235,21 @@ def _loss(
     if options.reduction == "none":
         loss = _unshifted(loss, shift, layout)
     return loss, _unshifted(lse, shift, layout)
+
+
+def _summed(
+    inputs: Inputs, token_weight, num_items, core: Core, options: losses.Loss, label_smoothing, z_loss
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """The "mean" or "sum", and lse, on one device."""
+    e, c, bias = jax.tree.map(reverse_mode_only, (inputs.e, inputs.c, inputs.bias))
+    columns, wide = inputs.targets, jnp.promote_types(e.dtype, jnp.float32)
+    of_targets = losses.target_weights(columns, inputs.weights, core.head.vocabulary(c))
+    weight = losses.weights(columns, token_weight, wide)
+    flat = inputs._replace(e=e.reshape(-1, e.shape[-1]), c=c, bias=bias, targets=columns.reshape(-1))
+    terms = Terms(columns.reshape(-1), None if of_targets is None else of_targets.reshape(-1), weight.reshape(-1))
+    value, lse = summed(flat, terms, label_smoothing, z_loss, core, options)
+    value = losses.reduced(value, columns, weight, of_targets, num_items, options=options)
+    return value, lse.reshape(columns.shape)
 
 
 def _statistics(inputs: Inputs, core: Core, layout: Layout | None) -> Statistics:

@@ -123,7 +123,7 @@ def whole_weights(weights: jax.Array | None, layout: Layout | None) -> jax.Array
 def _forward(
     inputs: Inputs, *, core: Core, layout: Layout | None, wanted: Wanted | None
 ) -> tuple[Statistics, Held]:  # fmt: skip
-    whole = _gathered(_in_type_of_e(inputs), core, layout)
+    whole = _gathered(in_type_of_e(inputs), core, layout)
     numbers, held = _of_columns(_flat(whole), core, layout, wanted)
     return jax.tree.map(lambda x: _own_tokens(x, layout), _shaped(numbers, whole.targets)), held
 
@@ -149,7 +149,7 @@ def _of_columns(
 
 def _backward(inputs: Inputs, held: Held, cotangents: Cotangents, *, core: Core, layout: Layout | None,
               wanted: Wanted, sums: _Sums) -> Gradients:  # fmt: skip
-    whole = _gathered(_in_type_of_e(inputs), core, layout)
+    whole = _gathered(in_type_of_e(inputs), core, layout)
     flat = _flat(whole)
     if layout is not None:
         flat = flat._replace(targets=_columns_of(flat, core, layout))
@@ -171,7 +171,7 @@ def _backward(inputs: Inputs, held: Held, cotangents: Cotangents, *, core: Core,
     return Gradients(de, dc, dbias)
 
 
-def _in_type_of_e(inputs: Inputs) -> Inputs:
+def in_type_of_e(inputs: Inputs) -> Inputs:
     """The inputs with c and bias rounded to e's type, which halves the bytes that are gathered afterwards."""
     of_e = inputs.e.dtype
 

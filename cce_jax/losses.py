@@ -51,30 +51,79 @@ def loss(
     summed: the axes of jax.shard_map over whose devices the tokens are split: "mean" and "sum" extend over them.
     out_sharding: of columns, where the mesh has Explicit axes.
     """
+    target_weight = target_weights(columns, class_weight, vocabulary, out_sharding)
+    total, lse = totals(numbers, columns, class_weight, target_weight, vocabulary=vocabulary, options=options,
+                        label_smoothing=label_smoothing, z_loss=z_loss)  # fmt: skip
+    weight = weights(columns, token_weight, lse.dtype)
+    total = jnp.where(columns >= 0, weight * total, 0)
+    if options.reduction == "none":
+        return total, lse
+
+    return reduced(jnp.sum(total), columns, weight, target_weight, num_items, options=options, summed=summed), lse
+
+
+def target_weights(
+    columns: jax.Array, class_weight: jax.Array | None, vocabulary: int, out_sharding: Any = None
+) -> Any:
+    """The class weight of each token's target, of the shape of columns; None where there are no class weights."""
+    if class_weight is None:
+        return None
+    return class_weight.at[jnp.clip(columns, 0, vocabulary - 1)].get(out_sharding=out_sharding)
+
+
+def weights(columns: jax.Array, token_weight: jax.Array | None, dtype: Any) -> jax.Array:
+    """The weight of each token: 1 if there are no weights, 0 where the token is ignored."""
+    kept = columns >= 0
+    return jnp.where(kept, jnp.ones((), dtype) if token_weight is None else token_weight.astype(dtype), 0)
+
+
+def totals(
+    numbers: Statistics,
+    columns: jax.Array,
+    class_weight: jax.Array | None,
+    target_weight: jax.Array | None,
+    *,
+    vocabulary: int,
+    options: Loss,
+    label_smoothing: Any,
+    z_loss: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """The loss of each token before its token weight, and lse; both 0 where the token is ignored."""
     kept = columns >= 0
     lse, target = jnp.where(kept, numbers.lse, 0), jnp.where(kept, numbers.target, 0)
-    target_weight = 1.0
-    if class_weight is not None:
-        target_weight = class_weight.at[jnp.clip(columns, 0, vocabulary - 1)].get(out_sharding=out_sharding)
-    ce = target_weight * (lse - target)
+    ce = (1.0 if target_weight is None else target_weight) * (lse - target)
     if options.smooths:
         assert numbers.sum is not None
         whole = vocabulary if class_weight is None else jnp.sum(class_weight)
         smooth = (whole * lse - jnp.where(kept, numbers.sum, 0)) / vocabulary
         ce = (1 - label_smoothing) * ce + label_smoothing * smooth
     total = ce + z_loss * lse**2 if options.has_z_loss else ce
-    weight = jnp.ones_like(lse) if token_weight is None else jnp.where(kept, token_weight.astype(lse.dtype), 0)
     poison = jnp.where(columns == vocabulary, jnp.nan, 1.0).astype(lse.dtype)  # a factor, so that gradients are NaN too
-    total = jnp.where(kept, poison * weight * total, 0)
-    if options.reduction == "none":
-        return total, lse
+    return jnp.where(kept, poison * total, 0), lse
+
+
+def reduced(
+    value: jax.Array,
+    columns: jax.Array,
+    weight: jax.Array,
+    target_weight: jax.Array | None,
+    num_items: jax.Array | float | None,
+    *,
+    options: Loss,
+    summed: tuple[str, ...] = (),
+) -> jax.Array:
+    """The "sum" or "mean" from the sum over this device's tokens. weight: `weights`."""
 
     def sum_of(x: jax.Array) -> jax.Array:
-        return lax.psum(jnp.sum(x), summed) if summed else jnp.sum(x)
+        return lax.psum(x, summed) if summed else x
 
-    value = sum_of(total)
+    value = sum_of(value)
     if options.reduction == "mean":
-        items = sum_of(jnp.where(kept, weight * target_weight, 0)) if num_items is None else jnp.asarray(num_items)
+        if num_items is None:
+            of_items = weight if target_weight is None else weight * target_weight
+            items = sum_of(jnp.sum(jnp.where(columns >= 0, of_items, 0)))
+        else:
+            items = jnp.asarray(num_items)
         items = items.astype(value.dtype)
         value = jnp.where(items == 0, 0, value / jnp.where(items == 0, 1, items))
-    return value, lse
+    return value

@@ -6,14 +6,14 @@ Equations are those of cce_jax/core.py.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from cce_jax.one_device import on_one_device
-from cce_kernels import backward, forward
+from cce_kernels import backward, forward, in_forward
 from cce_kernels.call import Call
 from cce_kernels.contract import default_budget
 from cce_kernels.device import H200, INTERPRETER, Gpu, cuda_gpu
@@ -21,7 +21,7 @@ from cce_kernels.engines.xla import XLA
 from cce_kernels.exponentials import saved_shape
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
-from cce_kernels.plan import Plan, plan_of
+from cce_kernels.plan import Chunks, Plan, plan_of
 
 Impl = Literal["auto", "cce", "chunked", "reference"]
 
@@ -40,26 +40,38 @@ class Core:
     debug_nans: bool = False  # jax_debug_nans: what a pass leaves for the other holds no NaN of an ignored token
 
 
-def plan_for(inputs: Inputs, core: Core, wanted: Wanted | None, saved: int | None = None) -> Plan:
+class Decided(NamedTuple):
+    """What the plans for all platforms share. None: not decided yet."""
+
+    saved: int | None = None  # the number of tokens whose exponentials are saved
+    chunks: Chunks | None = None  # in which the forward pass forms the gradients
+
+
+UNDECIDED = Decided()
+
+
+def plan_for(
+    inputs: Inputs, core: Core, wanted: Wanted | None, decided: Decided = UNDECIDED, one_factor: bool = False
+) -> Plan:  # fmt: skip
     """The plan of a call, from arrays or their shapes.
 
-    wanted: None for evaluation. saved: the number of tokens whose exponentials are saved, if already decided.
+    wanted: None for evaluation. one_factor: whether `begin` and `finish` will run.
     """
     gpu = INTERPRETER if core.impl == "cce" and core.gpu is None else core.gpu
-    return _plan(inputs, core, wanted, saved, gpu, core.impl if gpu is not None else "chunked")
+    return _plan(inputs, core, wanted, decided, one_factor, gpu, core.impl if gpu is not None else "chunked")
 
 
 def _plan(
-    inputs: Inputs, core: Core, wanted: Wanted | None, saved: int | None, gpu: Gpu | None, impl: Any
+    inputs: Inputs, core: Core, wanted: Wanted | None, decided: Decided, one_factor: bool, gpu: Gpu | None, impl: Any
 ) -> Plan:  # fmt: skip
     tokens, width = inputs.e.shape
     budget = (
         default_budget(tokens, width, inputs.e.dtype.itemsize) if core.memory_budget is None else core.memory_budget
     )
     call = Call(tokens, width, core.head.vocabulary(inputs.c), str(jnp.dtype(inputs.e.dtype)), core.head,
-                inputs.bias is not None, core.with_sum, wanted, budget, core.wide_de,
-                core.wide_dc)  # fmt: skip
-    return plan_of(call, gpu, impl, saved)
+                inputs.bias is not None, core.with_sum, wanted, budget, core.wide_de, core.wide_dc,
+                one_factor)  # fmt: skip
+    return plan_of(call, gpu, impl, *decided)
 
 
 def target_logits(inputs: Inputs, core: Core, wanted: Wanted | None) -> jax.Array:
@@ -105,20 +117,50 @@ def gradients(
         return found, saved if overwritten is None else overwritten
 
     held = 0 if saved is None else saved.shape[0]  # fewer than planned if the forward pass could not save
-    return _on_platform(run, inputs, core, wanted, held)(inputs, numbers, saved, cotangents, shard)
+    return _on_platform(run, inputs, core, wanted, Decided(held))(inputs, numbers, saved, cotangents, shard)
+
+
+def begin(
+    inputs: Inputs, of_tokens: Any, cotangents_of: in_forward.CotangentsOf, core: Core, wanted: Wanted
+) -> tuple[Statistics, in_forward.Begun]:  # fmt: skip
+    """in_forward.begin, where `plan_for` says so."""
+    plan = plan_for(inputs, core, wanted, one_factor=True)
+    assert plan.in_forward is not None
+
+    def run(plan: Plan, inputs: Inputs, of_tokens: Any):
+        return in_forward.begin(inputs, of_tokens, cotangents_of, plan, core.debug_nans)
+
+    shared = Decided(0, plan.in_forward.chunks)
+    return _on_platform(run, inputs, core, wanted, shared, one_factor=True)(inputs, of_tokens)
+
+
+def finish(
+    inputs: Inputs, begun: in_forward.Begun, factor: jax.Array, core: Core, wanted: Wanted
+) -> Gradients:  # fmt: skip
+    """in_forward.finish. begun: of `begin` with the same inputs."""
+    plan = plan_for(inputs, core, wanted, one_factor=True)
+    assert plan.in_forward is not None
+
+    def run(plan: Plan, inputs: Inputs, begun: in_forward.Begun, factor: jax.Array):
+        return in_forward.finish(begun, factor, plan)
+
+    shared = Decided(0, plan.in_forward.chunks)
+    return _on_platform(run, inputs, core, wanted, shared, one_factor=True)(inputs, begun, factor)
 
 
 def _on_platform(
-    run: Callable, inputs: Inputs, core: Core, wanted: Wanted | None, saved: int | None = None
-) -> Callable:
+    run: Callable, inputs: Inputs, core: Core, wanted: Wanted | None, decided: Decided = UNDECIDED,
+    one_factor: bool = False,
+) -> Callable:  # fmt: skip
     """run(plan, ...), with the plan for the platform that the program is lowered for.
 
     A program may be lowered for a platform that this process does not have. A CUDA program is then planned for an H200.
     """
-    here = plan_for(inputs, core, wanted, saved)
+    here = plan_for(inputs, core, wanted, decided, one_factor)
     if core.impl == "chunked":
         return partial(run, here)
-    plan = partial(_plan, inputs, core, wanted, here.saved)  # the saved exponentials have one shape on all platforms
+    shared = decided._replace(saved=here.saved)  # what is kept between the passes has one shape on all platforms
+    plan = partial(_plan, inputs, core, wanted, shared, one_factor)
     on_gpu = here if core.gpu is not None else plan(cuda_gpu() or H200, core.impl)
     elsewhere = plan(INTERPRETER, "cce") if core.impl == "cce" else plan(None, "chunked")
 

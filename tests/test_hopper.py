@@ -1,5 +1,7 @@
 """The kernels for Hopper: which calls they compute, and what they compute, in the interpreter of JAX 0.11."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,13 +12,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cce_jax import api, linear_cross_entropy
 from cce_kernels import backward, forward
+from cce_kernels.block_floats import steps_shape
 from cce_kernels.call import Call
 from cce_kernels.device import H200, Gpu
 from cce_kernels.engines import hopper
 from cce_kernels.engines.engine import Multiplying
 from cce_kernels.engines.hopper import HOPPER
 from cce_kernels.engines.hopper.every_tile import spread
-from cce_kernels.engines.hopper.tiles import DC, DE, LOGITS, SAVED_DE
+from cce_kernels.engines.hopper.tiles import DC, DE, LOGITS, SAVED_DE, SUMMED
 from cce_kernels.gradients import Beside
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
@@ -405,3 +408,22 @@ def test_every_tile_that_a_product_may_choose_fits_shared_memory(number):
         e, dz, p, r = S((512, 768), BF16), S((512, 1024), BF16), S((512, 4096), BF16), S((512,), jnp.float32)
         arrays = e, c, dz, p, r, S((512, 768), jnp.float32), c, S((1,), jnp.int32)
         assert sorted(for_hopper(every, *arrays)) == ["dc", "de", "saved_de"]
+
+
+@pytest.mark.parametrize("columns", [128, 192])
+def test_dc_summed_over_chunks(columns):
+    """In block floating point: as accurate as one rounding, whatever dc held before, with ragged and empty chunks."""
+    (vocabulary, width, tokens), draw = (320, 256, 64), np.random.default_rng(columns)
+    counts, want = (tokens, 0, 40), 0.0
+    dc = jnp.full((vocabulary, width), jnp.nan, BF16)
+    steps = jnp.zeros(steps_shape(vocabulary, width, columns), jnp.float32)
+    gpu = replace(H200, multiprocessors=4, interpreted=True)
+    for k, count in enumerate(counts):
+        p, e = (jnp.asarray(draw.normal(size=(tokens, n)), BF16) for n in (vocabulary, width))
+        p = jnp.where(jnp.arange(tokens)[:, None] < count, p, 0)
+        want = want + 0.3 * np.float64(p).T @ np.float64(e)
+        factor = jnp.full(1, 0.3) if k == len(counts) - 1 else None
+        dc, steps = HOPPER.sum_dc(dc, steps, p, e, None, jnp.full(1, count, jnp.int32), factor, head=Head(),
+                                  tiles=SUMMED[columns], gpu=gpu)  # fmt: skip
+    rounded = np.float64(jnp.asarray(want, BF16))
+    assert np.linalg.norm(np.float64(dc) - want) <= 1.05 * np.linalg.norm(rounded - want)

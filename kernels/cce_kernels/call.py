@@ -23,6 +23,7 @@ class Call:
     memory_budget: int  # bytes
     wide_de: bool = False  # whether de is at least float32, for a sum over devices; else it has the type of e
     wide_dc: bool = False  # whether dc and dbias are at least float32, for float32 parameters; else of e's type
+    one_factor: bool = False  # whether the forward pass knows the cotangents, up to one factor for all tokens
 
     @property
     def itemsize(self) -> int:

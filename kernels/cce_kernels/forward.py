@@ -7,13 +7,16 @@ step computes that log-sum-exp again, with a running maximum. (The xla engine fi
 log-sum-exp in one pass, and needs neither a reference nor a rescue.)
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
+from cce_kernels.call import Call
 from cce_kernels.engines.engine import Sums
 from cce_kernels.exponentials import by_target
 from cce_kernels.numbers import FLOAT32_MAX, Inputs, Statistics
-from cce_kernels.plan.plan import Plan
+from cce_kernels.plan.plan import Forward, Plan
 from cce_kernels.tokens import Kept, Rows
 
 
@@ -27,7 +30,7 @@ def target(inputs: Inputs, plan: Plan) -> jax.Array:
         return jnp.zeros(inputs.targets.shape, jnp.promote_types(inputs.e.dtype, jnp.float32))
     kept = Kept.of(inputs.targets, plan.rows) if plan.looks else None
     inputs, at = _arranged(inputs, kept, plan)
-    found = jnp.where(_named(inputs, plan), _target(inputs, at, plan), 0.0)
+    found = jnp.where(_named(inputs, plan.call), _target(inputs, at, plan), 0.0)
     return found if kept is None else kept.restored(found)
 
 
@@ -50,20 +53,33 @@ def statistics(
     else:
         given = reference if kept is None else kept.gathered(reference, 0)
         reference = jnp.where(inputs.targets < 0, FLOAT32_MAX, given)
-    sums = _sums(inputs, at, reference, plan)
-    assert sums.target is not None
-    numbers = Statistics(
-        sums.lse[0] if len(sums.lse) == 1 else jax.nn.logsumexp(sums.lse, axis=0),
-        jnp.where(_named(inputs, plan), sums.target, 0.0),
-        None if sums.sum is None else jnp.sum(sums.sum, axis=0),
-    )
-    saved = None if sums.saved is None else _by_final_reference(inputs, numbers.lse, sums, plan)
+    numbers, saved = of_rows(inputs, at, reference, plan.call, plan.forward, plan.saved, plan.gpu)
     if cleared:
         live = inputs.targets >= 0
         numbers = jax.tree.map(lambda x: jnp.where(live, x, 0), numbers)
         saved = None if saved is None else jnp.where(live[: len(saved), None], saved, 0)
     if kept is not None:
         numbers = jax.tree.map(kept.restored, numbers)
+    return numbers, saved
+
+
+def of_rows(
+    inputs: Inputs, at: Rows, reference: jax.Array | None, call: Call, how: Forward, saved_tokens: int, gpu: Any
+) -> tuple[Statistics, jax.Array | None]:  # fmt: skip
+    """`statistics` of tokens whose kept ones come first, in that order. reference: None if `how` finds the targets."""
+    sums = _sums(inputs, at, reference, call, how, saved_tokens, gpu)
+    assert sums.target is not None
+    numbers = Statistics(
+        sums.lse[0] if len(sums.lse) == 1 else jax.nn.logsumexp(sums.lse, axis=0),
+        jnp.where(_named(inputs, call), sums.target, 0.0),
+        None if sums.sum is None else jnp.sum(sums.sum, axis=0),
+    )
+    if sums.saved is None:
+        return numbers, None
+    by_lse = (inputs.targets >= 0) & ~by_target(numbers.lse, sums.target)  # `sums` did not know lse yet
+    assert how.rescue is not None
+    saved = how.rescue.engine.replaced(inputs, numbers.lse, by_lse, sums.saved, head=call.head, tiles=how.rescue.tiles,
+                                       splits=how.splits, gpu=gpu)  # fmt: skip
     return numbers, saved
 
 
@@ -79,9 +95,9 @@ def _arranged(inputs: Inputs, kept: Kept | None, plan: Plan) -> tuple[Inputs, Ro
     return inputs, Rows(kept.order, starts, kept.count)
 
 
-def _named(inputs: Inputs, plan: Plan) -> jax.Array:
+def _named(inputs: Inputs, call: Call) -> jax.Array:
     """Whether each token's target names a column."""
-    return (inputs.targets >= 0) & (inputs.targets < plan.call.vocabulary)
+    return (inputs.targets >= 0) & (inputs.targets < call.vocabulary)
 
 
 def _target(inputs: Inputs, at: Rows, plan: Plan) -> jax.Array:
@@ -91,10 +107,12 @@ def _target(inputs: Inputs, at: Rows, plan: Plan) -> jax.Array:
     return step.engine.target(inputs, at.order, head=plan.call.head, tiles=step.tiles, gpu=plan.gpu)
 
 
-def _sums(inputs: Inputs, at: Rows, reference: jax.Array | None, plan: Plan) -> Sums:
+def _sums(
+    inputs: Inputs, at: Rows, reference: jax.Array | None, call: Call, how: Forward, saved_tokens: int, gpu: Any
+) -> Sums:  # fmt: skip
     """The sums of every token and the logit of its target."""
-    head, gpu, how = plan.call.head, plan.gpu, plan.forward
-    sums = how.sums.engine.sums(inputs, at, reference, plan.saved, head=head, with_sum=plan.call.with_sum,
+    head = call.head
+    sums = how.sums.engine.sums(inputs, at, reference, saved_tokens, head=head, with_sum=call.with_sum,
                                 tiles=how.sums.tiles, splits=how.splits, gpu=gpu)  # fmt: skip
     if reference is None:
         return sums
@@ -106,14 +124,3 @@ def _sums(inputs: Inputs, at: Rows, reference: jax.Array | None, plan: Plan) -> 
         if step is not None:
             lse = step.engine.again(inputs, where, relative_to, lse, head=head, tiles=step.tiles, gpu=gpu)
     return sums._replace(lse=lse, target=reference)
-
-
-def _by_final_reference(inputs: Inputs, lse: jax.Array, sums: Sums, plan: Plan) -> jax.Array:
-    """The exponentials, written again for tokens whose reference is lse: `sums` did not know lse yet."""
-    assert sums.target is not None
-    assert sums.saved is not None
-    by_lse = (inputs.targets >= 0) & ~by_target(lse, sums.target)
-    step = plan.forward.rescue
-    assert step is not None
-    return step.engine.replaced(inputs, lse, by_lse, sums.saved, head=plan.call.head, tiles=step.tiles,
-                                splits=plan.forward.splits, gpu=plan.gpu)  # fmt: skip

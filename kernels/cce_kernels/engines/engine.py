@@ -47,7 +47,7 @@ class Engine:
     stops: bool  # whether its kernels stop at the last kept token
     in_place: bool  # whether `products` reads c_g in c and writes dc_g in dc, without copies of them
     multiplies_fastest: bool  # whether `products` takes no longer than XLA's matmuls
-    depth: int  # for an engine with `de_of_saved`: a matmul that sums over tokens reads so many in a step
+    depth: int = 1  # a matmul that sums over tokens reads so many in a step, unless it masks those that do not count
 
     def offers(self, method: str) -> bool:
         """Whether the engine has this method of the second half."""
@@ -90,6 +90,15 @@ class Engine:
     def multiplying(self, call: Call, tokens: int, groups: Groups, split: bool, gpu: Any) -> Multiplying:
         """How `products` is to run; split: whether de of few tokens may be computed as several partial sums."""
         raise NotImplementedError
+
+    def de_of_chunk(self, call: Call, tokens: int, gpu: Any) -> Multiplying:
+        """How de of a chunk of so many tokens is computed from its exponentials, over the whole vocabulary at once."""
+        everything = Groups(call.vocabulary, call.vocabulary)
+        return self.multiplying(call, tokens, everything, True, gpu)
+
+    def block(self, call: Call) -> int:
+        """How many columns of D share a step where the engine sums dc; 0 if it does not sum this call's dc."""
+        return 0
 
     # The second half: what the two passes run.
 
@@ -147,6 +156,17 @@ class Engine:
 
         unit: the number that dz was divided by. adding: put_dc adds to dc instead of writing it. beside: a second term
         of the sum for dc, for the hopper engine alone.
+        """
+        raise NotImplementedError
+
+    def sum_dc(
+        self, dc: jax.Array, steps: jax.Array | None, left: jax.Array, e: jax.Array, unit: jax.Array | None,
+        count: jax.Array, factor: jax.Array | None, *, head: Head, tiles: Any, gpu: Any,
+    ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+        """dc + unit · leftᵀ·e of the first `count` tokens, in place, and its steps (cce_kernels/block_floats.py).
+
+        steps: None where dc is summed in float32. factor: None, or (1,) for the last sum: the result is then
+        factor · (dc + unit · leftᵀ·e) in dc's type.
         """
         raise NotImplementedError
 

@@ -9,15 +9,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
+from cce_kernels.block_floats import steps_shape
 from cce_kernels.call import Call
 from cce_kernels.device import Gpu
 from cce_kernels.engines.engine import Engine, Multiplying
 from cce_kernels.engines.hopper import HOPPER
 from cce_kernels.engines.triton import TRITON
 from cce_kernels.engines.xla import XLA
-from cce_kernels.exponentials import can_be_saved
-from cce_kernels.plan.budget import GROUP_BYTES, Bytes
-from cce_kernels.plan.plan import Backward, Forward, Part, Plan, Step
+from cce_kernels.exponentials import can_be_saved, saved_shape
+from cce_kernels.plan.budget import GROUP_BYTES, WORKSPACE, Bytes
+from cce_kernels.plan.plan import Backward, Chunks, Forward, InForward, Part, Plan, Step
 from cce_kernels.tokens import MANY, gathered_rows
 from cce_kernels.windows import Groups
 
@@ -36,31 +37,44 @@ def engines(itemsize: int, impl: Impl) -> Sequence[Engine]:
     return (XLA,) if itemsize > 2 else (*KERNELS, XLA)  # with float32 Triton takes 1.4 to 2.1 times as long as XLA
 
 
+def forms_gradients_in_forward() -> bool:
+    """GRADIENTS_IN_FORWARD."""
+    return GRADIENTS_IN_FORWARD
+
+
 def needs_reference(itemsize: int, impl: Impl) -> bool:
     """Whether shards of the vocabulary must know the targets' logits before their sums, whatever the shards' sizes."""
     return not all(engine.finds_target for engine in engines(itemsize, impl))
 
 
 @lru_cache(maxsize=4096)
-def plan_of(call: Call, gpu: Gpu | None, impl: Impl, saved: int | None = None) -> Plan:
+def plan_of(
+    call: Call, gpu: Gpu | None, impl: Impl, saved: int | None = None, chunks: Chunks | None = None
+) -> Plan:  # fmt: skip
     """The plan of a call. ValueError if no engine of impl serves the call.
 
     gpu: None for a device that is no CUDA GPU. saved: the number of tokens whose exponentials are saved, if the plan
-    for another platform has decided it; None: this plan decides.
+    for another platform has decided it; None: this plan decides. chunks: the same of the chunks in which the forward
+    pass forms the gradients.
     """
     rows = call.tokens if call.wanted is None else gathered_rows(call.tokens)
     serving = tuple(engine for engine in engines(call.itemsize, impl) if engine.serves(replace(call, tokens=rows), gpu))
     if not serving:
         raise ValueError(f"impl={impl!r} has no engine for {call} on {gpu}")
     setting = _Setting(call, gpu, serving)
+    undecided = saved is None and chunks is None
     if saved is None or not setting.engine.stops:
         saved = _saved_tokens(setting)
     forward, of_forward = _forward(setting)
-    backward, held, least = None, 0, 0
+    backward, held, least, in_forward = None, 0, 0, None
+    if chunks is not None or (undecided and call.one_factor and call.wanted is not None and saved < rows):
+        in_forward = _in_forward(setting, chunks)
+        saved = saved if in_forward is None else 0
     if call.wanted is not None:
         backward, of_backward = _backward(setting, saved)
         held, least = max(of_forward, of_backward), setting.bytes.least()
-    return Plan(call, gpu, setting.rows, setting.looks, saved, forward, backward, held, least)
+        held = held if in_forward is None else in_forward.held
+    return Plan(call, gpu, setting.rows, setting.looks, saved, forward, backward, held, in_forward, least)
 
 
 @dataclass(frozen=True)
@@ -126,6 +140,102 @@ def _forward(x: _Setting) -> tuple[Forward, int]:
     target = Step(kernels, kernels.tile("target", x.call, x.gpu))
     return Forward(Step(x.engine, tiles), x.engine.splits(x.call, x.rows, x.gpu), gathered, target, scattered,
                    Step(kernels, others)), 0  # fmt: skip
+
+
+# Whether the forward pass may form the gradients of a "mean" or "sum". Off until random calls on a GPU have passed with
+# it; tests/test_in_forward.py and tests/test_hopper.py turn it on.
+GRADIENTS_IN_FORWARD = False
+CHUNK_MULTIPLE = 256  # tokens: the rows of a tile of the kernels
+BLOCK = 256
+# In floating-point operations of a matmul, on an H200: the time of a byte of device memory, where a matmul runs at the
+# same time, and of the small kernels of a chunk or a group.
+BYTE, LAUNCHES = 120.0, 4e10
+CHUNK_NUMBERS = 96  # bytes a token, for lse, its place among the kept tokens and the like
+NEARLY = 1.01  # of the least time: for so little a last chunk is made smaller, as it is held between the passes
+
+
+def _in_forward(x: _Setting, chunks: Chunks | None) -> InForward | None:
+    """How the forward pass forms the gradients, in these chunks; None: choose them, or None if that is not faster."""
+    call = x.call
+    exponentials = x.engine.stops and not call.with_sum and can_be_saved(call.dtype, call.head, call.with_sum)
+    own = x.engine.block(call) if exponentials else 0
+    if chunks is None:
+        if not GRADIENTS_IN_FORWARD or (x.gpu is not None and not own):
+            return None
+        chunks = _chunks(x, exponentials)
+        if chunks is None:
+            return None
+    size = max(chunks.size, chunks.last)
+    everything = Groups(call.vocabulary, call.vocabulary, beyond=not x.engine.finds_target)
+    of_group = 3 * call.wide * call.width  # a group's part of dc, in float32, and what becomes of it
+    room = min(GROUP_BYTES // 4, call.vocabulary * of_group // 8)
+    dc = Step(XLA, (XLA.groups(call, size, size, room, of_group, x.gpu), chunks.block))
+    held = _bytes(x, chunks, exponentials)
+    if not exponentials:
+        return InForward(chunks, dc, everything, held)
+    if chunks.block == own:
+        dc = Step(x.engine, x.engine.tile("sum_dc", call, x.gpu, chunks.block))
+    of_chunk = _Setting(replace(call, tokens=size), x.gpu, x.serving)
+    restoring = next(engine for engine in x.serving if engine.offers("restored"))
+    return InForward(chunks, dc, everything, held, replace(_forward(of_chunk)[0], gathered=True, scattered=None),
+                     x.engine.de_of_chunk(call, size, x.gpu), restoring)  # fmt: skip
+
+
+def _bytes(x: _Setting, chunks: Chunks, exponentials: bool) -> int:
+    """What is held at most: a chunk, its part of de, the numbers of all tokens and the steps of dc."""
+    call, tokens = x.call, max(chunks.size, chunks.last)
+    assert call.wanted is not None
+    columns = saved_shape(1, call.vocabulary)[1]
+    if exponentials:
+        of_de = 4 * (x.engine.de_of_chunk(call, tokens, x.gpu).splits + 1) * call.width * call.wanted.e
+        chunk = tokens * (2 * columns + 4 * call.width + of_de)
+    else:  # the logits, the exponentials and dz
+        chunk = tokens * (3 * call.wide * columns + 3 * call.wide * call.width) + WORKSPACE * (x.gpu is not None)
+    steps = 4 * math.prod(steps_shape(call.vocabulary, call.width, chunks.block)) * (chunks.last > 0)
+    moved = call.itemsize * chunks.rows * call.width * (call.wanted.e and chunks.rows != call.tokens)
+    return chunk + steps + moved + CHUNK_NUMBERS * chunks.rows
+
+
+def _chunks(x: _Setting, exponentials: bool) -> Chunks | None:
+    """The chunks within the budget that take the least time; None if computing the logits again takes less."""
+    call = x.call
+    assert call.wanted is not None
+    narrow, tokens = call.wanted.c and call.of_dc == 2, gathered_rows(call.tokens)
+    own = x.engine.block(call) if exponentials else 0
+    of_dc = 2 * call.of_dc if own else 16 + 2 * call.of_dc  # bytes that a chunk moves for an element of dc
+    found = []
+    for size in range(min(CHUNK_MULTIPLE, tokens), tokens + CHUNK_MULTIPLE, CHUNK_MULTIPLE):
+        count = -(-tokens // size) - narrow
+        chunks = Chunks(count, size if count else 0, tokens - count * size if narrow else 0, own or BLOCK)
+        if _bytes(x, chunks, exponentials) > call.memory_budget:
+            break
+        found.append((_time(call, chunks, of_dc), chunks))
+    least = min((time for time, _ in found), default=math.inf)
+    if least >= _again(call):
+        return None
+    fast = [chunks for time, chunks in found if time <= NEARLY * least]
+    return min(fast, key=lambda chunks: (chunks.last, chunks.whole))
+
+
+def _time(call: Call, chunks: Chunks, of_dc: int) -> float:
+    """The predicted time of forming the gradients in these chunks, in floating-point operations of a matmul."""
+    assert call.wanted is not None
+    of_c, wanted = call.vocabulary * call.width, call.wanted
+
+    def of_chunk(tokens: int) -> float:
+        rows = -(-tokens // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
+        return (2.0 * (1 + wanted.e + wanted.c) * rows + of_dc * BYTE * wanted.c) * of_c + LAUNCHES
+
+    return chunks.whole * of_chunk(chunks.size) + (of_chunk(chunks.last) if chunks.last else 0)
+
+
+def _again(call: Call) -> float:
+    """The same of a backward pass that computes the logits again."""
+    assert call.wanted is not None
+    groups = -(-call.tokens * call.vocabulary * call.itemsize // GROUP_BYTES)
+    of_group = 8 * call.tokens * call.width * BYTE * call.wanted.e + LAUNCHES
+    matmuls = 2 + call.wanted.e + call.wanted.c
+    return 2.0 * matmuls * call.tokens * call.vocabulary * call.width + groups * of_group
 
 
 def _saved_tokens(x: _Setting) -> int:

@@ -6,7 +6,7 @@ the other tokens again.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cce_kernels.call import Call
 from cce_kernels.engines.engine import Engine, Multiplying, Tile
@@ -63,6 +63,39 @@ class Backward:
         return self.de_of_saved is not None
 
 
+class Chunks(NamedTuple):
+    """The tokens, kept ones first, in chunks: `whole` of `size` tokens, then one of `last` tokens.
+
+    The backward pass adds the last chunk's part of dc. last: 0 where dc is summed in float32.
+    """
+
+    whole: int
+    size: int
+    last: int
+    block: int  # columns of D that share a step where dc is summed in block floating point
+
+    @property
+    def rows(self) -> int:
+        return self.whole * self.size + self.last
+
+
+@dataclass(frozen=True)
+class InForward:
+    """Gradients formed in the forward pass (cce_kernels/in_forward.py)."""
+
+    chunks: Chunks
+    dc: Step  # sums dc
+    groups: Groups  # the whole vocabulary, as `de` takes it
+    held: int  # bytes, besides inputs and results
+    forward: Forward | None = None  # the steps of a chunk whose exponentials are stored; None: its logits are, by XLA
+    de: Multiplying | None = None
+    restored: Engine | None = None  # moves rows of de in place; None: XLA copies them
+
+    @property
+    def rows(self) -> int:
+        return self.chunks.rows
+
+
 @dataclass(frozen=True)
 class Plan:
     """Hashable: it may be a static argument of a traced function."""
@@ -75,4 +108,5 @@ class Plan:
     forward: Forward
     backward: Backward | None  # None: no gradient is wanted
     held: int  # the most bytes that this plan holds besides inputs and results; 0 for evaluation
+    in_forward: InForward | None  # how the forward pass forms the gradients; None: the backward pass does
     least: int  # the bytes that the least plan holds, whatever the budget; 0 for evaluation

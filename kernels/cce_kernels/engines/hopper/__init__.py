@@ -49,6 +49,8 @@ class Hopper(Engine):
         return here and plain and tiled and call.tokens >= MANY and call.tokens % tiles.TMA_ROWS == 0
 
     def tile(self, role: str, call: Call, gpu: Gpu, tokens: int = 0) -> tiles.PairTiles:
+        if role == "sum_dc":  # tokens: the block
+            return tiles.SUMMED[tokens]
         if role != "de_of_saved":
             return tiles.LOGITS
         return tiles.cheapest(tiles.SAVED_DE, cdiv(tokens, tiles.PAIR_ROWS), call.width, units_of(gpu))
@@ -96,6 +98,22 @@ class Hopper(Engine):
         return products.products(e, c, head=head, unit=unit, count=count, de_tiles=how.de, dc_tiles=how.dc,
                                  splits=how.splits, groups=groups, adding=adding, beside=beside,
                                  units=units_of(gpu), interpret=_interpret(gpu))  # fmt: skip
+
+    def de_of_chunk(self, call: Call, tokens: int, gpu: Gpu) -> Multiplying:
+        tile, splits = tiles.de_of_chunk(tokens, call.width, call.vocabulary, units_of(gpu))
+        return Multiplying(self, tile, None, splits)
+
+    def block(self, call: Call) -> int:
+        if call.head.vocab_axis == 1 or call.of_dc != 2:
+            return 0
+        return min(tiles.SUMMED, key=lambda columns: cdiv(call.width, columns) * (columns + 16))
+
+    def sum_dc(self, dc, steps, left, e, unit, count, factor, *, head, tiles, gpu):
+        from cce_kernels.engines.hopper import summed
+
+        assert unit is None
+        return summed.sum_dc(dc, steps, left, e, count, factor, tiles=tiles, units=units_of(gpu),
+                             interpret=_interpret(gpu))  # fmt: skip
 
     def de_of_saved(self, saved, r, c, count, place, *, head, tiles, gpu):
         from cce_kernels.engines.hopper import products

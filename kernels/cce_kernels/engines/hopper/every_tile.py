@@ -47,10 +47,10 @@ class Extent(NamedTuple):
 
 
 def every_tile(
-    operands: Sequence[tuple[jax.Array, jax.Array]], others: Any, out: jax.Array | jax.ShapeDtypeStruct,
+    operands: Sequence[tuple[jax.Array, jax.Array]], others: Any, out: Any,
     multiply: Multiply, extent: Callable[[Any], Extent], write: Callable[..., None],
     *, units: int, group: int, name: str, interpret,
-) -> jax.Array:  # fmt: skip
+) -> Any:  # fmt: skip
     """Runs a kernel that writes each tile of Σ left·right, over the (left, right) in operands, once.
 
     others: a tree of arrays, which extent(others) and write(...) get as refs.
@@ -58,7 +58,9 @@ def every_tile(
     product() computes the tile.
     """
 
-    def kernel(others, out_ref):
+    outs = out if isinstance(out, tuple) else (out,)
+
+    def kernel(others, out_ref, *more_refs):
         shape = extent(others)
         column_tiles = quotient(shape.columns + (multiply.tiles.columns - 1), multiply.tiles.columns)
         of_unit = partial(spread, units=units, pairs=shape.pairs, column_tiles=column_tiles, group=group)
@@ -78,14 +80,13 @@ def every_tile(
             def tile(n, carry):
                 pair, column = at(n)
                 row = warpgroup.first_row(pair * PAIR_ROWS + program * BLOCK)
-                write(warpgroup, partial(product, n), row, column * multiply.tiles.columns, out_ref, others)
+                write(warpgroup, partial(product, n), row, column * multiply.tiles.columns, out_ref, others, *more_refs)
                 return carry
 
             lax.fori_loop(jnp.int32(0), work.tiles, tile, None)
 
         return work, compute
 
-    (written,) = launch(operands, others, (out,), multiply, kernel, pairs=units, name=name, written=out.dtype,
-                        interpret=interpret)  # fmt: skip
-    assert written is not None
-    return written
+    written = launch(operands, others, outs, multiply, kernel, pairs=units, name=name, written=outs[0].dtype,
+                     interpret=interpret)  # fmt: skip
+    return tuple(written) if isinstance(out, tuple) else written[0]

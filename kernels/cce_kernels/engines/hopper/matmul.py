@@ -16,6 +16,7 @@ statistics.py, dz.py and products.py say what is multiplied. In JAX 0.11 the ker
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -84,6 +85,7 @@ class _Shared(NamedTuple):
     full: Any  # completes when the stage has been copied
     free: Any  # completes when both programs of the pair have multiplied the stage
     begun: Any  # completes when the first warpgroup is PairTiles.lead steps ahead
+    read: Any  # completes when a tile has been copied into a warpgroup's slots; one element for each warpgroup
 
 
 class Warpgroup(NamedTuple):
@@ -97,18 +99,44 @@ class Warpgroup(NamedTuple):
         """This warpgroup's first row, from its program's first row."""
         return of_program + self.number * ROWS
 
+    def begin_reading(self, out, row, column) -> None:
+        """Begins to copy the tile out[row:, column:] into the slots, which hold a whole tile. `read` waits for it."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for k in range(self.multiply.tiles.slots):
+            slot, part = self._slot(k), self._part_of(out, row, column, k)
+            plgpu.copy_gmem_to_smem(part, slot, self.shared.read.at[self.number])
+
+    def read(self) -> Iterator[jax.Array]:
+        """The parts of the tile that `begin_reading` copies."""
+        plgpu.barrier_wait(self.shared.read.at[self.number])
+        for k in range(self.multiply.tiles.slots):
+            yield plgpu.layout_cast(self._slot(k)[...], plgpu.Layout.WGMMA)
+
     def write(self, parts: Iterable[jax.Array], out, row, column, add: bool = False) -> None:
         """Writes, or with add adds, the parts of a tile to out[row:, column:], side by side, in the parts' type."""
-        slots, row, column = self.shared.slots, multiple(row, TMA_ROWS), multiple(column, DEPTH)
-        first = 0
+        slots = self.multiply.tiles.slots
         for k, part in enumerate(parts):
-            plgpu.wait_smem_to_gmem(self.multiply.tiles.slots - 1, wait_read_only=True)
-            slot = slots.at[self.number, k % self.multiply.tiles.slots]
+            plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+            slot = self._slot(k % slots)
             slot[...] = part
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(slot, out.at[pl.ds(row, ROWS), pl.ds(column + first, part.shape[1])],
-                                    reduction_op="add" if add else None)  # fmt: skip
-            first += part.shape[1]
+            plgpu.copy_smem_to_gmem(slot, self._part_of(out, row, column, k), reduction_op="add" if add else None)
+
+    def write_at_once(self, parts: Iterable[jax.Array], out, row, column) -> None:
+        """`write`, where the slots hold a whole tile and nothing is being copied from them."""
+        for k, part in enumerate(parts):
+            self._slot(k)[...] = part
+        plgpu.commit_smem()
+        for k in range(self.multiply.tiles.slots):
+            plgpu.copy_smem_to_gmem(self._slot(k), self._part_of(out, row, column, k))
+
+    def _slot(self, k: int):
+        return self.shared.slots.at[self.number, k]
+
+    def _part_of(self, out, row, column, k: int):
+        """The k-th part of the tile out[row:, column:]."""
+        width = self.shared.slots.shape[-1]
+        return out.at[pl.ds(multiple(row, TMA_ROWS), ROWS), pl.ds(multiple(column, DEPTH) + k * width, width)]
 
 
 def quotient(a, b) -> jax.Array:
@@ -201,8 +229,11 @@ def _copies(shared: _Shared, multiply: Multiply, operands, work: Work) -> None:
     lax.fori_loop(jnp.maximum(total - stages, 0), total, drain, None)
 
 
-def _product(warpgroup: Warpgroup, work: Work, tile) -> jax.Array:
-    """This warpgroup's rows of the program's tile number `tile`, (ROWS, columns), float32."""
+def _product(warpgroup: Warpgroup, work: Work, tile, meanwhile: Callable[[], None] | None = None) -> jax.Array:
+    """This warpgroup's rows of the program's tile number `tile`, (ROWS, columns), float32.
+
+    meanwhile: called once, while the tensor cores multiply.
+    """
     multiply, shared, number = warpgroup.multiply, warpgroup.shared, warpgroup.number
     steps, stages = work.steps, multiply.tiles.stages
     first = tile * steps
@@ -218,6 +249,8 @@ def _product(warpgroup: Warpgroup, work: Work, tile) -> jax.Array:
             plgpu.wgmma(accumulator, left, right)
             plgpu.wgmma_wait(1)
             pl.when(k > 0)(lambda: plgpu.barrier_arrive(shared.free.at[remainder(i + stages - 1, stages)]))
+            if meanwhile is not None:
+                pl.when(k == quotient(steps, 2))(meanwhile)
             if multiply.tiles.lead:
                 pl.when((number == 0) & (i == multiply.tiles.lead))(lambda: plgpu.barrier_arrive(shared.begun))
             return carry
@@ -225,6 +258,8 @@ def _product(warpgroup: Warpgroup, work: Work, tile) -> jax.Array:
         lax.fori_loop(jnp.int32(0), steps, step, None)
         return accumulator[...]
 
+    if meanwhile is not None:
+        pl.when(steps == 0)(meanwhile)
     accumulator = plgpu.ACC((ROWS, multiply.tiles.columns), jnp.float32)  # type: ignore[reportPrivateImportUsage]
     product = pl.run_scoped(run, accumulator)
     pl.when(steps > 0)(lambda: plgpu.barrier_arrive(shared.free.at[remainder(first + steps - 1 + stages, stages)]))
@@ -242,7 +277,7 @@ def _body(operands, multiply: Multiply, work_of, compute, shared: _Shared) -> No
         if multiply.tiles.lead:
             behind = (number == 1) & (work.tiles * work.steps > multiply.tiles.lead)
             pl.when(behind)(lambda: plgpu.barrier_wait(shared.begun))
-        compute(warpgroup, work, lambda tile: _product(warpgroup, work, tile))
+        compute(warpgroup, work, partial(_product, warpgroup, work))
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(number == COPYING)
@@ -292,6 +327,7 @@ def launch(
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=2, num_barriers=stages),
         plgpu.Barrier(),
+        plgpu.Barrier(num_arrivals=multiply.tiles.slots, num_barriers=2),
     ]  # fmt: skip
 
     @jax.custom_batching.sequential_vmap

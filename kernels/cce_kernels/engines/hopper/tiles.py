@@ -34,6 +34,10 @@ LOGITS = PairTiles(256, stages=4, slots=2, lead=2)  # the tile of statistics and
 DE = (PairTiles(256, stages=4, slots=2), PairTiles(192, stages=4, slots=3), PairTiles(128, stages=5, slots=2))
 SAVED_DE = (PairTiles(256, 4, 2, lead=2), PairTiles(192, 4, 3, lead=2), PairTiles(128, 5, 2, lead=2))
 DC = SAVED_DE
+# By the columns of a tile; the slots hold a whole tile, which is read before it is written.
+SUMMED = {256: PairTiles(256, 3, 4, lead=2), 192: PairTiles(192, 4, 3, lead=2), 128: PairTiles(128, 5, 2, lead=2)}
+SPLITS, SPLIT_PART = 12, 16  # the most partial sums of de; all take at most 2 / 16 of a chunk's exponentials
+SPLIT_COST = 0.003  # of one more partial sum, relative to a wave of tiles
 LOGITS_EPILOGUE, GROUP = 3.0, 40.0  # in steps of a matmul: dz's epilogue of a tile, and the fixed cost of a group
 
 
@@ -76,3 +80,11 @@ def group_cost(tokens: int, of_dc: int, width: int, vocab_axis: int, units: int,
 def splits_of(tokens: int, width: int, units: int) -> int:
     """The number of partial sums of de with which the programs for so few tokens fill the GPU."""
     return max(1, units // (-(-tokens // PAIR_ROWS) * -(-width // PAIR_ROWS)))
+
+
+def de_of_chunk(tokens: int, width: int, vocabulary: int, units: int) -> tuple[PairTiles, int]:
+    """The tile, and the number of partial sums of de, with which the programs for a chunk fill the GPU best."""
+    pairs = -(-tokens // PAIR_ROWS)
+    most = max(1, min(SPLITS, vocabulary // (SPLIT_PART * width)))
+    choices = [(tile, splits) for tile in DE for splits in range(1, most + 1)]
+    return min(choices, key=lambda x: x[0].cost(pairs * x[1], width, units) / x[1] + SPLIT_COST * x[1])

@@ -3,7 +3,7 @@
 from cce_kernels.call import Call
 from cce_kernels.device import Gpu
 from cce_kernels.engines.engine import Engine, Multiplying
-from cce_kernels.engines.xla import products, statistics
+from cce_kernels.engines.xla import products, statistics, summed
 from cce_kernels.engines.xla.splitk import multiple
 from cce_kernels.windows import FEWEST_COLUMNS, Groups, vocabulary_groups
 
@@ -77,6 +77,11 @@ class Xla(Engine):
         assert not adding
         assert beside is None
         return products.products(e, c, head=head, unit=unit)
+
+    def sum_dc(self, dc, steps, left, e, unit, count, factor, *, head, tiles, gpu):
+        """tiles: the groups of the vocabulary, and the columns of D that share a step."""
+        groups, block = tiles
+        return summed.sum_dc(dc, steps, left, e, unit, factor, head=head, groups=groups, block=block)
 
 
 XLA = Xla()

@@ -1,0 +1,44 @@
+"""Block floating point: 16-bit integers that share a step, in which dc is summed over chunks of tokens.
+
+A number x of a block is held as the integer q = round(x / step), −32767 ≤ q ≤ 32767, where step is the block's largest
+magnitude over 32766. One rounding is off by at most step / 2, about 2⁻¹⁶ of the block's largest number; bfloat16 rounds
+each number to 2⁻⁹ of itself. So a sum over many chunks is as accurate as one rounding, in the bytes of the result.
+
+A block is one vocabulary entry and `block` consecutive columns of D: an entry that is rare shares no step with a
+frequent one. The steps are an array of their own, `steps_shape`. If a number of a block is NaN or infinite, so is its
+step, and all numbers of the block are NaN or infinite when they are decoded.
+
+`step_of`, `encode` and `decode` are elementwise operations that the kernels of every engine can run.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+LARGEST = 32766.0  # not 32767: the step is rounded
+SMALLEST_STEP = 2.0**-120  # so that 1 / step is finite
+ROUNDING = 1.5 * 2.0**23  # added to a float32 of magnitude below 2²², it leaves the nearest integer in the low bits
+OFFSET = 2.0**23 + 2.0**15
+ENTRIES = 768  # kernels write steps of whole tiles: the steps have room for a multiple of so many vocabulary entries
+
+
+def steps_shape(vocabulary: int, width: int, block: int) -> tuple[int, int]:
+    """The shape of the steps, float32: blocks of D by vocabulary entries, in either layout of c."""
+    return -(-width // 256) * -(-256 // block), -(-vocabulary // ENTRIES) * ENTRIES
+
+
+def step_of(largest: jax.Array) -> jax.Array:
+    """The step of a block whose largest magnitude is this; NaN or inf if it is."""
+    return jnp.maximum(largest * (1 / LARGEST), SMALLEST_STEP)
+
+
+def encode(x: jax.Array, inverse_step: jax.Array, dtype) -> jax.Array:
+    """x, float32, as integers, in the bits of an array of this 16-bit type."""
+    bits = lax.bitcast_convert_type(x * inverse_step + ROUNDING, jnp.int32)
+    return lax.bitcast_convert_type(bits.astype(jnp.int16), dtype)
+
+
+def decode(x: jax.Array, step: jax.Array) -> jax.Array:
+    """The float32 numbers that `encode` was given, rounded. Zero bits give zeros."""
+    bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.int32) ^ 0x8000
+    return (lax.bitcast_convert_type(bits | 0x4B000000, jnp.float32) - OFFSET) * step

@@ -1,0 +1,64 @@
+"""dc summed over chunks of tokens in plain XLA, one group of the vocabulary after another.
+
+Held at a time: a group's part of the sum in float32. A result in float32 is summed in place; a result of 16 bits in
+block floating point (cce_kernels/block_floats.py). Those integers are kept in an array of integers here: XLA may
+convert a bfloat16 to float32 and back, which changes the bits of a NaN.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from cce_kernels.block_floats import decode, encode, step_of
+from cce_kernels.gradients import over_groups
+from cce_kernels.head import Head
+from cce_kernels.windows import Groups
+
+
+def sum_dc(
+    dc: jax.Array, steps: jax.Array | None, left: jax.Array, e: jax.Array, unit: jax.Array | None,
+    factor: jax.Array | None, *, head: Head, groups: Groups, block: int,
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+    """engine.Engine.sum_dc."""
+    axis, width, dtype, wide = head.vocab_axis, e.shape[1], dc.dtype, jnp.promote_types(e.dtype, jnp.float32)
+    blocks_of_d = -(-width // block)
+
+    def part(window) -> jax.Array:
+        """The group's part of the sum, (V_g, D)."""
+        left_g = lax.dynamic_slice_in_dim(left, window.start, groups.columns, 1)
+        found = lax.dot_general(left_g, e, (((0,), (0,)), ((), ())), precision=head.precision,
+                                preferred_element_type=wide)  # fmt: skip
+        return found if unit is None else found * unit
+
+    def in_blocks(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, -width % block))).reshape(groups.columns, blocks_of_d, block)
+
+    def group(carry, window):
+        dc, steps = carry
+        total = part(window)
+        own = (window.start + jnp.arange(groups.columns) >= window.owned)[:, None]
+        old = lax.dynamic_slice_in_dim(dc, window.start, groups.columns, axis)
+        old = old if axis == 0 else old.T
+        if steps is None:
+            total = old + total
+            new = (total if factor is None else total * factor).astype(dc.dtype)
+        else:
+            of_group = lax.dynamic_slice_in_dim(steps, window.start, groups.columns, 1)
+            step = of_group[:blocks_of_d].T
+            total = in_blocks(total) + decode(in_blocks(old), step[:, :, None])
+            if factor is None:
+                step = jnp.where(own, step_of(jnp.max(jnp.abs(total), axis=2)), step)
+                total = encode(total, 1 / step[:, :, None], jnp.int16)
+                of_group = lax.dynamic_update_slice_in_dim(of_group, step.T, 0, 0)
+                steps = lax.dynamic_update_slice_in_dim(steps, of_group, window.start, 1)
+            else:
+                total = lax.bitcast_convert_type((total * factor).astype(dtype), jnp.int16)
+            new = total.reshape(groups.columns, -1)[:, :width]
+        new = jnp.where(own, new, old)  # the other columns are the neighbour's
+        new, dc = lax.optimization_barrier((new, dc))  # so that nothing reads dc while the group is written in place
+        return lax.dynamic_update_slice_in_dim(dc, new if axis == 0 else new.T, window.start, axis), steps
+
+    if steps is None:
+        return over_groups(group, (dc, steps), groups)
+    bits, steps = over_groups(group, (lax.bitcast_convert_type(dc, jnp.int16), steps), groups)
+    return lax.bitcast_convert_type(bits, dtype), steps

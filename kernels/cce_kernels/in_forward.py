@@ -1,0 +1,215 @@
+"""Gradients formed in the forward pass, one chunk of tokens after another, so that the logits are computed once.
+
+The loss is a sum over tokens, S = Σ_i total_i, that is multiplied by a factor g later. The cotangents of a token's
+numbers are then g times numbers that the forward pass knows as soon as it knows the token's numbers. For each chunk:
+
+    numbers      the chunk's log-sum-exps and targets' logits, and its exponentials P (or its dz) in one buffer
+    de_i         r_i·(P·c)_i, rounded: the chunk's own rows
+    dc           dc + Pᵀ·(r·e), in block floating point (cce_kernels/block_floats.py), in the memory of the result
+
+The backward pass multiplies by g: de elementwise, and dc where it is written anyway. For that the last chunk's part of
+dc is left to the backward pass, whose matmul writes g · (sum + part). dc in float32 is multiplied elementwise.
+Kept tokens come first (cce_kernels/tokens.py), so that chunks at the end may have none.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from cce_kernels.block_floats import steps_shape
+from cce_kernels.engines.xla.chunk import numbers_and_dz
+from cce_kernels.exponentials import factors, references, saved_shape, scaled
+from cce_kernels.forward import of_rows, target
+from cce_kernels.gradients import ALL_COLUMNS
+from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Statistics
+from cce_kernels.plan.plan import InForward, Plan
+from cce_kernels.tokens import Kept, Rows
+
+# (the numbers of some tokens, what belongs to these tokens) -> the cotangents of the numbers, 0 for ignored tokens
+CotangentsOf = Callable[[Statistics, Any], Cotangents]
+
+
+class Left(NamedTuple):
+    """A matmul that is left to be done: factor · (dc + unit · leftᵀ·e), over the first `count` rows."""
+
+    left: jax.Array  # (n, V): exponentials, or dz
+    e: jax.Array  # (n, D)
+    unit: jax.Array | None
+    count: jax.Array  # type: ignore[assignment]  # (1,) int32
+
+
+class Begun(NamedTuple):
+    """The gradients of S that the forward pass leaves for the backward pass; None where not wanted."""
+
+    de: jax.Array | None  # (N, D)
+    dc: jax.Array | None  # in c's shape: of the result's type, or int16 if there are steps
+    steps: jax.Array | None
+    dbias: jax.Array | None  # (V,) float32
+    last: Left | None
+
+
+def begin(
+    inputs: Inputs, of_tokens: Any, cotangents_of: CotangentsOf, plan: Plan, cleared: bool = False
+) -> tuple[Statistics, Begun]:  # fmt: skip
+    """The numbers of all tokens, and the gradients of S. of_tokens: a tree of arrays with a row for each token.
+
+    cleared: what is left for the backward pass is 0, not arbitrary, where a token is ignored.
+    """
+    how, call = plan.in_forward, plan.call
+    assert how is not None
+    wanted, head = call.wanted, call.head
+    assert wanted is not None
+    (tokens, width), vocabulary, rows = inputs.e.shape, call.vocabulary, how.rows
+    wide = jnp.promote_types(inputs.e.dtype, jnp.float32)
+    type_of_dc = wide if call.wide_dc else inputs.e.dtype
+    kept, zeros = Kept.of(inputs.targets, rows), jnp.zeros(rows, wide)
+    reference = None
+    if how.forward is not None:
+        reference = target(inputs, plan)
+        reference = jnp.where((inputs.targets >= 0) & (inputs.targets < vocabulary), reference, -FLOAT32_MAX)
+    of_tokens = zeros[:tokens] if reference is None else reference, of_tokens
+
+    def chunk(start, size: int, before: Any) -> tuple[Statistics, Any, Left, Any, Any]:
+        """The numbers of tokens start to start + size, their de, what is left of dc, their part of dbias, and before.
+
+        before: what is computed first, so that no two chunks' buffers exist at once.
+        """
+        order = lax.dynamic_slice_in_dim(kept.order, start, size)
+        order, before = lax.optimization_barrier((order, before))
+        count = jnp.clip(kept.count - start, 0, size)
+        live = jnp.arange(size, dtype=jnp.int32) < count
+        own = inputs._replace(
+            e=jnp.where(live[:, None], inputs.e[order], 0), targets=jnp.where(live, inputs.targets[order], -1)
+        )
+        reference, of_own = jax.tree.map(lambda x: x[order], of_tokens)
+
+        def cotangents(numbers: Statistics) -> Cotangents:
+            return jax.tree.map(lambda x: jnp.where(live, x, 0), cotangents_of(numbers, of_own))
+
+        body = _of_logits if how.forward is None else _of_exponentials
+        return (*body(own, jnp.where(live, reference, FLOAT32_MAX), count, cotangents, plan, how), before)
+
+    def add(dc, steps, left: Left, factor=None):
+        return how.dc.engine.sum_dc(dc, steps, *left, factor, head=head, tiles=how.dc.tiles, gpu=plan.gpu)
+
+    def put(whole, part, start):
+        return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), whole, part)
+
+    def step(i, carry):
+        numbers, begun = carry
+        start = i * how.chunks.size
+        found, de, left, dbias, begun = chunk(start, how.chunks.size, begun)
+        dc, steps = begun.dc, begun.steps
+        if wanted.c:
+            (dc, steps) = add(dc, steps, left)
+        return put(numbers, found, start), Begun(
+            None if de is None else put(begun.de, de, start), dc, steps,
+            None if begun.dbias is None else begun.dbias + dbias, None,
+        )  # fmt: skip
+
+    numbers = Statistics(zeros, zeros, zeros if call.with_sum else None)
+    dc = steps = None
+    if wanted.c and type_of_dc == wide:
+        dc = jnp.zeros(inputs.c.shape, type_of_dc)
+    elif wanted.c:
+        dc = lax.empty(inputs.c.shape, type_of_dc)
+        steps = jnp.zeros(steps_shape(vocabulary, width, how.chunks.block), jnp.float32)  # any integers times 0 are 0
+    begun = Begun(
+        jnp.zeros((rows, width), inputs.e.dtype) if wanted.e else None, dc, steps,
+        jnp.zeros((vocabulary,), wide) if wanted.bias else None, None,
+    )  # fmt: skip
+    if how.chunks.whole:
+        numbers, begun = lax.fori_loop(0, how.chunks.whole, step, (numbers, begun))
+    last = None
+    if how.chunks.last:
+        start = jnp.int32(rows - how.chunks.last)
+        found, de, last, dbias, begun = chunk(start, how.chunks.last, begun)
+        numbers = put(numbers, found, start)
+        if cleared:
+            live = jnp.arange(how.chunks.last) < last.count
+            last = last._replace(left=jnp.where(live[:, None], last.left, 0))
+        begun = begun._replace(
+            de=None if de is None else put(begun.de, de, start),
+            dbias=None if begun.dbias is None else begun.dbias + dbias, last=last,
+        )  # fmt: skip
+    if begun.de is not None:
+        restored = how.restored.restored if how.restored is not None else None
+        de = begun.de
+        begun = begun._replace(de=kept.restored(de) if restored is None else restored(de, kept, gpu=plan.gpu))
+    if steps is not None:  # not in the result's type, in which the integers might be taken for NaN
+        begun = begun._replace(dc=lax.bitcast_convert_type(begun.dc, jnp.int16))  # type: ignore[arg-type]
+    return jax.tree.map(kept.restored, numbers), begun
+
+
+def finish(begun: Begun, factor: jax.Array, plan: Plan) -> Gradients:
+    """The gradients of factor · S."""
+    how, call = plan.in_forward, plan.call
+    assert how is not None
+    de, dc, dbias = begun.de, begun.dc, begun.dbias
+    if de is not None:
+        wide = jnp.promote_types(de.dtype, jnp.float32)
+        de = (de * factor).astype(wide if call.wide_de else de.dtype)
+    if dc is not None and begun.last is not None:
+        dc = lax.bitcast_convert_type(dc, begun.last.e.dtype)
+        dc, _ = how.dc.engine.sum_dc(dc, begun.steps, *begun.last, factor.reshape(1), head=call.head,
+                                     tiles=how.dc.tiles, gpu=plan.gpu)  # fmt: skip
+    elif dc is not None:
+        dc = dc * factor.astype(dc.dtype)
+    if dbias is not None:
+        dbias = (dbias * factor).astype(jnp.promote_types(call.dtype, jnp.float32) if call.wide_dc else call.dtype)
+    return Gradients(de, dc, dbias)
+
+
+def _of_logits(inputs: Inputs, reference, count, cotangents_of, plan: Plan, how: InForward):
+    call = plan.call
+    assert call.wanted is not None
+    numbers, dz, dbias, unit = numbers_and_dz(inputs, cotangents_of, head=call.head, with_sum=call.with_sum)
+    de = None
+    if call.wanted.e:
+        c, wide = inputs.c, jnp.promote_types(dz.dtype, jnp.float32)
+        de = lax.dot_general(dz, c, (((1,), (call.head.vocab_axis,)), ((), ())), precision=call.head.precision,
+                             preferred_element_type=wide)  # fmt: skip
+        de = (de if unit is None else de * unit).astype(dz.dtype)
+        de, dz = lax.optimization_barrier((de, dz))
+    beyond = saved_shape(1, call.vocabulary)[1] - call.vocabulary
+    dbias = dbias if unit is None else dbias * unit
+    return numbers, de, Left(jnp.pad(dz, ((0, 0), (0, beyond))), inputs.e, unit, count), dbias
+
+
+def _of_exponentials(inputs: Inputs, reference, count, cotangents_of, plan: Plan, how: InForward):
+    call, gpu, head = plan.call, plan.gpu, plan.call.head
+    assert how.forward is not None
+    assert how.forward.rescue is not None
+    assert how.de is not None
+    assert call.wanted is not None
+    tokens, vocabulary = len(inputs.e), call.vocabulary
+    numbers, p = of_rows(inputs, Rows(count=count), reference, call, how.forward, tokens, gpu)
+    assert p is not None
+    of = cotangents_of(numbers)
+    live = inputs.targets >= 0
+    numbers_of = Statistics(jnp.where(live, numbers.lse, jnp.inf), numbers.target, None)
+    rho = jnp.where(live, references(numbers, inputs.targets, vocabulary, None), 0)
+    r, at_target = factors(rho, numbers_of, of, head)
+    # Matmuls that stop at the last kept token read rows after it only in their last step.
+    clear = jnp.full(1, tokens, jnp.int32) if call.wanted.bias else count + (how.de.engine.depth - 1)
+    engine = how.forward.rescue.engine
+    p = engine.ready(p, inputs.targets, at_target, clear, vocabulary=vocabulary, gpu=gpu)
+    r = r if inputs.scale is None else r * inputs.scale
+    r = jnp.where(live, r, 0)
+    de, dbias = None, None
+    if call.wanted.e:
+        products = how.de.engine.products(inputs.e, inputs.c, head=head, unit=None, count=count, how=how.de,
+                                          groups=how.groups, gpu=gpu)  # fmt: skip
+        sums = jnp.zeros((how.de.splits * tokens, inputs.e.shape[1]), jnp.float32)
+        sums = products.add_de(sums, p, ALL_COLUMNS).reshape(how.de.splits, *inputs.e.shape)
+        de = jnp.where(live[:, None], jnp.sum(sums, axis=0) * r[:, None], 0).astype(inputs.e.dtype)
+        de, p = lax.optimization_barrier((de, p))
+    if call.wanted.bias:
+        high = r.astype(p.dtype)
+        both = jnp.stack([high, (r - high).astype(p.dtype)])  # their sum holds 16 bits of r, twice as many as bfloat16
+        dbias = lax.dot_general(both, p, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        dbias = jnp.sum(dbias, axis=0)[:vocabulary]
+    return numbers, de, Left(p, scaled(inputs.e, r), None, count), dbias

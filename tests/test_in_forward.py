@@ -1,0 +1,225 @@
+"""Gradients that are formed in the forward pass, in chunks of tokens, and the format in which dc is summed."""
+
+import math
+import re
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cce_jax import linear_cross_entropy
+from cce_kernels.block_floats import decode, encode, step_of, steps_shape
+from cce_kernels.call import Call
+from cce_kernels.engines.hopper import MOSAIC
+from cce_kernels.engines.xla import XLA
+from cce_kernels.head import Head
+from cce_kernels.numbers import Wanted
+from cce_kernels.plan import choose, plan_of
+from cce_kernels.windows import Groups
+from tests.test_plan import drawn
+
+BOTH = Wanted(True, True, False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def in_forward():
+    """Turns this way on, whatever is predicted to be faster."""
+    on = mock.patch.object(choose, "GRADIENTS_IN_FORWARD", True)
+    with on, mock.patch.object(choose, "_again", return_value=math.inf):
+        forget()
+        yield
+    forget()
+
+
+def forget() -> None:
+    choose.plan_of.cache_clear()
+    jax.clear_caches()
+
+
+def roundings(found, want, dtype) -> float:
+    """The error of found in units of what rounding the true array to this type costs."""
+    rounded = np.asarray(jnp.asarray(want, dtype), np.float64)
+    return float(np.linalg.norm(np.float64(found) - want) / np.linalg.norm(rounded - want))
+
+
+def chunks_of(tokens, width, vocabulary, dtype, memory_budget, wanted=BOTH, gpu=None, impl="chunked"):
+    call = Call(tokens, width, vocabulary, dtype, Head(), False, False, wanted, memory_budget, one_factor=True)
+    how = plan_of(call, gpu, impl).in_forward
+    return None if how is None else how.chunks
+
+
+@pytest.mark.parametrize("size", [1, 7, 300])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_a_block_is_rounded_to_its_largest_number(size, scale):
+    x = jnp.asarray(np.random.default_rng(size).normal(size=size) * scale, jnp.float32)
+    step = step_of(jnp.max(jnp.abs(x)))
+    found = decode(encode(x, 1 / step, jnp.bfloat16), step)
+    np.testing.assert_allclose(found, x, rtol=0, atol=0.505 * float(step))
+    assert float(step) <= 1.001 * float(jnp.max(jnp.abs(x))) / 32766
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_block_with_a_number_that_is_not_finite_has_no_finite_number(bad):
+    x = jnp.asarray([1.0, bad, 0.0, -3.0])
+    step = step_of(jnp.max(jnp.abs(x)))
+    assert not np.isfinite(decode(encode(x, 1 / step, jnp.bfloat16), step)).any()
+
+
+def test_memory_that_nothing_wrote_counts_as_zeros():
+    """A step of 0 makes 0 of every integer: so the first chunk needs no kernel of its own."""
+    every = lax_bits(jnp.arange(2**16, dtype=jnp.uint16))
+    assert not np.any(decode(every, jnp.float32(0)))
+
+
+def lax_bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.bfloat16)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    vocabulary=st.integers(200, 700), width=st.integers(1, 300), chunks=st.integers(1, 6), axis=st.integers(0, 1),
+    dtype=st.sampled_from(["bfloat16", "float16", "float32"]), columns=st.integers(100, 700),
+    block=st.sampled_from([64, 192, 256]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_dc_summed_by_xla(vocabulary, width, chunks, axis, dtype, columns, block, seed):
+    """Also its rows: some vocabulary entries are a thousand times as frequent as others."""
+    draw, tokens = np.random.default_rng(seed), 24
+    frequency = 10.0 ** draw.uniform(-3, 0, vocabulary)
+    parts = [(jnp.asarray(draw.normal(size=(tokens, vocabulary)) * frequency, dtype),
+              jnp.asarray(draw.normal(size=(tokens, width)), dtype)) for _ in range(chunks)]  # fmt: skip
+    want = 0.37 * sum(np.float64(p).T @ np.float64(e) for p, e in parts)
+    tiles = Groups(vocabulary, min(columns, vocabulary)), block
+
+    @jax.jit
+    def summed(parts):
+        wide = dtype == "float32"
+        dc = (jnp.zeros if wide else jax.lax.empty)((vocabulary, width) if axis == 0 else (width, vocabulary), dtype)
+        steps = None if wide else jnp.zeros(steps_shape(vocabulary, width, block), jnp.float32)
+        for k, (p, e) in enumerate(parts):
+            factor = jnp.full(1, 0.37, jnp.float32) if k == chunks - 1 else None
+            dc, steps = XLA.sum_dc(dc, steps, p, e, None, jnp.full(1, tokens), factor,
+                                   head=Head(vocab_axis=axis, precision="highest"), tiles=tiles, gpu=None)  # fmt: skip
+        return dc
+
+    found = summed(parts)
+    found = np.asarray(found if axis == 0 else found.T, np.float64)
+    if dtype == "float32":
+        np.testing.assert_allclose(found, want, rtol=0, atol=1e-5 * np.abs(want).max())
+        return
+    assert roundings(found, want, dtype) <= 1.2
+    rows = np.linalg.norm(found - want, axis=1)
+    rounded = np.asarray(jnp.asarray(want, dtype), np.float64)
+    least = np.finfo(np.float16).smallest_subnormal if dtype == "float16" else 0
+    of_rounding = np.linalg.norm(rounded - want, axis=1)
+    assert (rows <= 2.2 * of_rounding + 2e-3 * np.linalg.norm(want, axis=1) + least).all()
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    tokens=st.integers(300, 1500), width=st.integers(20, 300), vocabulary=st.integers(200, 900),
+    dtype=st.sampled_from(["bfloat16", "float16", "float32"]), axis=st.integers(0, 1), size=st.integers(1, 3),
+    ignored=st.floats(0, 1), factor=st.sampled_from([1.0, 65536.0, 0.3, 0.0]), smoothing=st.booleans(),
+    reduction=st.sampled_from(["mean", "sum"]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_gradients_in_chunks(tokens, width, vocabulary, dtype, axis, size, ignored, factor, reduction, smoothing, seed):
+    """Any number of chunks, upstream factors and ignored tokens, held to the reference in float32."""
+    memory_budget = size * 256 * 12 * (vocabulary + width) + 100 * (tokens + 256) + 4 * vocabulary * (1 + width // 256)
+    memory_budget += 4 * tokens * width
+    chunks = chunks_of(tokens, width, vocabulary, dtype, memory_budget)
+    assert chunks is not None
+    assert chunks.whole + (chunks.last > 0) >= 3 or tokens < 3 * 256 * size
+    draw = np.random.default_rng(seed)
+    e = jnp.asarray(draw.normal(size=(tokens, width)), dtype)
+    c = jnp.asarray(draw.normal(size=(vocabulary, width)) / 16, dtype)
+    targets = np.where(draw.random(tokens) < ignored, -100, draw.integers(0, vocabulary, tokens))
+    options = {"reduction": reduction, "label_smoothing": 0.1 * smoothing, "z_loss": 1e-3, "precision": "highest"}
+
+    def loss(e, c, impl, **more):
+        return factor * linear_cross_entropy(e, c, targets, impl=impl, vocab_axis=axis, **options, **more)
+
+    of_layout = c if axis == 0 else c.T
+    found = jax.grad(partial(loss, impl="chunked", memory_budget=memory_budget), (0, 1))(e, of_layout)
+    want = jax.grad(partial(loss, impl="reference"), (0, 1))(e.astype(jnp.float32), of_layout.astype(jnp.float32))
+    for x, y in zip(found, want, strict=True):
+        y = np.float64(y)
+        if not np.any(y):
+            assert not np.any(x)
+        elif dtype == "float32":
+            assert np.linalg.norm(x - y) <= 3e-5 * np.linalg.norm(y)
+        elif np.abs(y).max() < 6e4:
+            assert np.linalg.norm(np.float64(x) - y) <= 3 * np.finfo(np.float32).eps * 2**15 * np.linalg.norm(y)
+
+
+def dots(function, *arguments) -> int:
+    return len(re.findall(r" dot\(", jax.jit(function).lower(*arguments).compile().as_text()))
+
+
+def test_the_logits_are_computed_once():
+    """Three matmuls a chunk for both gradients, two for one, one for evaluation."""
+    shapes = jax.ShapeDtypeStruct((2048, 512), jnp.float32), jax.ShapeDtypeStruct((1000, 512), jnp.float32)
+    loss = partial(linear_cross_entropy, targets=np.zeros(2048, np.int32), impl="chunked")
+    assert chunks_of(2048, 512, 1000, "float32", 300 * 2**20).last == 0
+    assert dots(loss, *shapes) == 1
+    assert dots(jax.grad(loss, (0, 1)), *shapes) == 3
+    assert dots(jax.grad(loss, 0), *shapes) == 2
+    assert dots(jax.grad(loss, 1), *shapes) == 2
+    assert dots(jax.grad(jax.checkpoint(loss), (0, 1)), *shapes) == 3
+
+
+def test_a_loss_whose_lse_has_a_cotangent_too():
+    draw = np.random.default_rng(0)
+    e, c = (jnp.asarray(draw.normal(size=(n, 256)) / 8, jnp.float32) for n in (600, 500))
+    targets = draw.integers(0, 500, 600)
+
+    def both(e, c, impl):
+        loss, lse = linear_cross_entropy(e, c, targets, impl=impl, return_lse=True, precision="highest")
+        return 2 * loss + jnp.sum(lse**2)
+
+    assert chunks_of(600, 256, 500, "float32", 300 * 2**20) is not None
+    found, want = (jax.grad(partial(both, impl=impl), (0, 1))(e, c) for impl in ("chunked", "reference"))
+    for x, y in zip(found, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * float(jnp.abs(y).max()))
+
+
+def test_a_bad_target_poisons_what_it_reaches():
+    e, c = jnp.ones((600, 256)), jnp.ones((500, 256)) / 256
+    targets = np.zeros(600, np.int32)
+    targets[7] = 500
+    de, dc = jax.grad(partial(linear_cross_entropy, targets=targets, impl="chunked"), (0, 1))(e, c)
+    assert np.isnan(de[7]).all()
+    assert np.isnan(dc).all()
+    assert np.isfinite(np.delete(np.asarray(de), 7, 0)).all()
+
+
+@pytest.mark.parametrize("chunk", range(2))
+def test_drawn_plans_hold_no_more_than_their_budget(chunk):
+    """tests/test_plan.py's calls, whose cotangents are now known up to one factor."""
+    rng, found = np.random.default_rng(chunk), dict.fromkeys(("hopper", "xla"), 0)
+    for _ in range(1200):
+        call, gpu, impl = drawn(rng)
+        call = replace(call, one_factor=True)
+        try:
+            plan = plan_of(call, gpu, impl)
+        except ValueError:  # no engine of this impl
+            continue
+        if (how := plan.in_forward) is None:
+            continue
+        found["xla" if how.forward is None else "hopper"] += 1
+        chunks, tokens = how.chunks, max(how.chunks.size, how.chunks.last)
+        assert chunks.rows >= call.tokens > chunks.rows - tokens - 8, "no chunk is empty if all tokens are kept"
+        assert (chunks.last > 0) == (call.wanted.c and call.of_dc == 2), "where dc is multiplied by the factor"
+        steps = 4 * call.vocabulary * -(-call.width // chunks.block) * (chunks.last > 0)
+        if how.forward is None:
+            held = tokens * call.vocabulary * (call.wide + call.itemsize)
+        else:
+            sums = 4 * how.de.splits * tokens * call.width * call.wanted.e
+            held = 2 * tokens * call.vocabulary + 4 * tokens * call.width + sums
+        assert held + steps <= plan.held <= call.memory_budget
+    assert found["xla"] >= 10, found
+    assert found["hopper"] >= 8 or not MOSAIC, found
