@@ -94,7 +94,7 @@ class Terms(NamedTuple):
 
     columns: jax.Array  # int32, as in losses.py
     target_weight: jax.Array | None
-    weight: jax.Array  # 0 for ignored tokens
+    weight: jax.Array
 
 
 def summed(

@@ -72,9 +72,10 @@ def target_weights(
 
 
 def weights(columns: jax.Array, token_weight: jax.Array | None, dtype: Any) -> jax.Array:
-    """The weight of each token: 1 if there are no weights, 0 where the token is ignored."""
-    kept = columns >= 0
-    return jnp.where(kept, jnp.ones((), dtype) if token_weight is None else token_weight.astype(dtype), 0)
+    """The weight of each token: 1 everywhere if there are no weights, else 0 where the token is ignored."""
+    if token_weight is None:
+        return jnp.ones_like(columns, dtype)
+    return jnp.where(columns >= 0, token_weight.astype(dtype), 0)
 
 
 def totals(
