@@ -8,6 +8,7 @@ workspace of at most 32 MiB.
 import contextlib
 import importlib
 import os
+import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -113,3 +114,34 @@ def _optimizing() -> Iterator[None]:
         yield
     finally:
         jax.config.update("jax_disable_most_optimizations", before)
+
+
+def twins(hlo: str) -> dict[str, list[str]]:
+    """The fusions that get one array as two operands, and these operands.
+
+    optimization_barrier gives an array another name. XLA may let such a fusion write a result over the array because
+    one operand is read element by element, even if the other is gathered from.
+    """
+    found = {}
+    for computation in re.split(r"\n(?=\S)", hlo):
+        made = {
+            name: (kind, re.findall(r"%([^\s,)]+)", operands), more)
+            for name, kind, operands, more in re.findall(
+                r"%(\S+) = .*? (tuple|get-tuple-element|bitcast|fusion)\((.*?)\)(.*)", computation
+            )
+        }
+
+        def source(name: str, made=made) -> str:
+            kind, operands, more = made.get(name, ("", [], ""))
+            if kind == "bitcast":
+                return source(operands[0])
+            if kind == "get-tuple-element" and made.get(operands[0], ("",))[0] == "tuple":
+                return source(made[operands[0]][1][int(more.split("index=")[1].split(",")[0])])
+            return name
+
+        for name, (kind, operands, _) in made.items():
+            sources = [source(x) for x in operands]
+            same = [x for x, of in zip(operands, sources, strict=True) if sources.count(of) > 1]
+            if kind == "fusion" and same:
+                found[name] = same
+    return found

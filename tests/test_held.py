@@ -17,7 +17,8 @@ from cce_kernels.device import H200
 from cce_kernels.head import Head
 from cce_kernels.numbers import Wanted
 from cce_kernels.plan import Plan, plan_of
-from tests.held import MIB, available, held
+from tests.held import MIB, available, held, twins
+from tests.search import calls
 
 pytestmark = pytest.mark.skipif(bool(available()), reason=available())
 
@@ -186,3 +187,34 @@ def test_evaluation_holds_no_copy_of_e():
     targets = jax.ShapeDtypeStruct((8187,), jnp.int32)
     loss = partial(linear_cross_entropy, label_smoothing=0.1, impl="cce")
     assert held(loss, e, c, targets).bytes < 6 * MIB
+
+
+def drawn_with_token_weights(count: int) -> list[calls.Program]:
+    """JAX's calls with a loss, and a gradient of its weight, for each token: the caller's program reads lse too."""
+    drawn = (calls.draw(0, number, "gpu").program for number in range(0, 10**6, calls.SHARED))
+    fitting = (
+        replace(x, reduction="none", num_items=None, wanted=tuple(sorted({*x.wanted, "e", "token_weight"})),
+                arrays=tuple(sorted({*x.arrays, "token_weight"})))
+        for x in drawn if x.package == "jax" and 300 < x.tokens
+    )  # fmt: skip
+    return [next(fitting) for _ in range(count)]
+
+
+@pytest.mark.parametrize("program", drawn_with_token_weights(8), ids=str)
+def test_no_fusion_gets_one_array_twice(program):
+    """Else results of one call in twenty were wrong: lse was overwritten while another thread looked lse up."""
+    v, d = program.vocabulary, program.width
+    shapes = {"e": (*program.leading, d), "c": (v, d) if program.vocab_axis == 0 else (d, v), "bias": (v,),
+              "class_weight": (v,), "token_weight": program.leading}  # fmt: skip
+    given = {x: jax.ShapeDtypeStruct(shapes[x], program.type_of(x)) for x in ("e", "c", *program.arrays)}
+    wanted = {x: given.pop(x) for x in program.wanted}
+    given["targets"] = jax.ShapeDtypeStruct(program.leading, jnp.int32)
+
+    def objective(wanted, given, of_loss):
+        named = wanted | given
+        e, c, targets = (named.pop(x) for x in ("e", "c", "targets"))
+        loss = linear_cross_entropy(e, c, targets, impl=program.impl, **named, **program.options())  # type: ignore
+        return jnp.sum(loss * of_loss[..., : loss.shape[-1]]), loss
+
+    of_loss = jax.ShapeDtypeStruct(program.leading, jnp.float32)
+    assert twins(held(jax.grad(objective, has_aux=True), wanted, given, of_loss).hlo) == {}

@@ -100,15 +100,14 @@ def gradients(
         numbers = numbers._replace(lse=shard.lse)
     # Without the barrier XLA would reuse the forward pass's copy of the kept rows of e, and hold it between the passes,
     # or make the copy in which ignored rows are 0 before the forward pass. The barrier makes such a copy depend on the
-    # forward pass's result.
-    targets, numbers, reference = lax.optimization_barrier((inputs.targets, numbers, reference))
-    inputs = inputs._replace(targets=targets)
+    # forward pass's result. No array of the caller's goes through it: XLA takes what comes out for another array, and
+    # may write a result of the caller's over the array while kernels still read what came out.
     if plan.looks:
-        kept = Kept.of(targets, plan.rows)
-        cotangents = kept.gathered(cotangents, 0)
+        kept = Kept.of(inputs.targets, plan.rows)
+        cotangents, reference = kept.gathered((cotangents, reference), 0)
         numbers = Statistics(kept.gathered(numbers.lse, jnp.inf), kept.gathered(numbers.target, 0), None)
-        reference = kept.gathered(reference, 0)
-        inputs = inputs._replace(targets=kept.gathered(targets, -1))
+        inputs = inputs._replace(targets=kept.gathered(inputs.targets, -1))
+        kept, numbers, reference = lax.optimization_barrier((kept, numbers, reference))
     else:
         inputs, lse, cotangents = without_ignored(inputs, numbers.lse, cotangents, plan.rows)
         numbers = Statistics(lse, numbers.target, None)

@@ -93,16 +93,18 @@ def without_ignored(
     """Inputs, lse and cotangents in which ignored tokens have e = 0, cotangents 0 and lse = inf: their dz is then 0.
 
     lse = inf makes p = 0. With lse = 0 a large bias would make p inf, and 0 · inf is NaN. Ignored tokens are appended
-    until there are so many rows.
+    until there are so many rows. e is copied after the forward pass, on which the targets are made to depend.
     """
     live, missing = inputs.targets >= 0, rows - inputs.targets.size
 
-    def kept(x: jax.Array, fill: float) -> jax.Array:
+    def kept(x: jax.Array, live: jax.Array, fill: float) -> jax.Array:
         x = jnp.where(live.reshape(-1, *[1] * (x.ndim - 1)), x, fill)
         return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=fill)
 
-    inputs = inputs._replace(e=kept(inputs.e, 0), targets=kept(inputs.targets, -1))
-    return inputs, kept(lse, jnp.inf), jax.tree.map(lambda x: kept(x, 0), cotangents)
+    cotangents = jax.tree.map(lambda x: kept(x, live, 0), cotangents)
+    targets, lse = lax.optimization_barrier((kept(inputs.targets, live, -1), kept(lse, live, jnp.inf)))
+    e = kept(inputs.e, targets[: live.size] >= 0, 0)
+    return inputs._replace(e=e, targets=targets), lse, cotangents
 
 
 def unscaled(x: jax.Array, unit: jax.Array | None, dtype) -> jax.Array:
