@@ -22,13 +22,15 @@ def whole_bytes(tokens: int, width: int, vocabulary: int) -> int:
     return Bytes(call, H200, gathered_rows(tokens), HOPPER, XLA).everything()
 
 
+SIZES = {"128 MiB": 2**27, "300 MiB": 300 * 2**20, "600 MB": 600_000_000, "1.2 GB": 1_200_000_000}
+
+
 def budget(name: str, tokens: int, width: int, vocabulary: int) -> dict[str, int]:
     """The argument memory_budget of that name; none for the default.
 
-    "half" is N·V bytes, "2NV" 2·N·V, "all" what saving everything takes.
+    "2NV" is 2·N·V bytes, as many as bfloat16 logits have; "all" is what saving everything takes.
     """
-    exponentials = 2 * tokens * vocabulary
-    named = {"half": exponentials // 2, "2NV": exponentials, "all": whole_bytes(tokens, width, vocabulary)}
+    named = {**SIZES, "2NV": 2 * tokens * vocabulary, "all": whole_bytes(tokens, width, vocabulary)}
     return {"memory_budget": named[name]} if name else {}
 
 

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
 from bench import peers
-from bench.losses_jax import full_float32_logits, full_logits, ours
+from bench.losses_jax import SIZES, full_float32_logits, full_logits, ours
 
 
 class Method(NamedTuple):
@@ -27,7 +27,7 @@ def _peer(load: Callable, *arguments: Any) -> Method:
     return Method("torch", partial(load, *arguments))
 
 
-BUDGETS = ("", "half", "2NV", "all")  # bench.losses_jax.budget
+BUDGETS = ("", *SIZES, "2NV", "all")  # bench.losses_jax.budget
 OURS = {
     **{f"cce_torch {name}".strip(): _torch("losses_torch", "ours", "auto", name) for name in BUDGETS},
     **{f"cce_jax {name}".strip(): _jax(ours(memory=name)) for name in BUDGETS},
@@ -40,7 +40,10 @@ METHODS = {
     "cut_cross_entropy exact": _peer(peers.cut_cross_entropy, "exact"),
     "cut_cross_entropy torch_compile": _peer(peers.cut_cross_entropy, "torch_compile"),
     "Liger": _peer(peers.liger),
+    **{f"Liger {x}": _peer(peers.liger, x) for x in (4, 16, 64)},
+    "Liger 16 float32": _peer(peers.liger, 16, True),
     "quack": _peer(peers.quack),
+    **{f"quack {x}": _peer(peers.quack, None, x) for x in (1024, 2048)},
     "quack chunked": _peer(peers.quack, False),
     "gist": _torch("gist", "compiled"),
     "torch.compile": _torch("losses_torch", "compiled"),

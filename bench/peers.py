@@ -19,16 +19,18 @@ def cut_cross_entropy(mode: str = "") -> Loss:
     return partial(loss, **{"": {}, "exact": exact, "torch_compile": {"impl": "torch_compile"}}[mode])
 
 
-def liger() -> Loss:
-    module = import_module("liger_kernel.transformers.fused_linear_cross_entropy")
-    loss = module.LigerFusedLinearCrossEntropyLoss()
-    return lambda e, c, targets: loss(c, e, targets)
+def liger(chunk_mem_const: int = 1, float32_sums: bool = False) -> Loss:
+    """chunk_mem_const: its chunks hold so many times the bytes of e, or more. float32_sums: dc is summed in float32."""
+    import torch
+
+    loss = import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
+    return partial(loss, chunk_mem_const=chunk_mem_const, accum_dtype=torch.float32 if float32_sums else None)
 
 
-def quack(scaled_exp: bool | None = None) -> Loss:
-    """scaled_exp: its fused pipeline on or off; None leaves the choice to quack."""
+def quack(scaled_exp: bool | None = None, chunk_size: int = 4096) -> Loss:
+    """scaled_exp: its fused pipeline on or off; None leaves the choice to quack. chunk_size: in tokens."""
     loss = import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
-    return partial(loss, use_scaled_exp=scaled_exp)
+    return partial(loss, use_scaled_exp=scaled_exp, chunk_size=chunk_size)
 
 
 def torch_linear_cross_entropy(chunked: bool) -> Loss:

@@ -15,23 +15,31 @@ from matplotlib.figure import Figure  # without pyplot it draws with the Agg bac
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from bench.labels import place
+from bench.losses_jax import SIZES
 
 Row = dict[str, Any]
 KIND = "loss-fw-bw"
 OURS = {"cce_torch": "#d1495b", "cce_jax": "#00798c"}
 OTHERS, FLOOR, INK = "#6c757d", "#2b2d42", "#2b2d42"
-BUDGETS = {  # of a method of ours, in the order of their memory
+BUDGETS = {  # what memory_budget is called, of a method of ours
     "": "default",
-    " half": "half as many bytes as bfloat16 logits",
+    **{f" {name}": name for name in SIZES},
     " 2NV": "as many bytes as bfloat16 logits",
     " all": 'memory_budget="all"',
 }
+SETTINGS = {  # of the others that have several, which a line joins
+    "Liger": {
+        "": "chunk_mem_const=1 (its default)", " 4": "chunk_mem_const=4", " 16": "chunk_mem_const=16",
+        " 64": "chunk_mem_const=64", " 16 float32": "chunk_mem_const=16, sums in float32",
+    },
+    "quack": {"": "chunks of 4096 tokens", " 1024": "chunks of 1024", " 2048": "chunks of 2048"},
+}  # fmt: skip
 NAMES = {  # where a picture and the documentation name a method otherwise than bench.methods does
     "cut_cross_entropy exact": "cut_cross_entropy, no filter",
-    "Liger": "Liger, chunk_mem_const=1 (its default)",
     "quack chunked": "quack, chunked",
     "torch.compile": "full logits, torch.compile",
 }
+LEAST = 1.0  # MiB, where a method holds less
 RATIOS = [1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32]
 
 
@@ -60,17 +68,21 @@ def _frontiers(rows: Sequence[Row], path: Path) -> None:
         title = "tokens × width × vocabulary: " + "×".join(map(str, shape))
         title += "" if data == "trained" else f", {data} data"
         axes.set_title(title, fontsize=13, color=INK, loc="left")
-        axes.set_xlabel("peak memory, MiB, gradients included", fontsize=11, color=INK)
+        axes.set_xlabel("peak memory besides inputs and gradients, MiB", fontsize=11, color=INK)
         axes.set_ylabel("time of loss and gradients, ms", fontsize=11, color=INK)
     figure.savefig(path)
 
 
 def _frontier(axes: Axes, rows: Sequence[Row]) -> None:
-    points = {row["method"]: (row["op_mem_mb"], row["runtime_ms"]) for row in rows}
-    lines = {name: [points[name + budget] for budget in BUDGETS if name + budget in points] for name in OURS}
+    points = {row["method"]: (max(row["op_mem_mb"] - gradients(row), LEAST), row["runtime_ms"]) for row in rows}
+    families = {**dict.fromkeys(OURS, BUDGETS), **SETTINGS}
+    lines = {
+        name: sorted(points[name + x] for x in settings if name + x in points) for name, settings in families.items()
+    }
     lines = {name: line for name, line in lines.items() if line}
     for name, line in lines.items():
-        axes.plot(*zip(*line, strict=True), color=OURS[name], linewidth=2.2, alpha=0.5, zorder=3)
+        axes.plot(*zip(*line, strict=True), color=_color(name), linewidth=2.2 if name in OURS else 1.2, alpha=0.5,
+                  zorder=3 if name in OURS else 1)  # fmt: skip
     for row in rows:
         color, ours = _color(row["method"]), row["method"].startswith("cce_")
         axes.plot(*points[row["method"]], "o", color=color, markersize=9 if ours else 7, zorder=4 if ours else 2,
@@ -98,11 +110,17 @@ def _frontier(axes: Axes, rows: Sequence[Row]) -> None:
     place(axes, points, labels, _color, list(lines.values()))
 
 
+def gradients(row: Row) -> float:
+    """MiB of the gradients of e and c, which every method returns."""
+    (tokens, width, vocabulary), size = row["shape"], 4 if row["dtype"] == "float32" else 2
+    return size * width * (tokens + vocabulary) / 2**20
+
+
 def label(method: str) -> str:
     """The method's name in a picture, as the documentation writes it."""
-    for ours in OURS:
-        if method.startswith(ours) and method.removeprefix(ours) in BUDGETS:
-            return f"{ours}, {BUDGETS[method.removeprefix(ours)]}"
+    for name, settings in {**dict.fromkeys(OURS, BUDGETS), **SETTINGS}.items():
+        if method.startswith(name) and method.removeprefix(name) in settings:
+            return f"{name}, {settings[method.removeprefix(name)]}"
     return NAMES.get(method, method)
 
 
@@ -149,9 +167,11 @@ def _sweeps(rows: Sequence[Row], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser("python -m bench.plot", description=__doc__)
     parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--first", action="store_true", help="the first shape alone, as in the README")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
-    draw([row for path in asked.results for row in json.loads(path.read_text())["rows"]], asked.out)
+    rows = [row for path in asked.results for row in json.loads(path.read_text())["rows"]]
+    draw([row for row in rows if not asked.first or row["shape"] == rows[0]["shape"]], asked.out)
 
 
 if __name__ == "__main__":
