@@ -57,8 +57,8 @@ def plan_of(
     for another platform has decided it; None: this plan decides. chunks: the same of the chunks in which the forward
     pass forms the gradients.
     """
-    rows = call.tokens if call.wanted is None else gathered_rows(call.tokens)
-    serving = tuple(engine for engine in engines(call.itemsize, impl) if engine.serves(replace(call, tokens=rows), gpu))
+    whole = replace(call, tokens=gathered_rows(call.tokens))
+    serving = tuple(engine for engine in engines(call.itemsize, impl) if engine.serves(whole, gpu))
     if not serving:
         raise ValueError(f"impl={impl!r} has no engine for {call} on {gpu}")
     setting = _Setting(call, gpu, serving)
@@ -67,7 +67,7 @@ def plan_of(
         saved = _saved_tokens(setting)
     forward, of_forward = _forward(setting)
     backward, held, least, in_forward = None, 0, 0, None
-    if chunks is not None or (undecided and call.one_factor and call.wanted is not None and saved < rows):
+    if chunks is not None or (undecided and call.one_factor and call.wanted is not None and saved < whole.tokens):
         in_forward = _in_forward(setting, chunks)
         saved = saved if in_forward is None else 0
     if call.wanted is not None:
@@ -96,12 +96,17 @@ class _Setting:
         return self.engine.stops and self.call.tokens >= many
 
     @cached_property
+    def gathers(self) -> bool:
+        """Whether e is copied with the kept tokens first. Evaluation needs no copy if the engine takes N rows."""
+        return self.looks and (self.call.wanted is not None or not self.engine.serves(self.call, self.gpu))
+
+    @cached_property
     def rows(self) -> int:
-        if self.call.wanted is None:
+        if self.gathers:
+            return gathered_rows(self.call.tokens)
+        if self.call.wanted is None or self.engine.stops:
             return self.call.tokens
-        if not self.engine.stops:
-            return XLA.rows(self.call, self.gpu)
-        return gathered_rows(self.call.tokens) if self.looks else self.call.tokens
+        return XLA.rows(self.call, self.gpu)
 
     @cached_property
     def bytes(self) -> Bytes:
@@ -123,11 +128,10 @@ class _Setting:
 
 def _forward(x: _Setting) -> tuple[Forward, int]:
     """The plan of the forward pass, and the bytes of its blocks of logits and of what may be held beside them."""
-    gathered = x.looks and x.call.wanted is not None
     if x.engine.finds_target:
         beside = x.bytes.beside_logits
         groups, size = _groups(x, x.call.tokens, x.call.memory_budget - beside, x.engine)
-        return Forward(Step(x.engine, groups), 1, gathered), beside + size
+        return Forward(Step(x.engine, groups), 1, x.gathers), beside + size
     tiles = x.engine.tile("sums", x.call, x.gpu)
     kernels = x.offering("again")
     rows, columns = x.engine.blocks(tiles)
@@ -135,10 +139,10 @@ def _forward(x: _Setting) -> tuple[Forward, int]:
     scattered = None
     # A block whose tokens are consecutive rows of e is read at once. A twin of the kernel, "scattered", computes the
     # other blocks. With a weighted sum there is no twin: the kernel looks up every row.
-    if x.looks and not gathered and not x.call.with_sum:
+    if x.looks and not x.gathers and not x.call.with_sum:
         scattered = Step(kernels, replace(others, rows=rows))
     target = Step(kernels, kernels.tile("target", x.call, x.gpu))
-    return Forward(Step(x.engine, tiles), x.engine.splits(x.call, x.rows, x.gpu), gathered, target, scattered,
+    return Forward(Step(x.engine, tiles), x.engine.splits(x.call, x.rows, x.gpu), x.gathers, target, scattered,
                    Step(kernels, others)), 0  # fmt: skip
 
 
