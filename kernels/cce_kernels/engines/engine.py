@@ -55,9 +55,15 @@ class Engine:
 
     # The first half: what a plan asks.
 
-    def serves(self, call: Call, gpu: Gpu | None) -> bool:
-        """Whether the engine computes this call's logits on this GPU; gpu: None for a device that is no CUDA GPU."""
+    def refuses(self, call: Call, gpu: Gpu | None) -> str:
+        """Why the engine does not compute this call's logits on this GPU, in words for a user; "" if it does.
+
+        gpu: None for a device that is no CUDA GPU.
+        """
         raise NotImplementedError
+
+    def serves(self, call: Call, gpu: Gpu | None) -> bool:
+        return not self.refuses(call, gpu)
 
     def tile(self, role: str, call: Call, gpu: Any, tokens: int = 0) -> Any:
         """The tile of a kernel. role: the method that launches it; tokens: how many it computes, for "de_of_saved"."""

@@ -36,17 +36,26 @@ class Hopper(Engine):
     finds_target, stops, in_place, multiplies_fastest = False, True, True, True
     depth = tiles.DEPTH
 
-    def serves(self, call: Call, gpu: Gpu | None) -> bool:
+    def refuses(self, call: Call, gpu: Gpu | None) -> str:
         """Calls on compute capability 9.0 with 16-bit types, no bias, no weighted sum, and sizes that TMA can copy.
 
         D and V must be wider than one of TMA's tiles: if an array is exactly as wide, a write beyond its edge lands in
         the array (seen on an H200).
         """
-        sizes = call.width, call.vocabulary
-        tiled = all(size % tiles.TMA_COLUMNS == 0 and size > tiles.TMA_COLUMNS for size in sizes)
-        plain = not call.with_bias and not call.with_sum and call.itemsize == 2
-        here = MOSAIC and gpu is not None and gpu.supported and gpu.compute_capability == "9.0"
-        return here and plain and tiled and call.tokens >= MANY and call.tokens % tiles.TMA_ROWS == 0
+        if gpu is None or not gpu.supported or gpu.compute_capability != "9.0":
+            return "it needs a GPU of compute capability 9.0 (H100, H200)"
+        if not MOSAIC:
+            return f"it needs JAX 0.11, and so Python 3.12 or newer; this is JAX {jax.__version__}"
+        if call.itemsize != 2:
+            return f"it takes bfloat16 and float16, not {call.dtype}"
+        if call.with_bias or call.with_sum:
+            return f"it takes no {'bias' if call.with_bias else 'label smoothing'}"
+        for name, size in ("width D", call.width), ("vocabulary V", call.vocabulary):
+            if size % tiles.TMA_COLUMNS or size <= tiles.TMA_COLUMNS:
+                return f"the {name}, {size}, must be a multiple of {tiles.TMA_COLUMNS} and larger than that"
+        if call.tokens < MANY:
+            return f"it takes {MANY} tokens or more"
+        return "" if call.tokens % tiles.TMA_ROWS == 0 else f"it takes a multiple of {tiles.TMA_ROWS} tokens"
 
     def tile(self, role: str, call: Call, gpu: Gpu, tokens: int = 0) -> tiles.PairTiles:
         if role == "sum_dc":  # tokens: the block

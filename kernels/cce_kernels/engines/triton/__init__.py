@@ -17,9 +17,11 @@ class Triton(Engine):
     name = "triton"
     finds_target, stops, in_place, multiplies_fastest = False, True, True, False
 
-    def serves(self, call: Call, gpu: Gpu | None) -> bool:
+    def refuses(self, call: Call, gpu: Gpu | None) -> str:
         """All types except float64."""
-        return gpu is not None and gpu.supported and call.itemsize <= 4
+        if gpu is None or not gpu.supported:
+            return "it needs an NVIDIA GPU of compute capability 8.0 or more"
+        return "" if call.itemsize <= 4 else "it takes no float64"
 
     def tile(self, role: str, call: Call, gpu: Gpu, tokens: int = 0) -> tiles.TileConfig:
         if role in ("target", "saved_dz"):

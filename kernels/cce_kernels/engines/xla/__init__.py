@@ -15,8 +15,8 @@ class Xla(Engine):
     name = "xla"
     finds_target, stops, in_place, multiplies_fastest = True, False, False, True
 
-    def serves(self, call: Call, gpu: Gpu | None) -> bool:
-        return True
+    def refuses(self, call: Call, gpu: Gpu | None) -> str:
+        return ""
 
     def tile(self, role: str, call: Call, gpu, tokens: int = 0) -> None:
         """None: XLA chooses its own tiles."""
