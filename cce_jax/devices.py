@@ -141,7 +141,8 @@ def _of_columns(
     of_target = None
     if needs_reference(inputs.e.dtype.itemsize, core.impl):  # type: ignore[arg-type]
         of_target = jnp.where(named, lax.psum(passes.target_logits(inputs, core, wanted), over), -FLOAT32_MAX)
-    numbers, saved = passes.forward_pass(inputs, core, wanted, of_target)
+    of_shard = replace(core, wide_de=True)  # de is a part of a sum over devices
+    numbers, saved = passes.forward_pass(inputs, of_shard, wanted, of_target)
     of_devices = lax.all_gather(jnp.stack([x for x in numbers if x is not None], axis=1), over)
     lse, (target, *total) = jax.nn.logsumexp(of_devices[..., 0], axis=0), jnp.sum(of_devices[..., 1:], axis=0).T
     return Statistics(lse, target, *(total or [None])), Held(numbers, saved, Shard(lse, of_target))

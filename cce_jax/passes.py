@@ -18,7 +18,6 @@ from cce_kernels.call import Call
 from cce_kernels.contract import default_budget
 from cce_kernels.device import H200, INTERPRETER, Gpu, cuda_gpu
 from cce_kernels.engines.xla import XLA
-from cce_kernels.exponentials import saved_shape
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
 from cce_kernels.plan import Chunks, Plan, plan_of
@@ -82,20 +81,29 @@ def target_logits(inputs: Inputs, core: Core, wanted: Wanted | None) -> jax.Arra
 def forward_pass(
     inputs: Inputs, core: Core, wanted: Wanted | None, reference: jax.Array | None = None
 ) -> tuple[Statistics, jax.Array | None]:
-    """Equations (1)-(3), and the exponentials that are saved for `gradients`: of e's type, or None.
+    """Equations (1)-(3), and what is saved for `gradients`, in e's type: None, or an array of Plan.saved_shape.
 
     wanted: the gradients that will be asked for; None if there will be none. reference: for a shard of the vocabulary,
     numbers.Shard.reference.
     """
-    saved = saved_shape(plan_for(inputs, core, wanted).saved, core.head.vocabulary(inputs.c))
+    plan = plan_for(inputs, core, wanted)
+    if plan.saves_de:
+        assert plan.in_forward is not None
+
+        def form_de(plan: Plan, inputs: Inputs):
+            numbers, m = in_forward.of_any_cotangents(inputs, plan, core.debug_nans)
+            return numbers, m[None]
+
+        return _on_platform(form_de, inputs, core, wanted, Decided(0, plan.in_forward.chunks))(inputs)
+    shape = plan.saved_shape
 
     def run(plan: Plan, inputs: Inputs, reference: jax.Array | None):
         numbers, exponentials = forward.statistics(inputs, plan, reference, core.debug_nans)
-        if saved[0] and exponentials is None:  # this platform saves nothing, but all platforms return one shape
-            exponentials = (jnp.zeros if core.debug_nans else lax.empty)(saved, inputs.e.dtype)
+        if shape[0] and exponentials is None:  # this platform saves nothing, but all platforms return one shape
+            exponentials = (jnp.zeros if core.debug_nans else lax.empty)(shape, inputs.e.dtype)
         return numbers, exponentials
 
-    return _on_platform(run, inputs, core, wanted)(inputs, reference)
+    return _on_platform(run, inputs, core, wanted, Decided(plan.saved))(inputs, reference)
 
 
 def gradients(
@@ -109,6 +117,10 @@ def gradients(
     gives the same gradients in another call of this function. shard: for a shard of the vocabulary, what the device
     must know of the other columns.
     """
+
+    if saved is not None and saved.ndim == 3:
+        de = in_forward.de_of(inputs, numbers, saved[0], cotangents, core.head, inputs.e.dtype)
+        return Gradients(de, None, None), saved
 
     def run(plan: Plan, *arrays):
         inputs, numbers, saved, cotangents, shard = arrays

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from cce_jax import losses, passes
 from cce_kernels.device import gpu_of
-from cce_kernels.exponentials import saved_shape as shape_of_saved
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
 from cce_torch import bridge
@@ -152,14 +151,14 @@ def _vocab_axis(c: Tensor) -> int:
 
 
 @lru_cache(maxsize=PROGRAMS)
-def saved_shape_of(kind: Kind, size: int, with_bias: bool, wanted: Wanted) -> tuple[int, int]:
-    """The shape of the exponentials that a call with `size` tokens saves for these gradients."""
+def saved_shape_of(kind: Kind, size: int, with_bias: bool, wanted: Wanted) -> tuple[int, ...]:
+    """The shape of what a call with `size` tokens saves for these gradients."""
     shape, dtype = (kind.c_shape[0], kind.c_shape[1]), str(kind.dtype)[6:]
     axis = kind.static.head.vocab_axis
     e, c = jax.ShapeDtypeStruct((size, shape[1 - axis]), dtype), jax.ShapeDtypeStruct(shape, dtype)
     bias = jax.ShapeDtypeStruct(shape[axis : axis + 1], dtype) if with_bias else None
     inputs = Inputs(e, c, bias, None)  # type: ignore[arg-type]
-    return shape_of_saved(passes.plan_for(inputs, kind.static, wanted).saved, shape[axis])
+    return passes.plan_for(inputs, kind.static, wanted).saved_shape
 
 
 def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, wanted: Wanted | None, row_length: int,
@@ -191,8 +190,8 @@ def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, wanted: 
     return arrays.cut(value) if whole else value, statistics, saved[0] if saved else None
 
 
-def saved_shape(e: Tensor, c: Tensor, bias: Tensor | None, wanted: Wanted, call: Call) -> tuple[int, int]:
-    """The shape of the exponentials that `loss` saves. The tensors may be fake."""
+def saved_shape(e: Tensor, c: Tensor, bias: Tensor | None, wanted: Wanted, call: Call) -> tuple[int, ...]:
+    """The shape of what `loss` saves. The tensors may be fake."""
     kind = kind_of_tensors(e, c, call)
     return saved_shape_of(kind, kind.sizes(e.shape[0]), bias is not None, wanted)
 

@@ -195,7 +195,7 @@ def drawn_with_token_weights(count: int) -> list[calls.Program]:
     fitting = (
         replace(x, reduction="none", num_items=None, wanted=tuple(sorted({*x.wanted, "e", "token_weight"})),
                 arrays=tuple(sorted({*x.arrays, "token_weight"})))
-        for x in drawn if x.package == "jax" and 300 < x.tokens
+        for x in drawn if x.package == "jax" and x.tokens > 300
     )  # fmt: skip
     return [next(fitting) for _ in range(count)]
 

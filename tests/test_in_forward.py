@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cce_jax import linear_cross_entropy
+from cce_kernels import in_forward as ways
 from cce_kernels.block_floats import decode, encode, step_of, steps_shape
 from cce_kernels.call import Call
 from cce_kernels.engines.hopper import MOSAIC
@@ -22,6 +23,8 @@ from cce_kernels.head import Head
 from cce_kernels.numbers import Wanted
 from cce_kernels.plan import choose, plan_of
 from cce_kernels.windows import Groups
+from tests.search.calls import SHARED, draw
+from tests.search.run import failures
 from tests.test_plan import drawn
 
 BOTH = Wanted(True, True, False)
@@ -223,3 +226,29 @@ def test_drawn_plans_hold_no_more_than_their_budget(chunk):
         assert held + steps <= plan.held <= call.memory_budget
     assert found["xla"] >= 10, found
     assert found["hopper"] >= 8 or not MOSAIC, found
+
+
+@pytest.mark.parametrize("number", range(16))
+@pytest.mark.parametrize("package", ["jax", "torch"])
+def test_with_a_frozen_head_the_forward_pass_forms_de_for_any_cotangents(package, number):
+    """Random calls of "none" among them: no logits are computed again, and confident tokens keep their digits."""
+    call = draw(29, SHARED * number, "small")
+    wanted = "e", *(x for x in ("token_weight",) if x in call.program.arrays)
+    program = replace(call.program, package=package, impl="chunked", label_smoothing=0.0, wanted=wanted,
+                      saved=None, memory_budget=2**28, reduction="none", num_items=None)  # fmt: skip
+    with mock.patch.object(ways, "of_any_cotangents", wraps=ways.of_any_cotangents) as formed:
+        assert failures(replace(call, program=program)) == []
+    assert formed.called == (program.dtype != "float16" and program.tokens > 0)
+
+
+def test_its_backward_pass_has_no_matmul():
+    e, c, targets = jnp.ones((40, 12)), jnp.ones((90, 12)), jnp.zeros(40, jnp.int32)
+    none = partial(linear_cross_entropy, c=c, targets=targets, reduction="none", impl="chunked")
+    forward, backward = (str(x) for x in (jax.make_jaxpr(lambda e: jax.vjp(none, e)[0])(e), backward_of(none, e)))
+    assert forward.count("dot_general") == 2
+    assert "dot_general" not in backward
+
+
+def backward_of(function, x):
+    value, pull = jax.vjp(function, x)
+    return jax.make_jaxpr(pull)(value)

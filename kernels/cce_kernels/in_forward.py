@@ -10,6 +10,14 @@ numbers are then g times numbers that the forward pass knows as soon as it knows
 The backward pass multiplies by g: de elementwise, and dc where it is written anyway. For that the last chunk's part of
 dc is left to the backward pass, whose matmul writes g · (sum + part). dc in float32 is multiplied elementwise.
 Kept tokens come first (cce_kernels/tokens.py), so that chunks at the end may have none.
+
+Where de alone is wanted, the forward pass can form it without any cotangent. With the cotangents a and t̂ of lse and of
+the target's logit, the slope u of the softcap and y = scale·(e·c + b),
+
+    de_i = a_i·m_i + (a_i·p_i,t_i + t̂_i)·u_i,t_i·scale·c_t_i        m_i = scale·Σ_v≠t_i p_iv·u_iv·c_v
+
+and m (N, D) is what the forward pass leaves. The target is left out of m, as the two terms of a confident token would
+cancel each other: m's rounding would then be larger than de.
 """
 
 from collections.abc import Callable
@@ -24,6 +32,7 @@ from cce_kernels.engines.xla.chunk import numbers_and_dz
 from cce_kernels.exponentials import factors, references, saved_shape, scaled
 from cce_kernels.forward import of_rows, target
 from cce_kernels.gradients import ALL_COLUMNS
+from cce_kernels.head import Head
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Statistics
 from cce_kernels.plan.plan import InForward, Plan
 from cce_kernels.tokens import Kept, Rows
@@ -161,6 +170,34 @@ def finish(begun: Begun, factor: jax.Array, plan: Plan) -> Gradients:
     if dbias is not None:
         dbias = (dbias * factor).astype(jnp.promote_types(call.dtype, jnp.float32) if call.wide_dc else call.dtype)
     return Gradients(de, dc, dbias)
+
+
+def of_any_cotangents(inputs: Inputs, plan: Plan, cleared: bool = False) -> tuple[Statistics, jax.Array]:
+    """The numbers of all tokens, and m, (N, D), in e's type."""
+
+    def of_all_but_the_target(numbers: Statistics, _: Any) -> Cotangents:
+        return Cotangents(jnp.ones_like(numbers.lse), -jnp.exp(numbers.target - numbers.lse), None)
+
+    numbers, begun = begin(inputs, (), of_all_but_the_target, plan, cleared)
+    assert begun.de is not None
+    return numbers, begun.de
+
+
+def de_of(inputs: Inputs, numbers: Statistics, m: jax.Array, of: Cotangents, head: Head, dtype: Any) -> jax.Array:
+    """de, (N, D), from `of_any_cotangents`; 0 where a token is ignored."""
+    columns = inputs.targets, head.vocabulary(inputs.c)
+    live, named = columns[0] >= 0, (columns[0] >= 0) & (columns[0] < columns[1])
+    at = jnp.where(named, inputs.targets, 0)
+    c = inputs.c[at] if head.vocab_axis == 0 else inputs.c[:, at].T
+    lse = jnp.where(live, numbers.lse, 0)
+    p = jnp.where(named, jnp.exp(numbers.target - lse), 0)
+    of_target = jnp.where(named, of.lse * p + of.target, 0)
+    if head.softcap is not None:
+        of_target = of_target * head.slope(numbers.target)
+    if inputs.scale is not None:
+        of_target = of_target * inputs.scale
+    de = of.lse[:, None] * m + of_target[:, None] * c
+    return jnp.where(live[:, None], de, 0).astype(dtype)
 
 
 def _of_logits(inputs: Inputs, reference, count, cotangents_of, plan: Plan, how: InForward):

@@ -17,6 +17,7 @@ from cce_kernels.engines.hopper import HOPPER
 from cce_kernels.engines.triton import TRITON
 from cce_kernels.engines.xla import XLA
 from cce_kernels.exponentials import can_be_saved, saved_shape
+from cce_kernels.numbers import Wanted
 from cce_kernels.plan.budget import GROUP_BYTES, WORKSPACE, Bytes
 from cce_kernels.plan.plan import Backward, Chunks, Forward, InForward, Part, Plan, Step
 from cce_kernels.tokens import MANY, gathered_rows
@@ -67,7 +68,8 @@ def plan_of(
         saved = _saved_tokens(setting)
     forward, of_forward = _forward(setting)
     backward, held, least, in_forward = None, 0, 0, None
-    if chunks is not None or (undecided and call.one_factor and call.wanted is not None and saved < whole.tokens):
+    known = call.wanted is not None and (call.one_factor or of_any_cotangents(call))
+    if chunks is not None or (undecided and known and saved < whole.tokens):
         in_forward = _in_forward(setting, chunks)
         saved = saved if in_forward is None else 0
     if call.wanted is not None:
@@ -75,6 +77,14 @@ def plan_of(
         held, least = max(of_forward, of_backward), setting.bytes.least()
         held = held if in_forward is None else in_forward.held
     return Plan(call, gpu, setting.rows, setting.looks, saved, forward, backward, held, in_forward, least)
+
+
+def of_any_cotangents(call: Call) -> bool:
+    """Whether one matmul before the cotangents are known gives de for all of them: de is wanted alone, and is not a
+    part of a sum over devices. In float16 such a de would underflow.
+    """
+    alone = call.wanted == Wanted(e=True, c=False, bias=False)
+    return alone and not call.with_sum and not call.wide_de and call.dtype != "float16"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from cce_kernels.call import Call
 from cce_kernels.engines.engine import Engine, Multiplying, Tile
+from cce_kernels.exponentials import saved_shape
 from cce_kernels.windows import Groups
 
 FEW = 0.8  # of the tokens: with fewer kept, matmuls that stop at the last kept token beat XLA's matmuls of all tokens
@@ -110,3 +111,15 @@ class Plan:
     held: int  # the most bytes that this plan holds besides inputs and results; 0 for evaluation
     in_forward: InForward | None  # how the forward pass forms the gradients; None: the backward pass does
     least: int  # the bytes that the least plan holds, whatever the budget; 0 for evaluation
+
+    @property
+    def saves_de(self) -> bool:
+        """Whether the forward pass forms de for any cotangents (in_forward.of_any_cotangents), and saves that."""
+        return self.in_forward is not None and not self.call.one_factor
+
+    @property
+    def saved_shape(self) -> tuple[int, ...]:
+        """The shape of what the forward pass saves, in e's type: exponentials (tokens, V), or de as (1, N, D)."""
+        if self.saves_de:
+            return 1, self.call.tokens, self.call.width
+        return saved_shape(self.saved, self.call.vocabulary)
