@@ -124,7 +124,7 @@ def _shipped_on_hopper(kernel: str, given: Given, gpu: Gpu) -> PairTiles:
         return HOPPER.tile("sums" if kernel == "statistics" else "form_dz", call, gpu)
     if kernel == "saved_de":
         return HOPPER.tile("de_of_saved", call, gpu, call.tokens)
-    how = HOPPER.multiplying(call, call.tokens, groups_of(given, HOPPER, gpu), False, gpu)
+    how = HOPPER.multiplying(call, call.tokens, groups_of(given, HOPPER, gpu), gpu)
     return getattr(how, kernel)
 
 
@@ -133,7 +133,7 @@ def groups_of(given: Given, engine: Engine, gpu: Gpu) -> Groups:
     call = given.call
     count = Bytes(call, gpu, call.tokens, engine, engine if engine.multiplies_fastest else XLA)
     column = count.column(call.tokens, copies=not count.products.in_place)
-    return engine.groups(call, call.tokens, call.tokens, MEMORY_BUDGET - count.always, column, gpu)
+    return engine.groups(call, call.tokens, MEMORY_BUDGET - count.always, column, gpu)
 
 
 def _engine(role: str) -> Engine:
@@ -171,7 +171,7 @@ def program(role: str, given: Given, read: jax.Array | None, tiles: Candidate, g
         return every_group(form, groups)
 
     def multiply(e, c, read, kept):
-        of = products.products(e, c, head=HEAD, unit=None, count=kept, de=tiles, dc=tiles, splits=1, adding=False,
+        of = products.products(e, c, head=HEAD, unit=None, count=kept, de=tiles, dc=tiles, splits=1,
                                interpret=gpu.interpreted)  # fmt: skip
         return of_all(of, role, e, c, read, groups)
 
@@ -204,14 +204,14 @@ def _program_on_hopper(
     of_units = {**options, "units": units_of(gpu)}
 
     def sums(inputs, lse, kept):
-        return statistics.sums(inputs, Rows(count=kept), lse, 0, tiles=tiles, splits=splits, **options).lse
+        return statistics.sums(inputs, Rows(count=kept), lse, False, tiles=tiles, splits=splits, **options).lse
 
     def of_logits(inputs, lse, cotangents, kept):
         return every_group(dz.former(inputs, lse, cotangents, kept, groups=groups, tiles=tiles, **of_units), groups)
 
     def multiply(e, c, read, kept):
         of = products.products(e, c, unit=None, count=kept, de_tiles=tiles, dc_tiles=tiles, splits=1, groups=groups,
-                               adding=False, beside=None, **of_units)  # fmt: skip
+                               **of_units)  # fmt: skip
         return of_all(of, kernel, e, c, read, groups)
 
     def saved_de(e, c, p, share, kept):

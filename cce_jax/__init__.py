@@ -1,9 +1,10 @@
 """Linear cross-entropy without the logits, for JAX. See `linear_cross_entropy`."""
 
 from cce_jax.api import linear_cross_entropy
+from cce_jax.explain import explain
 from cce_kernels.version import installed
 
-__all__ = ["linear_cross_entropy"]
+__all__ = ["explain", "linear_cross_entropy"]
 
 __version__: str
 

@@ -11,8 +11,8 @@ import numpy as np
 from jax.core import Tracer
 
 from cce_jax import losses, settings
-from cce_jax.core import Terms, statistics, summed
-from cce_jax.devices import whole_weights
+from cce_jax.core import Common, Terms, statistics, summed
+from cce_jax.devices import knows_cotangents, whole_weights
 from cce_jax.options import Array, Options
 from cce_jax.passes import Core, Impl
 from cce_jax.reverse_mode import reverse_mode_only
@@ -21,7 +21,6 @@ from cce_kernels import contract
 from cce_kernels.device import Gpu, has_triton, local_gpu
 from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs, Statistics
-from cce_kernels.plan import forms_gradients_in_forward
 
 INT32 = np.iinfo(np.int32)
 ARRAYS = ("e", "c", "bias", "targets", "class_weight", "token_weight", "num_items")
@@ -107,7 +106,7 @@ def linear_cross_entropy(
         "reference": full logits, differentiable any number of times in either mode. "auto": for bfloat16 and float16
         the Pallas kernels where they can run; for float32 and float64 on a GPU XLA's matmuls, as with "chunked"
         (measured faster for float32; the kernels take no float64); elsewhere "chunked".
-      memory_budget: a whole number of bytes, such as 2e9, or "all" for no bound. By default 300 MiB, or 6·D + 4096
+      memory_budget: a whole number of bytes, such as 2e9, or "all" for no bound. By default 640 MiB, or 6·D + 2560
         bytes a token where that is more. It bounds what a call holds beyond its inputs, its results and a few numbers
         for each token. More memory makes the call faster; the gradients stay the same up to rounding. docs/memory.md
         says what the memory is used for, and the least that a call needs.
@@ -189,7 +188,7 @@ def linear_cross_entropy(
     if impl != "reference":
         no_explicit_vmap()
     gpu = None if impl == "reference" else local_gpu()
-    core = Core(head, options.smooths, _resolve(impl, e.dtype, gpu), budget, gpu, wide_dc=c.dtype != e.dtype,
+    core = Core(head, options.smooths, resolved(impl, e.dtype, gpu), budget, gpu, wide_dc=c.dtype != e.dtype,
                 debug_nans=jax.config.jax_debug_nans)  # type: ignore[attr-defined]  # fmt: skip
     with settings.defaults():
         targets, ignore_index = _int32(targets, ignore_index)
@@ -223,9 +222,9 @@ def _loss(
         targets, token_weight = (layout.laid_out(x, layout.spec_of_tokens) for x in (targets, token_weight))
     columns = losses.columns(targets, ignore_index, vocabulary)
     inputs = Inputs(e, c, bias, columns, weights, scale)
-    one_sum = layout is None and core.impl != "reference" and options.reduction != "none" and columns.size
-    if one_sum and forms_gradients_in_forward():
-        loss, lse = _summed(inputs, token_weight, num_items, core, options, label_smoothing, z_loss)
+    one_sum = core.impl != "reference" and options.reduction != "none" and columns.size
+    if one_sum and (_on_one_device(core) if layout is None else knows_cotangents(inputs, token_weight, layout)):
+        loss, lse = _summed(inputs, token_weight, num_items, core, layout, options, label_smoothing, z_loss)
         return loss, _unshifted(lse, shift, layout)
     numbers = _statistics(inputs, core, layout)
     loss, lse = losses.loss(numbers, columns, whole_weights(weights, layout), token_weight, num_items,
@@ -238,18 +237,29 @@ def _loss(
 
 
 def _summed(
-    inputs: Inputs, token_weight, num_items, core: Core, options: losses.Loss, label_smoothing, z_loss
+    inputs: Inputs, token_weight, num_items, core: Core, layout: Layout | None, options: losses.Loss, label_smoothing,
+    z_loss,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """The "mean" or "sum", and lse, on one device."""
+    """The "mean" or "sum", and lse."""
     e, c, bias = jax.tree.map(reverse_mode_only, (inputs.e, inputs.c, inputs.bias))
-    columns, wide = inputs.targets, jnp.promote_types(e.dtype, jnp.float32)
-    of_targets = losses.target_weights(columns, inputs.weights, core.head.vocabulary(c))
+    columns, wide, weights = inputs.targets, jnp.promote_types(e.dtype, jnp.float32), inputs.weights
+    over, at = ((), None) if layout is None else (layout.summed, layout.out_sharding)
+    whole = whole_weights(weights, layout)
+    vocabulary = core.head.vocabulary(c) if layout is None else layout.whole_vocabulary(c, core.head.vocab_axis)
+    of_targets = losses.target_weights(columns, whole, vocabulary, at)
     weight = losses.weights(columns, token_weight, wide)
-    flat = inputs._replace(e=e.reshape(-1, e.shape[-1]), c=c, bias=bias, targets=columns.reshape(-1))
-    terms = Terms(columns.reshape(-1), None if of_targets is None else of_targets.reshape(-1), weight.reshape(-1))
-    value, lse = summed(flat, terms, label_smoothing, z_loss, core, options)
-    value = losses.reduced(value, columns, weight, of_targets, num_items, options=options)
-    return value, lse.reshape(columns.shape)
+    common = Common(label_smoothing, z_loss, whole if options.smooths else None)
+    inputs = inputs._replace(e=e, c=c, bias=bias)
+    value, lse = summed(inputs, Terms(columns, of_targets, weight), common, core, options, layout)
+    return losses.reduced(value, columns, weight, of_targets, num_items, options=options, summed=over), lse
+
+
+def _on_one_device(core: Core) -> bool:
+    """Whether a call without a layout runs on one device. Else XLA may split its tokens, as it does under jax.jit.
+
+    Chunks of tokens would then be gathered from all devices. (Kernels refuse such a call.)
+    """
+    return core.gpu is not None or jax.device_count() == 1
 
 
 def _statistics(inputs: Inputs, core: Core, layout: Layout | None) -> Statistics:
@@ -393,7 +403,7 @@ def _int32(targets, ignore_index: int):
     return numpy.where(ignored, np.int32(INT32.min), fitting), INT32.min
 
 
-def _resolve(impl: Impl, dtype, gpu: Gpu | None) -> Impl:
+def resolved(impl: Impl, dtype, gpu: Gpu | None) -> Impl:
     """impl, but "chunked" for "auto" if the kernels cannot run for this type or on this machine's GPU."""
     if impl not in ("auto", "cce"):
         return impl

@@ -44,11 +44,11 @@ import jax
 import jax.numpy as jnp
 
 from cce_jax import devices, losses, passes, settings
-from cce_jax.devices import in_type_of_e
+from cce_jax.devices import Held, in_type_of_e
 from cce_jax.passes import Core
 from cce_jax.sharding import Layout
 from cce_kernels.in_forward import Begun, Left
-from cce_kernels.numbers import Cotangents, Gradients, Inputs, Statistics, Wanted
+from cce_kernels.numbers import Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
 
 
 def statistics(inputs: Inputs, core: Core, layout: Layout | None) -> Statistics:
@@ -90,43 +90,146 @@ _statistics.defvjp(_statistics_fwd, _statistics_bwd, symbolic_zeros=True)
 
 
 class Terms(NamedTuple):
-    """What the loss of each token depends on besides the core's numbers: (N,) each, None where it is not used."""
+    """What the loss of each token depends on besides the core's numbers, of the shape of targets; None: not used."""
 
     columns: jax.Array  # int32, as in losses.py
     target_weight: jax.Array | None
     weight: jax.Array
 
 
+class Common(NamedTuple):
+    """What the losses of all tokens depend on: scalar arrays or numbers, and an array (V,), as in losses.totals."""
+
+    label_smoothing: Any
+    z_loss: Any
+    class_weight: jax.Array | None
+
+
 def summed(
-    inputs: Inputs, terms: Terms, label_smoothing: Any, z_loss: Any, core: Core, loss: losses.Loss
+    inputs: Inputs, terms: Terms, common: Common, core: Core, loss: losses.Loss, layout: Layout | None
 ) -> tuple[jax.Array, jax.Array]:
-    """S = Σ_i weight_i · total_i over the tokens of one device, and their lse; differentiable in e, c, bias and weight.
+    """S = Σ_i weight_i · total_i, and lse, differentiable in e, c, bias and weight. e: (..., D), at least one token.
 
     Where the cotangent of S arrives, those of the numbers are that factor times what the forward pass knows already. So
     the forward pass may form the gradients (cce_kernels/in_forward.py). If a cotangent of lse arrives too, its part is
-    computed from logits that are computed again. e: (N, D), N ≥ 1; label_smoothing, z_loss: as in losses.totals.
+    computed from logits that are computed again. devices.sum_over_tokens says over which devices S extends.
     """
-    return _summed(core, loss, inputs, terms, label_smoothing, z_loss)
+    if layout is not None:
+        return _summed(core, loss, layout, inputs, devices.terms_of_numbers(terms, inputs, layout), common)
+    shape = inputs.targets.shape
+    inputs = inputs._replace(e=inputs.e.reshape(-1, inputs.e.shape[-1]), targets=inputs.targets.reshape(-1))
+    value, lse = _summed(core, loss, None, inputs, jax.tree.map(lambda x: x.reshape(-1), terms), common)
+    return value, lse.reshape(shape)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _summed(core: Core, loss: losses.Loss, inputs: Inputs, terms: Terms, *scalars) -> tuple[jax.Array, jax.Array]:
-    numbers, _ = passes.forward_pass(in_type_of_e(inputs), core, None)
-    total, lse = _totals(core, loss, inputs, scalars)(numbers, terms)
-    return jnp.sum(terms.weight * total), lse
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _summed(core: Core, loss: losses.Loss, layout: Layout | None, inputs, terms, common):
+    value, _, lse, _ = _formed(inputs, terms, common, core, loss, layout, Wanted(False, False, False))
+    return value, lse
 
 
-def _totals(core: Core, loss: losses.Loss, inputs: Inputs, scalars) -> Callable:
-    vocabulary, (label_smoothing, z_loss) = core.head.vocabulary(inputs.c), scalars
+@settings.defaults()
+def _summed_fwd(core: Core, loss: losses.Loss, layout: Layout | None, inputs, terms, common):
+    wanted = Wanted(*(x is not None and x.perturbed for x in (inputs.e, inputs.c, inputs.bias)))
+    given = jax.tree.map(lambda x: x.value, (inputs, terms, common), is_leaf=lambda x: hasattr(x, "perturbed"))
+    run = partial(_formed, core=core, loss=loss, layout=layout, wanted=wanted)
+    value, total, lse, left = _first_order_only(run)(*given)
+    return (value, lse), (_as_shape(wanted), given, total, left)
+
+
+@settings.defaults()
+def _summed_bwd(core: Core, loss: losses.Loss, layout: Layout | None, residuals, cotangents):
+    shape_of_wanted, (inputs, terms, common), total, left = residuals
+    of_sum, of_lse = (None if _is_symbolic_zero(x) else x for x in cotangents)
+    wanted, found = _from_shape(shape_of_wanted), Gradients(None, None, None)
+    if wanted.e or wanted.c or wanted.bias:
+        run = partial(_gradients_of_sum, core=core, loss=loss, layout=layout, wanted=wanted)
+        found = _first_order_only(run)(inputs, terms, common, of_sum, of_lse, left)
+    of_weight = None if of_sum is None else jnp.where(terms.columns < 0, 0, of_sum * total)
+    of_inputs = Inputs(found.e, found.c, found.bias, None, None, None)  # type: ignore[arg-type]
+    return of_inputs, Terms(None, None, of_weight), None  # type: ignore[arg-type]
+
+
+_summed.defvjp(_summed_fwd, _summed_bwd, symbolic_zeros=True)
+
+
+def _formed(
+    inputs: Inputs, terms: Terms, common: Common, core: Core, loss: losses.Loss, layout: Layout | None, wanted: Wanted
+):
+    """S; total and lse of each token; and what is left for `_gradients_of_sum`."""
+
+    def run(inputs: Inputs, terms: Terms, common: Common, core: Core):
+        totals, begun, held = totals_of(_vocabulary(inputs, core, layout), loss, common), None, None
+        if not (wanted.e or wanted.c or wanted.bias):
+            numbers, _ = _numbers(inputs, core, layout, None)
+        elif passes.plan_for(inputs, core, wanted, one_factor=True).in_forward is None:
+            numbers, held = _numbers(inputs, core, layout, wanted)
+        elif layout is None:
+            numbers, begun = passes.begin(inputs, terms, cotangents_of(totals), core, wanted)
+        else:
+            numbers, begun = devices.form_gradients(inputs, terms, cotangents_of(totals), core, layout, wanted)
+        return *totals(numbers, terms), (numbers, _filled(begun, held))
+
+    if layout is not None:
+        return devices.sum_over_tokens(run, inputs, terms, common, core, layout)
+    total, lse, left = run(in_type_of_e(inputs), terms, common, core)
+    return jnp.sum(terms.weight * total), total, lse, left
+
+
+def _gradients_of_sum(
+    inputs: Inputs, terms: Terms, common: Common, of_sum, of_lse, left, core: Core, loss: losses.Loss,
+    layout: Layout | None, wanted: Wanted,
+) -> Gradients:  # fmt: skip
+    """de, dc and dbias, from the cotangents of S and of lse; None: it is 0."""
+
+    def run(inputs: Inputs, terms: Terms, common: Common, of_sum, of_lse, left, core: Core) -> Gradients:
+        numbers, filled = left
+        (begun, held), found = _emptied(numbers, filled), None
+        of = Cotangents(*[None if x is None else jnp.zeros_like(x) for x in numbers])  # type: ignore[arg-type]
+        if begun is not None and of_sum is not None:
+            found = passes.finish(inputs, begun, of_sum, core, wanted)
+            if of_lse is None:
+                return found
+        elif of_sum is not None:
+            of = cotangents_of(totals_of(_vocabulary(inputs, core, layout), loss, common))(numbers, terms)
+            of = jax.tree.map(lambda x: x * of_sum, of)
+        if of_lse is not None:
+            of = of._replace(lse=of.lse + jnp.where(terms.columns < 0, 0, of_lse))
+        more, _ = passes.gradients(inputs, held.numbers, held.saved, of, core, wanted, held.shard)
+        return more if found is None else jax.tree.map(jnp.add, found, more)
+
+    if layout is not None:
+        return devices.gradients_of_sum(run, inputs, terms, common, of_sum, of_lse, left, core, layout, wanted)
+    return run(in_type_of_e(inputs), terms, common, of_sum, of_lse, left, core)
+
+
+def _numbers(
+    inputs: Inputs, core: Core, layout: Layout | None, wanted: Wanted | None
+) -> tuple[Statistics, Held]:  # fmt: skip
+    """The numbers over all columns, on one device."""
+    if layout is not None:
+        return devices.of_columns(inputs, core, layout, wanted)
+    numbers, saved = passes.forward_pass(inputs, core, wanted)
+    return numbers, Held(numbers, saved, None)
+
+
+def _vocabulary(inputs: Inputs, core: Core, layout: Layout | None) -> int:
+    """V, from the columns of one device."""
+    return core.head.vocabulary(inputs.c) * (1 if layout is None else layout.size(layout.columns))
+
+
+def totals_of(vocabulary: int, loss: losses.Loss, common: Common) -> Callable:
+    """(numbers, terms) -> losses.totals."""
 
     def totals(numbers: Statistics, terms: Terms) -> tuple[jax.Array, jax.Array]:
-        return losses.totals(numbers, terms.columns, inputs.weights, terms.target_weight, vocabulary=vocabulary,
-                             options=loss, label_smoothing=label_smoothing, z_loss=z_loss)  # fmt: skip
+        return losses.totals(numbers, terms.columns, common.class_weight, terms.target_weight, vocabulary=vocabulary,
+                             options=loss, label_smoothing=common.label_smoothing,
+                             z_loss=common.z_loss)  # fmt: skip
 
     return totals
 
 
-def _cotangents_of(totals: Callable) -> Callable:
+def cotangents_of(totals: Callable) -> Callable:
     """(numbers, terms) -> the cotangents of the numbers where that of S is 1."""
 
     def cotangents(numbers: Statistics, terms: Terms) -> Cotangents:
@@ -135,73 +238,35 @@ def _cotangents_of(totals: Callable) -> Callable:
     return cotangents
 
 
-@settings.defaults()
-def _summed_fwd(core: Core, loss: losses.Loss, inputs, terms, *scalars):
-    wanted = Wanted(*(x is not None and x.perturbed for x in (inputs.e, inputs.c, inputs.bias)))
-    inputs, terms, scalars = jax.tree.map(lambda x: x.value, (inputs, terms, scalars),
-                                          is_leaf=lambda x: hasattr(x, "perturbed"))  # fmt: skip
-
-    def run(inputs: Inputs, terms: Terms, scalars):
-        inputs = in_type_of_e(inputs)
-        totals, begun, saved = _totals(core, loss, inputs, scalars), None, None
-        if not (wanted.e or wanted.c or wanted.bias):
-            numbers, _ = passes.forward_pass(inputs, core, None)
-        elif passes.plan_for(inputs, core, wanted, one_factor=True).in_forward is not None:
-            numbers, begun = passes.begin(inputs, terms, _cotangents_of(totals), core, wanted)
-        else:
-            numbers, saved = passes.forward_pass(inputs, core, wanted)
-        total, lse = totals(numbers, terms)
-        return jnp.sum(terms.weight * total), lse, total, numbers, *_filled(begun, saved)
-
-    value, lse, *held = _first_order_only(run)(inputs, terms, scalars)
-    return (value, lse), (_as_shape(wanted), inputs, terms, scalars, *held)
+ABSENT = 1, 1, 1, 1  # no residual has so many axes
 
 
-@settings.defaults()
-def _summed_bwd(core: Core, loss: losses.Loss, residuals, cotangents):
-    shape_of_wanted, inputs, terms, scalars, total, numbers, *held = residuals
-    wanted, (begun, saved) = _from_shape(shape_of_wanted), _emptied(*held)
-    of_sum, of_lse = (None if _is_symbolic_zero(x) else x for x in cotangents)
+def _filled(begun: Begun | None, held: Held | None) -> tuple[jax.Array, ...]:
+    """The arrays of both, with arrays ABSENT in place of None, so that all residuals have one tree: see `_as_shape`.
 
-    def run(inputs: Inputs, terms: Terms, scalars, of_sum, of_lse, total, numbers, begun, saved) -> Gradients:
-        inputs, found = in_type_of_e(inputs), Gradients(None, None, None)
-        if not (wanted.e or wanted.c or wanted.bias):
-            return found
-        of = Cotangents(*[None if x is None else jnp.zeros_like(x) for x in numbers])  # type: ignore[arg-type]
-        if begun is not None and of_sum is not None:
-            found = passes.finish(inputs, begun, of_sum, core, wanted)
-            if of_lse is None:
-                return found
-        elif of_sum is not None:
-            of = _cotangents_of(_totals(core, loss, inputs, scalars))(numbers, terms)
-            of = jax.tree.map(lambda x: x * of_sum, of)
-        if of_lse is not None:
-            of = of._replace(lse=of.lse + jnp.where(terms.columns < 0, 0, of_lse))
-        more, _ = passes.gradients(inputs, numbers, saved, of, core, wanted)
-        return more if found == (None, None, None) else jax.tree.map(jnp.add, found, more)
-
-    found = _first_order_only(run)(inputs, terms, scalars, of_sum, of_lse, total, numbers, begun, saved)
-    of_weight = None if of_sum is None else jnp.where(terms.columns < 0, 0, of_sum * total)
-    of_inputs = Inputs(found.e, found.c, found.bias, None, None, None)  # type: ignore[arg-type]
-    return of_inputs, Terms(None, None, of_weight), None, None  # type: ignore[arg-type]
-
-
-_summed.defvjp(_summed_fwd, _summed_bwd, symbolic_zeros=True)
-
-
-def _filled(begun: Begun | None, saved: jax.Array | None) -> tuple[jax.Array, ...]:
-    """The arrays of both, with empty arrays in place of None, so that all residuals have one tree: see `_as_shape`."""
+    No array is a scalar, as devices keep their parts of an array one after another; and none is empty, as XLA of JAX
+    0.11 crashes on an empty array that several devices share.
+    """
     of_begun = (None,) * 8 if begun is None else (*begun[:4], *(begun.last or (None,) * 4))
-    return tuple(jnp.zeros(0, bool) if x is None else x for x in (*of_begun, saved))
+    saved, own, reference = None, (None, None), None
+    if held is not None:
+        saved = held.saved
+    if held is not None and held.shard is not None:
+        own, reference = held.numbers[:2], held.shard.reference
+    arrays = *of_begun, saved, *own, reference
+    return tuple(jnp.zeros(ABSENT, bool) if x is None else jnp.atleast_1d(x) for x in arrays)
 
 
-def _emptied(*arrays: jax.Array) -> tuple[Begun | None, jax.Array | None]:
-    """The inverse of `_filled`."""
-    *of_begun, saved = (None if x.size == 0 else x for x in arrays)
-    if of_begun == [None] * 8:
-        return None, saved
-    last = None if of_begun[4] is None else Left(*of_begun[4:])  # type: ignore[arg-type]
-    return Begun(*of_begun[:4], last), saved  # type: ignore[arg-type]
+def _emptied(numbers: Statistics, arrays: tuple[jax.Array, ...]) -> tuple[Begun | None, Held]:
+    """The inverse of `_filled`. numbers: over all columns."""
+    *of_begun, saved, lse, target, reference = (None if x.ndim == len(ABSENT) else x for x in arrays)
+    begun, held = None, Held(numbers, saved, None)
+    if lse is not None:
+        held = Held(Statistics(lse, target, None), saved, Shard(numbers.lse, reference))  # type: ignore[arg-type]
+    if of_begun != [None] * 8:
+        last = None if of_begun[4] is None else Left(*of_begun[4:])  # type: ignore[arg-type]
+        begun = Begun(*of_begun[:4], last)  # type: ignore[arg-type]
+    return begun, held
 
 
 def _as_shape(wanted: Wanted) -> jax.Array:

@@ -15,6 +15,9 @@ and dz_iv needs the numbers of token i over all columns, and nothing else of ano
                The backward pass gathers it again, so that no device holds all of it in between. (XLA gathers once where
                nothing comes between the passes.)
 
+Where the forward pass forms the gradients (`form_gradients`), it exchanges the numbers of each chunk of tokens, and
+leaves to the backward pass the gradients before their exchange: of the c that was gathered, too.
+
 One jax.shard_map runs a pass. In it all mesh axes are Manual, and the types of arrays do not say over which axes the
 arrays vary: Pallas' interpreter does not work with such types. This is so even if the caller's own shard_map has such
 types (check_vma). So this file sums the gradients, and gives the results their types back (`_typed`).
@@ -24,6 +27,7 @@ devices, and JAX itself sums the gradients where they leave that shard_map. Then
 the gradients.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,6 +40,7 @@ from jax.sharding import PartitionSpec as P
 from cce_jax import passes, reference
 from cce_jax.passes import Core
 from cce_jax.sharding import Axes, Layout, varying
+from cce_kernels.in_forward import Begun, CotangentsOf
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
 from cce_kernels.plan import needs_reference
 
@@ -64,9 +69,7 @@ def forward_pass(
         return _forward(inputs, core=core, layout=layout, wanted=wanted)
     run = partial(_forward, core=_summing(core, inputs, layout), layout=layout, wanted=wanted)
     numbers, held = _on_devices(run, layout, (_specs(core, layout),), (layout.spec_of_tokens, _each(layout)))(inputs)
-    varies = _union(layout, inputs)
-    alike = frozenset(layout.columns) - layout.gathered_tokens  # these axes' devices compute the same numbers
-    return _typed(numbers, varies - alike), _typed(held, varies)
+    return _typed(numbers, _of_numbers(inputs, layout)), _typed(held, _union(layout, inputs))
 
 
 def gradients(
@@ -75,16 +78,85 @@ def gradients(
     """de, dc and dbias, each with the shape, type and layout of its input; None where not wanted."""
     if layout is None:
         return _backward(inputs, held, cotangents, core=core, layout=None, wanted=wanted, sums=_Sums((), (), ()))
-    specs = _specs(core, layout)
     run = partial(_backward, core=_summing(core, inputs, layout), layout=layout, wanted=wanted,
                   sums=_sums(inputs, layout))  # fmt: skip
-    of_gradients: tuple[Any, ...] = specs.e, layout.spec_of_dc(core.head.vocab_axis), specs.bias
-    asked = wanted.e, wanted.c, wanted.bias
-    out = Gradients(*(spec if one else None for spec, one in zip(of_gradients, asked, strict=True)))
-    found = _on_devices(run, layout, (specs, _each(layout), layout.spec_of_tokens), out)(inputs, held, cotangents)
-    if not layout.typed:
-        return found
-    return Gradients(*(None if x is None else _typed(x, varying(of)) for x, of in zip(found, inputs, strict=False)))
+    specs = _specs(core, layout), _each(layout), layout.spec_of_tokens
+    found = _on_devices(run, layout, specs, _specs_of_gradients(core, layout, wanted))(inputs, held, cotangents)
+    return _typed_gradients(found, inputs, layout)
+
+
+def knows_cotangents(inputs: Inputs, token_weight: jax.Array | None, layout: Layout) -> bool:
+    """Whether each device knows the cotangents of its tokens in the forward pass, up to one factor.
+
+    It does not where, by the types inside the caller's jax.shard_map, devices that share a token have different targets
+    or weights for it. The cotangents are then sums over these devices, which have one factor each.
+    """
+    shared = _of_numbers(inputs, layout)
+    return not layout.typed or all(varying(x) <= shared for x in (inputs.targets, token_weight) if x is not None)
+
+
+def terms_of_numbers(terms: Any, inputs: Inputs, layout: Layout) -> Any:
+    """terms, whose types say that they vary over the Manual axes over which the numbers do."""
+    return _typed(terms, _of_numbers(inputs, layout))
+
+
+def sum_over_tokens(
+    run: Callable, inputs: Inputs, terms: Any, common: Any, core: Core, layout: Layout
+) -> tuple[jax.Array, jax.Array, jax.Array, Any]:  # fmt: skip
+    """The sum of weight · total over the tokens; total and lse, of the shape of targets; what the devices leave.
+
+    run(inputs, terms, common, core) -> total, lse, and what is left for `gradients_of_sum`, all of (N,) tokens.
+    The sum extends over the devices of the axes that the call maps. Over the caller's Manual axes it is the device's.
+    """
+    over = tuple(a for a in layout.all_tokens if a in layout.mapped)
+    core = _summing(core, inputs, layout)
+
+    def on_device(inputs: Inputs, terms: Any, common: Any):
+        whole = _gathered(in_type_of_e(inputs), core, layout)
+        flat = jax.tree.map(lambda x: _all_tokens(x, layout).reshape(-1), terms)
+        total, lse, left = run(_flat(whole), flat, common, core)
+        total, lse = (_own_tokens(x.reshape(whole.targets.shape), layout) for x in (total, lse))
+        return _summed(jnp.sum(terms.weight * total), over), total, lse, left
+
+    of_tokens = layout.spec_of_tokens
+    specs, out_specs = (_specs(core, layout), of_tokens, P()), (P(), of_tokens, of_tokens, _each(layout))
+    *found, left = _on_devices(on_device, layout, specs, out_specs)(inputs, terms, common)
+    value, total, lse = _typed(found, _of_numbers(inputs, layout))
+    return value, total, lse, _typed(left, _union(layout, inputs))
+
+
+def gradients_of_sum(
+    run: Callable, inputs: Inputs, terms: Any, common: Any, of_sum: jax.Array | None, of_lse: jax.Array | None,
+    left: Any, core: Core, layout: Layout, wanted: Wanted,
+) -> Gradients:  # fmt: skip
+    """de, dc and dbias as in `gradients`, from the cotangents of the sum and of lse; None: it is 0.
+
+    run(inputs, terms, common, of_sum, of_lse, left, core) -> the gradients of the device's columns.
+    """
+    sums, core = _sums(inputs, layout), _summing(core, inputs, layout)
+
+    def on_device(inputs: Inputs, terms: Any, common: Any, of_sum: Any, of_lse: Any, left: Any) -> Gradients:
+        whole = _gathered(in_type_of_e(inputs), core, layout)
+        flat = _flat(whole)
+        flat = flat._replace(targets=_columns_of(flat, core, layout))
+        terms, of_lse = jax.tree.map(lambda x: _all_tokens(x, layout).reshape(-1), (terms, of_lse))
+        found = run(flat, terms, common, *_added((of_sum, of_lse), layout), left, core)
+        return _exchanged(found, whole.e.shape, inputs.e.dtype, core, layout, sums)
+
+    of_tokens = layout.spec_of_tokens
+    specs = _specs(core, layout), of_tokens, P(), P(), of_tokens, _each(layout)
+    mapped = _on_devices(on_device, layout, specs, _specs_of_gradients(core, layout, wanted))
+    return _typed_gradients(mapped(inputs, terms, common, of_sum, of_lse, left), inputs, layout)
+
+
+def form_gradients(
+    inputs: Inputs, terms: Any, cotangents_of: CotangentsOf, core: Core, layout: Layout, wanted: Wanted
+) -> tuple[Statistics, Begun]:  # fmt: skip
+    """passes.begin on a device: the numbers over all columns, and the gradients of its own; e: (N, D)."""
+    if layout.size(layout.columns) == 1:
+        return passes.begin(inputs, terms, cotangents_of, core, wanted)
+    own, reference = _own_columns(inputs, core, layout, wanted)
+    return passes.begin(own, terms, cotangents_of, core, wanted, reference, partial(_of_all_columns, layout=layout))
 
 
 def whole_numbers(inputs: Inputs, core: Core, layout: Layout | None) -> Statistics:
@@ -124,28 +196,40 @@ def _forward(
     inputs: Inputs, *, core: Core, layout: Layout | None, wanted: Wanted | None
 ) -> tuple[Statistics, Held]:  # fmt: skip
     whole = _gathered(in_type_of_e(inputs), core, layout)
-    numbers, held = _of_columns(_flat(whole), core, layout, wanted)
+    numbers, held = of_columns(_flat(whole), core, layout, wanted)
     return jax.tree.map(lambda x: _own_tokens(x, layout), _shaped(numbers, whole.targets)), held
 
 
-def _of_columns(
+def of_columns(
     inputs: Inputs, core: Core, layout: Layout | None, wanted: Wanted | None
 ) -> tuple[Statistics, Held]:  # fmt: skip
     """The numbers over all columns, from those over the device's own columns; e: (N, D)."""
     if layout is None or layout.size(layout.columns) == 1:
         numbers, saved = passes.forward_pass(inputs, core, wanted)
         return numbers, Held(numbers, saved, None)
-    over, vocabulary = layout.columns, core.head.vocabulary(inputs.c) * layout.size(layout.columns)
-    named = inputs.targets < vocabulary
-    inputs = inputs._replace(targets=_columns_of(inputs, core, layout))
-    of_target = None
-    if needs_reference(inputs.e.dtype.itemsize, core.impl):  # type: ignore[arg-type]
-        of_target = jnp.where(named, lax.psum(passes.target_logits(inputs, core, wanted), over), -FLOAT32_MAX)
+    own, reference = _own_columns(inputs, core, layout, wanted)
     of_shard = replace(core, wide_de=True)  # de is a part of a sum over devices
-    numbers, saved = passes.forward_pass(inputs, of_shard, wanted, of_target)
-    of_devices = lax.all_gather(jnp.stack([x for x in numbers if x is not None], axis=1), over)
+    of_own, saved = passes.forward_pass(own, of_shard, wanted, reference)
+    numbers = _of_all_columns(of_own, layout)
+    return numbers, Held(of_own, saved, Shard(numbers.lse, reference))
+
+
+def _own_columns(
+    inputs: Inputs, core: Core, layout: Layout, wanted: Wanted | None
+) -> tuple[Inputs, jax.Array | None]:  # fmt: skip
+    """The inputs with targets as columns of the device, and numbers.Shard.reference."""
+    named = inputs.targets < core.head.vocabulary(inputs.c) * layout.size(layout.columns)
+    own = inputs._replace(targets=_columns_of(inputs, core, layout))
+    if not needs_reference(inputs.e.dtype.itemsize, core.impl):  # type: ignore[arg-type]
+        return own, None
+    return own, jnp.where(named, lax.psum(passes.target_logits(own, core, wanted), layout.columns), -FLOAT32_MAX)
+
+
+def _of_all_columns(of_own: Statistics, layout: Layout) -> Statistics:
+    """The numbers over all columns, from those over each device's own columns."""
+    of_devices = lax.all_gather(jnp.stack([x for x in of_own if x is not None], axis=1), layout.columns)
     lse, (target, *total) = jax.nn.logsumexp(of_devices[..., 0], axis=0), jnp.sum(of_devices[..., 1:], axis=0).T
-    return Statistics(lse, target, *(total or [None])), Held(numbers, saved, Shard(lse, of_target))
+    return Statistics(lse, target, *(total or [None]))
 
 
 def _backward(inputs: Inputs, held: Held, cotangents: Cotangents, *, core: Core, layout: Layout | None,
@@ -154,17 +238,23 @@ def _backward(inputs: Inputs, held: Held, cotangents: Cotangents, *, core: Core,
     flat = _flat(whole)
     if layout is not None:
         flat = flat._replace(targets=_columns_of(flat, core, layout))
-        cotangents = jax.tree.map(lambda x: _all_tokens(x, layout), cotangents)
-        if summands := _untyped(layout):
-            cotangents = lax.psum(cotangents, summands)
+        cotangents = _added(jax.tree.map(lambda x: _all_tokens(x, layout), cotangents), layout)
     cotangents = jax.tree.map(lambda x: x.reshape(-1), cotangents)
-    (de, dc, dbias), _ = passes.gradients(flat, held.numbers, held.saved, cotangents, core, wanted, held.shard)
+    found, _ = passes.gradients(flat, held.numbers, held.saved, cotangents, core, wanted, held.shard)
+    return _exchanged(found, whole.e.shape, inputs.e.dtype, core, layout, sums)
+
+
+def _exchanged(
+    found: Gradients, shape: tuple[int, ...], dtype: Any, core: Core, layout: Layout | None, sums: _Sums
+) -> Gradients:  # fmt: skip
+    """The gradients of the device's tokens and columns, summed over the devices. shape, dtype: of de."""
+    de, dc, dbias = found
     if de is not None:
-        de = de.reshape(whole.e.shape)
+        de = de.reshape(shape)
     if layout is not None:
         axis = core.head.vocab_axis
         if de is not None:
-            de = _summed(_scattered_tokens(de, layout), sums.e).astype(inputs.e.dtype)
+            de = _summed(_scattered_tokens(de, layout), sums.e).astype(dtype)
         if dc is not None:
             dc = _summed(_scattered(_scattered(dc, layout.width, 1 - axis), layout.gathered_columns, axis), sums.c)
         if dbias is not None:
@@ -267,6 +357,13 @@ def _specs(core: Core, layout: Layout) -> Any:
     return Inputs(*specs)
 
 
+def _specs_of_gradients(core: Core, layout: Layout, wanted: Wanted) -> Gradients:
+    specs = _specs(core, layout)
+    of_gradients: tuple[Any, ...] = specs.e, layout.spec_of_dc(core.head.vocab_axis), specs.bias
+    asked = wanted.e, wanted.c, wanted.bias
+    return Gradients(*(spec if one else None for spec, one in zip(of_gradients, asked, strict=True)))
+
+
 def _each(layout: Layout) -> P:
     """The spec of what each device holds for itself: along the first axis the devices' parts follow one another.
 
@@ -298,16 +395,27 @@ def _sums(inputs: Inputs, layout: Layout) -> "_Sums":
     return _Sums(e, c, over(inputs.bias, tokens, frozenset(layout.gathered_columns)))
 
 
-def _untyped(layout: Layout) -> Axes:
-    """The axes over which each device has one summand of a cotangent: see this file's docstring."""
-    if layout.typed:
-        return ()
-    return tuple(a for a in layout.columns if a not in layout.mapped and a not in layout.gathered_tokens)
+def _added(cotangents: Any, layout: Layout) -> Any:
+    """The cotangents, summed over the axes over which each device has one summand: see this file's docstring."""
+    over = () if layout.typed else layout.columns
+    summands = tuple(a for a in over if a not in layout.mapped and a not in layout.gathered_tokens)
+    return lax.psum(cotangents, summands) if summands else cotangents
 
 
 def _union(layout: Layout, arrays: Any) -> frozenset[str]:
     """The Manual axes over which any of the arrays varies."""
     return frozenset().union(*map(varying, jax.tree.leaves(arrays))) if layout.typed else frozenset()
+
+
+def _of_numbers(inputs: Inputs, layout: Layout) -> frozenset[str]:
+    """The Manual axes over which the numbers of tokens vary. Devices that share tokens compute the same numbers."""
+    return _union(layout, inputs) - (frozenset(layout.columns) - layout.gathered_tokens)
+
+
+def _typed_gradients(found: Gradients, inputs: Inputs, layout: Layout) -> Gradients:
+    if not layout.typed:
+        return found
+    return Gradients(*(None if x is None else _typed(x, varying(of)) for x, of in zip(found, inputs, strict=False)))
 
 
 def _typed(arrays: Any, axes: frozenset[str]) -> Any:

@@ -20,7 +20,7 @@ from cce_kernels.device import H200, INTERPRETER, Gpu, cuda_gpu
 from cce_kernels.engines.xla import XLA
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
-from cce_kernels.plan import Chunks, Plan, plan_of
+from cce_kernels.plan import Plan, logged, plan_of
 
 Impl = Literal["auto", "cce", "chunked", "reference"]
 
@@ -43,7 +43,7 @@ class Decided(NamedTuple):
     """What the plans for all platforms share. None: not decided yet."""
 
     saved: int | None = None  # the number of tokens whose exponentials are saved
-    chunks: Chunks | None = None  # in which the forward pass forms the gradients
+    last: int | None = None  # that the forward pass forms the gradients, and the tokens of its last chunk
 
 
 UNDECIDED = Decided()
@@ -57,7 +57,11 @@ def plan_for(
     wanted: None for evaluation. one_factor: whether `begin` and `finish` will run.
     """
     gpu = INTERPRETER if core.impl == "cce" and core.gpu is None else core.gpu
-    return _plan(inputs, core, wanted, decided, one_factor, gpu, core.impl if gpu is not None else "chunked")
+    impl: Any = core.impl if gpu is not None else "chunked"
+    plan = _plan(inputs, core, wanted, decided, one_factor, gpu, impl)
+    if decided == UNDECIDED:
+        logged(plan, impl)
+    return plan
 
 
 def _plan(
@@ -94,7 +98,7 @@ def forward_pass(
             numbers, m = in_forward.of_any_cotangents(inputs, plan, core.debug_nans)
             return numbers, m[None]
 
-        return _on_platform(form_de, inputs, core, wanted, Decided(0, plan.in_forward.chunks))(inputs)
+        return _on_platform(form_de, inputs, core, wanted, Decided(0, plan.in_forward.chunks.last))(inputs)
     shape = plan.saved_shape
 
     def run(plan: Plan, inputs: Inputs, reference: jax.Array | None):
@@ -133,17 +137,18 @@ def gradients(
 
 
 def begin(
-    inputs: Inputs, of_tokens: Any, cotangents_of: in_forward.CotangentsOf, core: Core, wanted: Wanted
+    inputs: Inputs, of_tokens: Any, cotangents_of: in_forward.CotangentsOf, core: Core, wanted: Wanted,
+    reference: jax.Array | None = None, of_all_columns: in_forward.OfAllColumns | None = None,
 ) -> tuple[Statistics, in_forward.Begun]:  # fmt: skip
     """in_forward.begin, where `plan_for` says so."""
     plan = plan_for(inputs, core, wanted, one_factor=True)
     assert plan.in_forward is not None
 
-    def run(plan: Plan, inputs: Inputs, of_tokens: Any):
-        return in_forward.begin(inputs, of_tokens, cotangents_of, plan, core.debug_nans)
+    def run(plan: Plan, inputs: Inputs, of_tokens: Any, reference: jax.Array | None):
+        return in_forward.begin(inputs, of_tokens, cotangents_of, plan, core.debug_nans, reference, of_all_columns)
 
-    shared = Decided(0, plan.in_forward.chunks)
-    return _on_platform(run, inputs, core, wanted, shared, one_factor=True)(inputs, of_tokens)
+    shared = Decided(0, plan.in_forward.chunks.last)
+    return _on_platform(run, inputs, core, wanted, shared, one_factor=True)(inputs, of_tokens, reference)
 
 
 def finish(
@@ -154,9 +159,13 @@ def finish(
     assert plan.in_forward is not None
 
     def run(plan: Plan, inputs: Inputs, begun: in_forward.Begun, factor: jax.Array):
-        return in_forward.finish(begun, factor, plan)
+        found = in_forward.finish(begun, factor, plan)
+        if found.e is None:
+            return found
+        live = inputs.targets[:, None] >= 0  # an infinite factor times the 0 of an ignored token is NaN
+        return found._replace(e=jnp.where(live, found.e, 0))
 
-    shared = Decided(0, plan.in_forward.chunks)
+    shared = Decided(0, plan.in_forward.chunks.last)
     return _on_platform(run, inputs, core, wanted, shared, one_factor=True)(inputs, begun, factor)
 
 

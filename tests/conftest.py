@@ -55,22 +55,3 @@ def hopper_kernels_in_every_jax():
         choose.plan_of.cache_clear()
         yield
     choose.plan_of.cache_clear()
-
-
-@pytest.fixture
-def budget_in_tokens(monkeypatch):
-    """memory_budget is the number of tokens to save, if there are so many, up to 1000: at small shapes any real one
-    saves all.
-    """
-    real = choose._saved_tokens
-
-    def saved_tokens(setting: choose._Setting) -> int:
-        call = setting.call
-        if call.memory_budget > 1000:
-            return real(setting)
-        return min(call.memory_budget, setting.rows) if call.wanted is not None and setting.engine.stops else 0
-
-    monkeypatch.setattr(choose, "_saved_tokens", saved_tokens)
-    choose.plan_of.cache_clear()
-    yield
-    choose.plan_of.cache_clear()

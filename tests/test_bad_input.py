@@ -79,7 +79,7 @@ ROWS = [
     ({"memory_budget": float("nan")}, ValueError, r"memory_budget=nan must be a whole number"),
     ({"memory_budget": float("inf")}, ValueError, r"memory_budget=inf .*'all'"),
     ({"memory_budget": "300 MiB"}, TypeError, r"memory_budget='300 MiB' must be a whole number.*2e9, or 'all'"),
-    ({"memory_budget": True}, TypeError, r"memory_budget=True .*'all' .*; leave it out for 300 MiB or more"),
+    ({"memory_budget": True}, TypeError, r"memory_budget=True .*'all' .*; leave it out for 640 MiB or more"),
     ({"class_weight": np.ones(V, np.complex64)}, TypeError, r"class_weight must be real.*complex64"),
 ]  # fmt: skip
 

@@ -24,18 +24,15 @@ from tests.truth import truth
 
 V, D = 232, 20  # no multiple of any tile; V is one of 8, as XLA's matmuls with what is saved want
 ODD = 229
-PART, ALL = 17, 1000  # tokens that are saved: no multiple of a tile
+ALL = 2**40  # bytes: all exponentials are saved, if that serves the call
 FEW_TOKENS, TOKENS = 24, 40  # below and above the number from which on kept tokens are moved together
-
-
-pytestmark = pytest.mark.usefixtures("budget_in_tokens")
 
 
 @dataclass(frozen=True)
 class Way:
-    """A program: its static options, and how much it saves."""
+    """A program: its static options, and its budget: 0 or ALL."""
 
-    saved: int
+    budget: int
     tokens: int
     dtype: str = "bfloat16"
     arrays: tuple[str, ...] = ()
@@ -43,9 +40,8 @@ class Way:
     vocabulary: int = V
 
     def __str__(self) -> str:
-        saved = {0: "none", PART: "part", ALL: "all"}.get(self.saved, "as much as may be")
         size = f"{self.tokens} tokens of {self.vocabulary}"
-        return ", ".join([saved, size, self.dtype, *self.arrays, *map(str, self.options)])
+        return ", ".join(["all" if self.budget else "none", size, self.dtype, *self.arrays, *map(str, self.options)])
 
     def inputs(self, seed: int = 0) -> Inputs:
         return inputs(Case("", (self.tokens,), D, self.vocabulary, self.arrays, 0.0, self.options), self.dtype, seed)
@@ -64,15 +60,13 @@ WAYS = [
     Way(ALL, TOKENS, arrays=("bias",), options=CAPPED | EACH),
     Way(ALL, TOKENS, arrays=("bias",), options=EACH, vocabulary=ODD),
     Way(ALL, FEW_TOKENS, options=CAPPED | LAST | {"z_loss": 0.02}, vocabulary=ODD),
-    Way(PART, TOKENS, arrays=("bias",), options=EACH),
-    Way(PART, TOKENS, options=EACH | LAST, vocabulary=ODD),
-    Way(PART, FEW_TOKENS, arrays=("bias", "token_weight"), options=EACH | LAST),
-    Way(PART, TOKENS, arrays=ARRAYS, options=SMOOTHED | LAST | {"z_loss": 0.02, "return_lse": True}),
-    Way(PART, TOKENS, arrays=ARRAYS, options=CAPPED | EACH),
+    Way(ALL, FEW_TOKENS, arrays=ARRAYS, options=SMOOTHED | LAST | {"z_loss": 0.02, "return_lse": True}, vocabulary=ODD),
+    Way(0, TOKENS, arrays=("bias",), options=EACH),
+    Way(0, FEW_TOKENS, arrays=("bias", "token_weight"), options=EACH | LAST, vocabulary=ODD),
     Way(0, TOKENS, arrays=ARRAYS, options=CAPPED | SMOOTHED | EACH | LAST),
-    Way(2**40, TOKENS, "float16", ("bias",), EACH | LAST),
-    Way(2**40, TOKENS, "float16", WEIGHTED, CAPPED | SMOOTHED),
-    Way(2**40, TOKENS, "float32", ARRAYS, CAPPED | SMOOTHED | EACH),
+    Way(ALL, TOKENS, "float16", ("bias",), EACH | LAST),
+    Way(ALL, TOKENS, "float16", WEIGHTED, CAPPED | SMOOTHED),
+    Way(ALL, TOKENS, "float32", ARRAYS, CAPPED | SMOOTHED | EACH),
 ]
 
 
@@ -108,15 +102,15 @@ def check(given: Inputs, way: Way, hidden: np.ndarray, repeat: bool = True, impl
     dirty = replace(given, e=np.where(hidden[:, None], np.nan, given.e).astype(given.e.dtype))
     loss, lse, gradients = exact = truth(given, {k: v for k, v in way.options.items() if k != "vocab_axis"})
     reference = run(given, way.options, "reference")
-    actual = run(dirty, way.options, impl, memory_budget=way.saved)
-    roundings = 3 if way.dtype == "bfloat16" and way.saved else 2
+    actual = run(dirty, way.options, impl, memory_budget=way.budget)
+    roundings = 3 if way.dtype == "bfloat16" and way.budget else 2
     assert_rounded(actual[0], loss, reference[0], "loss", roundings=2)
     assert_rounded(actual[1], lse, reference[1], "lse", roundings=2)
     for name, gradient in actual[2].items():
         assert_rounded(gradient, gradients[name], reference[2][name], f"gradient of {name}", roundings=roundings)
     assert not np.float32(actual[2]["e"][hidden]).any()
     if repeat:
-        again = run(dirty, way.options, impl, memory_budget=way.saved)
+        again = run(dirty, way.options, impl, memory_budget=way.budget)
         jax.tree.map(np.testing.assert_array_equal, again, actual)
     return actual, exact
 
@@ -199,18 +193,18 @@ def test_dbias_of_saved_tokens_has_their_factor_to_16_bits():
     np.testing.assert_array_equal(found, np.full(V, 3 * (1 + 2.0**-8)).astype(found.dtype))
 
 
-FAR = [way for way in WAYS if way.saved in (ALL, PART) and "softcap" not in way.options and way.arrays == ("bias",)]
-WITH_DZ = [
-    Way(PART, TOKENS, arrays=("bias",), options=EACH | {"label_smoothing": 0.1}),
-    Way(2**40, TOKENS, arrays=("bias",), options=EACH | {"softcap": 60.0}),
+FAR = [way for way in WAYS
+       if way.dtype == "bfloat16" and "softcap" not in way.options and way.arrays == ("bias",)]  # fmt: skip
+MORE = [
+    Way(ALL, TOKENS, arrays=("bias",), options=EACH | {"label_smoothing": 0.1}),
+    Way(ALL, TOKENS, arrays=("bias",), options=EACH | {"softcap": 60.0}),
 ]
 
 
 @pytest.mark.parametrize("softcap", [0.5, 8.9, 40.0])
-@pytest.mark.parametrize("saved", [ALL, PART])
-def test_saved_exponentials_of_logits_that_reach_the_softcap(softcap, saved):
+def test_saved_exponentials_of_logits_that_reach_the_softcap(softcap):
     """The slope 1 − (z/κ)² of such a logit is small. From a rounded exponential it would be wrong by 2⁻⁹·2/κ."""
-    way = Way(saved, TOKENS, options=EACH | {"softcap": softcap, "logit_scale": softcap})
+    way = Way(ALL, TOKENS, options=EACH | {"softcap": softcap, "logit_scale": softcap})
     given = way.inputs()
     e = np.float64(given.e)
     e *= 4 / np.abs(e @ np.float64(given.c).T).min(axis=1, keepdims=True).clip(0.5)
@@ -218,7 +212,7 @@ def test_saved_exponentials_of_logits_that_reach_the_softcap(softcap, saved):
 
 
 @pytest.mark.parametrize("hide", ["none", "most"])
-@pytest.mark.parametrize("way", [*FAR, *WITH_DZ], ids=str)
+@pytest.mark.parametrize("way", [*FAR, *MORE], ids=str)
 def test_rows_whose_largest_logit_is_far_above_their_targets(way, hide):
     """By more than 30 nats, from where on exponentials are relative to lse; and by 90, where they overflow."""
     given = with_odd_cotangents(way.inputs())
@@ -246,7 +240,7 @@ def test_a_bias_of_minus_infinity_removes_a_class(way):
         bias = np.where(np.arange(way.vocabulary) % 5 == 2, low, given.optional["bias"]).astype(given.e.dtype)
         targets = np.where(given.targets % 5 == 2, given.targets - 1, given.targets)
         results.append(run(replace(given, optional={"bias": bias}, targets=targets), way.options, "cce",
-                           memory_budget=way.saved))  # fmt: skip
+                           memory_budget=way.budget))  # fmt: skip
     jax.tree.map(np.testing.assert_array_equal, *results)
     assert np.isfinite(np.float32(results[0][2]["c"])).all()
 
@@ -256,7 +250,7 @@ def test_a_bias_of_minus_infinity_removes_a_class(way):
 def test_a_target_out_of_range_is_nan_and_so_is_every_gradient_it_reaches(way, bad):
     given, bad = way.inputs(), way.vocabulary if bad == "V" else bad
     targets = np.where(np.arange(way.tokens) == 5, bad, given.targets).astype(np.int32)
-    loss, lse, gradients = run(replace(given, targets=targets), way.options, "cce", memory_budget=way.saved)
+    loss, lse, gradients = run(replace(given, targets=targets), way.options, "cce", memory_budget=way.budget)
     others = np.arange(way.tokens) != 5
     assert np.isnan(loss).tolist() == (~others).tolist()
     assert np.isfinite(lse).all()
@@ -266,13 +260,13 @@ def test_a_target_out_of_range_is_nan_and_so_is_every_gradient_it_reaches(way, b
     assert np.isnan(np.float32(gradients["bias"])).all()
 
 
-@pytest.mark.parametrize("saving", [PART, ALL])
-def test_the_gradient_of_lse_is_finite_and_right_for_a_target_out_of_range(saving):
-    given = Way(saving, TOKENS).inputs()
+@pytest.mark.parametrize("budget", [0, ALL])
+def test_the_gradient_of_lse_is_finite_and_right_for_a_target_out_of_range(budget):
+    given = Way(budget, TOKENS).inputs()
     targets = np.where(np.arange(TOKENS) % 7 == 5, V, given.targets)
 
     def objective(e, c):
-        options = dict(reduction="none", return_lse=True, impl="cce", memory_budget=saving)
+        options = dict(reduction="none", return_lse=True, impl="cce", memory_budget=budget)
         return jnp.sum(linear_cross_entropy(e, c, targets, **options)[1] * given.of_lse)
 
     de, dc = jax.jit(jax.grad(objective, (0, 1)))(given.e, given.c)
@@ -282,13 +276,12 @@ def test_the_gradient_of_lse_is_finite_and_right_for_a_target_out_of_range(savin
         assert_rounded(actual, exact, exact.astype(given.e.dtype), "gradient of lse", roundings=3)
 
 
-@pytest.mark.parametrize("saving", [PART, ALL])
-def test_another_backward_pass_has_the_bits_of_the_first(saving):
+def test_another_backward_pass_has_the_bits_of_the_first():
     """With what the one before left of what was saved, after other cotangents, and among tokens that are ignored."""
-    given = Way(saving, TOKENS).inputs()
+    given = Way(ALL, TOKENS).inputs()
     wanted = core.Wanted(True, True, True)
-    plan = plan_of(Call(TOKENS, D, V, "bfloat16", Head(), False, False, wanted, saving), INTERPRETER, "cce")
-    assert plan.saved == min(saving, TOKENS)
+    plan = plan_of(Call(TOKENS, D, V, "bfloat16", Head(), False, False, wanted, ALL), INTERPRETER, "cce")
+    assert plan.saved == TOKENS
     start, follow = (jax.jit(partial(run, plan=plan)) for run in (forward.statistics, backward.gradients))
     rng = np.random.default_rng(0)
     x, y = (jnp.float32(rng.standard_normal((2, TOKENS))) for _ in "xy")
@@ -307,10 +300,10 @@ def test_another_backward_pass_has_the_bits_of_the_first(saving):
         assert error(other.e, first.e) > 0.1
 
 
-@pytest.mark.parametrize("saving", [PART, ALL])
-def test_a_retained_vjp(saving):
-    given = Way(saving, TOKENS).inputs()
-    loss = partial(linear_cross_entropy, targets=given.targets, impl="cce", memory_budget=saving)
+@pytest.mark.parametrize("budget", [0, ALL])
+def test_a_retained_vjp(budget):
+    given = Way(budget, TOKENS).inputs()
+    loss = partial(linear_cross_entropy, targets=given.targets, impl="cce", memory_budget=budget)
     value, pullback = jax.vjp(loss, jnp.asarray(given.e), jnp.asarray(given.c))
     first, other, again = pullback(value), pullback(-2 * value), pullback(value)
     jax.tree.map(np.testing.assert_array_equal, first, again)
@@ -318,12 +311,12 @@ def test_a_retained_vjp(saving):
         assert error(x, -2 * np.float32(y)) == 0, "a power of two is exact"
 
 
-def over_rows(transform, given: Inputs, impl: str, saving: int):
+def over_rows(transform, given: Inputs, impl: str, budget: int):
     """Gradients of Σ_k w_k · loss(e_k, c, t_k), the sum taken in a way of JAX's."""
     e, t, w = given.e.reshape(2, -1, D), given.targets.reshape(2, -1), jnp.array([1.0, -3.0])
 
     def loss(e, c, t):
-        return linear_cross_entropy(e, c, t, impl=impl, memory_budget=saving, precision="highest")
+        return linear_cross_entropy(e, c, t, impl=impl, memory_budget=budget, precision="highest")
 
     def objective(e, c):
         return transform(loss)(e, c, t, w)
@@ -347,16 +340,16 @@ def checkpointed(loss):
 
 
 @pytest.mark.parametrize(
-    ("transform", "saving"), [(mapped, ALL), (mapped, PART), (scanned, ALL), (checkpointed, PART)]
-)  # fmt: skip
-def test_transformed(transform, saving):
+    ("transform", "budget"), [(mapped, ALL), (mapped, 0), (scanned, ALL), (checkpointed, ALL), (checkpointed, 0)]
+)
+def test_transformed(transform, budget):
     """Under vmap the choice by the number of kept tokens, few in the second row, becomes a selection of both ways."""
     given = inputs(Case("", (2 * TOKENS,), D, V, ignored=0.0), "bfloat16")
     hidden = np.concatenate([ignored(TOKENS)["none"], ignored(TOKENS)["most"]])
     given = replace(given, targets=np.where(hidden, -100, given.targets))
     exact = over_rows(mapped, replace(given, e=np.float32(given.e), c=np.float32(given.c)), "reference", 0)
     reference = over_rows(mapped, given, "reference", 0)
-    actual = over_rows(transform, given, "cce", saving)
+    actual = over_rows(transform, given, "cce", budget)
     np.testing.assert_allclose(actual[0], exact[0], rtol=1e-6)
     for x, y, z, name in zip(actual[1], exact[1], reference[1], ("e", "c"), strict=True):
         # c's gradient is a sum of two rounded ones, of which scan rounds the sum too.

@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -15,11 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 from cce_jax import api
 from cce_kernels.device import Gpu
+from cce_kernels.plan import choose
 from tests.devices.meshes import MODES, Layout, gradient_of
 from tests.lowering import for_hopper, kernels, mesh_of_gpus
 
 ROOT = Path(__file__).parents[1]
-GROUPS = ("layouts", "options", "drawn", "errors")
+GROUPS = ("layouts", "options", "drawn", "errors", "in_forward")
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -95,3 +97,16 @@ def test_the_hopper_kernels_lower(layout, mode, memory_budget, monkeypatch):
     monkeypatch.setattr(api, "local_gpu", lambda: Gpu("9.0", 132))
     found = set(lowered(layout, mode, memory_budget, for_hopper))
     assert {"statistics", "dc", "saved_de" if memory_budget else "dz"} <= found
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the hopper engine needs JAX 0.11")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_hopper_kernels_form_gradients_in_the_forward_pass(layout, mode, monkeypatch):
+    """In chunks of 256 tokens: the sums of a chunk, de, and dc in the loop, for the last chunk and backward."""
+    monkeypatch.setattr(api, "local_gpu", lambda: Gpu("9.0", 132))
+    monkeypatch.setattr(choose, "_is_fastest_in_forward", lambda _: True)
+    choose.plan_of.cache_clear()
+    found = Counter(lowered(layout, mode, 3 * 2**20, for_hopper))
+    choose.plan_of.cache_clear()
+    assert found == {"statistics": 2, "de": 2, "dc_sum": 2}

@@ -19,15 +19,16 @@ CASE = Case("edge", leading=(24,), width=16, vocabulary=70, arrays=("bias",))
 
 
 def grads(e, c, targets, impl, **options):
-    """loss and the gradients of e and c."""
+    """The sum of what the loss returns, and its gradients of e and c."""
     return jax.value_and_grad(
-        lambda e, c: linear_cross_entropy(e, c, targets, impl=impl, precision="highest", **options), (0, 1)
+        lambda e, c: jnp.sum(linear_cross_entropy(e, c, targets, impl=impl, precision="highest", **options)), (0, 1)
     )(jnp.asarray(e), jnp.asarray(c))
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 @pytest.mark.parametrize("impl", IMPLS)
-def test_nothing_of_an_ignored_token_gets_out(impl, poison):
+def test_nothing_of_an_ignored_token_gets_out(impl, poison, reduction):
     given = inputs(CASE)
     ignored = given.targets == -100
     assert ignored.any()
@@ -36,7 +37,7 @@ def test_nothing_of_an_ignored_token_gets_out(impl, poison):
     weight = np.where(ignored, np.nan, 1.0).astype(np.float32)
     bias = given.optional["bias"].copy()
     bias[3] = 200.0  # whose exponential is infinite in float32
-    options = {"label_smoothing": 0.1, "z_loss": 0.1, "bias": bias}
+    options = {"label_smoothing": 0.1, "z_loss": 0.1, "bias": bias, "reduction": reduction}
     clean = grads(given.e, given.c, given.targets, impl, **options)
     dirty = grads(bad, given.c, given.targets, impl, token_weight=weight, **options)
     jax.tree.map(np.testing.assert_array_equal, dirty, clean)

@@ -1,9 +1,11 @@
 """Memory budgets held to XLA's own count of the bytes of a compiled program, at shapes up to real models'."""
 
 import random
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +18,13 @@ from cce_kernels.contract import default_budget
 from cce_kernels.device import H200
 from cce_kernels.head import Head
 from cce_kernels.numbers import Wanted
-from cce_kernels.plan import Plan, plan_of
+from cce_kernels.plan import Plan, choose, plan_of
 from tests.held import MIB, available, held, twins
 from tests.search import calls
 
 pytestmark = pytest.mark.skipif(bool(available()), reason=available())
 
-CALLS, CALLS_OF_XLA = 12, 12
+CALLS, CALLS_OF_XLA, CALLS_IN_FORWARD = 12, 12, 16
 NAMES = "e", "c", "targets", "bias"
 
 
@@ -42,6 +44,7 @@ class Call:
     memory_budget: int | None  # None: the default
     mixed: bool = False  # c and bias are float32 beside an e of 16 bits
     impl: Literal["auto", "chunked"] = "auto"
+    reduction: Literal["mean", "sum", "none"] = "none"
     precision: Literal["highest"] | None = None
 
     def __str__(self) -> str:
@@ -52,6 +55,7 @@ class Call:
         options = f", softcap {self.softcap}" * bool(self.softcap) + ", smoothing" * bool(self.label_smoothing)
         gradients = ", gradients of " + " ".join(NAMES[k] for k in self.wanted)
         options += f", {self.precision} precision" * bool(self.precision)
+        options += f", {self.reduction}" * (self.reduction != "none")
         return shape + layout + ", bias" * self.bias + options + gradients
 
     @classmethod
@@ -85,6 +89,20 @@ class Call:
         mixed, impl = dtype != "float32" and draw.random() < 0.5, "auto" if dtype == "float32" else "chunked"
         return replace(call, mixed=mixed, impl=impl, precision=draw.choice([None, "highest"]))
 
+    @classmethod
+    def drawn_in_forward(cls, draw: random.Random) -> "Call":
+        """A "mean" or "sum" with c (V, D) in bfloat16: in half of the calls the Hopper engine can sum dc."""
+        call = replace(cls.drawn(draw), dtype="bfloat16", vocab_axis=0, reduction=draw.choice(["mean", "sum"]),
+                       wanted=draw.choice([(0, 1), (0, 1), (0,), (1,)]), mixed=False)  # fmt: skip
+        if draw.random() < 0.8:
+            call = replace(call, tokens=max(call.tokens, 2048), vocabulary=max(call.vocabulary // 64 * 64, 2**15),
+                           bias=False, label_smoothing=0.0)  # fmt: skip
+        if call.bias:
+            call = replace(call, wanted=(*call.wanted, 3))
+        chunk, everything = 512 * (call.vocabulary + 12 * call.width), 2 * call.tokens * call.vocabulary
+        some = [64 * MIB + int(chunk * (everything / chunk) ** draw.uniform(0.1, 1)) for _ in range(4)]
+        return replace(call, memory_budget=draw.choice([64 * MIB, None, *some]))
+
     @property
     def budget(self) -> int:
         if self.memory_budget is None:
@@ -101,11 +119,11 @@ class Call:
 
     def held(self) -> int:
         def loss(e, c, targets, bias):
-            return linear_cross_entropy(
+            return jnp.sum(linear_cross_entropy(
                 e, c, targets, bias=bias, vocab_axis=self.vocab_axis, softcap=self.softcap,
                 label_smoothing=self.label_smoothing, memory_budget=self.memory_budget, impl=self.impl,
-                precision=self.precision,
-            )  # fmt: skip
+                precision=self.precision, reduction=self.reduction,
+            ))  # fmt: skip
 
         c_shape = (self.vocabulary, self.width) if self.vocab_axis == 0 else (self.width, self.vocabulary)
         of_c = "float32" if self.mixed else self.dtype
@@ -119,13 +137,13 @@ def planned(call: Call) -> Plan:
     wanted = Wanted(0 in call.wanted, 1 in call.wanted, 3 in call.wanted)
     head = Head(call.softcap, call.vocab_axis, call.precision)
     return plan_of(Planned(call.tokens, call.width, call.vocabulary, call.dtype, head, call.bias,
-                           call.label_smoothing > 0, wanted, call.budget, wide_dc=call.mixed),
-                   H200, call.impl)  # fmt: skip
+                           call.label_smoothing > 0, wanted, call.budget, wide_dc=call.mixed,
+                           one_factor=call.reduction != "none"), H200, call.impl)  # fmt: skip
 
 
 def drawn() -> list[Call]:
-    draw, for_xla = random.Random(0), random.Random(0)
-    return [Call.drawn(draw) for _ in range(CALLS)] + [Call.drawn_for_xla(for_xla) for _ in range(CALLS_OF_XLA)]
+    kinds = (Call.drawn, CALLS), (Call.drawn_for_xla, CALLS_OF_XLA), (Call.drawn_in_forward, CALLS_IN_FORWARD)
+    return [of(draw) for of, count in kinds for draw in [random.Random(0)] for _ in range(count)]
 
 
 # Each held more than its budget once; beside it, why.
@@ -175,10 +193,30 @@ def test_a_call_holds_what_its_budget_or_the_least_plan_allows(call):
     assert actual <= allowed, f"{actual / MIB:.1f} MiB of {allowed / MIB:.1f}"
 
 
-def test_the_default_budget_at_a_real_head():
-    """As measured on an H200."""
-    call = Call(8192, 2304, 256000, "bfloat16", 0, False, (0, 1), None, 0.0, 300 * MIB)
-    assert round(call.held() / MIB, 1) == 276.2
+def test_calls_whose_forward_pass_forms_the_gradients_are_drawn_often():
+    plans = [planned(call) for call in drawn()[-CALLS_IN_FORWARD:]]
+    assert sum(plan.in_forward is not None for plan in plans) >= CALLS_IN_FORWARD // 2
+
+
+@pytest.mark.parametrize(("reduction", "memory_budget", "mib"),
+                         [("none", 300 * MIB, 276.2), ("mean", 300 * MIB, 286.1), ("mean", None, 554.1)])  # fmt: skip
+def test_what_a_real_head_holds(reduction, memory_budget, mib):
+    """The first as measured on an H200."""
+    call = Call(8192, 2304, 256000, "bfloat16", 0, False, (0, 1), None, 0.0, memory_budget, reduction=reduction)
+    assert round(call.held() / MIB, 1) == mib
+
+
+def test_a_program_that_a_cpu_lowers_for_cuda_runs_the_kernels():
+    """In chunks of their own: a CPU's chunks hold more bytes. What stays between the passes has one shape."""
+
+    def loss(e, c, targets):
+        return linear_cross_entropy(e, c, targets, memory_budget=100 * MIB)
+
+    shapes = (2048, 512), (32768, 512), (2048,)
+    arrays = map(jax.ShapeDtypeStruct, shapes, (jnp.bfloat16, jnp.bfloat16, jnp.int32))
+    found = held(jax.grad(loss, (0, 1)), *arrays, as_h200=False)
+    assert {"cce_statistics", "cce_de", "cce_dc_sum"} <= set(re.findall(r"cce_[a-z_]*[a-z]", found.hlo))
+    assert found.bytes <= 100 * MIB
 
 
 def test_evaluation_holds_no_copy_of_e():
@@ -189,20 +227,36 @@ def test_evaluation_holds_no_copy_of_e():
     assert held(loss, e, c, targets).bytes < 6 * MIB
 
 
-def drawn_with_token_weights(count: int) -> list[calls.Program]:
-    """JAX's calls with a loss, and a gradient of its weight, for each token: the caller's program reads lse too."""
+def drawn_with_token_weights(count: int, reduction: str) -> Iterator[calls.Program]:
+    """JAX's calls with a gradient of each token's weight, whose caller's program reads lse too.
+
+    For a "mean" or "sum": of the kind whose gradients the forward pass may form, on an H200.
+    """
     drawn = (calls.draw(0, number, "gpu").program for number in range(0, 10**6, calls.SHARED))
-    fitting = (
-        replace(x, reduction="none", num_items=None, wanted=tuple(sorted({*x.wanted, "e", "token_weight"})),
-                arrays=tuple(sorted({*x.arrays, "token_weight"})))
-        for x in drawn if x.package == "jax" and x.tokens > 300
-    )  # fmt: skip
-    return [next(fitting) for _ in range(count)]
+    for x in drawn:
+        if x.package == "torch" or x.tokens <= 300:
+            continue
+        x = replace(x, reduction=reduction, num_items=None, wanted=tuple(sorted({*x.wanted, "e", "token_weight"})),
+                    arrays=tuple(sorted({*x.arrays, "token_weight"})), return_lse=True)  # fmt: skip
+        if reduction != "none":
+            x = replace(x, dtype="bfloat16", mixed=False, impl="auto", vocab_axis=0, label_smoothing=0.0,
+                        arrays=tuple(name for name in x.arrays if name != "bias"), memory_budget=calls.DEFAULT,
+                        wanted=tuple(name for name in x.wanted if name != "bias"))  # fmt: skip
+            if x.tokens < 512 or x.width % 64 or x.vocabulary % 64 or min(x.width, x.vocabulary) <= 64:
+                continue
+        yield x
+        count -= 1
+        if not count:
+            return
 
 
-@pytest.mark.parametrize("program", drawn_with_token_weights(8), ids=str)
-def test_no_fusion_gets_one_array_twice(program):
+@pytest.mark.parametrize("program", [x for reduction, count in (("none", 8), ("mean", 3), ("sum", 2))
+                                     for x in drawn_with_token_weights(count, reduction)], ids=str)  # fmt: skip
+def test_no_fusion_gets_one_array_twice(program, monkeypatch):
     """Else results of one call in twenty were wrong: lse was overwritten while another thread looked lse up."""
+    in_forward, decided = program.reduction != "none", []
+    monkeypatch.setattr(choose, "_is_fastest_in_forward", lambda times: decided.append(times) or in_forward)
+    plan_of.cache_clear()
     v, d = program.vocabulary, program.width
     shapes = {"e": (*program.leading, d), "c": (v, d) if program.vocab_axis == 0 else (d, v), "bias": (v,),
               "class_weight": (v,), "token_weight": program.leading}  # fmt: skip
@@ -213,8 +267,12 @@ def test_no_fusion_gets_one_array_twice(program):
     def objective(wanted, given, of_loss):
         named = wanted | given
         e, c, targets = (named.pop(x) for x in ("e", "c", "targets"))
-        loss = linear_cross_entropy(e, c, targets, impl=program.impl, **named, **program.options())  # type: ignore
-        return jnp.sum(loss * of_loss[..., : loss.shape[-1]]), loss
+        loss, lse = linear_cross_entropy(e, c, targets, impl=program.impl, return_lse=True, **named, **options)
+        weighted = loss * (of_loss.ravel()[0] if in_forward else of_loss[..., : loss.shape[-1]])
+        return jnp.sum(weighted), (loss, lse)
 
+    options: Any = program.options()
     of_loss = jax.ShapeDtypeStruct(program.leading, jnp.float32)
     assert twins(held(jax.grad(objective, has_aux=True), wanted, given, of_loss).hlo) == {}
+    assert in_forward == any(times.in_forward < float("inf") for times in decided)
+    plan_of.cache_clear()

@@ -1,6 +1,6 @@
 """Gradients that are formed in the forward pass, in chunks of tokens, and the format in which dc is summed."""
 
-import math
+import random
 import re
 from dataclasses import replace
 from functools import partial
@@ -21,20 +21,26 @@ from cce_kernels.engines.hopper import MOSAIC
 from cce_kernels.engines.xla import XLA
 from cce_kernels.head import Head
 from cce_kernels.numbers import Wanted
-from cce_kernels.plan import choose, plan_of
+from cce_kernels.plan import Chunks, choose, plan_of
+from cce_kernels.plan.budget import Bytes
+from cce_kernels.plan.chunks import sums_in_16_bits
+from cce_kernels.tokens import gathered_rows
 from cce_kernels.windows import Groups
+from tests.call import run
+from tests.cases import ARRAYS, Case, inputs
 from tests.search.calls import SHARED, draw
 from tests.search.run import failures
 from tests.test_plan import drawn
+from tests.tolerance import assert_close, assert_rounded
+from tests.truth import truth
 
 BOTH = Wanted(True, True, False)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def in_forward():
-    """Turns this way on, whatever is predicted to be faster."""
-    on = mock.patch.object(choose, "GRADIENTS_IN_FORWARD", True)
-    with on, mock.patch.object(choose, "_again", return_value=math.inf):
+    """Takes this way wherever the budget allows it, whatever is predicted to be faster."""
+    with mock.patch.object(choose, "_is_fastest_in_forward", return_value=True):
         forget()
         yield
     forget()
@@ -159,6 +165,59 @@ def test_gradients_in_chunks(tokens, width, vocabulary, dtype, axis, size, ignor
             assert np.linalg.norm(np.float64(x) - y) <= 3 * np.finfo(np.float32).eps * 2**15 * np.linalg.norm(y)
 
 
+OPTIONS = {"softcap": 4.0, "logit_scale": 1.3, "label_smoothing": 0.2, "z_loss": 0.02, "num_items": 12.5,
+           "vocab_axis": 1, "return_lse": True, "reduction": "sum"}  # fmt: skip
+
+
+@st.composite
+def cases(draw) -> Case:
+    options = {name: value for name, value in OPTIONS.items() if draw(st.integers(0, 3)) == 0}
+    if options.get("reduction") == "sum":
+        options.pop("num_items", None)
+    arrays = tuple(name for name in ARRAYS if draw(st.integers(0, 3)) == 0)
+    return Case("", (draw(st.integers(1, 400)),), draw(st.integers(1, 300)), draw(st.integers(2, 300)), arrays,
+                draw(st.sampled_from([0.0, 0.2, 0.9, 1.0])), options)  # fmt: skip
+
+
+def any_chunks_are_right(case: Case, dtype: str, seed: int, impl: str) -> None:
+    """Whatever a plan can choose, drawn: the size of a chunk, of the last chunk, and of a block."""
+    draw = random.Random(seed)
+    tokens, share = gathered_rows(case.leading[0]), draw.random()
+    size, last, block = draw.randint(1, tokens), draw.randint(1, tokens), draw.choice([64, 128, 192, 256])
+    size = max(size, tokens // 8)
+
+    def chosen(count: Bytes, decided: int | None) -> Chunks:
+        left = last * sums_in_16_bits(count.call) if decided is None else decided
+        whole = max(-(-(tokens - left) // size), 0)
+        return Chunks(whole, size * (whole > 0), left, block)
+
+    made = inputs(case, dtype, seed)
+    exact = truth(made, {k: v for k, v in case.options.items() if k != "vocab_axis"})
+    reference = run(made, case.options, "reference")
+    with mock.patch.object(choose, "fastest_chunks", side_effect=chosen) as used:
+        forget()
+        found = run(made, case.options, impl, memory_budget=2**40 + int(share * 2**30))
+    assert used.called
+    for name, gradient in found[2].items():
+        assert_rounded(
+            gradient, exact[2][name], reference[2][name], f"gradient of {name}", roundings=2 + (impl == "cce")
+        )
+    assert_close(found[0], exact[0], reference[0], "loss")
+    assert_close(found[1], exact[1], reference[1], "lse")
+
+
+@settings(max_examples=20, deadline=None)
+@given(cases(), st.sampled_from(["bfloat16", "bfloat16", "float16", "float32"]), st.integers(0, 10**6))
+def test_any_chunks_are_right(case, dtype, seed):
+    any_chunks_are_right(case, dtype, seed, "chunked")
+
+
+def test_stored_exponentials_whose_dc_xla_sums():
+    """By the kernels of Triton, interpreted. XLA's matmul also reads the rows that no kernel wrote."""
+    with mock.patch.object(choose, "_may_form_in_forward", return_value=True):
+        any_chunks_are_right(Case("", (40,), 20, 229), "bfloat16", 1, "cce")
+
+
 def dots(function, *arguments) -> int:
     return len(re.findall(r" dot\(", jax.jit(function).lower(*arguments).compile().as_text()))
 
@@ -235,7 +294,7 @@ def test_with_a_frozen_head_the_forward_pass_forms_de_for_any_cotangents(package
     call = draw(29, SHARED * number, "small")
     wanted = "e", *(x for x in ("token_weight",) if x in call.program.arrays)
     program = replace(call.program, package=package, impl="chunked", label_smoothing=0.0, wanted=wanted,
-                      saved=None, memory_budget=2**28, reduction="none", num_items=None)  # fmt: skip
+                      memory_budget=2**28, reduction="none", num_items=None)  # fmt: skip
     with mock.patch.object(ways, "of_any_cotangents", wraps=ways.of_any_cotangents) as formed:
         assert failures(replace(call, program=program)) == []
     assert formed.called == (program.dtype != "float16" and program.tokens > 0)

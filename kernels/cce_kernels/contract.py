@@ -11,7 +11,7 @@ from numbers import Real
 REDUCTIONS = ("mean", "sum", "none")
 IMPLS = ("auto", "cce", "chunked", "reference")
 KERNEL_TYPES = ("bfloat16", "float16", "float32")
-MEMORY_BUDGET = 300 * 2**20  # bytes; the default of memory_budget is this or more
+MEMORY_BUDGET = 640 * 2**20  # bytes; the default of memory_budget is this or more
 EVERYTHING = 2**62  # bytes; stands for memory_budget="all": an int64 argument of a PyTorch operator can hold it
 
 Shape = tuple[int, ...]
@@ -76,11 +76,11 @@ def memory_budget(value: object) -> int | None:
 def default_budget(tokens: int, width: int, itemsize: int) -> int:
     """The bytes that a call may hold if memory_budget is None. itemsize: the bytes of an element of e.
 
-    With 16-bit inputs the sum for de and a copy of e take 6·D bytes a token, in float32 8·D. With many tokens
-    MEMORY_BUDGET would leave only small groups of the vocabulary. Each group reads and writes the whole sum for de, so
-    small groups are slow. So the budget also has 2048 columns of e's type for each token.
+    The default is MEMORY_BUDGET, or for each token a row of e, its sum for de and 1280 logits in e's type if that is
+    more. With many tokens MEMORY_BUDGET would leave only small chunks, each of which reads and writes the whole dc; and
+    where logits are computed again, only small groups, each of which reads and writes the whole sum for de.
     """
-    return max(MEMORY_BUDGET, tokens * ((max(itemsize, 4) + itemsize) * width + itemsize * 2048))
+    return max(MEMORY_BUDGET, tokens * ((max(itemsize, 4) + itemsize) * width + itemsize * 1280))
 
 
 def num_items(value: object, reduction: str) -> None:

@@ -1,6 +1,6 @@
 """Exponentials that the forward pass saves, so that the backward pass need not compute their logits again.
 
-The forward pass saves P (N_s, V), bfloat16, for the first N_s of the kept tokens (cce_kernels/tokens.py):
+The forward pass saves P (N, V), bfloat16, with the kept tokens first (cce_kernels/tokens.py):
 
     P_iv = exp(z_iv − ρ_i) · u_iv     ρ_i = target_i;  ρ_i = lse_i where lse_i − target_i > LARGEST or t_i is no column
 
@@ -10,7 +10,7 @@ close to κ. P cannot overflow: it is at most exp(LARGEST), and bfloat16 has flo
 
     p_iv · u_iv = P_iv · exp(ρ_i − lse_i)
 
-Without a weighted sum, dz is linear in p·u, and the backward pass forms no dz of these tokens: it multiplies P itself.
+Without a weighted sum, dz is linear in p·u, and the backward pass forms no dz: it multiplies P itself.
 Let r_i = a_i·exp(ρ_i − lse_i), or SMALLEST·t̂_i·u_i,t_i if that is larger in absolute value. Then
 
     P_i,t_i ← (a_i·p_i,t_i + t̂_i)·u_i,t_i / r_i       de = r·(P·c)         dc = Pᵀ·(r·e)         dbias = Pᵀ·r

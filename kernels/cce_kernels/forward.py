@@ -53,21 +53,21 @@ def statistics(
     else:
         given = reference if kept is None else kept.gathered(reference, 0)
         reference = jnp.where(inputs.targets < 0, FLOAT32_MAX, given)
-    numbers, saved = of_rows(inputs, at, reference, plan.call, plan.forward, plan.saved, plan.gpu)
+    numbers, saved = of_rows(inputs, at, reference, plan.call, plan.forward, plan.saved > 0, plan.gpu)
     if cleared:
         live = inputs.targets >= 0
         numbers = jax.tree.map(lambda x: jnp.where(live, x, 0), numbers)
-        saved = None if saved is None else jnp.where(live[: len(saved), None], saved, 0)
+        saved = None if saved is None else jnp.where(live[:, None], saved, 0)
     if kept is not None:
         numbers = jax.tree.map(kept.restored, numbers)
     return numbers, saved
 
 
 def of_rows(
-    inputs: Inputs, at: Rows, reference: jax.Array | None, call: Call, how: Forward, saved_tokens: int, gpu: Any
+    inputs: Inputs, at: Rows, reference: jax.Array | None, call: Call, how: Forward, save: bool, gpu: Any
 ) -> tuple[Statistics, jax.Array | None]:  # fmt: skip
     """`statistics` of tokens whose kept ones come first, in that order. reference: None if `how` finds the targets."""
-    sums = _sums(inputs, at, reference, call, how, saved_tokens, gpu)
+    sums = _sums(inputs, at, reference, call, how, save, gpu)
     assert sums.target is not None
     numbers = Statistics(
         sums.lse[0] if len(sums.lse) == 1 else jax.nn.logsumexp(sums.lse, axis=0),
@@ -108,11 +108,11 @@ def _target(inputs: Inputs, at: Rows, plan: Plan) -> jax.Array:
 
 
 def _sums(
-    inputs: Inputs, at: Rows, reference: jax.Array | None, call: Call, how: Forward, saved_tokens: int, gpu: Any
+    inputs: Inputs, at: Rows, reference: jax.Array | None, call: Call, how: Forward, save: bool, gpu: Any
 ) -> Sums:  # fmt: skip
     """The sums of every token and the logit of its target."""
     head = call.head
-    sums = how.sums.engine.sums(inputs, at, reference, saved_tokens, head=head, with_sum=call.with_sum,
+    sums = how.sums.engine.sums(inputs, at, reference, save, head=head, with_sum=call.with_sum,
                                 tiles=how.sums.tiles, splits=how.splits, gpu=gpu)  # fmt: skip
     if reference is None:
         return sums

@@ -27,24 +27,10 @@ FormDz = Callable[[Window], tuple[jax.Array, jax.Array | None]]
 
 
 class Products(NamedTuple):
-    """The two matmuls of a group: dz (N, V_g) by the group's part of c, and dzᵀ by e.
-
-    put_dc writes the group's part of dc, or adds to it if Engine.products was asked for `adding`.
-    """
+    """The two matmuls of a group: dz (N, V_g) by the group's part of c, and dzᵀ by e."""
 
     add_de: Callable[[jax.Array | None, jax.Array, Window], jax.Array]  # (de or None for 0, dz, window) -> de
     put_dc: Callable[[jax.Array, jax.Array, Window], jax.Array]  # (dc, dz, window) -> dc
-
-
-class Beside(NamedTuple):
-    """A second term of the sum for dc: saved exponentials (N_s, V), and the scaled e (N, D) that multiplies them.
-
-    The sum is over the first `count` rows of both. Their next rows, up to a multiple of 64, are 0.
-    """
-
-    exponentials: jax.Array
-    e: jax.Array
-    count: jax.Array  # type: ignore[assignment]  # (1,) int32
 
 
 def begun(inputs: Inputs, head: Head, wanted: Wanted, type_of_dc: Any) -> Gradients:
@@ -68,7 +54,7 @@ def over_groups(body: Callable[[Any, Window], Any], carry: Any, groups: Groups) 
 
 
 def add_groups(gradients: Gradients, form_dz: FormDz, groups: Groups, products: Products) -> Gradients:
-    """gradients, with the contributions of these groups of the vocabulary added or written."""
+    """gradients, with the contributions of these groups of the vocabulary: de is added to, dc and dbias are written."""
 
     def group(gradients: Gradients, window: Window) -> Gradients:
         de, dc, dbias = gradients
@@ -80,8 +66,7 @@ def add_groups(gradients: Gradients, form_dz: FormDz, groups: Groups, products: 
         if dc is not None:
             dc = products.put_dc(dc, dz, window)
         if dbias is not None and dz_sum is not None:
-            before = lax.dynamic_slice_in_dim(dbias, window.start, dz_sum.size)
-            dbias = lax.dynamic_update_slice_in_dim(dbias, before + dz_sum, window.start, 0)
+            dbias = lax.dynamic_update_slice_in_dim(dbias, dz_sum, window.start, 0)
         return Gradients(de, dc, dbias)
 
     return over_groups(group, gradients, groups)

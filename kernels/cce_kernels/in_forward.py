@@ -11,6 +11,10 @@ The backward pass multiplies by g: de elementwise, and dc where it is written an
 dc is left to the backward pass, whose matmul writes g · (sum + part). dc in float32 is multiplied elementwise.
 Kept tokens come first (cce_kernels/tokens.py), so that chunks at the end may have none.
 
+Where the columns are a shard of the vocabulary, a chunk's numbers are exchanged with the other shards before its
+cotangents and its dz. P stays relative to a reference that all shards know; r takes the log-sum-exp of all columns.
+de is then a part of a sum over shards, in float32.
+
 Where de alone is wanted, the forward pass can form it without any cotangent. With the cotangents a and t̂ of lse and of
 the target's logit, the slope u of the softcap and y = scale·(e·c + b),
 
@@ -33,12 +37,14 @@ from cce_kernels.exponentials import factors, references, saved_shape, scaled
 from cce_kernels.forward import of_rows, target
 from cce_kernels.gradients import ALL_COLUMNS
 from cce_kernels.head import Head
-from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Statistics
+from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Shard, Statistics
 from cce_kernels.plan.plan import InForward, Plan
 from cce_kernels.tokens import Kept, Rows
 
 # (the numbers of some tokens, what belongs to these tokens) -> the cotangents of the numbers, 0 for ignored tokens
 CotangentsOf = Callable[[Statistics, Any], Cotangents]
+# the numbers of a shard of the vocabulary, (n,) each -> the numbers of all columns
+OfAllColumns = Callable[[Statistics], Statistics]
 
 
 class Left(NamedTuple):
@@ -61,11 +67,14 @@ class Begun(NamedTuple):
 
 
 def begin(
-    inputs: Inputs, of_tokens: Any, cotangents_of: CotangentsOf, plan: Plan, cleared: bool = False
+    inputs: Inputs, of_tokens: Any, cotangents_of: CotangentsOf, plan: Plan, cleared: bool = False,
+    reference: jax.Array | None = None, of_all_columns: OfAllColumns | None = None,
 ) -> tuple[Statistics, Begun]:  # fmt: skip
     """The numbers of all tokens, and the gradients of S. of_tokens: a tree of arrays with a row for each token.
 
     cleared: what is left for the backward pass is 0, not arbitrary, where a token is ignored.
+    reference, of_all_columns: for a shard of the vocabulary, numbers.Shard.reference and the exchange of numbers. The
+    numbers are then of all columns, and the gradients of the shard's columns. of_all_columns is called for each chunk.
     """
     how, call = plan.in_forward, plan.call
     assert how is not None
@@ -73,21 +82,18 @@ def begin(
     assert wanted is not None
     (tokens, width), vocabulary, rows = inputs.e.shape, call.vocabulary, how.rows
     wide = jnp.promote_types(inputs.e.dtype, jnp.float32)
-    type_of_dc = wide if call.wide_dc else inputs.e.dtype
+    type_of_dc, type_of_de = (wide if x else inputs.e.dtype for x in (call.wide_dc, call.wide_de))
     kept, zeros = Kept.of(inputs.targets, rows), jnp.zeros(rows, wide)
-    reference = None
-    if how.forward is not None:
+    if how.forward is None:
+        reference = None
+    elif reference is None:
         reference = target(inputs, plan)
         reference = jnp.where((inputs.targets >= 0) & (inputs.targets < vocabulary), reference, -FLOAT32_MAX)
     of_tokens = zeros[:tokens] if reference is None else reference, of_tokens
 
-    def chunk(start, size: int, before: Any) -> tuple[Statistics, Any, Left, Any, Any]:
-        """The numbers of tokens start to start + size, their de, what is left of dc, their part of dbias, and before.
-
-        before: what is computed first, so that no two chunks' buffers exist at once.
-        """
+    def chunk(start, size: int) -> tuple[Statistics, Any, Left, Any]:
+        """The numbers of tokens start to start + size, their de, what is left of dc, and their part of dbias."""
         order = lax.dynamic_slice_in_dim(kept.order, start, size)
-        order, before = lax.optimization_barrier((order, before))
         count = jnp.clip(kept.count - start, 0, size)
         live = jnp.arange(size, dtype=jnp.int32) < count
         own = inputs._replace(
@@ -98,8 +104,12 @@ def begin(
         def cotangents(numbers: Statistics) -> Cotangents:
             return jax.tree.map(lambda x: jnp.where(live, x, 0), cotangents_of(numbers, of_own))
 
+        def known(of_own_columns: Statistics) -> tuple[Statistics, Cotangents]:
+            numbers = of_own_columns if of_all_columns is None else of_all_columns(of_own_columns)
+            return numbers, cotangents(numbers)
+
         body = _of_logits if how.forward is None else _of_exponentials
-        return (*body(own, jnp.where(live, reference, FLOAT32_MAX), count, cotangents, plan, how), before)
+        return body(own, jnp.where(live, reference, FLOAT32_MAX), count, known, plan, how)
 
     def add(dc, steps, left: Left, factor=None):
         return how.dc.engine.sum_dc(dc, steps, *left, factor, head=head, tiles=how.dc.tiles, gpu=plan.gpu)
@@ -110,7 +120,7 @@ def begin(
     def step(i, carry):
         numbers, begun = carry
         start = i * how.chunks.size
-        found, de, left, dbias, begun = chunk(start, how.chunks.size, begun)
+        found, de, left, dbias = chunk(start, how.chunks.size)
         dc, steps = begun.dc, begun.steps
         if wanted.c:
             (dc, steps) = add(dc, steps, left)
@@ -127,7 +137,7 @@ def begin(
         dc = lax.empty(inputs.c.shape, type_of_dc)
         steps = jnp.zeros(steps_shape(vocabulary, width, how.chunks.block), jnp.float32)  # any integers times 0 are 0
     begun = Begun(
-        jnp.zeros((rows, width), inputs.e.dtype) if wanted.e else None, dc, steps,
+        jnp.zeros((rows, width), type_of_de) if wanted.e else None, dc, steps,
         jnp.zeros((vocabulary,), wide) if wanted.bias else None, None,
     )  # fmt: skip
     if how.chunks.whole:
@@ -135,7 +145,13 @@ def begin(
     last = None
     if how.chunks.last:
         start = jnp.int32(rows - how.chunks.last)
-        found, de, last, dbias, begun = chunk(start, how.chunks.last, begun)
+        # The last chunk begins after the loop, so that no two chunks' buffers exist at once. Numbers of the loop say
+        # so, not gradients: where jax.checkpoint drops these, JAX can remove them. But XLA inlines a loop of one step.
+        if how.chunks.whole == 1:
+            start, begun = lax.optimization_barrier((start, begun))
+        else:
+            start, numbers = lax.optimization_barrier((start, numbers))
+        found, de, last, dbias = chunk(start, how.chunks.last)
         numbers = put(numbers, found, start)
         if cleared:
             live = jnp.arange(how.chunks.last) < last.count
@@ -200,38 +216,40 @@ def de_of(inputs: Inputs, numbers: Statistics, m: jax.Array, of: Cotangents, hea
     return jnp.where(live[:, None], de, 0).astype(dtype)
 
 
-def _of_logits(inputs: Inputs, reference, count, cotangents_of, plan: Plan, how: InForward):
+def _of_logits(inputs: Inputs, reference, count, known, plan: Plan, how: InForward):
     call = plan.call
     assert call.wanted is not None
-    numbers, dz, dbias, unit = numbers_and_dz(inputs, cotangents_of, head=call.head, with_sum=call.with_sum)
+    numbers, dz, dbias, unit = numbers_and_dz(inputs, known, head=call.head, with_sum=call.with_sum)
     de = None
     if call.wanted.e:
         c, wide = inputs.c, jnp.promote_types(dz.dtype, jnp.float32)
         de = lax.dot_general(dz, c, (((1,), (call.head.vocab_axis,)), ((), ())), precision=call.head.precision,
                              preferred_element_type=wide)  # fmt: skip
-        de = (de if unit is None else de * unit).astype(dz.dtype)
+        de = (de if unit is None else de * unit).astype(wide if call.wide_de else dz.dtype)
         de, dz = lax.optimization_barrier((de, dz))
     beyond = saved_shape(1, call.vocabulary)[1] - call.vocabulary
     dbias = dbias if unit is None else dbias * unit
     return numbers, de, Left(jnp.pad(dz, ((0, 0), (0, beyond))), inputs.e, unit, count), dbias
 
 
-def _of_exponentials(inputs: Inputs, reference, count, cotangents_of, plan: Plan, how: InForward):
+def _of_exponentials(inputs: Inputs, reference, count, known, plan: Plan, how: InForward):
     call, gpu, head = plan.call, plan.gpu, plan.call.head
     assert how.forward is not None
     assert how.forward.rescue is not None
     assert how.de is not None
     assert call.wanted is not None
     tokens, vocabulary = len(inputs.e), call.vocabulary
-    numbers, p = of_rows(inputs, Rows(count=count), reference, call, how.forward, tokens, gpu)
+    of_columns, p = of_rows(inputs, Rows(count=count), reference, call, how.forward, True, gpu)
     assert p is not None
-    of = cotangents_of(numbers)
+    numbers, of = known(of_columns)
     live = inputs.targets >= 0
-    numbers_of = Statistics(jnp.where(live, numbers.lse, jnp.inf), numbers.target, None)
-    rho = jnp.where(live, references(numbers, inputs.targets, vocabulary, None), 0)
+    numbers_of = Statistics(jnp.where(live, numbers.lse, jnp.inf), of_columns.target, None)
+    shard = Shard(numbers.lse, reference)
+    rho = jnp.where(live, references(of_columns, inputs.targets, vocabulary, shard), 0)
     r, at_target = factors(rho, numbers_of, of, head)
-    # Matmuls that stop at the last kept token read rows after it only in their last step.
-    clear = jnp.full(1, tokens, jnp.int32) if call.wanted.bias else count + (how.de.engine.depth - 1)
+    # Matmuls that stop at the last kept token read rows after it only in their last step. XLA's read all rows.
+    by_xla = call.wanted.bias or not how.dc.engine.stops
+    clear = jnp.full(1, tokens, jnp.int32) if by_xla else count + (how.de.engine.depth - 1)
     engine = how.forward.rescue.engine
     p = engine.ready(p, inputs.targets, at_target, clear, vocabulary=vocabulary, gpu=gpu)
     r = r if inputs.scale is None else r * inputs.scale
@@ -242,7 +260,8 @@ def _of_exponentials(inputs: Inputs, reference, count, cotangents_of, plan: Plan
                                           groups=how.groups, gpu=gpu)  # fmt: skip
         sums = jnp.zeros((how.de.splits * tokens, inputs.e.shape[1]), jnp.float32)
         sums = products.add_de(sums, p, ALL_COLUMNS).reshape(how.de.splits, *inputs.e.shape)
-        de = jnp.where(live[:, None], jnp.sum(sums, axis=0) * r[:, None], 0).astype(inputs.e.dtype)
+        de = jnp.where(live[:, None], jnp.sum(sums, axis=0) * r[:, None], 0)
+        de = de.astype(jnp.float32 if call.wide_de else inputs.e.dtype)
         de, p = lax.optimization_barrier((de, p))
     if call.wanted.bias:
         high = r.astype(p.dtype)

@@ -68,11 +68,7 @@ class Kept(NamedTuple):
 
         return jax.tree.map(gather, x)
 
-    def restored(self, x: jax.Array, *others: jax.Array) -> jax.Array:
-        """The inverse of `gathered`: (N, ...), 0 for ignored tokens. x, others: consecutive parts of a gathered x."""
-        found, start = x[self.place], x.shape[0]
-        axes = -1, *[1] * (x.ndim - 1)
-        for part in others:
-            found = jnp.where((self.place < start).reshape(axes), found, part[self.place - start])
-            start += part.shape[0]
-        return jnp.where(self.live.reshape(axes), found, jnp.zeros((), x.dtype))
+    def restored(self, x: jax.Array) -> jax.Array:
+        """The inverse of `gathered`: (N, ...), 0 for ignored tokens."""
+        live = self.live.reshape(-1, *[1] * (x.ndim - 1))
+        return jnp.where(live, x[self.place], jnp.zeros((), x.dtype))

@@ -26,7 +26,7 @@ class Groups:
 
     Where `columns` does not divide `vocabulary`, the last window still has `columns` columns and ends with the
     vocabulary, so that it overlaps its neighbour. It is visited first and counts only the columns that it owns. Its
-    neighbour then overwrites the columns that both cover, or adds to the zeros there.
+    neighbour then overwrites the columns that both cover.
     With `beyond` the last window does not overlap: it reaches beyond the end of the vocabulary.
     """
 

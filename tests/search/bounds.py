@@ -3,8 +3,8 @@
 tests/search/truth.py follows the errors of single numbers. A gradient is a sum of dz times rows x of c or e, and of a
 block of BLOCK of its rows (tokens of de, columns of the vocabulary of dc and dbias) this is what may be off:
 
-    slack · √(u²·(Σ (δ dz / u)²·‖x‖²  +  r·‖truth‖²))     roundings to the type, of dz and of the result r times,
-                                                           each independent of the others
+    slack · √(u²·(Σ (δ dz / u)²·‖x‖²  +  r·‖truth‖²))     roundings to the type, of dz and of the result, each
+                                                           independent of the others
   + F · (√(Σ δdz²·‖x‖²) + ‖Σ ±δdz·x‖)                      float32's errors: independent, and all of one sign
   + ε·√(n·Σ dz²·‖x‖²) + ε·‖truth‖                          each of the n additions of the sum
   + the least number that the type holds, once an element
@@ -14,9 +14,9 @@ stays below 0.6 of the bound, and a gradient that is off by 1 % fails it, even i
 
     slack = 1 + 2/√(rows that count)         rows that count = (Σ r²)² / Σ r⁴,  r² a row's share of the square above
 
-which is 3 for a single row, where up to 9 roundings may fall together. dc in bfloat16 may be rounded twice where saved
-exponentials begin it (r = 2). The gradients of a float32 c and bias beside a 16-bit e are not rounded (r = 0). loss,
-lse and dtoken_weight are float32, and each element has its own bound, F·δ.
+which is 3 for a single row, where up to 9 roundings may fall together. r = 1, but 0 for the gradients of a float32 c
+and bias beside a 16-bit e, which are not rounded. loss, lse and dtoken_weight are float32, and each element has its own
+bound, F·δ.
 
 F = 2: δ counts each operation once, as the largest part of what it may cost; the interpreter, XLA and Hopper's tensor
 cores each sum in an order of their own.
@@ -99,9 +99,7 @@ def _rows(name: str, found: np.ndarray, of: Rows, program: Program, kept: np.nda
         return Check(name, 0.0, "nothing to compare")
 
     unit, elements = roundoff(program.dtype), want.shape[1]
-    result = 2.0 if name == "c" and program.may_save else 1.0
-    if dtype != program.dtype:
-        result = 0.0  # the gradient is not rounded to e's type
+    result = float(dtype == program.dtype)  # else the gradient is not rounded to e's type
     least = float(ml_dtypes.finfo(program.dtype).tiny if program.dtype != "float16" else 2.0**-24) ** 2 * elements
     terms = program.vocabulary if name == "e" else program.tokens
     rounded = np.where(finite, unit**2 * (np.nan_to_num(of.rounded) + result * size) + least, 0.0)

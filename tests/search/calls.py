@@ -8,7 +8,6 @@ import numpy as np
 SHARED = 4  # calls of one program, which differ in their data
 DTYPES = ("bfloat16", "float16", "float32")
 DEFAULT = -1  # the memory_budget of a call that gives none
-EVERY_TOKEN = 1000  # as `saved`; where memory_budget is at most this, it is a number of tokens, not of bytes
 
 
 class _Literal:
@@ -44,7 +43,6 @@ class Program(_Literal):
     shift: int = 0
     ignore_index: int = -100
     memory_budget: int | str = DEFAULT
-    saved: int | None = None  # of how many tokens to save exponentials, in place of a memory_budget
     offloaded: bool = False  # in torch: a hook moves what the graph saves to row-major memory of the CPU, and back
 
     @property
@@ -54,7 +52,7 @@ class Program(_Literal):
     @property
     def may_save(self) -> bool:
         """Whether the backward pass may use exponentials that were rounded to 16 bits."""
-        return self.dtype == "bfloat16" and self.impl != "chunked" and self.saved != 0 and self.memory_budget != 0
+        return self.dtype == "bfloat16" and self.impl != "chunked" and self.memory_budget != 0
 
     def type_of(self, name: str) -> str:
         """The type of an array, and of its gradient."""
@@ -62,7 +60,7 @@ class Program(_Literal):
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments but for arrays and impl."""
-        budget = self.memory_budget if self.saved is None else self.saved
+        budget = self.memory_budget
         given = {
             name: getattr(self, name)
             for name in ("vocab_axis", "reduction", "softcap", "logit_scale", "label_smoothing", "z_loss", "num_items",
@@ -211,13 +209,8 @@ def _softcap(rng: np.random.Generator) -> float | None:
 
 
 def _with_budget(rng: np.random.Generator, program: Program, where: str) -> Program:
-    """Budgets from 0 to everything; on small shapes, where any saves everything, a number of tokens to save."""
+    """Budgets from 0 to everything; 0 more often on small shapes, where most others save everything."""
     tokens, vocabulary = program.tokens, program.vocabulary
-    if where != "gpu" and program.impl == "cce" and rng.uniform() < 0.6:
-        part = int(rng.integers(1, max(2, tokens)))
-        if where == "hopper":  # the interpreter adds no tile that reaches beyond the tokens that are not saved
-            part = 256 if tokens > 256 else 0
-        return replace(program, saved=int(rng.choice([0, part, EVERY_TOKEN])))
     exactly = 2 * tokens * vocabulary
     budgets = {
         "zero": 0,
@@ -229,10 +222,8 @@ def _with_budget(rng: np.random.Generator, program: Program, where: str) -> Prog
         "part": round(exactly * float(rng.uniform(0.3, 1.0))) + 4 * tokens * program.width + 2**26,
         "everything": "all",
     }
-    chosen = budgets[_chosen(rng, **dict.fromkeys(budgets, 1.0))]
-    if isinstance(chosen, int) and chosen > 0:
-        chosen = max(chosen, EVERY_TOKEN + 1)
-    return replace(program, memory_budget=chosen)
+    name = _chosen(rng, **(dict.fromkeys(budgets, 1.0) | {"zero": 1.0 if where == "gpu" else 3.0}))
+    return replace(program, memory_budget=budgets[name])
 
 
 def _data(rng: np.random.Generator, program: Program) -> Data:

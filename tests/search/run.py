@@ -1,11 +1,8 @@
 """Runs a drawn call in its package and compares all that it gives with float64."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,35 +14,11 @@ from cce_kernels.device import local_gpu
 from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs as Arrays
 from cce_kernels.numbers import Wanted
-from cce_kernels.plan import choose
 from tests.cases import Inputs
 from tests.search.bounds import Check, checks
-from tests.search.calls import EVERY_TOKEN, Call, Program
+from tests.search.calls import Call, Program
 from tests.search.data import drawn_arrays, unrounded
 from tests.search.truth import truth
-
-EVERYTHING = 2**60  # bytes
-
-
-@contextmanager
-def budgets_in_tokens() -> Iterator[None]:
-    """A memory_budget up to EVERY_TOKEN is the number of tokens to save; on small shapes any real one saves all.
-
-    What is never saved, as in float16, is not saved here either.
-    """
-    real = choose._saved_tokens
-
-    def saved(setting: choose._Setting) -> int:
-        asked = setting.call.memory_budget
-        if asked > EVERY_TOKEN:
-            return real(setting)
-        generous = replace(setting, call=replace(setting.call, memory_budget=EVERYTHING))
-        return min(asked, real(generous))
-
-    choose.plan_of.cache_clear()
-    with mock.patch.object(choose, "_saved_tokens", saved):
-        yield
-    choose.plan_of.cache_clear()
 
 
 def engine(program: Program) -> str:
@@ -66,11 +39,7 @@ def examine(call: Call) -> list[Check]:
     """The comparison of each result with the truth."""
     program, given = call.program, drawn_arrays(call)
     run = run_torch if program.package == "torch" else run_jax
-    if program.saved is None:
-        found = run(program, given)
-    else:
-        with budgets_in_tokens():
-            found = run(program, given)
+    found = run(program, given)
     numbers, device = _numbers()
     try:
         return checks(found, truth(given, program, numbers, device), program)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 
-from tests.search.calls import EVERY_TOKEN, Call, Program
+from tests.search.calls import Call, Program
 
 FIRST = ("package", "arrays", "objective", "reduction", "shift", "leading")  # other options mean less without these
 
@@ -52,8 +52,6 @@ def _simpler(call: Call) -> Iterator[Call]:
             yield Call(_with(program, **{name: keep(getattr(program, name))}), data)
         if program.leading:
             yield Call(_with(program, leading=(*program.leading[:-1], keep(program.leading[-1]))), data)
-    if program.saved and program.saved != EVERY_TOKEN:
-        yield Call(_with(program, saved=EVERY_TOKEN), data)
 
 
 def _with(program: Program, **changes) -> Program:

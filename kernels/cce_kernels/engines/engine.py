@@ -13,7 +13,7 @@ import jax
 
 from cce_kernels.call import Call
 from cce_kernels.device import Gpu
-from cce_kernels.gradients import Beside, FormDz, Products
+from cce_kernels.gradients import FormDz, Products
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Inputs, Wanted
 from cce_kernels.tokens import Kept, Rows
@@ -28,7 +28,7 @@ class Sums(NamedTuple):
     lse: jax.Array  # (parts, rows): log-sum-exps
     target: jax.Array | None  # (rows,): the target's logit; None unless the engine `finds_target`
     sum: jax.Array | None  # (parts, rows): weighted sums of the logits
-    saved: jax.Array | None  # (saved tokens, V): exponentials of the first tokens (cce_kernels/exponentials.py)
+    saved: jax.Array | None  # (rows, V): exponentials (cce_kernels/exponentials.py)
 
 
 @dataclass(frozen=True)
@@ -85,22 +85,23 @@ class Engine:
         """The bytes that `form_dz` holds for one column of so many tokens."""
         raise NotImplementedError
 
-    def groups(self, call: Call, tokens: int, of_dc: int, room: int, column: int, gpu: Any) -> Groups:
+    def groups(self, call: Call, tokens: int, room: int, column: int, gpu: Any) -> Groups:
         """The cheapest groups of columns.
 
-        tokens: the rows of dz; of_dc: the tokens that dc sums over; room: the bytes that a group may take; column: the
-        bytes of one column of a group.
+        tokens: the rows of dz; room: the bytes that a group may take; column: the bytes of one column of a group.
         """
         raise NotImplementedError
 
-    def multiplying(self, call: Call, tokens: int, groups: Groups, split: bool, gpu: Any) -> Multiplying:
-        """How `products` is to run; split: whether de of few tokens may be computed as several partial sums."""
+    def multiplying(self, call: Call, tokens: int, groups: Groups, gpu: Any) -> Multiplying:
+        """How `products` is to run."""
         raise NotImplementedError
 
     def de_of_chunk(self, call: Call, tokens: int, gpu: Any) -> Multiplying:
-        """How de of a chunk of so many tokens is computed from its exponentials, over the whole vocabulary at once."""
-        everything = Groups(call.vocabulary, call.vocabulary)
-        return self.multiplying(call, tokens, everything, True, gpu)
+        """How de of a chunk of so many tokens is computed from its exponentials, over the whole vocabulary at once.
+
+        de of so few tokens may be computed as several partial sums.
+        """
+        raise NotImplementedError
 
     def block(self, call: Call) -> int:
         """How many columns of D share a step where the engine sums dc; 0 if it does not sum this call's dc."""
@@ -113,10 +114,10 @@ class Engine:
         raise NotImplementedError
 
     def sums(
-        self, inputs: Inputs, at: Rows, reference: Any, saved_tokens: int, *, head: Head, with_sum: bool,
+        self, inputs: Inputs, at: Rows, reference: Any, save: bool, *, head: Head, with_sum: bool,
         tiles: Any, splits: int, gpu: Any,
     ) -> Sums:  # fmt: skip
-        """The sums, and exponentials of the first saved_tokens tokens.
+        """The sums, and the exponentials if these are to be saved.
 
         A log-sum-exp is inf where the sum of exp(z − reference) overflows.
         """
@@ -156,12 +157,11 @@ class Engine:
 
     def products(
         self, e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None, count: jax.Array, how: Multiplying,
-        groups: Groups, adding: bool = False, beside: Beside | None = None, gpu: Any,
+        groups: Groups, gpu: Any,
     ) -> Products:  # fmt: skip
         """The two matmuls with dz of the first `count` tokens, or of all tokens if the engine does not stop.
 
-        unit: the number that dz was divided by. adding: put_dc adds to dc instead of writing it. beside: a second term
-        of the sum for dc, for the hopper engine alone.
+        unit: the number that dz was divided by.
         """
         raise NotImplementedError
 
@@ -180,7 +180,7 @@ class Engine:
         self, saved: jax.Array, r: jax.Array, c: jax.Array, count: jax.Array, place: jax.Array, *, head: Head,
         tiles: Any, gpu: Any,
     ) -> jax.Array:  # fmt: skip
-        """place, (rows, D), with r·(P·c) of the saved tokens, rounded, written into its first rows."""
+        """place, (rows, D), with r·(P·c) of the first `count` tokens, rounded, written into it."""
         raise NotImplementedError
 
     def ready(

@@ -1,6 +1,7 @@
 """What is decided about a call before it runs: `plan_of` gives a frozen Plan, which both passes only read."""
 
-from cce_kernels.plan.choose import forms_gradients_in_forward, needs_reference, plan_of
-from cce_kernels.plan.plan import Chunks, Plan
+from cce_kernels.plan.choose import needs_reference, plan_of
+from cce_kernels.plan.explanation import Explanation, explained, logged
+from cce_kernels.plan.plan import Chunks, Plan, Times
 
-__all__ = ["Chunks", "Plan", "forms_gradients_in_forward", "needs_reference", "plan_of"]
+__all__ = ["Chunks", "Explanation", "Plan", "Times", "explained", "logged", "needs_reference", "plan_of"]

@@ -2,25 +2,26 @@
 
 The memory budget bounds these bytes, saved or temporary. A very small budget is exceeded by the least plan. Memory goes
 first to what a backward pass always holds: an (N, D) float32 sum for de, some numbers a token, XLA's workspace and a
-group of FEWEST_COLUMNS columns. The next GROUP_BYTES make groups larger and so fewer: each group costs about
-0.15 ms besides its work. The rest saves exponentials, 2·V bytes a token, so that fewer logits are computed again.
+group of FEWEST_COLUMNS columns. The rest makes groups larger and so fewer: each group costs about 0.15 ms besides its
+work. A budget that holds the exponentials of all tokens, 2·V bytes each, saves these instead.
 """
 
 import math
 from dataclasses import dataclass
 
+from cce_kernels.block_floats import steps_shape
 from cce_kernels.call import Call
 from cce_kernels.device import Gpu
 from cce_kernels.engines.engine import Engine
 from cce_kernels.engines.xla import XLA
-from cce_kernels.exponentials import saved_shape
+from cce_kernels.exponentials import can_be_saved, saved_shape
+from cce_kernels.plan.plan import Chunks
 from cce_kernels.windows import FEWEST_COLUMNS
 
 WORKSPACE = 32 * 2**20  # the workspace of XLA's matmuls
 GROUP_BYTES = 256 * 2**20
-GROUP_WORTH = 8 * 2**20  # one more group costs as much time as computing so many bytes of exponentials again
-SPLIT_BYTES = 17 * 2**20  # the most that the partial sums of de take, where de of few tokens has several
 NUMBERS = 256  # bytes a token, for lse and the like
+CHUNK_NUMBERS = 96  # the same where the forward pass forms the gradients
 SAVED_DZ_ROWS, DZ_ROWS = 16, 64  # the fewest rows of a tile of dz: each tile stores its column sums for dbias
 
 
@@ -43,8 +44,8 @@ class Bytes:
         return not self.call.with_sum
 
     @property
-    def together(self) -> bool:
-        """Whether one matmul of the engine sums dc over saved and other tokens: saved tokens then have no de."""
+    def in_place(self) -> bool:
+        """Whether the engine's matmuls with saved exponentials write each result once, and hold no float32 de."""
         return self.engine.offers("de_of_saved") and self.direct
 
     @property
@@ -92,49 +93,76 @@ class Bytes:
     def saved(self, tokens: int) -> int:
         return 2 * math.prod(saved_shape(tokens, self.call.vocabulary))
 
-    def beside_matmuls(self, tokens: int) -> int:
-        """What XLA's matmuls with the exponentials of so many tokens hold besides the exponentials.
+    @property
+    def scaled_e(self) -> int:
+        """The scaled e beside saved exponentials; 0 where it is in the memory that de takes later, or not needed."""
+        wanted = self.call.wanted
+        return 2 * self.rows * self.call.width * (wanted is not None and wanted.c and not wanted.e)
+
+    @property
+    def beside_matmuls(self) -> int:
+        """What XLA's matmuls with the exponentials of all tokens hold besides the exponentials.
 
         They hold first de, in float32 and rounded, and then the scaled e. XLA puts the float32 de into the memory of dc
         if it fits.
         """
-        call, rounded = self.call, self.call.of_de * tokens * self.call.width
-        if call.wanted is not None and call.wanted.c and 2 * tokens <= call.vocabulary:
+        rounded = self.call.of_de * self.rows * self.call.width
+        if self.call.wanted is not None and self.call.wanted.c and 2 * self.rows <= self.call.vocabulary:
             return rounded + NUMBERS * self.rows + WORKSPACE
-        return 4 * tokens * call.width + max(rounded, WORKSPACE) + NUMBERS * self.rows
+        return 4 * self.rows * self.call.width + max(rounded, WORKSPACE) + NUMBERS * self.rows
+
+    @property
+    def beside_groups(self) -> int:
+        """What is held besides the exponentials of all tokens and a group, where dz is formed from exponentials."""
+        return self.sum_of_de + NUMBERS * self.rows + WORKSPACE + 4 * self.rows * self.call.width
 
     def everything(self) -> int:
         """The most that a plan holds if it saves all exponentials and lets XLA multiply them."""
-        return self.gathered + self.saved(self.rows) + self.beside_matmuls(self.rows)
+        return self.gathered + self.saved(self.rows) + self.beside_matmuls
 
-    def beside_saved(self, tokens: int) -> int:
-        """What so many saved tokens hold besides their exponentials while groups of the other tokens run: de, rounded.
+    def of_saved(self) -> int:
+        """The bytes from which on the exponentials of all tokens are saved, besides `gathered`."""
+        if self.in_place:
+            beside = self.scaled_e
+        elif self.direct:
+            beside = self.beside_matmuls
+        else:
+            beside = self.beside_groups + max(GROUP_BYTES, self.least_group(self.rows, copies=True, of_saved=True))
+        return self.saved(self.rows) + beside
 
-        If `together`, they hold the scaled e instead. Where de is wanted, the scaled e takes no memory of its own: it
-        is in the memory that de takes later.
+    @property
+    def stores(self) -> bool:
+        """Whether a chunk of the forward pass stores exponentials; else XLA holds the chunk's logits."""
+        call = self.call
+        return self.engine.stops and not call.with_sum and can_be_saved(call.dtype, call.head, call.with_sum)
+
+    @property
+    def sums_dc(self) -> bool:
+        """Whether the engine sums dc over chunks; else XLA does."""
+        return self.stores and self.engine.block(self.call) > 0
+
+    def of_a_token(self, tokens: int) -> int:
+        """What a token of a chunk of so many tokens holds: its exponentials or logits, and rows of e and de."""
+        call, columns = self.call, saved_shape(1, self.call.vocabulary)[1]
+        assert call.wanted is not None
+        if not self.stores:  # the logits, the exponentials and dz
+            return 3 * call.wide * (columns + call.width)
+        of_de = 4 * (self.engine.de_of_chunk(call, tokens, self.gpu).splits + 1) * call.width * call.wanted.e
+        return 2 * columns + 4 * call.width + of_de
+
+    def of_chunks(self, chunks: Chunks) -> int:
+        """What is held where the forward pass forms the gradients in these chunks.
+
+        A chunk, the numbers of all tokens, the steps of dc, de with its kept rows first, and a de for any cotangents,
+        which is no result yet.
         """
-        call, wanted = self.call, self.call.wanted
-        if self.together:
-            return 2 * self.rows * call.width * (wanted is not None and wanted.c and not wanted.e)
-        return call.of_de * tokens * call.width
-
-    def beside_groups(self, saved: int) -> int:
-        """What is held besides a group while the groups of the other tokens run, or of all tokens if not `direct`."""
-        width, others = self.call.width, self.rows - saved
-        if not self.direct:
-            return self.sum_of_de + NUMBERS * self.rows + WORKSPACE + 4 * self.rows * width
-        of_others = self.call.of_de * others * width + max(4 * others * width, SPLIT_BYTES) + NUMBERS * self.rows
-        return self.beside_saved(saved) + of_others
-
-    def wanted_group(self, tokens: int) -> int:
-        """The best size in bytes of a group for so many tokens that are not saved, where other tokens are saved.
-
-        Their dz has S = 2·V·tokens bytes, and so S/G groups of G bytes. A group takes G bytes from the exponentials
-        that could be saved, and costs as much time as computing W = GROUP_WORTH bytes of them again. The total
-        G + W·S/G is least at G = √(S·W).
-        """
-        wanted = math.isqrt(2 * self.call.vocabulary * tokens * GROUP_WORTH)
-        return max(min(wanted, GROUP_BYTES), self.least_group(tokens, copies=False))
+        call, tokens = self.call, max(chunks.size, chunks.last)
+        assert call.wanted is not None
+        steps = 4 * math.prod(steps_shape(call.vocabulary, call.width, chunks.block)) * (chunks.last > 0)
+        moved = call.of_de * chunks.rows * call.width * (call.wanted.e and chunks.rows != call.tokens)
+        moved += 0 if call.one_factor else call.itemsize * call.tokens * call.width
+        workspace = WORKSPACE * (self.gpu is not None and not self.stores)
+        return tokens * self.of_a_token(tokens) + steps + moved + CHUNK_NUMBERS * chunks.rows + workspace
 
     def least(self) -> int:
         """The least plan: nothing saved, the smallest groups."""

@@ -1,8 +1,8 @@
 """A plan: everything that is decided about a call before it runs, as data. choose.py makes it, budget.py counts bytes.
 
-A plan is for the kept tokens, gathered into `rows` rows, of which the last may be empty. The forward pass saves the
-exponentials of the first `saved` kept tokens (cce_kernels/exponentials.py). The backward pass computes the logits of
-the other tokens again.
+A plan is for the kept tokens, gathered into `rows` rows, of which the last may be empty. There are three ways to the
+gradients: the backward pass computes the logits again; the forward pass saves the exponentials of all tokens
+(cce_kernels/exponentials.py); the forward pass forms the gradients (cce_kernels/in_forward.py).
 """
 
 from dataclasses import dataclass
@@ -37,31 +37,14 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class Part:
-    """The gradients that some of the tokens give."""
+class Backward:
+    """The backward pass: from the saved exponentials of all tokens, or from logits that it computes again."""
 
-    tokens: int
     groups: Groups  # the groups in which dz is formed; one group if exponentials are multiplied as they are
     dz: Step | None  # None: the exponentials are multiplied as they are
     products: Multiplying
     few: Multiplying | None = None  # replaces `products` where fewer than FEW of the tokens are kept
-
-
-@dataclass(frozen=True)
-class Backward:
-    """The saved tokens' part, then the other tokens' part, whose dc is added to the first dc.
-
-    together: the matmul for the other tokens' dc also sums over the saved tokens, so that dc is rounded once. The
-    scaled e for this matmul is in the memory that de takes later. The step de_of_saved gives de of the saved tokens.
-    """
-
-    saved: Part | None
-    others: Part | None
-    de_of_saved: Step | None = None
-
-    @property
-    def together(self) -> bool:
-        return self.de_of_saved is not None
+    de: Step | None = None  # writes de from the exponentials in place of `products`, in the memory of the scaled e
 
 
 class Chunks(NamedTuple):
@@ -97,6 +80,17 @@ class InForward:
         return self.chunks.rows
 
 
+class Times(NamedTuple):
+    """The predicted times of the three ways to the gradients, relative to the matmuls that they have in common.
+
+    These are the matmuls of the logits and of the gradients that are wanted. inf: what the memory budget forbids.
+    """
+
+    again: float  # the backward pass computes the logits again
+    in_forward: float  # the forward pass forms the gradients
+    saved: float  # the forward pass saves the exponentials of all tokens
+
+
 @dataclass(frozen=True)
 class Plan:
     """Hashable: it may be a static argument of a traced function."""
@@ -105,12 +99,13 @@ class Plan:
     gpu: Any  # device.Gpu; None: no CUDA device
     rows: int  # into which the kept tokens are gathered
     looks: bool  # whether ignored tokens are looked for; else they are computed and masked
-    saved: int  # tokens whose exponentials are saved
+    saved: int  # tokens whose exponentials are saved: all rows, or 0
     forward: Forward
     backward: Backward | None  # None: no gradient is wanted
     held: int  # the most bytes that this plan holds besides inputs and results; 0 for evaluation
     in_forward: InForward | None  # how the forward pass forms the gradients; None: the backward pass does
     least: int  # the bytes that the least plan holds, whatever the budget; 0 for evaluation
+    times: Times | None = None  # None unless the forward pass may form the gradients
 
     @property
     def saves_de(self) -> bool:

@@ -75,24 +75,23 @@ class Hopper(Engine):
     def dz_bytes(self, call: Call, tokens: int, gpu: Gpu) -> int:
         return call.itemsize * tokens
 
-    def groups(self, call: Call, tokens: int, of_dc: int, room: int, column: int, gpu: Gpu) -> Groups:
-        cost = partial(tiles.group_cost, tokens, of_dc, call.width, call.head.vocab_axis, units_of(gpu))
+    def groups(self, call: Call, tokens: int, room: int, column: int, gpu: Gpu) -> Groups:
+        cost = partial(tiles.group_cost, tokens, call.width, call.head.vocab_axis, units_of(gpu))
         groups = vocabulary_groups(call.vocabulary, room, column, cost, tiles.PAIR_ROWS, beyond=True)
         return replace(groups, columns=min(groups.columns, 2 * tiles.PAIR_ROWS)) if gpu.interpreted else groups
 
-    def multiplying(self, call: Call, tokens: int, groups: Groups, split: bool, gpu: Gpu) -> Multiplying:
+    def multiplying(self, call: Call, tokens: int, groups: Groups, gpu: Gpu) -> Multiplying:
         """The cheapest tiles; for dc the cheapest of the tiles that write no column of another group."""
         axis, units = call.head.vocab_axis, units_of(gpu)
-        splits = tiles.splits_of(tokens, call.width, units) if split else 1
-        de = tiles.cheapest(tiles.DE, cdiv(tokens, tiles.PAIR_ROWS) * splits, call.width, units)
+        de = tiles.cheapest(tiles.DE, cdiv(tokens, tiles.PAIR_ROWS), call.width, units)
         sizes = tiles.dc_sizes(groups.columns, call.width, axis)
         dc = tiles.cheapest(tiles.dc_tiles(groups.columns, groups.count, axis), *sizes, units)
-        return Multiplying(self, de, dc, splits)
+        return Multiplying(self, de, dc)
 
-    def sums(self, inputs, at, reference, saved_tokens, *, head, with_sum, tiles, splits, gpu):
+    def sums(self, inputs, at, reference, save, *, head, with_sum, tiles, splits, gpu):
         from cce_kernels.engines.hopper import statistics
 
-        return statistics.sums(inputs, at, reference, saved_tokens, head=head, tiles=tiles, splits=splits,
+        return statistics.sums(inputs, at, reference, save, head=head, tiles=tiles, splits=splits,
                                interpret=_interpret(gpu))  # fmt: skip
 
     def form_dz(self, inputs, lse, cotangents, count, *, head, groups, wanted, tiles, gpu):
@@ -101,19 +100,19 @@ class Hopper(Engine):
         return dz.former(inputs, lse, cotangents, count, head=head, groups=groups, tiles=tiles,
                          units=units_of(gpu), interpret=_interpret(gpu))  # fmt: skip
 
-    def products(self, e, c, *, head, unit, count, how: Multiplying, groups, adding=False, beside=None, gpu):
+    def products(self, e, c, *, head, unit, count, how: Multiplying, groups, gpu):
         from cce_kernels.engines.hopper import products
 
         return products.products(e, c, head=head, unit=unit, count=count, de_tiles=how.de, dc_tiles=how.dc,
-                                 splits=how.splits, groups=groups, adding=adding, beside=beside,
-                                 units=units_of(gpu), interpret=_interpret(gpu))  # fmt: skip
+                                 splits=how.splits, groups=groups, units=units_of(gpu),
+                                 interpret=_interpret(gpu))  # fmt: skip
 
     def de_of_chunk(self, call: Call, tokens: int, gpu: Gpu) -> Multiplying:
         tile, splits = tiles.de_of_chunk(tokens, call.width, call.vocabulary, units_of(gpu))
         return Multiplying(self, tile, None, splits)
 
     def block(self, call: Call) -> int:
-        if call.head.vocab_axis == 1 or call.of_dc != 2:
+        if call.of_dc != 2:
             return 0
         return min(tiles.SUMMED, key=lambda columns: cdiv(call.width, columns) * (columns + 16))
 
@@ -121,7 +120,7 @@ class Hopper(Engine):
         from cce_kernels.engines.hopper import summed
 
         assert unit is None
-        return summed.sum_dc(dc, steps, left, e, count, factor, tiles=tiles, units=units_of(gpu),
+        return summed.sum_dc(dc, steps, left, e, count, factor, head=head, tiles=tiles, units=units_of(gpu),
                              interpret=_interpret(gpu))  # fmt: skip
 
     def de_of_saved(self, saved, r, c, count, place, *, head, tiles, gpu):

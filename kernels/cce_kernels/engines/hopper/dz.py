@@ -34,7 +34,7 @@ def former(
         start = groups.window(number_ref[0]).start
         left = jnp.minimum(groups.columns, groups.vocabulary - start)
         logits_sum = Sum(e.shape[1] // DEPTH, lambda row, column: Place(row, start + column))
-        return Extent(live_pairs(count_ref[0]), left, [logits_sum])
+        return Extent(live_pairs(count_ref[0]), left, logits_sum)
 
     def write(warpgroup, product, row, column, dz_ref, others):
         (lse_ref, targets_ref, cotangents_refs, _, scale_ref), number_ref = others
@@ -54,7 +54,7 @@ def former(
 
     def form(window: Window) -> tuple[jax.Array, None]:
         dz = every_tile(
-            [(e, c)], (of_tokens, window.number.reshape(1)),
+            (e, c), (of_tokens, window.number.reshape(1)),
             jax.ShapeDtypeStruct((e.shape[0], groups.columns), e.dtype),
             Multiply(tiles, right_axis=1 - head.vocab_axis), extent, write, units=units,
             group=row_group(e.shape[1], e.dtype.itemsize, PAIR_ROWS, PAIR_GROUP), name="cce_dz", interpret=interpret,

@@ -4,7 +4,7 @@ A pair is 256 rows (PAIR_ROWS), which a pair of programs computes: two row block
 multiprocessors.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,19 +39,19 @@ def spread(unit, units: int, pairs, column_tiles: int | jax.Array, group: int):
 
 
 class Extent(NamedTuple):
-    """The size of a product: pairs of row blocks, columns, and its sums, one for each (left, right) in operands."""
+    """The size of a product: pairs of row blocks, columns, and the sum that makes up a tile."""
 
     pairs: Any
     columns: Any
-    sums: Sequence[Sum]
+    sum: Sum
 
 
 def every_tile(
-    operands: Sequence[tuple[jax.Array, jax.Array]], others: Any, out: Any,
+    operands: tuple[jax.Array, jax.Array], others: Any, out: Any,
     multiply: Multiply, extent: Callable[[Any], Extent], write: Callable[..., None],
     *, units: int, group: int, name: str, interpret,
 ) -> Any:  # fmt: skip
-    """Runs a kernel that writes each tile of Σ left·right, over the (left, right) in operands, once.
+    """Runs a kernel that writes each tile of left·right once. operands: left and right.
 
     others: a tree of arrays, which extent(others) and write(...) get as refs.
     write(warpgroup, product, row, column, out, others): writes a warpgroup's tile, which begins at this row and column.
@@ -72,7 +72,7 @@ def every_tile(
                 pair, column = at(n)
                 return pair * PAIR_ROWS + program * BLOCK, column * multiply.tiles.columns
 
-            return Work(tiles, first, shape.sums)
+            return Work(tiles, first, shape.sum)
 
         def compute(warpgroup, work, product):
             program, (_, at) = lax.axis_index("cluster"), of_unit(lax.axis_index("pair"))

@@ -1,6 +1,6 @@
 """Matmuls with an epilogue for Hopper GPUs (compute capability 9.0), lowered through Mosaic GPU.
 
-    out_tile = epilogue(Σ left[rows] · right[columns]ᵀ)        over one or two pairs of operands
+    out_tile = epilogue(left[rows] · right[columns]ᵀ)
 
 A program has three warpgroups, which work at the same time. One copies tiles into shared memory (by TMA), `stages`
 steps ahead, even while another is in its epilogue. The other two multiply, 64 rows each. The second begins a few steps
@@ -39,11 +39,16 @@ PARAMETERS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.Low
 
 @dataclass(frozen=True)
 class Multiply:
-    """The layout of the operands: left (rows, inner), right (columns, inner). With axis 0 inner comes first instead."""
+    """The layout of the operands: left (rows, inner), right (columns, inner). With axis 0 inner comes first instead.
+
+    out_axis: the axis of the output that the rows are. With 1 the output is (columns, rows), of a 16-bit type: the
+    instructions that move tiles between registers and shared memory (ldmatrix, stmatrix) transpose them there.
+    """
 
     tiles: PairTiles
     left_axis: int = 1
     right_axis: int = 1
+    out_axis: int = 0
 
 
 class Work(NamedTuple):
@@ -51,16 +56,11 @@ class Work(NamedTuple):
 
     tiles: Any  # how many tiles
     at: Callable[[Any], tuple[Any, Any]]  # n -> the first row and column of the program's n-th tile
-    sums: "Sequence[Sum]"  # the sums that make up a tile, one for each (left, right) in operands
-
-    @property
-    def steps(self):
-        """The steps of a tile, over all its sums."""
-        return sum((x.steps for x in self.sums[1:]), self.sums[0].steps)
+    sum: "Sum"
 
 
 class Sum(NamedTuple):
-    """The sum over left·right that one (left, right) in operands adds to a tile."""
+    """The sum over left·right that makes up a tile."""
 
     steps: Any  # steps of DEPTH along the inner axis
     place: Callable[[Any, Any], "Place"]  # (row, column) of a tile -> where its operands begin
@@ -103,40 +103,46 @@ class Warpgroup(NamedTuple):
         """Begins to copy the tile out[row:, column:] into the slots, which hold a whole tile. `read` waits for it."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for k in range(self.multiply.tiles.slots):
-            slot, part = self._slot(k), self._part_of(out, row, column, k)
-            plgpu.copy_gmem_to_smem(part, slot, self.shared.read.at[self.number])
+            part = self._part_of(out, row, column, k)
+            plgpu.copy_gmem_to_smem(part, self._slot(k), self.shared.read.at[self.number])
 
     def read(self) -> Iterator[jax.Array]:
         """The parts of the tile that `begin_reading` copies."""
         plgpu.barrier_wait(self.shared.read.at[self.number])
         for k in range(self.multiply.tiles.slots):
-            yield plgpu.layout_cast(self._slot(k)[...], plgpu.Layout.WGMMA)
+            yield plgpu.layout_cast(self._part(k)[...], plgpu.Layout.WGMMA)
 
     def write(self, parts: Iterable[jax.Array], out, row, column, add: bool = False) -> None:
         """Writes, or with add adds, the parts of a tile to out[row:, column:], side by side, in the parts' type."""
         slots = self.multiply.tiles.slots
         for k, part in enumerate(parts):
             plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-            slot = self._slot(k % slots)
-            slot[...] = part
+            self._part(k % slots)[...] = part
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(slot, self._part_of(out, row, column, k), reduction_op="add" if add else None)
+            part_of_out = self._part_of(out, row, column, k)
+            plgpu.copy_smem_to_gmem(self._slot(k % slots), part_of_out, reduction_op="add" if add else None)
 
     def write_at_once(self, parts: Iterable[jax.Array], out, row, column) -> None:
         """`write`, where the slots hold a whole tile and nothing is being copied from them."""
         for k, part in enumerate(parts):
-            self._slot(k)[...] = part
+            self._part(k)[...] = part
         plgpu.commit_smem()
         for k in range(self.multiply.tiles.slots):
             plgpu.copy_smem_to_gmem(self._slot(k), self._part_of(out, row, column, k))
 
     def _slot(self, k: int):
+        """A slot, in the layout of the output."""
         return self.shared.slots.at[self.number, k]
 
+    def _part(self, k: int):
+        """The part of a tile in a slot: rows by columns of the tile."""
+        return self._slot(k) if self.multiply.out_axis == 0 else self._slot(k).transpose((1, 0))
+
     def _part_of(self, out, row, column, k: int):
-        """The k-th part of the tile out[row:, column:]."""
+        """The k-th part of the tile that begins at this row and column, in the output."""
         width = self.shared.slots.shape[-1]
-        return out.at[pl.ds(multiple(row, TMA_ROWS), ROWS), pl.ds(multiple(column, DEPTH) + k * width, width)]
+        at = pl.ds(multiple(row, TMA_ROWS), ROWS), pl.ds(multiple(column, DEPTH) + k * width, width)
+        return out.at[at if self.multiply.out_axis == 0 else at[::-1]]
 
 
 def quotient(a, b) -> jax.Array:
@@ -183,23 +189,22 @@ def zero_vector() -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
 
 
-def _copies(shared: _Shared, multiply: Multiply, operands, work: Work) -> None:
+def _copies(shared: _Shared, multiply: Multiply, left, right, work: Work) -> None:
     """What the copying warpgroup does: it copies every step of every tile as soon as the step's stage is free."""
-    stages = multiply.tiles.stages
+    stages, (steps, place_of, limit) = multiply.tiles.stages, work.sum
 
-    def add(n, first, left, right, of: Sum):
-        """Copies the steps of one (left, right) for the n-th tile. first: the program's steps before these."""
-        place = of.place(*work.at(n))
+    def tile(n, carry):
+        place = place_of(*work.at(n))
         row = multiple(place.row, TMA_ROWS if multiply.left_axis else DEPTH)
         left_inner, right_inner = multiple(place.left_inner, DEPTH), multiple(place.right_inner, DEPTH)
         columns = pl.ds(multiple(place.column, DEPTH), multiply.tiles.columns)
 
         def step(k, carry):
-            i = first + k
+            i = n * steps + k
             slot = remainder(i, stages)
             inner = left_inner + k * DEPTH
-            if of.limit is not None:
-                inner = multiple(jnp.where(inner < of.limit, inner, OUTSIDE), DEPTH)
+            if limit is not None:
+                inner = multiple(jnp.where(inner < limit, inner, OUTSIDE), DEPTH)
             of_left, of_right = (
                 (pl.ds(row, BLOCK), pl.ds(inner, DEPTH)),
                 (columns, pl.ds(right_inner + k * DEPTH, DEPTH)),
@@ -211,20 +216,14 @@ def _copies(shared: _Shared, multiply: Multiply, operands, work: Work) -> None:
                                     shared.right.at[slot], shared.full.at[slot], collective_axes="cluster")  # fmt: skip
             return carry
 
-        lax.fori_loop(jnp.int32(0), of.steps, step, None)
-        return first + of.steps
-
-    def tile(n, carry):
-        first = n * work.steps
-        for (left, right), of in zip(operands, work.sums, strict=True):
-            first = add(n, first, left, right, of)
+        lax.fori_loop(jnp.int32(0), steps, step, None)
         return carry
 
     def drain(i, carry):  # a program must not end while its pair's other program still copies into its shared memory
         plgpu.barrier_wait(shared.free.at[remainder(i, stages)])
         return carry
 
-    total = work.tiles * work.steps
+    total = work.tiles * steps
     lax.fori_loop(jnp.int32(0), work.tiles, tile, None)
     lax.fori_loop(jnp.maximum(total - stages, 0), total, drain, None)
 
@@ -235,7 +234,7 @@ def _product(warpgroup: Warpgroup, work: Work, tile, meanwhile: Callable[[], Non
     meanwhile: called once, while the tensor cores multiply.
     """
     multiply, shared, number = warpgroup.multiply, warpgroup.shared, warpgroup.number
-    steps, stages = work.steps, multiply.tiles.stages
+    steps, stages = work.sum.steps, multiply.tiles.stages
     first = tile * steps
     own = pl.ds(number * ROWS, ROWS)
 
@@ -266,7 +265,7 @@ def _product(warpgroup: Warpgroup, work: Work, tile, meanwhile: Callable[[], Non
     return product
 
 
-def _body(operands, multiply: Multiply, work_of, compute, shared: _Shared) -> None:
+def _body(left, right, multiply: Multiply, work_of, compute, shared: _Shared) -> None:
     number = lax.axis_index("warpgroup")
     work = work_of(lax.axis_index("pair"), lax.axis_index("cluster"))
 
@@ -275,7 +274,7 @@ def _body(operands, multiply: Multiply, work_of, compute, shared: _Shared) -> No
         plgpu.set_max_registers(REGISTERS["computing"], action="increase")
         warpgroup = Warpgroup(number, multiply, shared)
         if multiply.tiles.lead:
-            behind = (number == 1) & (work.tiles * work.steps > multiply.tiles.lead)
+            behind = (number == 1) & (work.tiles * work.sum.steps > multiply.tiles.lead)
             pl.when(behind)(lambda: plgpu.barrier_wait(shared.begun))
         compute(warpgroup, work, partial(_product, warpgroup, work))
         plgpu.wait_smem_to_gmem(0)
@@ -283,11 +282,11 @@ def _body(operands, multiply: Multiply, work_of, compute, shared: _Shared) -> No
     @pl.when(number == COPYING)
     def _():
         plgpu.set_max_registers(REGISTERS["copying"], action="decrease")
-        _copies(shared, multiply, operands, work)
+        _copies(shared, multiply, left, right, work)
 
 
 def launch(
-    operands: Sequence[tuple[jax.Array, jax.Array]],
+    operands: tuple[jax.Array, jax.Array],
     others: Any,
     outputs: Sequence[jax.Array | jax.ShapeDtypeStruct | None],
     multiply: Multiply,
@@ -300,17 +299,16 @@ def launch(
 ) -> list[jax.Array | None]:
     """Runs a kernel in `pairs` pairs of programs, and returns its outputs.
 
-    operands: (left, right), as many as a Work has sums. others: a tree of arrays. outputs: an array is written in
+    operands: left and right. others: a tree of arrays. outputs: an array is written in
     place. written: the type of the parts that `Warpgroup.write` gets; None if it is not called.
     kernel(others, *outputs) gets refs, or None for None. It returns work_of(pair, program) -> Work, where program is 0
     or 1, and compute(warpgroup, work, product), which must call product(n) once for each tile, in order.
     """
-    multiplied = [x for pair in operands for x in pair]
-    given = multiplied, others, tuple(outputs)
+    given = operands, others, tuple(outputs)
     begun = jax.tree.map(lambda x: lax.empty(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, given)
     arrays, tree = jax.tree.flatten(begun)
     inputs = len(arrays) - len(jax.tree.leaves(outputs))
-    dtype = multiplied[0].dtype
+    dtype = operands[0].dtype
     mesh = plgpu.Mesh(grid=(pairs,), grid_names=("pair",), cluster=(2,), cluster_names=("cluster",), num_threads=3,
                       thread_name="warpgroup")  # fmt: skip
 
@@ -333,13 +331,12 @@ def launch(
     @jax.custom_batching.sequential_vmap
     def call(*arrays):
         def stateful(refs):
-            multiplied_refs, of_others, of_outputs = jax.tree.unflatten(tree, refs)
+            (left, right), of_others, of_outputs = jax.tree.unflatten(tree, refs)
 
             def body(*_):
-                pairs_of_refs = list(zip(multiplied_refs[::2], multiplied_refs[1::2], strict=True))
                 work_of, compute = kernel(of_others, *of_outputs)
                 pl.run_scoped(
-                    lambda *shared: _body(pairs_of_refs, multiply, work_of, compute, _Shared(*shared)),
+                    lambda *shared: _body(left, right, multiply, work_of, compute, _Shared(*shared)),
                     *scratch, collective_axes="warpgroup",
                 )  # fmt: skip
 

@@ -1,10 +1,9 @@
 """The matmuls of the gradient on Hopper GPUs.
 
     de           dz·c_g                  added to de, float32
-    saved_de     r·(P·c)                 written once, for the saved tokens (cce_kernels/exponentials.py)
+    saved_de     r·(P·c)                 written once, from saved exponentials (cce_kernels/exponentials.py)
     dc           dzᵀ·e                   written once, for a group of columns
                  Pᵀ·(r·e)                or this, for all columns
-                 dzᵀ·e + Pᵀ·(r·e)        or both as one sum, for a group of columns
 
 Read: left once per 256 columns and right once per 256 rows, from L2 where programs that run at the same time share
 them. Never made: a copy of c_g, dc_g or any other part of an array. The memory system adds to de, each element once a
@@ -28,7 +27,7 @@ from cce_kernels.engines.hopper.matmul import (
     vector_of,
 )
 from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS, PairTiles
-from cce_kernels.gradients import Beside, Products
+from cce_kernels.gradients import Products
 from cce_kernels.head import Head
 from cce_kernels.windows import Groups
 
@@ -37,25 +36,25 @@ def de_of_saved(
     p: jax.Array, r: jax.Array, c: jax.Array, count: jax.Array, place: jax.Array,
     *, head: Head, tiles: PairTiles, units: int, interpret,
 ) -> jax.Array:  # fmt: skip
-    """engine.Engine.de_of_saved. p: (N_s, V); r: (N_s,); N_s ≤ N. May also write to rows of place after the N_s-th."""
+    """engine.Engine.de_of_saved. p: (rows, V); r: (rows,)."""
     vocabulary, width = head.vocabulary(c), place.shape[1]
 
     def extent(others) -> Extent:
         _, count_ref = others
-        return Extent(live_pairs(count_ref[0]), width, [Sum(vocabulary // DEPTH, Place)])
+        return Extent(live_pairs(count_ref[0]), width, Sum(vocabulary // DEPTH, Place))
 
     def write(warpgroup, product, row, column, out_ref, others):
         r = vector_of(others[0], row)
         parts = (x * along_rows(r, x.shape) for _, x in parts_of(product(), out_ref.dtype))
         warpgroup.write((x.astype(out_ref.dtype) for x in parts), out_ref, row, column)
 
-    return every_tile([(p, c)], (padded(r), count), place, Multiply(tiles, right_axis=head.vocab_axis), extent, write,
+    return every_tile((p, c), (padded(r), count), place, Multiply(tiles, right_axis=head.vocab_axis), extent, write,
                       units=units, group=PAIR_GROUP, name="cce_saved_de", interpret=interpret)  # fmt: skip
 
 
 def products(
     e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None, count: jax.Array, de_tiles: PairTiles,
-    dc_tiles: PairTiles, splits: int, groups: Groups, adding: bool, beside: Beside | None, units: int, interpret,
+    dc_tiles: PairTiles, splits: int, groups: Groups, units: int, interpret,
 ) -> Products:  # fmt: skip
     """engine.Engine.products. The de that add_de gets is never None."""
     (tokens, width), vocabulary, axis = e.shape, head.vocabulary(c), head.vocab_axis
@@ -75,7 +74,7 @@ def products(
                 inner = quotient(row, live * PAIR_ROWS) * steps * DEPTH
                 return Place(remainder(row, live * PAIR_ROWS), column, inner, start + inner)
 
-            return Extent(live * splits, width, [Sum(steps, place, None if splits == 1 else left)])
+            return Extent(live * splits, width, Sum(steps, place, None if splits == 1 else left))
 
         def write(warpgroup, product, row, column, de_ref, others):
             count_ref, _ = others
@@ -84,7 +83,7 @@ def products(
             warpgroup.write((x for _, x in parts_of(product(), de_ref.dtype)), de_ref, below, column, add=True)
 
         multiply = Multiply(de_tiles, right_axis=axis)
-        return run([(dz, c)], (count, window.number.reshape(1)), de, multiply, extent, write, name="cce_de")
+        return run((dz, c), (count, window.number.reshape(1)), de, multiply, extent, write, name="cce_de")
 
     def put_dc(dc, dz, window):
         def in_layout(of_vocabulary, of_width):
@@ -92,31 +91,20 @@ def products(
             return (of_vocabulary, of_width) if axis == 0 else (of_width, of_vocabulary)
 
         def extent(others) -> Extent:
-            count_ref, number_ref, _, saved_count_ref = others
+            count_ref, number_ref, _ = others
             start = start_of(number_ref)
             rows, columns = in_layout(jnp.minimum(dz.shape[1], vocabulary - start), width)
-
-            def of_tokens(count_ref, first) -> Sum:
-                first_row, first_column = in_layout(first, 0)
-                return Sum(quotient(count_ref[0] + (DEPTH - 1), DEPTH),
-                           lambda row, column: Place(first_row + row, first_column + column))  # fmt: skip
-
-            sums = [of_tokens(count_ref, 0)]
-            if beside is not None:
-                sums.append(of_tokens(saved_count_ref, start))
-            return Extent(quotient(rows + (PAIR_ROWS - 1), PAIR_ROWS), columns, sums)
+            tokens = Sum(quotient(count_ref[0] + (DEPTH - 1), DEPTH), Place)
+            return Extent(quotient(rows + (PAIR_ROWS - 1), PAIR_ROWS), columns, tokens)
 
         def write(warpgroup, product, row, column, dc_ref, others):
-            _, number_ref, unit_ref, _ = others
+            _, number_ref, unit_ref = others
             parts = (x if unit_ref is None else x * unit_ref[0] for _, x in parts_of(product(), dc_ref.dtype))
             first_row, first_column = in_layout(start_of(number_ref), 0)
-            warpgroup.write((x.astype(dc_ref.dtype) for x in parts), dc_ref, first_row + row, first_column + column,
-                            add=adding)  # fmt: skip
+            warpgroup.write((x.astype(dc_ref.dtype) for x in parts), dc_ref, first_row + row, first_column + column)
 
         multiply = Multiply(dc_tiles, left_axis=0, right_axis=0)
-        operands = [in_layout(dz, e)] + ([] if beside is None else [in_layout(beside.exponentials, beside.e)])
-        scale, of_saved = None if unit is None else unit.reshape(1), None if beside is None else beside.count
-        others = count, window.number.reshape(1), scale, of_saved
-        return run(operands, others, dc, multiply, extent, write, name="cce_dc")
+        others = count, window.number.reshape(1), None if unit is None else unit.reshape(1)
+        return run(in_layout(dz, e), others, dc, multiply, extent, write, name="cce_dc")
 
     return Products(add_de, put_dc)

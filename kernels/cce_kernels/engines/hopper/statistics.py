@@ -37,7 +37,7 @@ from cce_kernels.tokens import Rows
 
 
 def sums(
-    inputs: Inputs, at: Rows, reference: jax.Array, saved_tokens: int, *, head: Head, tiles: PairTiles, splits: int,
+    inputs: Inputs, at: Rows, reference: jax.Array, save: bool, *, head: Head, tiles: PairTiles, splits: int,
     interpret,
 ) -> Sums:  # fmt: skip
     """engine.Engine.sums.
@@ -68,7 +68,7 @@ def sums(
             length = jnp.where(pair * PAIR_ROWS < count_ref[0], length, 0)
             if starts_ref is not None:
                 row = jnp.maximum(starts_ref[pair * 2 + program], 0)
-            return Work(length, lambda n: (row, (first + n) * columns), [Sum(width // DEPTH, Place)])
+            return Work(length, lambda n: (row, (first + n) * columns), Sum(width // DEPTH, Place))
 
         def compute(warpgroup, work, product):
             program = lax.axis_index("cluster")
@@ -108,9 +108,9 @@ def sums(
 
         return work, compute
 
-    saved = jax.ShapeDtypeStruct((saved_tokens, vocabulary), e.dtype) if saved_tokens else None
+    saved = jax.ShapeDtypeStruct((tokens, vocabulary), e.dtype) if save else None
     total, p = launch(
-        [(e, c)], (padded(reference), starts, count, inputs.scale),
+        (e, c), (padded(reference), starts, count, inputs.scale),
         (jax.ShapeDtypeStruct((splits, pairs * PAIR_ROWS), jnp.float32), saved),
         Multiply(tiles, right_axis=1 - head.vocab_axis), kernel, pairs=pairs * splits, name="cce_statistics",
         written=None if saved is None else saved.dtype, interpret=interpret,

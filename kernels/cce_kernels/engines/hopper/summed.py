@@ -17,21 +17,27 @@ from cce_kernels.block_floats import decode, encode, step_of
 from cce_kernels.engines.hopper.every_tile import PAIR_GROUP, Extent, every_tile
 from cce_kernels.engines.hopper.matmul import ROWS, Multiply, Place, Sum, along_rows, parts_of, quotient, vector_of
 from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS, PairTiles
+from cce_kernels.head import Head
 
 
 def sum_dc(
     dc: jax.Array, steps: jax.Array | None, p: jax.Array, e: jax.Array, count: jax.Array, factor: jax.Array | None,
-    *, tiles: PairTiles, units: int, interpret,
+    *, head: Head, tiles: PairTiles, units: int, interpret,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """engine.Engine.sum_dc, for a dc (V, D). A block of numbers that share a step is as wide as a tile."""
-    vocabulary, width = dc.shape
+    """engine.Engine.sum_dc. A block of numbers that share a step is a row of a tile: one vocabulary entry.
+
+    For a dc (D, V) too, whose tiles are then transposed: if an entry were a column, its largest magnitude would have to
+    be exchanged between the warps, each of which holds 16 rows.
+    """
+    axis = head.vocab_axis
+    vocabulary, width = dc.shape[axis], dc.shape[1 - axis]
 
     def extent(others) -> Extent:
         count = others[0][0]
         pairs = -(-vocabulary // PAIR_ROWS)
         if factor is None:  # a chunk without tokens adds nothing
             pairs = jnp.where(count > 0, pairs, 0)
-        return Extent(pairs, width, [Sum(quotient(count + (DEPTH - 1), DEPTH), Place)])
+        return Extent(pairs, width, Sum(quotient(count + (DEPTH - 1), DEPTH), Place))
 
     def write(warpgroup, product, row, column, dc_ref, others, steps_ref):
         factor = None if others[1] is None else others[1][0]
@@ -51,6 +57,6 @@ def sum_dc(
         inverse = along_rows(1 / step, parts[0].shape)
         warpgroup.write_at_once((encode(x, inverse, dc_ref.dtype) for x in parts), dc_ref, row, column)
 
-    multiply = Multiply(tiles, left_axis=0, right_axis=0)
-    return every_tile([(p, e)], (count, factor), (dc, steps), multiply, extent, write, units=units, group=PAIR_GROUP,
+    multiply = Multiply(tiles, left_axis=0, right_axis=0, out_axis=axis)
+    return every_tile((p, e), (count, factor), (dc, steps), multiply, extent, write, units=units, group=PAIR_GROUP,
                       name="cce_dc_sum", interpret=interpret)  # fmt: skip

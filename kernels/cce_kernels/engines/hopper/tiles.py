@@ -67,19 +67,14 @@ def dc_tiles(columns: int, groups: int, vocab_axis: int) -> Sequence[PairTiles]:
     return DC if vocab_axis == 0 or groups == 1 else [x for x in DC if columns % x.columns == 0]
 
 
-def group_cost(tokens: int, of_dc: int, width: int, vocab_axis: int, units: int, groups: Groups, columns: int) -> float:
-    """The time of a group of so many columns, in steps of a unit. of_dc: the number of tokens that dc sums over."""
+def group_cost(tokens: int, width: int, vocab_axis: int, units: int, groups: Groups, columns: int) -> float:
+    """The time of a group of so many columns, in steps of a unit."""
     pairs = -(-tokens // PAIR_ROWS)
     dz = LOGITS.waves(pairs, columns, units) * (width / DEPTH + LOGITS_EPILOGUE)
     de = cheapest(DE, pairs, width, units).cost(pairs, width, units) * columns / DEPTH
     sizes, tiles = dc_sizes(columns, width, vocab_axis), dc_tiles(groups.columns, groups.count, vocab_axis)
-    dc = cheapest(tiles, *sizes, units).cost(*sizes, units) * of_dc / DEPTH
+    dc = cheapest(tiles, *sizes, units).cost(*sizes, units) * tokens / DEPTH
     return dz + de + dc + GROUP
-
-
-def splits_of(tokens: int, width: int, units: int) -> int:
-    """The number of partial sums of de with which the programs for so few tokens fill the GPU."""
-    return max(1, units // (-(-tokens // PAIR_ROWS) * -(-width // PAIR_ROWS)))
 
 
 def de_of_chunk(tokens: int, width: int, vocabulary: int, units: int) -> tuple[PairTiles, int]:

@@ -41,7 +41,7 @@ class Triton(Engine):
     def dz_bytes(self, call: Call, tokens: int, gpu: Gpu) -> int:
         return call.itemsize * tokens
 
-    def groups(self, call: Call, tokens: int, of_dc: int, room: int, column: int, gpu: Gpu) -> Groups:
+    def groups(self, call: Call, tokens: int, room: int, column: int, gpu: Gpu) -> Groups:
         tile = self.tile("form_dz", call, gpu)
 
         def waves(_: Groups, columns: int) -> float:
@@ -51,20 +51,23 @@ class Triton(Engine):
         groups = vocabulary_groups(call.vocabulary, room, column, waves)
         return replace(groups, columns=min(groups.columns, 3 * tile.columns)) if gpu.interpreted else groups
 
-    def multiplying(self, call: Call, tokens: int, groups: Groups, split: bool, gpu: Gpu) -> Multiplying:
+    def multiplying(self, call: Call, tokens: int, groups: Groups, gpu: Gpu) -> Multiplying:
         found = tiles.tiles_for(call.itemsize, call.width, gpu)
-        splits = tiles.splits_of(tokens, call.width, found.de, gpu.multiprocessors) if split else 1
-        return Multiplying(self, found.de, found.dc, splits)
+        return Multiplying(self, found.de, found.dc)
+
+    def de_of_chunk(self, call: Call, tokens: int, gpu: Gpu) -> Multiplying:
+        tile = tiles.tiles_for(call.itemsize, call.width, gpu).de
+        return Multiplying(self, tile, None, tiles.splits_of(tokens, call.width, tile, gpu.multiprocessors))
 
     def target(self, inputs, order, *, head, tiles, gpu):
         from cce_kernels.engines.triton import target
 
         return target.target(inputs, order, head=head, tiles=tiles, interpret=gpu.interpreted)
 
-    def sums(self, inputs, at, reference, saved_tokens, *, head, with_sum, tiles, splits, gpu):
+    def sums(self, inputs, at, reference, save, *, head, with_sum, tiles, splits, gpu):
         from cce_kernels.engines.triton import statistics
 
-        return statistics.sums(inputs, at, reference, saved_tokens, head=head, with_sum=with_sum, tiles=tiles,
+        return statistics.sums(inputs, at, reference, save, head=head, with_sum=with_sum, tiles=tiles,
                                splits=splits, interpret=gpu.interpreted)  # fmt: skip
 
     def again(self, inputs, at, reference, before, *, head, tiles, gpu):
@@ -90,12 +93,11 @@ class Triton(Engine):
         return exponentials.former_of_saved(saved, inputs, reference, lse, cotangents, head=head, groups=groups,
                                      with_sums=wanted.bias, tiles=tiles, interpret=gpu.interpreted)  # fmt: skip
 
-    def products(self, e, c, *, head, unit, count, how: Multiplying, groups, adding=False, beside=None, gpu):
+    def products(self, e, c, *, head, unit, count, how: Multiplying, groups, gpu):
         from cce_kernels.engines.triton import products
 
-        assert beside is None, "dc of two pairs of operands is another engine's"
         return products.products(e, c, head=head, unit=unit, count=count, de=how.de, dc=how.dc, splits=how.splits,
-                                 adding=adding, interpret=gpu.interpreted)  # fmt: skip
+                                 interpret=gpu.interpreted)  # fmt: skip
 
     def ready(self, saved, targets, at_target, clear, *, vocabulary, gpu):
         from cce_kernels.engines.triton import saved as exponentials

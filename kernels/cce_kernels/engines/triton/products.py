@@ -1,6 +1,6 @@
 """The two matmuls of the gradient, for the first n tokens. Only the device knows n; the time grows with n.
 
-    de[:n] += dz[:n] · c_g            dc_g = dz[:n]ᵀ · e[:n]    or    dc_g += dz[:n]ᵀ · e[:n]
+    de[:n] += dz[:n] · c_g            dc_g = dz[:n]ᵀ · e[:n]
 
 Read: dz once per tile of columns, c_g or e once per tile of rows, from L2 where programs that run at the same time
 share them. Written: de once a group, dc once. Never made: a copy of c_g or dc_g.
@@ -28,7 +28,7 @@ ROW_GROUP = 8  # row blocks that are computed for all columns before the next ro
 
 def _kernel(
     left_ref, right_ref, start_ref, count_ref, unit_ref, _, out_ref,
-    *, head: Head, tiles: TileConfig, shape: tuple[int, int, int], kind: Literal["de", "dc"], adding: bool, splits: int,
+    *, head: Head, tiles: TileConfig, shape: tuple[int, int, int], kind: Literal["de", "dc"], splits: int,
 ):  # fmt: skip
     """One tile of out. shape: the sizes (rows, columns, inner) of the product, which sums over inner.
 
@@ -43,13 +43,13 @@ def _kernel(
     rows, columns = indices(row_block, tiles.rows), indices(column_block, tiles.columns)
     rows_ok, columns_ok = inside(rows, row_count, tiles.rows), inside(columns, column_count, tiles.columns)
     start, count = start_ref[0], count_ref[0]
+    some = None
     if kind == "de":  # nothing reads rows of de from count on, so any number may be added there
         some = row_block * tiles.rows < count
         steps = cdiv(inner_count, tiles.depth)
         first, last = split * steps // splits, (split + 1) * steps // splits
         last = jnp.where(some, last, first)
     else:
-        some = count > 0
         first, last = jnp.int32(0), (count + tiles.depth - 1) // tiles.depth
 
     def step(k, total):  # masks compare with the arrays' own sizes: saved exponentials may have more than V columns
@@ -76,7 +76,7 @@ def _kernel(
         place = (start + rows, columns) if head.vocab_axis == 0 else (rows, start + columns)
     where = out_ref.at[tile_index(*place)]
     total = jnp.zeros((tiles.rows, tiles.columns), jnp.float32)
-    if adding:
+    if some is not None:
         some = jnp.broadcast_to(some, (tiles.rows, tiles.columns))
         mask = some if mask is None else mask & some
         # loaded before the loop: after the loop this tile and the loop's total would not both fit the registers
@@ -89,14 +89,14 @@ def _kernel(
 
 def products(
     e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None, count: jax.Array, de: TileConfig, dc: TileConfig,
-    splits: int, adding: bool, interpret: bool,
+    splits: int, interpret: bool,
 ) -> Products:  # fmt: skip
     """engine.Engine.products, for the first `count` tokens alone."""
     width, vocabulary = e.shape[1], head.vocabulary(c)
 
-    def run(kind, tiles: TileConfig, left, right, window, out, shape, unit, adding, splits):
+    def run(kind, tiles: TileConfig, left, right, window, out, shape, unit, splits):
         return launch(
-            partial(_kernel, head=head, tiles=tiles, shape=shape, kind=kind, adding=adding, splits=splits),
+            partial(_kernel, head=head, tiles=tiles, shape=shape, kind=kind, splits=splits),
             left, right, window.start.reshape(1), count, unit, out,
             out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
             programs=blocks(shape, tiles) * splits, tiles=tiles, interpret=interpret, name=f"cce_{kind}", in_place=out,
@@ -105,13 +105,13 @@ def products(
     def add_de(sums, dz, window):
         sums = jnp.zeros((splits * e.shape[0], width), jnp.float32) if sums is None else sums
         shape = *e.shape, min(dz.shape[1], vocabulary)
-        return run("de", de, dz, c, window, sums, shape, None, True, splits)
+        return run("de", de, dz, c, window, sums, shape, None, splits)
 
     def put_dc(out, dz, window):
         left, right = (dz, e) if head.vocab_axis == 0 else (e, dz)
         columns = min(dz.shape[1], vocabulary)
         shape = (columns, width) if head.vocab_axis == 0 else (width, columns)
         scale = None if unit is None else unit.reshape(1)
-        return run("dc", dc, left, right, window, out, (*shape, e.shape[0]), scale, adding, 1)
+        return run("dc", dc, left, right, window, out, (*shape, e.shape[0]), scale, 1)
 
     return Products(add_de, put_dc)

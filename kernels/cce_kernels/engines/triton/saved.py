@@ -116,7 +116,7 @@ def _in_place(kernel, saved, *operands, name: str, tiles: TileConfig, interpret:
 
 
 def with_targets(saved: jax.Array, targets: jax.Array, values: jax.Array, *, vocabulary: int, interpret: bool):
-    """saved, in place, with each token's value in the column of its target. targets, values: (N_s,)."""
+    """saved, in place, with each token's value in the column of its target. targets, values: (rows,)."""
     kernel = partial(_targets_kernel, vocabulary=vocabulary)
     tiles = other_tiles(SAVED_TARGETS, interpret)
     return _in_place(kernel, saved, targets, values, name="cce_targets", tiles=tiles, interpret=interpret)

@@ -40,6 +40,7 @@ from cce_kernels.engines.triton.loads import (
     token_rows,
 )
 from cce_kernels.engines.triton.tiles import TileConfig
+from cce_kernels.exponentials import saved_shape
 from cce_kernels.head import Head
 from cce_kernels.numbers import FLOAT32_MAX, LOG2_E, Inputs
 from cce_kernels.tokens import Rows
@@ -93,9 +94,6 @@ def _kernel(
             # The mask tells the compiler that start is small. It then reads rows at constant offsets from one address.
             small = start & jnp.int32(2 ** tokens.bit_length() - 1)
             source = small + jnp.arange(tiles.rows, dtype=jnp.int32)
-    saved_ok = rows_ok
-    if saved_ref is not None and saved_ref.shape[0] < tokens:
-        saved_ok = rows < (saved_ref.shape[0] if at.count is None else jnp.minimum(at.count[0], saved_ref.shape[0]))
     if rescue:
         failed = ~(plgpu.load(before_ref.at[slot], mask=rows_ok, other=None if rows_ok is None else 0.0) < jnp.inf)
         written = failed if rows_ok is None else rows_ok & failed
@@ -122,7 +120,7 @@ def _kernel(
         p = exp2_shifted(z, reference[:, None], interpret=interpret)
         total += jnp.sum(p, axis=1)
         if saved_ref is not None:
-            _store_exponentials(saved_ref, p, slope, rows, columns, saved_ok)
+            _store_exponentials(saved_ref, p, slope, rows, columns, rows_ok)
         return reference, total, weighted
 
     zeros = jnp.zeros((tiles.rows,), jnp.float32)
@@ -135,14 +133,13 @@ def _kernel(
 
 
 def sums(
-    inputs: Inputs, at: Rows, reference: jax.Array, saved_tokens: int, *, head: Head, with_sum: bool,
+    inputs: Inputs, at: Rows, reference: jax.Array, save: bool, *, head: Head, with_sum: bool,
     tiles: TileConfig, splits: int, interpret: bool,
 ) -> Sums:  # fmt: skip
     """engine.Engine.sums. With at.starts, only blocks whose tokens are consecutive rows of e are written."""
     tokens, vocabulary = reference.size, head.vocabulary(inputs.c)
     partials = jax.ShapeDtypeStruct((splits, tokens), jnp.float32)
-    columns = cdiv(vocabulary, 8) * 8
-    saved = jax.ShapeDtypeStruct((saved_tokens, columns), inputs.e.dtype) if saved_tokens else None
+    saved = jax.ShapeDtypeStruct(saved_shape(tokens, vocabulary), inputs.e.dtype) if save else None
     lse, total, p = launch(
         partial(_kernel, head=head, tiles=tiles, splits=splits, interpret=interpret),
         inputs._replace(targets=None), at, reference, None,
@@ -198,7 +195,7 @@ def replaced(
     inputs: Inputs, lse: jax.Array, by_lse: jax.Array, saved: jax.Array, *, head: Head, tiles: TileConfig, splits: int,
     interpret: bool,
 ) -> jax.Array:  # fmt: skip
-    """engine.Engine.replaced. saved: (N_s, V); lse: (rows,); by_lse: (rows,) bool; inputs.e: gathered."""
+    """engine.Engine.replaced. saved: (rows, V); lse: (rows,); by_lse: (rows,) bool; inputs.e: gathered."""
     return launch(
         partial(_replace_kernel, head=head, tiles=tiles, splits=splits, interpret=interpret),
         inputs._replace(targets=None, weights=None), lse, by_lse.astype(jnp.int32), saved,

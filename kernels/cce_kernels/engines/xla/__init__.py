@@ -34,7 +34,7 @@ class Xla(Engine):
         blocks = 3 * call.wide if gpu is None else call.wide + (call.itemsize if call.itemsize < call.wide else 0)
         return blocks * tokens + call.itemsize * call.width
 
-    def groups(self, call: Call, tokens: int, of_dc: int, room: int, column: int, gpu) -> Groups:
+    def groups(self, call: Call, tokens: int, room: int, column: int, gpu) -> Groups:
         if gpu is None:
             room = min(room, 3 * BLOCK_BYTES)
 
@@ -63,19 +63,17 @@ class Xla(Engine):
         assert call.wanted is not None
         return multiple(columns, call.width, tokens, call.itemsize, call.of_dc, gpu) if call.wanted.c else 1
 
-    def multiplying(self, call: Call, tokens: int, groups: Groups, split: bool, gpu) -> Multiplying:
+    def multiplying(self, call: Call, tokens: int, groups: Groups, gpu) -> Multiplying:
         return Multiplying(self, None, None)
 
-    def sums(self, inputs, at, reference, saved_tokens, *, head, with_sum, tiles, splits, gpu):
+    def sums(self, inputs, at, reference, save, *, head, with_sum, tiles, splits, gpu):
         """tiles: the groups of the vocabulary."""
         return statistics.sums(inputs, head=head, with_sum=with_sum, groups=tiles)
 
     def form_dz(self, inputs, lse, cotangents, count, *, head, groups, wanted, tiles, gpu):
         return statistics.former(inputs, lse, cotangents, head=head, groups=groups, with_sums=wanted.bias)
 
-    def products(self, e, c, *, head, unit, count, how, groups, adding=False, beside=None, gpu):
-        assert not adding
-        assert beside is None
+    def products(self, e, c, *, head, unit, count, how, groups, gpu):
         return products.products(e, c, head=head, unit=unit)
 
     def sum_dc(self, dc, steps, left, e, unit, count, factor, *, head, tiles, gpu):

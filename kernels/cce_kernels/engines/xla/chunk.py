@@ -15,11 +15,12 @@ from cce_kernels.numbers import Cotangents, Inputs, Statistics
 
 
 def numbers_and_dz(
-    inputs: Inputs, cotangents_of: Callable[[Statistics], Cotangents], *, head: Head, with_sum: bool
+    inputs: Inputs, known: Callable[[Statistics], tuple[Statistics, Cotangents]], *, head: Head, with_sum: bool
 ) -> tuple[Statistics, jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
     """The chunk's numbers; dz in e's type, divided by a unit; the column sums of dz, (V,); the unit, or None for 1.
 
-    e of ignored tokens must be finite.
+    known: the numbers of these columns -> those of the whole vocabulary, and their cotangents. e of ignored tokens must
+    be finite.
     """
     raw = head.product(inputs.e, inputs.c, 1 - head.vocab_axis)
     z = head.logits(raw, None if inputs.bias is None else inputs.bias.astype(raw.dtype), inputs.scale)
@@ -29,8 +30,8 @@ def numbers_and_dz(
     weights, total = inputs.weights, None
     if with_sum:
         total = jnp.sum(z if weights is None else jnp.where(weights == 0, 0, weights * z), axis=1)
-    numbers = Statistics(jax.nn.logsumexp(z, axis=1), jnp.where(named, target, 0)[:, 0], total)
-    of, unit = fitted(cotangents_of(numbers), inputs)
+    numbers, of = known(Statistics(jax.nn.logsumexp(z, axis=1), jnp.where(named, target, 0)[:, 0], total))
+    of, unit = fitted(of, inputs)
     of = jax.tree.map(lambda x: x[:, None], of)
     is_target = jnp.arange(z.shape[1], dtype=jnp.int32) == targets
     dz = head.cotangent(z, jnp.exp(z - numbers.lse[:, None]), is_target, of, weights, inputs.scale)

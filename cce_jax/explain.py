@@ -1,0 +1,64 @@
+"""How a call would run, without running it."""
+
+from collections.abc import Collection
+from typing import Any, Literal
+
+import jax
+
+from cce_jax import losses, passes
+from cce_jax.api import resolved
+from cce_kernels import contract
+from cce_kernels.device import local_gpu
+from cce_kernels.head import Head
+from cce_kernels.numbers import Inputs, Wanted
+from cce_kernels.plan import Explanation, explained
+
+
+def explain(
+    e: Any,
+    c: Any,
+    *,
+    bias: Any = None,
+    softcap: float | None = None,
+    reduction: losses.Reduction = "mean",
+    label_smoothing: float = 0.0,
+    vocab_axis: Literal[0, 1] = 0,
+    impl: passes.Impl = "auto",
+    memory_budget: float | Literal["all"] | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    gradients_of: Collection[str] = ("e", "c"),
+) -> Explanation:
+    """How `linear_cross_entropy(e, c, ...)` runs on this machine, on one device: print it, or read its fields.
+
+    Args:
+      e, c, bias: the arrays of the call, or jax.ShapeDtypeStruct of their shapes (..., D), (V, D) or (D, V), and (V,).
+      softcap, reduction, label_smoothing, vocab_axis, impl, memory_budget, precision: as for `linear_cross_entropy`.
+        The other options change nothing of what is told here.
+      gradients_of: of which of "e", "c" and "bias" the gradient is asked for; () for evaluation.
+
+    Returns:
+      An Explanation: the engine, why faster engines refuse the call, how the gradients are formed, in which chunks of
+      tokens, the bytes held, and the predicted time. `logging.getLogger("cce_kernels")` has the same in one line, at
+      the level INFO, when a call is first planned.
+
+    Raises:
+      ValueError: an option is out of its range, or impl is "reference", which plans nothing.
+
+    >>> import jax, cce_jax
+    >>> e, c = jax.ShapeDtypeStruct((64, 32), "float32"), jax.ShapeDtypeStruct((500, 32), "float32")
+    >>> cce_jax.explain(e, c, impl="chunked", gradients_of=()).engine
+    'xla'
+    """
+    contract.choice("reduction", reduction, contract.REDUCTIONS)
+    contract.choice("impl", impl, [x for x in contract.IMPLS if x != "reference"])
+    contract.choice("vocab_axis", vocab_axis, (0, 1))
+    for name in gradients_of:
+        contract.choice("gradients_of", name, ("e", "c", "bias"))
+    smooths = contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0) > 0
+    gpu = local_gpu()
+    core = passes.Core(Head(contract.softcap(softcap), vocab_axis, precision), smooths, resolved(impl, e.dtype, gpu),
+                       contract.memory_budget(memory_budget), gpu, wide_dc=c.dtype != e.dtype)  # fmt: skip
+    tokens = jax.ShapeDtypeStruct((e.size // max(e.shape[-1], 1), e.shape[-1]), e.dtype)
+    wanted = Wanted(*(name in gradients_of for name in ("e", "c", "bias"))) if gradients_of else None
+    plan = passes.plan_for(Inputs(tokens, c, bias, None), core, wanted, one_factor=reduction != "none")  # type: ignore
+    return explained(plan, core.impl if plan.gpu is not None else "chunked")  # type: ignore[arg-type]

@@ -1,0 +1,129 @@
+"""In which chunks of tokens the forward pass is to form the gradients, and how long each way to the gradients takes.
+
+There are three ways: the backward pass computes the logits again; the forward pass forms the gradients
+(cce_kernels/in_forward.py); the forward pass saves the exponentials of all tokens. All three have the matmuls of the
+logits and of the gradients that are wanted. Predicted is what a way adds to these:
+
+- each chunk reads and writes the whole dc; each group of the vocabulary reads and writes the sum for de
+- a chunk and a group launch small kernels
+- a logit costs more than its matmul: its exponential, and its place in memory
+
+Measured on an H200 with bfloat16, trained-like data, relative to XLA's matmuls: 8192×2304×256000 in 16, 8 and 4 chunks
+1.238, 1.114 and 1.055; 8192×4096×128256 in 11 and 5 chunks 1.196 and 1.127; 32768×768×128256 in 32 and 16 chunks 1.208
+and 1.122; all saved 1.007, 1.001 and 1.048; computed again 1.36, 1.34 and 1.49. The costs are fitted to these.
+On two cores of a CPU with float32, 2048×256×32000 in 32, 8, 4, 2 chunks and one: 1.34, 1.07, 0.99, 1.01 and 1.12;
+computed again 1.32.
+"""
+
+import math
+from typing import NamedTuple
+
+from cce_kernels.call import Call
+from cce_kernels.device import Gpu
+from cce_kernels.engines.hopper import HOPPER
+from cce_kernels.plan.budget import Bytes
+from cce_kernels.plan.plan import Chunks, Times
+from cce_kernels.tokens import gathered_rows
+
+BLOCK = 256  # columns of D that share a step where the Hopper engine would not sum dc
+
+
+class Costs(NamedTuple):
+    """The times of what a way adds to its matmuls, in floating-point operations of a matmul."""
+
+    byte: float  # read or written where a matmul runs at the same time
+    logit: float  # each time that it is computed
+    launches: float  # the small kernels of a chunk or a group
+    new: float  # a byte of a chunk's logits beyond KEPT: the operating system clears pages that a process gave back
+    multiple: int  # tokens of a chunk: the rows of a tile of the kernels
+
+
+KEPT = 64 * 2**20  # bytes
+ON_GPU = Costs(170.0, 150.0, 2.5e10, 0.0, 256)
+ON_CPU = Costs(6.0, 100.0, 1e7, 42.0, 32)
+
+
+def costs(gpu: Gpu | None) -> Costs:
+    return ON_CPU if gpu is None else ON_GPU
+
+
+def fastest_chunks(count: Bytes, last: int | None) -> Chunks | None:
+    """The chunks within the budget that take the least time, about equal; None if no chunk is within the budget.
+
+    last: the number of tokens of the last chunk, if the plan for another platform has decided it. Where then no chunk
+    is within the budget, the smallest are taken.
+    """
+    multiple = costs(count.gpu).multiple
+    rest = max(gathered_rows(count.call.tokens) - (last or 0), 1)
+    most = _most_tokens(count, last, rest)
+    if most == 0 and last is None:
+        return None
+    most, found, least = most or min(multiple, rest), None, math.inf
+    for number in range(-(-rest // most), rest + 1):
+        chunks = _of_size(count.call, min(-(-rest // (number * multiple)) * multiple, most), last)
+        if (time := in_forward(count, chunks)) >= least:
+            break
+        found, least = chunks, time
+    return found
+
+
+def _most_tokens(count: Bytes, last: int | None, rest: int) -> int:
+    """The most of these tokens with which a chunk is within the budget; 0 if it is with none."""
+    multiple, budget = costs(count.gpu).multiple, count.call.memory_budget
+    begin = min(budget // count.of_a_token(rest), rest - 1) // multiple * multiple
+    sizes = rest, *range(begin, 0, -multiple)
+    return next((size for size in sizes if count.of_chunks(_of_size(count.call, size, last)) <= budget), 0)
+
+
+def _of_size(call: Call, size: int, last: int | None) -> Chunks:
+    tokens = gathered_rows(call.tokens)
+    if last is None:
+        last = (tokens - 1) % size + 1 if sums_in_16_bits(call) else 0
+    whole = -(-(tokens - last) // size)
+    return Chunks(whole, size if whole else 0, last, HOPPER.block(call) or BLOCK)
+
+
+def sums_in_16_bits(call: Call) -> bool:
+    """Whether dc is summed in block floating point; the backward pass then adds the last chunk's part."""
+    return call.wanted is not None and call.wanted.c and call.of_dc == 2
+
+
+def predicted(count: Bytes, groups: int, chunks: Chunks | None, all_saved: bool) -> Times:
+    """The predicted times. groups: of the vocabulary, where the logits are computed again.
+
+    chunks, all_saved: None and False for what the budget forbids.
+    """
+    cost = costs(count.gpu)
+    return Times(
+        again(count.call, groups, cost),
+        math.inf if chunks is None else in_forward(count, chunks),
+        _relative(count.call, 0.0, cost) if all_saved else math.inf,
+    )
+
+
+def again(call: Call, groups: int, cost: Costs) -> float:
+    assert call.wanted is not None
+    logits = call.tokens * call.vocabulary
+    of_group = 8.0 * call.tokens * call.width * cost.byte * call.wanted.e + cost.launches
+    return _relative(call, (2.0 * call.width + cost.logit) * logits + groups * of_group, cost)
+
+
+def in_forward(count: Bytes, chunks: Chunks) -> float:
+    call, cost = count.call, costs(count.gpu)
+    assert call.wanted is not None
+    moved = 2 * call.of_dc + 16 * (not count.sums_dc)  # bytes, for an element of dc: XLA holds a float32 part of it
+    of_chunk = moved * cost.byte * call.wanted.c * call.vocabulary * call.width + cost.launches
+    number, largest = chunks.whole + (chunks.last > 0), max(chunks.size, chunks.last)
+    new = cost.new * max(call.wide * largest * call.vocabulary - KEPT, 0)
+    return _relative(call, number * of_chunk + new, cost, chunks)
+
+
+def _relative(call: Call, more: float, cost: Costs, chunks: Chunks | None = None) -> float:
+    """The time of the matmuls, the logits and what a way adds, over that of the matmuls."""
+    assert call.wanted is not None
+    rows = call.tokens
+    if chunks is not None:
+        whole, last = (-(-n // cost.multiple) * cost.multiple for n in (chunks.size, chunks.last))
+        rows = chunks.whole * whole + last
+    of_row = 2.0 * (1 + call.wanted.e + call.wanted.c) * call.vocabulary * call.width
+    return (rows * of_row + cost.logit * call.tokens * call.vocabulary + more) / (max(call.tokens, 1) * of_row)

@@ -1,0 +1,70 @@
+"""What a plan says of a call, for people: the engine, the way to the gradients, chunks, bytes, predicted time."""
+
+import logging
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cce_kernels.contract import EVERYTHING
+from cce_kernels.plan.choose import Impl, engines, with_gathered_rows
+from cce_kernels.plan.plan import Plan
+
+log = logging.getLogger("cce_kernels")
+MIB = 2**20
+AGAIN = "from logits that the backward pass computes again"
+SAVED = "from exponentials that the forward pass saves"
+IN_FORWARD = "in the forward pass"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How a call runs.
+
+    engine: which engine computes the logits ("hopper", "triton" or "xla"). refused: why each faster engine does not.
+    gradients: how they are formed; None for evaluation. chunks: the chunks of tokens in which the forward pass forms
+    them, as (how many, tokens of each); None for the other ways. held: the most bytes that the call holds besides its
+    inputs, its results and a few numbers for each token. memory_budget: in bytes. time: the predicted time of forward
+    and backward, divided by that of the matrix products alone that the call cannot do without; None where no other way
+    to the gradients was weighed, as for reduction="none".
+    """
+
+    engine: str
+    refused: dict[str, str]
+    gradients: str | None
+    chunks: tuple[int, int] | None
+    held: int
+    memory_budget: int
+    time: float | None
+
+    def __str__(self) -> str:
+        lines = [f"engine: {self.engine}", *(f"  not {name}: {why}" for name, why in self.refused.items())]
+        if self.gradients is not None:
+            chunks = "" if self.chunks is None else f", {self.chunks[0]} chunks of {self.chunks[1]} tokens"
+            lines.append(f"gradients: {self.gradients}{chunks}")
+            budget = "all" if self.memory_budget >= EVERYTHING else f"{self.memory_budget / MIB:.0f} MiB"
+            lines.append(f"memory: {self.held / MIB:.0f} MiB; memory_budget: {budget}")
+        if self.time is not None:
+            lines.append(f"predicted time: {self.time:.2f} of the matrix products alone")
+        return "\n".join(lines)
+
+
+def explained(plan: Plan, impl: Impl) -> Explanation:
+    call, engine = plan.call, plan.forward.sums.engine
+    asked = list(engines(call.itemsize, impl))
+    refused = {x.name: x.refuses(with_gathered_rows(call), plan.gpu) for x in asked[: asked.index(engine)]}
+    gradients, chunks, time = None, None, None
+    if plan.in_forward is not None:
+        of = plan.in_forward.chunks
+        gradients, chunks = IN_FORWARD, (of.whole + (of.last > 0), max(of.size, of.last))
+    elif call.wanted is not None:
+        gradients = SAVED if plan.saved else AGAIN
+    if plan.times is not None:
+        time = {IN_FORWARD: plan.times.in_forward, SAVED: plan.times.saved, AGAIN: plan.times.again}[gradients or AGAIN]
+    return Explanation(engine.name, refused, gradients, chunks, plan.held, call.memory_budget, time)
+
+
+@lru_cache(maxsize=4096)
+def logged(plan: Plan, impl: Impl) -> None:
+    """Logs a plan once, in one line, at the level INFO."""
+    if log.isEnabledFor(logging.INFO):
+        n, d, v = plan.call.tokens, plan.call.width, plan.call.vocabulary
+        log.info("%s×%s×%s %s: %s", n, d, v, plan.call.dtype, str(explained(plan, impl)).replace("\n", "; "))

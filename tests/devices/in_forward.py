@@ -1,0 +1,372 @@
+"""Gradients that the forward pass forms over devices: drawn calls against float64, and what a program exchanges."""
+
+import re
+from collections import Counter
+from functools import partial
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cce_jax import linear_cross_entropy
+from cce_kernels import in_forward
+from cce_kernels.plan import Chunks, choose
+from cce_kernels.plan.budget import Bytes
+from cce_kernels.plan.chunks import BLOCK, sums_in_16_bits
+from cce_kernels.tokens import gathered_rows
+from tests.cases import ARRAYS, Case, Inputs
+from tests.devices.drawn import layouts
+from tests.devices.meshes import (
+    LAYOUTS,
+    MODES,
+    PLAIN,
+    Layout,
+    arrays,
+    collectives,
+    gradient_of,
+    leaves_of,
+    loss_of,
+    mesh_of,
+    over,
+    uneven,
+)
+from tests.tolerance import assert_close, assert_reference, error
+from tests.truth import truth
+
+BY_NAME = {layout.name: layout for layout in LAYOUTS}
+IN_CHUNKS = 10**6  # memory_budget=IN_CHUNKS + n: the gradients are formed in about n chunks of each device's tokens
+ROUNDING = 2e-6  # float32 sums in another order
+WEIGHTS = 0.25, 0.5  # of the losses that a scan adds
+
+
+def chunks_of(count: Bytes, last: int | None) -> Chunks:
+    call = count.call
+    tokens = gathered_rows(call.tokens)
+    size = -(-tokens // (call.memory_budget - IN_CHUNKS))
+    whole = -(-tokens // size) - sums_in_16_bits(call)
+    return Chunks(whole, size if whole else 0, tokens - whole * size if sums_in_16_bits(call) else 0, BLOCK)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def formed():
+    """The plans with which the forward pass formed gradients. It always does, in chunks that the tests choose."""
+    begin, plans = in_forward.begin, []
+
+    def begun(inputs, of_tokens, cotangents_of, plan, *more):
+        plans.append(plan)
+        return begin(inputs, of_tokens, cotangents_of, plan, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choose, "fastest_chunks", chunks_of)
+        patch.setattr(choose, "_may_form_in_forward", lambda _: True)
+        patch.setattr(choose, "_is_fastest_in_forward", lambda _: True)
+        patch.setattr(in_forward, "begin", begun)
+        choose.plan_of.cache_clear()
+        jax.clear_caches()
+        yield plans
+    choose.plan_of.cache_clear()
+    jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    """So that each test traces its calls."""
+    jax.clear_caches()
+
+
+def objective_of(given: Inputs, layout: Layout | None, mode: str, how: str, **options):
+    """(leaves, others) -> of_loss · loss, plus Σ of_lse · lse if lse is returned. layout: None for one device."""
+    specs, axes = {}, frozenset()
+    if layout is not None:
+        specs, axes = {**layout.specs(options["vocab_axis"]), "num_items": P()}, layout.manual(mode)
+        if mode != "explicit":
+            options["sharding"] = specs["e"], specs["c"]
+
+    def loss(arrays):
+        more = dict(arrays)
+        return linear_cross_entropy(more.pop("e"), more.pop("c"), more.pop("targets"), **more, **options)
+
+    def on_devices(arrays):
+        if not axes:
+            return loss(arrays)
+        at = {name: over(axes, specs[name]) for name in arrays}
+        out = (P(), at["targets"]) if options["return_lse"] else P()
+        return jax.shard_map(loss, in_specs=(at,), out_specs=out, axis_names=axes, check_vma=mode != "unchecked")(
+            arrays
+        )
+
+    def objective(leaves, others):
+        others = dict(others)
+        of_lse, found = others.pop("of_lse", None), on_devices({**others, **leaves})
+        if of_lse is None:
+            return found * given.of_loss
+        return found[0] * given.of_loss + jnp.sum(found[1] * of_lse)
+
+    run = jax.checkpoint(objective) if "checkpoint" in how else objective
+
+    def scanned(leaves, others):
+        def step(total, weight):
+            return total + weight * run(leaves, others), None
+
+        return jax.lax.scan(step, jnp.float32(0), jnp.asarray(WEIGHTS))[0]
+
+    return scanned if "scan" in how else run
+
+
+@st.composite
+def calls(draw, dtypes=("float32", "bfloat16", "float16"), rows=(8, 32)):
+    layout, mode = draw(layouts())
+    kept = tuple(name for name in ARRAYS if draw(st.booleans()))
+    options = {
+        "reduction": draw(st.sampled_from(["mean", "sum"])), "vocab_axis": draw(st.integers(0, 1)),
+        "softcap": draw(st.sampled_from([None, 5.0])), "logit_scale": draw(st.sampled_from([None, 1.3])),
+        "label_smoothing": draw(st.sampled_from([0.0, 0.2])), "z_loss": draw(st.sampled_from([0.0, 0.02])),
+        "return_lse": draw(st.sampled_from([False, False, True])),
+    }  # fmt: skip
+    if not options["return_lse"]:
+        options["shift"] = draw(st.integers(0, 2))
+    if options["reduction"] == "mean":
+        options["num_items"] = draw(st.sampled_from([None, 12.5]))
+    case = Case("drawn", leading=(draw(st.sampled_from(rows)), 8), width=16, vocabulary=64, arrays=kept,
+                options=options)  # fmt: skip
+    frozen = draw(st.sampled_from([(), (), ("e",), ("c",), ("e", "c")]))
+    hypothesis.assume(set(frozen) < {"e", "c"} or "bias" in kept)
+    return (layout, mode, case, draw(st.sampled_from(dtypes)), draw(st.sampled_from([3, 2, 5, 1])), frozen,
+            draw(st.sampled_from(["jit", "jit", "checkpoint", "scan", "scan of checkpoint"])),
+            draw(st.integers(0, 9)) == 9)  # fmt: skip
+
+
+def check(drawn, formed, impl: str) -> None:
+    """The loss and every gradient. all_ignored: on all devices; some tokens always are, and all of one device."""
+    layout, mode, case, dtype, chunks, frozen, how, all_ignored = drawn
+    options, given = dict(case.options), uneven(case, dtype)
+    if all_ignored:
+        given.targets[:] = -100
+    exact = {k: v for k, v in options.items() if k != "vocab_axis"}
+    want, lse, of = truth(given, exact)
+    items = options.pop("num_items", None)
+    if items is not None:
+        of["num_items"] = -want * given.of_loss / items
+    value = want * given.of_loss + (np.sum(lse * given.of_lse) if options["return_lse"] else 0)
+    if "scan" in how:
+        value, of = sum(WEIGHTS) * value, {k: sum(WEIGHTS) * x for k, x in of.items()}
+
+    mesh = mesh_of(layout, mode)
+    made = arrays(given, layout, mesh, options["vocab_axis"])
+    if items is not None:
+        made["num_items"] = jax.device_put(jnp.float32(items), NamedSharding(mesh, P()))
+    if options["return_lse"]:
+        made["of_lse"] = jax.device_put(given.of_lse, NamedSharding(mesh, layout.specs()["targets"]))
+    leaves, others = leaves_of(made)
+    leaves |= {k: others.pop(k) for k in ("num_items",) if k in others}
+    others |= {k: leaves.pop(k) for k in frozen}
+    here = [{k: jnp.asarray(np.asarray(x)) for k, x in part.items()} for part in (leaves, others)]
+    by_reference = objective_of(given, None, "", how, precision="highest", impl="reference", **options)
+    reference, references = jax.value_and_grad(by_reference)(*here)
+
+    before = len(formed)
+    jax.clear_caches()
+    run = objective_of(given, layout, mode, how, precision="highest", impl=impl, memory_budget=IN_CHUNKS + chunks,
+                       **options)  # fmt: skip
+    with jax.set_mesh(mesh):
+        found, gradients = jax.jit(jax.value_and_grad(run))(leaves, others)
+    assert len(formed) > before, "the forward pass formed the gradients"
+    assert_close(found, value, reference, "loss")
+    assert set(gradients) == set(leaves)
+    for name, x in gradients.items():
+        wanted = of[name].T if name == "c" and options["vocab_axis"] else of[name]
+        assert_reference(references[name], wanted, name)
+        assert_close(x, wanted, references[name], name)
+        if name in ("e", "c"):
+            assert x.sharding.is_equivalent_to(leaves[name].sharding, x.ndim), name
+
+
+@hypothesis.settings(max_examples=20, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(calls())
+def test_drawn(formed, drawn):
+    check(drawn, formed, "chunked")
+
+
+@hypothesis.settings(max_examples=8, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(calls(dtypes=("bfloat16",), rows=(8,)))
+def test_drawn_with_kernels(formed, drawn):
+    """In Pallas' interpreter; exponentials are stored unless there is a softcap beside label smoothing."""
+    check(drawn, formed, "cce")
+
+
+def test_the_draws_had_many_chunks_of_every_kind(formed):
+    """Of the tests before this one: chunks of logits and of exponentials, of all columns and of some."""
+    several = [plan for plan in formed if plan.in_forward.chunks.whole + (plan.in_forward.chunks.last > 0) > 1]
+    kinds = Counter((plan.in_forward.forward is not None, plan.call.wide_de) for plan in several)
+    assert len(kinds) == 4, kinds
+
+
+def on_one_device(token_weight=None):
+    """Loss and gradients of e, c and token_weight for the "sum" of PLAIN's tokens."""
+    given = jax.tree.map(jnp.asarray, (uneven(PLAIN).e, uneven(PLAIN).c, uneven(PLAIN).targets))
+
+    def loss(e, c, token_weight):
+        return linear_cross_entropy(e, c, given[2], token_weight=token_weight, reduction="sum", impl="reference",
+                                    precision="highest")  # fmt: skip
+
+    weight = jnp.ones(given[2].shape) if token_weight is None else token_weight
+    return jax.value_and_grad(loss, (0, 1, 2))(*given[:2], weight)
+
+
+def mapped(name: str, run, out, *more):
+    """run(e, c, targets, ...) in jax.shard_map with check_vma, over the arrays of a layout."""
+    layout, given = BY_NAME[name], uneven(PLAIN)
+    specs = layout.specs()
+    at = tuple(specs[name] for name in ("e", "c", "targets"))
+    with jax.set_mesh(mesh_of(layout, "checked")):
+        given = jax.tree.map(jnp.asarray, (given.e, given.c, given.targets, *more))
+        return jax.jit(jax.shard_map(run, in_specs=(*at, *(P() for _ in more)), out_specs=out(*at)))(*given)
+
+
+def call(e, c, targets, **options):
+    return linear_cross_entropy(e, c, targets, impl="chunked", reduction="sum", precision="highest",
+                                memory_budget=IN_CHUNKS + 3, **options)  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode(mode, formed):
+    layout, before = BY_NAME["tokens and vocabulary"], len(formed)
+    leaves, others = leaves_of(arrays(uneven(PLAIN), layout, mesh_of(layout, mode)))
+    with jax.set_mesh(mesh_of(layout, mode)):
+        run = gradient_of(layout, mode, reduction="sum", memory_budget=IN_CHUNKS + 3)
+        value, gradients = jax.jit(run)(leaves, others)
+    want, wanted = on_one_device()
+    assert len(formed) > before
+    for x, y in zip((value, gradients["e"], gradients["c"]), (want, *wanted), strict=False):
+        assert error(x, y) < ROUNDING
+
+
+@pytest.mark.parametrize("name", ["tokens and vocabulary", "c's vocabulary over data", "three axes"])
+def test_gradients_inside_a_checked_shard_map(name, formed):
+    layout, before = BY_NAME[name], len(formed)
+
+    def run(e, c, targets):
+        return jax.value_and_grad(partial(call, targets=targets, sharding=(layout.e, layout.c)), (0, 1))(e, c)
+
+    value, gradients = mapped(name, run, lambda e, c, _: (P(), (e, c)))
+    want, wanted = on_one_device()
+    assert len(formed) > before
+    for x, y in zip((value, *gradients), (want, *wanted), strict=False):
+        assert error(x, y) < ROUNDING
+
+
+def test_each_device_has_a_loss_of_its_own(formed):
+    """Without `sharding`; the types tell that dc is a sum over devices."""
+    before = len(formed)
+
+    def run(e, c, targets):
+        value, gradients = jax.value_and_grad(partial(call, targets=targets), (0, 1))(e, c)
+        return jax.lax.psum(value, "data"), gradients
+
+    value, gradients = mapped("tokens", run, lambda e, c, _: (P(), (e, c)))
+    want, wanted = on_one_device()
+    assert len(formed) > before
+    for x, y in zip((value, *gradients), (want, *wanted), strict=False):
+        assert error(x, y) < ROUNDING
+
+
+def test_devices_that_share_a_token_may_weight_it_differently(formed):
+    """By its type the weight differs: the cotangents of a token's numbers are then not known up to one factor."""
+    before = len(formed)
+    token_weight = np.random.default_rng(0).uniform(size=(8, 8)).astype(np.float32)
+
+    def run(e, c, targets, token_weight):
+        def loss(e, c, token_weight):
+            own = token_weight * (1.0 + jax.lax.axis_index("tensor"))
+            return jax.lax.psum(call(e, c, targets, token_weight=own, sharding=(P(), P("tensor"))), "tensor")
+
+        return jax.value_and_grad(loss, (0, 1, 2))(e, c, token_weight)
+
+    value, gradients = mapped("vocabulary", run, lambda e, c, _: (P(), (e, c, P())), token_weight)
+    want, wanted = on_one_device(36 * token_weight)
+    assert len(formed) == before
+    for x, y in zip((value, *gradients), (want, *wanted[:2], 36 * wanted[2]), strict=True):
+        assert error(x, y) < ROUNDING
+
+
+# What is exchanged for B = T = 8, D = 16, V = 64, in four chunks of each device's tokens, beside the sums of the loss.
+# The gathers of two or three numbers a token are of one chunk: the program has them once, in its loop over the chunks.
+EXCHANGED = {
+    "tokens": {"all-reduce f32[64,16]": 1},
+    "vocabulary": {"all-gather f32[8,16,2]": 1, "all-reduce f32[8,8,16]": 1},
+    "tokens and vocabulary": {
+        "all-gather f32[4,8,2]": 1, "all-reduce f32[4,8,16]": 1, "all-reduce f32[16,16]": 1,
+    },
+    "c's width over data": {"all-gather f32[64,16]": 1, "reduce-scatter f32[64,2]": 1},
+    "c's vocabulary over data": {"all-gather f32[64,16]": 1, "reduce-scatter f32[8,16]": 1},
+    "width over fsdp, vocabulary over tensor": {
+        "all-gather f32[32,16]": 1, "reduce-scatter f32[32,4]": 1, "all-gather f32[2,4,2]": 1,
+        "all-reduce f32[2,8,16]": 1,
+    },
+    "sequence and vocabulary over tensor": {  # e is smaller than c; targets are gathered with it
+        "all-gather f32[4,8,16]": 1, "all-gather s32[4,8]": 1, "all-gather f32[4,8,2]": 1,
+        "reduce-scatter f32[4,2,16]": 1, "all-reduce f32[16,16]": 1,
+    },
+    "all replicated": {},
+}  # fmt: skip
+
+
+def compiled(name: str, mode: str, run=None):
+    """The gradient of e and c, in four chunks; or what `run` makes of the loss."""
+    layout = BY_NAME[name]
+    mesh = mesh_of(layout, mode)
+    leaves, others = leaves_of(arrays(uneven(PLAIN), layout, mesh))
+    loss = loss_of(layout, mode, memory_budget=IN_CHUNKS + 4)
+    with jax.set_mesh(mesh):
+        function = (run or jax.grad)(lambda leaves: loss({**leaves, **others}))
+        return jax.jit(function).lower(leaves).compile()
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit", "checked"])
+@pytest.mark.parametrize("name", EXCHANGED)
+def test_what_is_exchanged(name, mode):
+    """And a device computes its logits once: it has three matmuls a chunk."""
+    program = compiled(name, mode)
+    found = collectives(program)
+    scalars = {k: found.pop(k) for k in list(found) if k.endswith("[]")}
+    assert found == Counter(EXCHANGED[name])
+    assert all(k.startswith("all-reduce") for k in scalars)
+    assert dots(program) == 3
+
+
+@pytest.mark.parametrize("name", ["tokens", "width over fsdp, vocabulary over tensor"])
+def test_only_what_needs_a_gradient_is_computed(name):
+    """A matmul a chunk for evaluation, two if one side is frozen."""
+
+    def of_others(frozen: str, loss):
+        return jax.grad(lambda leaves: loss({**leaves, frozen: jax.lax.stop_gradient(leaves[frozen])}))
+
+    assert dots(compiled(name, "auto", lambda loss: loss)) == 1
+    assert dots(compiled(name, "auto", partial(of_others, "e"))) == 2
+    assert dots(compiled(name, "auto", partial(of_others, "c"))) == 2
+    assert dots(compiled(name, "auto", lambda loss: jax.grad(jax.checkpoint(loss)))) == 3
+
+
+@pytest.mark.parametrize("name", ["c's width over data", "width over fsdp, vocabulary over tensor"])
+def test_the_backward_pass_gathers_nothing_and_has_no_matmul(name):
+    """In a program of its own: the forward pass left the gradient of the c that it gathered."""
+    layout = BY_NAME[name]
+    mesh = mesh_of(layout, "auto")
+    leaves, others = leaves_of(arrays(uneven(PLAIN), layout, mesh))
+    loss = loss_of(layout, "auto", memory_budget=IN_CHUNKS + 4)
+    with jax.set_mesh(mesh):
+        value, pull = jax.vjp(lambda leaves: loss({**leaves, **others}), leaves)
+        program = jax.jit(pull).lower(value).compile()
+    found = collectives(program)
+    assert found
+    assert not [k for k in found if "all-gather" in k], found
+    assert dots(program) == 0
+
+
+def dots(program) -> int:
+    return len(re.findall(r" dot\(", program.as_text()))

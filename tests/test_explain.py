@@ -1,0 +1,102 @@
+"""What `explain` says is what runs."""
+
+import logging
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+
+import cce_jax
+import cce_torch
+from cce_jax import api
+from cce_kernels.device import H200
+from cce_kernels.engines import hopper
+from cce_kernels.plan import plan_of
+
+S = jax.ShapeDtypeStruct
+E, C = S((2048, 128), jnp.bfloat16), S((32000, 128), jnp.bfloat16)
+
+
+@pytest.fixture
+def on_h200(monkeypatch):
+    for module in (api, sys.modules["cce_jax.explain"]):
+        monkeypatch.setattr(module, "local_gpu", lambda: H200)
+    plan_of.cache_clear()
+    yield
+    plan_of.cache_clear()
+
+
+def test_each_way_to_the_gradients(on_h200, monkeypatch):
+    monkeypatch.setattr(hopper, "MOSAIC", True)
+    ways = {
+        "in the forward pass": {"memory_budget": 2**26},
+        "from exponentials that the forward pass saves": {"memory_budget": "all"},
+        "from logits that the backward pass computes again": {"reduction": "none", "memory_budget": 0},
+    }
+    for way, options in ways.items():
+        found = cce_jax.explain(E, C, **options)
+        assert found.gradients == way
+        assert found.engine == "hopper"
+        assert (found.chunks is not None) == (way == "in the forward pass")
+        assert found.held > 0
+        assert str(found).count("\n") >= 2
+    evaluation = cce_jax.explain(E, C, gradients_of=())
+    assert (evaluation.gradients, evaluation.chunks, evaluation.time) == (None, None, None)
+
+
+def test_a_faster_engine_says_why_it_refuses(on_h200, monkeypatch):
+    monkeypatch.setattr(hopper, "MOSAIC", False)
+    assert "needs JAX 0.11, and so Python 3.12" in cce_jax.explain(E, C).refused["hopper"]
+    monkeypatch.setattr(hopper, "MOSAIC", True)
+    plan_of.cache_clear()
+    reasons = {
+        "bias": cce_jax.explain(E, C, bias=S((32000,), jnp.bfloat16)),
+        "label smoothing": cce_jax.explain(E, C, label_smoothing=0.1),
+        "vocabulary V, 32003, must be a multiple of 64": cce_jax.explain(E, S((32003, 128), jnp.bfloat16)),
+        "256 tokens or more": cce_jax.explain(S((8, 128), jnp.bfloat16), C),
+    }
+    for reason, found in reasons.items():
+        assert found.engine == "triton"
+        assert reason in found.refused["hopper"]
+        assert reason in str(found)
+
+
+def test_it_tells_of_the_program_that_runs():
+    """In JAX on this machine, in float32: where gradients are formed before, the backward pass has no matmul."""
+    e, c, targets = jnp.ones((1024, 16)), jnp.ones((4000, 16)), jnp.zeros(1024, jnp.int32)
+    seen = set()
+    for budget in (2**21, 2**24, 2**30):
+        found = cce_jax.explain(e, c, memory_budget=budget)
+        loss = partial(cce_jax.linear_cross_entropy, targets=targets, memory_budget=budget)
+        value, pull = jax.vjp(loss, e, c)
+        assert ("dot_general" in str(jax.make_jaxpr(pull)(value))) == (found.gradients != "in the forward pass")
+        seen.add(found.gradients)
+    assert len(seen) > 1
+
+
+def test_both_packages_say_the_same():
+    e, c = torch.zeros(2048, 128), torch.zeros(32000, 128)
+    for options in ({}, {"memory_budget": 2**24}, {"reduction": "none"}, {"gradients_of": ("e",)}):
+        shapes = S((2048, 128), jnp.float32), S((32000, 128), jnp.float32)
+        assert cce_torch.explain(e, c, **options) == cce_jax.explain(*shapes, **options)
+
+
+def test_one_line_of_logging(caplog):
+    e, c = torch.randn(37, 20, requires_grad=True), torch.randn(91, 20)
+    with caplog.at_level(logging.INFO, "cce_kernels"):
+        for _ in range(2):
+            cce_torch.linear_cross_entropy(e, c, torch.zeros(37).long()).backward()
+    lines = [x.getMessage() for x in caplog.records if x.name == "cce_kernels"]
+    assert len([x for x in lines if x.startswith("37×20×91 float32: engine: xla; gradients: ")]) == 1
+
+
+def test_what_is_no_option_is_an_error():
+    with pytest.raises(ValueError, match="gradients_of"):
+        cce_jax.explain(E, C, gradients_of=("d",))
+    with pytest.raises(ValueError, match="impl"):
+        cce_jax.explain(E, C, impl="reference")
+    with pytest.raises(ValueError, match="impl"):
+        cce_torch.explain(torch.zeros(2, 2, dtype=torch.float64), torch.zeros(3, 2, dtype=torch.float64))
