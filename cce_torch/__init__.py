@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from cce_kernels.version import installed
 from cce_torch.api import LinearCrossEntropy, linear_cross_entropy
+from cce_torch.explain import explain
 from cce_torch.head import LinearCrossEntropyHead
 from cce_torch.vocab_parallel import VocabParallel
 
@@ -15,6 +16,7 @@ __all__ = [
     "LinearCrossEntropyHead",
     "VocabParallel",
     "VocabParallelStyle",
+    "explain",
     "linear_cross_entropy",
 ]
 

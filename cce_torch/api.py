@@ -124,7 +124,7 @@ def linear_cross_entropy(
         any number of times. "auto": on a GPU that can run "cce" the kernels for 16 bits, and XLA's matmuls in groups of
         the vocabulary for float32, as they were measured to be faster; "chunked" on a CPU; "torch_compile" for float64,
         older GPUs and other devices.
-      memory_budget: a whole number of bytes, such as 2e9, or "all" for no bound. By default 300 MiB, or 6·D + 4096
+      memory_budget: a whole number of bytes, such as 2e9, or "all" for no bound. By default 640 MiB, or 6·D + 2560
         bytes a token where that is more. It bounds what a call holds beyond its inputs, its results and a few numbers
         for each token. More memory makes the call faster; the gradients stay the same up to rounding. docs/memory.md
         says what the memory is used for, and the least that a call needs.
@@ -206,7 +206,7 @@ def linear_cross_entropy(
     if num_items is not None:
         num_items = _scalar(num_items, e)
     class_weight = None if class_weight is None else class_weight.detach()
-    impl = _resolve(impl, e)
+    impl = resolved(impl, e)
     if impl not in OF_TORCH and torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise NotImplementedError(
             f"torch.jit.trace cannot record the JAX programs of impl={impl!r}: give impl='torch_compile'"
@@ -216,7 +216,7 @@ def linear_cross_entropy(
         loss, numbers = ops.loss(
             _flat(e, 1), c, bias, _flat(targets), class_weight, _flat(token_weight), num_items,
             row_length=targets.shape[-1] if shift else 1, ignore_index=ignore_index, shift=shift, precision=precision,
-            impl=impl, memory_budget=budget, **arithmetic, **head,
+            impl=impl, memory_budget=budget, lse_is_returned=return_lse, **arithmetic, **head,
         )  # fmt: skip
         lse = numbers[0].clone() if return_lse else None  # numbers are saved for the backward pass
     else:
@@ -475,7 +475,7 @@ def _name(x: Tensor) -> str:
 _capability = cache(torch.cuda.get_device_capability)
 
 
-def _resolve(impl: Impl, e: Tensor) -> Impl:
+def resolved(impl: Impl, e: Tensor) -> Impl:
     """impl, with "auto" decided by the device and type of e. Raises if the impl cannot run there."""
     if impl in OF_TORCH:
         return impl

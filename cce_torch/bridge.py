@@ -49,7 +49,9 @@ from cce_torch import settings
 
 GPU_ALIGNMENT = 16  # bytes: the widest loads of XLA's kernels
 DLPACK_CPU, DLPACK_CUDA = 1, 2
-DLPACK_TYPES = {torch.int32: (0, 32), torch.float16: (2, 16), torch.float32: (2, 32), torch.bfloat16: (4, 16)}
+DLPACK_TYPES = {
+    torch.int16: (0, 16), torch.int32: (0, 32), torch.float16: (2, 16), torch.float32: (2, 32), torch.bfloat16: (4, 16),
+}  # fmt: skip
 DEFAULT_STREAM = 1  # DLPack's number for CUDA's legacy default stream, whose handle is 0
 HELD_SHARE = 0.5  # of the GPU's memory: if JAX holds more, it has reserved memory before it needed it
 

@@ -12,7 +12,7 @@ from step to step (label_smoothing, z_loss, scale) are arguments of a program. W
 import threading
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -112,6 +112,18 @@ class Kind:
     device: Any  # JAX's device
     sizes: Sizes
 
+    @property
+    def vocabulary(self) -> int:
+        return self.c_shape[self.static.head.vocab_axis]
+
+    def shapes(self, size: int, with_bias: bool) -> Inputs:
+        """The core's inputs in a program of `size` tokens, as shapes without memory."""
+        dtype, axis = str(self.dtype)[6:], self.static.head.vocab_axis
+        e = jax.ShapeDtypeStruct((size, self.c_shape[1 - axis]), dtype)
+        bias = jax.ShapeDtypeStruct((self.vocabulary,), dtype) if with_bias else None
+        targets = jax.ShapeDtypeStruct((size,), "int32")
+        return Inputs(e, jax.ShapeDtypeStruct(tuple(self.c_shape), dtype), bias, targets)  # type: ignore[arg-type]
+
     def laid_out(self, c: Tensor) -> Tensor:
         """c, (V, D), in this Kind's order of memory, which a hook on saved tensors may have changed."""
         axis = self.static.head.vocab_axis
@@ -140,9 +152,9 @@ def kind_of(call: Call, c_shape: torch.Size, vocab_axis: int, dtype: torch.dtype
 
 
 def kind_of_tensors(e: Tensor, c: Tensor, call: Call) -> Kind:
-    """The Kind of a call on these tensors."""
+    """The Kind of a call on these tensors. A symbolic shape is made a constant."""
     axis = _vocab_axis(c)
-    return kind_of(call, (c.T if axis else c).shape, axis, e.dtype, e.device)
+    return kind_of(call, torch.Size(map(int, (c.T if axis else c).shape)), axis, e.dtype, e.device)
 
 
 def _vocab_axis(c: Tensor) -> int:
@@ -153,12 +165,7 @@ def _vocab_axis(c: Tensor) -> int:
 @lru_cache(maxsize=PROGRAMS)
 def saved_shape_of(kind: Kind, size: int, with_bias: bool, wanted: Wanted) -> tuple[int, ...]:
     """The shape of what a call with `size` tokens saves for these gradients."""
-    shape, dtype = (kind.c_shape[0], kind.c_shape[1]), str(kind.dtype)[6:]
-    axis = kind.static.head.vocab_axis
-    e, c = jax.ShapeDtypeStruct((size, shape[1 - axis]), dtype), jax.ShapeDtypeStruct(shape, dtype)
-    bias = jax.ShapeDtypeStruct(shape[axis : axis + 1], dtype) if with_bias else None
-    inputs = Inputs(e, c, bias, None)  # type: ignore[arg-type]
-    return passes.plan_for(inputs, kind.static, wanted).saved_shape
+    return passes.plan_for(kind.shapes(size, with_bias), kind.static, wanted).saved_shape
 
 
 def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, wanted: Wanted | None, row_length: int,
@@ -234,16 +241,11 @@ def gradients(
     return results
 
 
-class Arrays:
-    """The tensors of a call in the form that its program takes: row-major, and padded to the program's size."""
+class Tokens:
+    """N tokens in a program that is compiled for `size` tokens."""
 
-    def __init__(self, e: Tensor, c: Tensor, call: Call, numbers: Numbers) -> None:
-        axis = _vocab_axis(c)
-        self.c = dense(c.T if axis else c)
-        self.numbers = numbers
-        self.kind = kind_of(call, self.c.shape, axis, e.dtype, e.device)
-        self.tokens = e.shape[0]
-        self.size = self.kind.sizes(self.tokens)
+    def __init__(self, kind: Kind, tokens: int) -> None:
+        self.kind, self.tokens, self.size = kind, tokens, kind.sizes(tokens)
 
     def padded(self, x: Any, fill: float, axis: int = 0) -> Any:
         """x with as many tokens as the program is compiled for. The new tokens hold fill."""
@@ -262,14 +264,28 @@ class Arrays:
         """x without the padding. Not a view: autograd forbids changes of a view in place."""
         return x if self.size == self.tokens else x.resize_(self.tokens, *x.shape[1:])
 
-    def inputs(self, e, bias, targets, class_weight, token_weight, num_items, row_length: int) -> list:
-        """The arguments of `_prepared`."""
+    def of_loss(self, targets, class_weight, token_weight, num_items, row_length: int, numbers: Numbers) -> list:
+        """The arguments of `Problem.of` from the targets on."""
         call = self.kind.call
         words = self.padded(targets, call.ignore_index).view(torch.int32)  # JAX without x64 has no 64-bit integers
         length = row_length if call.shift else None
         weights = self.padded(real(token_weight), 0)
-        return [self.padded(e, 0), self.c, dense(bias), words, dense(real(class_weight)), weights,
-                dense(real(num_items)), length, *self.numbers]  # fmt: skip
+        return [words, dense(real(class_weight)), weights, dense(real(num_items)), length, *numbers]
+
+
+class Arrays(Tokens):
+    """The tensors of a call in the form that its program takes: row-major, and padded to the program's size."""
+
+    def __init__(self, e: Tensor, c: Tensor, call: Call, numbers: Numbers) -> None:
+        axis = _vocab_axis(c)
+        self.c = dense(c.T if axis else c)
+        self.numbers = numbers
+        super().__init__(kind_of(call, self.c.shape, axis, e.dtype, e.device), e.shape[0])
+
+    def inputs(self, e, bias, targets, class_weight, token_weight, num_items, row_length: int) -> list:
+        """The arguments of `Problem.of`."""
+        of_loss = self.of_loss(targets, class_weight, token_weight, num_items, row_length, self.numbers)
+        return [self.padded(e, 0), self.c, dense(bias), *of_loss]
 
 
 def real(x: Tensor | None) -> Tensor | None:
@@ -282,23 +298,48 @@ def dense(x: Any) -> Any:
     return None if x is None else x.resolve_neg().contiguous()
 
 
-def _prepared(kind: Kind, e, c, bias, words, class_weight, token_weight, num_items, row_length, label_smoothing, z_loss,
-              scale):  # fmt: skip
-    """The core's inputs, token_weight, and losses.loss with all arguments bound except numbers and token_weight."""
-    call, vocabulary = kind.call, kind.c_shape[kind.static.head.vocab_axis]
-    columns = _columns(words, call.ignore_index, vocabulary)
-    weights = None if class_weight is None else class_weight.astype(jnp.float32)
-    if token_weight is not None:
-        token_weight = token_weight.astype(jnp.float32)
-    if call.shift:
-        last = jnp.arange(columns.shape[0], dtype=jnp.int32) % row_length >= row_length - call.shift
-        columns = jnp.where(last, -1, _moved(columns, -call.shift, -1))
-        token_weight = None if token_weight is None else _moved(token_weight, -call.shift, 0)
-    items = None if num_items is None else num_items.reshape(())
-    arithmetic = partial(losses.loss, columns=columns, class_weight=weights, num_items=items, vocabulary=vocabulary,
-                         options=call.loss, label_smoothing=label_smoothing, z_loss=z_loss)  # fmt: skip
-    inputs = Inputs(e, c, bias, columns, weights, None if scale is None else scale.reshape(1))
-    return inputs, token_weight, arithmetic
+class Problem(NamedTuple):
+    """What a program computes the loss of."""
+
+    kind: Kind
+    inputs: Inputs
+    token_weight: jax.Array | None  # (N,) float32
+    num_items: jax.Array | None
+    label_smoothing: jax.Array | None
+    z_loss: jax.Array | None
+
+    @classmethod
+    def of(cls, kind: Kind, e, c, bias, words, class_weight, token_weight, num_items, row_length, label_smoothing,
+           z_loss, scale) -> "Problem":  # fmt: skip
+        call = kind.call
+        columns = _columns(words, call.ignore_index, kind.vocabulary)
+        weights = None if class_weight is None else class_weight.astype(jnp.float32)
+        if token_weight is not None:
+            token_weight = token_weight.astype(jnp.float32)
+        if call.shift:
+            last = jnp.arange(columns.shape[0], dtype=jnp.int32) % row_length >= row_length - call.shift
+            columns = jnp.where(last, -1, _moved(columns, -call.shift, -1))
+            token_weight = None if token_weight is None else _moved(token_weight, -call.shift, 0)
+        items = None if num_items is None else num_items.reshape(())
+        inputs = Inputs(e, c, bias, columns, weights, None if scale is None else scale.reshape(1))
+        return cls(kind, inputs, token_weight, items, label_smoothing, z_loss)
+
+    def loss(self, statistics: Statistics, token_weight: jax.Array | None) -> jax.Array:
+        """The loss, from the core's numbers."""
+        value, _ = losses.loss(statistics, self.inputs.targets, self.inputs.weights, token_weight, self.num_items,
+                               vocabulary=self.kind.vocabulary, options=self.kind.call.loss,
+                               label_smoothing=self.label_smoothing, z_loss=self.z_loss)  # fmt: skip
+        return value
+
+    def results(self, statistics: Statistics) -> tuple[jax.Array, jax.Array]:
+        """The loss, and the numbers as an array, 0 for ignored tokens."""
+        value = self.loss(statistics, self.token_weight)
+        return value, jnp.where(self.inputs.targets >= 0, rows_of(statistics), 0)
+
+    def moved_back(self, of_weight: jax.Array) -> jax.Array:
+        """The gradient of the token weights before the shift, from that of self.token_weight."""
+        shift = self.kind.call.shift
+        return _moved(of_weight, shift, 0) if shift else of_weight
 
 
 def _columns(words: jax.Array, ignore_index: int, vocabulary: int) -> jax.Array:
@@ -317,6 +358,11 @@ def _moved(x: jax.Array, by: int, fill: int) -> jax.Array:
 
 def _signed(word: int) -> int:
     return word - 2**32 if word >= 2**31 else word
+
+
+def named(numbers: Any, rows: jax.Array) -> Any:
+    """The inverse of `rows_of`, for Statistics or Cotangents."""
+    return numbers(*rows, *[None] * (3 - len(rows)))
 
 
 def rows_of(statistics: Statistics) -> jax.Array:
@@ -347,10 +393,10 @@ def _loss_program(kind: Kind, size: int, wanted: Wanted | None, saves: bool) -> 
     count = 3 if saves else 2
 
     def torch_loss(*arrays):
-        inputs, token_weight, arithmetic = _prepared(kind, *arrays[count:])  # the first `count` are the results' memory
-        statistics, saved = passes.forward_pass(inputs, kind.static, wanted)
-        value, _ = arithmetic(statistics, token_weight=token_weight)
-        return value, jnp.where(inputs.targets >= 0, rows_of(statistics), 0), *([saved] if saves else [])
+        problem = Problem.of(kind, *arrays[count:])  # the first `count` are the results' memory
+        statistics, saved = passes.forward_pass(problem.inputs, kind.static, wanted)
+        value, rows = problem.results(statistics)
+        return value, rows, *([saved] if saves else [])
 
     return jitted(torch_loss, count)
 
@@ -363,27 +409,22 @@ def _gradients_program(kind: Kind, wanted: Wanted, of_token_weight: bool, with_s
     def torch_gradients(*arrays):
         saved = arrays[0] if with_saved else None
         of_loss, of_statistics, stacked, *rest = arrays[count:]  # the first `count` are the results' memory
-        inputs, token_weight, arithmetic = _prepared(kind, *rest)
-
-        def named(kind_of_numbers, stacked):
-            return kind_of_numbers(*stacked, *[None] * (3 - len(stacked)))
+        problem = Problem.of(kind, *rest)
 
         def value(stacked, token_weight):
-            return arithmetic(named(Statistics, stacked), token_weight=token_weight)[0]
+            return problem.loss(named(Statistics, stacked), token_weight)
 
         # Without a cotangent of the loss, the loss is not differentiated. A cotangent of 0 would give NaN for a token
         # whose target is out of range: 0 · NaN is NaN.
-        cotangents, of_weight = jnp.zeros_like(stacked), jax.tree.map(jnp.zeros_like, token_weight)
+        cotangents, of_weight = jnp.zeros_like(stacked), jax.tree.map(jnp.zeros_like, problem.token_weight)
         if of_loss is not None:
-            cotangents, of_weight = jax.vjp(value, stacked, token_weight)[1](of_loss)
+            cotangents, of_weight = jax.vjp(value, stacked, problem.token_weight)[1](of_loss)
         if of_statistics is not None:
             cotangents += of_statistics
         found, saved = passes.gradients(
-            inputs, named(Statistics, stacked), saved, named(Cotangents, cotangents), kind.static, wanted
+            problem.inputs, named(Statistics, stacked), saved, named(Cotangents, cotangents), kind.static, wanted
         )
-        if of_token_weight and kind.call.shift:
-            of_weight = _moved(of_weight, kind.call.shift, 0)
-        results = *(x for x in found if x is not None), *([of_weight] if of_token_weight else [])
+        results = *(x for x in found if x is not None), *([problem.moved_back(of_weight)] if of_token_weight else [])
         return (saved, *results) if with_saved else results
 
     return jitted(torch_gradients, count, ON_GPU if kind.device.platform != "cpu" else None)

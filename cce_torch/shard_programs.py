@@ -28,6 +28,7 @@ from cce_torch.programs import (
     dense,
     jitted,
     kind_of_tensors,
+    named,
     real,
     rows_of,
     saved_shape_of,
@@ -150,7 +151,7 @@ def _gradients_program(kind: Kind, wanted: Wanted, with_saved: bool, size: int) 
         saved = arrays[0] if with_saved else None
         cotangents, own, lse, reference, *rest = arrays[count:]  # the first `count` are the results' memory
         found, saved = passes.gradients(
-            _inputs(*rest), _named(Statistics, own), saved, _named(Cotangents, cotangents), kind.static, wanted,
+            _inputs(*rest), named(Statistics, own), saved, named(Cotangents, cotangents), kind.static, wanted,
             Shard(lse, _finite(reference)),
         )  # fmt: skip
         results = [x for x in found if x is not None]
@@ -162,7 +163,3 @@ def _gradients_program(kind: Kind, wanted: Wanted, with_saved: bool, size: int) 
 def _finite(reference: jax.Array | None) -> jax.Array | None:
     """reference as numbers.Shard has it: −FLOAT32_MAX where no shard holds the target."""
     return None if reference is None else jnp.maximum(reference, -FLOAT32_MAX)
-
-
-def _named(numbers: Any, rows: jax.Array) -> Any:
-    return numbers(*rows, *[None] * (3 - len(rows)))

@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from cce_torch import LinearCrossEntropy, linear_cross_entropy, ops, programs
+from cce_torch import LinearCrossEntropy, in_forward, linear_cross_entropy, ops, programs
 from tests import call, call_torch
 from tests.call_torch import tensor
 from tests.cases import Inputs
-from tests.test_budget import ALL, PART, TOKENS, V, Way
+from tests.test_budget import ALL, TOKENS, V, Way
 from tests.tolerance import assert_rounded
 from tests.truth import truth
 
-pytestmark = pytest.mark.usefixtures("budget_in_tokens")
 EACH = {"reduction": "none", "return_lse": True}
 
 
@@ -32,8 +31,8 @@ def example():
     return tensor(given.e).requires_grad_(), tensor(given.c).requires_grad_(), tensor(given.targets)
 
 
-def loss(e, c, t, saving=ALL):
-    return linear_cross_entropy(e, c, t, impl="cce", memory_budget=saving)
+def loss(e, c, t, budget=ALL):
+    return linear_cross_entropy(e, c, t, impl="cce", memory_budget=budget)
 
 
 def gradients(value, *leaves, **more):
@@ -60,26 +59,26 @@ def saved(monkeypatch) -> list[tuple[int, int] | None]:
     return shapes
 
 
-@pytest.mark.parametrize("saving", [0, PART, TOKENS])
-def test_the_bits_are_those_of_cce_jax(saving, saved):
+@pytest.mark.parametrize("budget", [0, ALL])
+def test_the_bits_are_those_of_cce_jax(budget, saved):
     given = some(("bias",), EACH)
-    theirs, ours = (run(given, EACH, "cce", memory_budget=saving) for run in (call.run, call_torch.run))
-    assert saved == [(saving, V) if saving else None]
+    theirs, ours = (run(given, EACH, "cce", memory_budget=budget) for run in (call.run, call_torch.run))
+    assert saved == [(TOKENS, V) if budget else None]
     np.testing.assert_array_equal(theirs[0], ours[0])
     np.testing.assert_array_equal(theirs[1], ours[1])
     for name, gradient in ours[2].items():
         np.testing.assert_array_equal(gradient, theirs[2][name], err_msg=name)
 
 
-@pytest.mark.parametrize(("saving", "options"), [(PART, EACH), (48, {})])
-def test_padded_to_another_size(saving, options, saved, monkeypatch):
+@pytest.mark.parametrize("options", [EACH, {}])
+def test_padded_to_another_size(options, saved, monkeypatch):
     monkeypatch.setattr(programs, "EXACT", 0)
     monkeypatch.setattr(programs, "SMALLEST", 16)
     monkeypatch.setattr(programs, "_kinds", {})
     given = some(("bias",), options)
     expected, reference = truth(given, options), call_torch.run(given, options, "reference")
-    actual = call_torch.run(given, options, "cce", memory_budget=saving)
-    assert saved == [(saving, V)]
+    actual = call_torch.run(given, options, "cce", memory_budget=ALL)
+    assert saved == [(48, V)]
     for k, what in enumerate(("loss", "lse")):
         assert_rounded(actual[k], expected[k], reference[k], what, roundings=2)
     for name, gradient in actual[2].items():
@@ -89,11 +88,12 @@ def test_padded_to_another_size(saving, options, saved, monkeypatch):
 def test_a_graph_knows_to_which_size_it_was_padded_when_its_programs_have_been_freed(monkeypatch):
     for name in ("_loss_program", "_gradients_program", "saved_shape_of"):
         monkeypatch.setattr(programs, name, lru_cache(getattr(programs, name).__wrapped__))
+    monkeypatch.setattr(in_forward, "begun_of", in_forward.begun_of.__wrapped__)
     monkeypatch.setattr(programs, "_kinds", WeakValueDictionary())
     monkeypatch.setattr(programs, "SMALLEST", 16)
     monkeypatch.setattr(programs, "EXACT", 0)
     e, c, t = example()
-    value = loss(e, c, t, PART)
+    value = loss(e, c, t)
     expected = gradients(value, e, c, retain_graph=True)
     for name in ("_loss_program", "_gradients_program", "saved_shape_of"):
         getattr(programs, name).cache_clear()
@@ -130,15 +130,15 @@ def test_a_frozen_input_changes_no_bit_of_the_others_gradient():
     assert_equal(gradients(loss(e.detach(), c, t), c), [dc])
 
 
-@pytest.mark.parametrize("saving", [PART, ALL])
-def test_a_retained_graph_has_the_same_bits_again(saving):
+@pytest.mark.parametrize("budget", [0, ALL])
+def test_a_retained_graph_has_the_same_bits_again(budget):
     e, c, t = example()
-    value = loss(e, c, t, saving)
+    value = loss(e, c, t, budget)
     first = gradients(value, e, c, retain_graph=True)
     other = gradients(value, e, c, grad_outputs=torch.tensor(-4.0), retain_graph=True)
     assert_equal(gradients(value, e, c), first)
     assert_equal(other, [-4 * g for g in first])
-    assert_equal(gradients(loss(e, c, t, saving), e, c), first)
+    assert_equal(gradients(loss(e, c, t, budget), e, c), first)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -165,15 +165,15 @@ def test_func_grad_saves_nothing_and_is_right(saved):
     assert saved == [None, None]
 
 
-@pytest.mark.parametrize("saving", [0, PART, TOKENS])
-def test_opcheck(saving):
-    given = Way(saving, TOKENS).inputs()  # none of whose tokens is ignored: what is saved of those is arbitrary
+@pytest.mark.parametrize("budget", [0, ALL])
+def test_opcheck(budget):
+    given = Way(budget, TOKENS).inputs()  # none of whose tokens is ignored: what is saved of those is arbitrary
     e, c, t = tensor(given.e), tensor(given.c), tensor(given.targets).long()
-    options = (1, -100, 0, "mean", False, False, None, None, "cce", saving, False)
+    options = (1, -100, 0, "mean", False, False, None, None, "cce", budget, False)
     inputs = (e, c, None, t, None, None, None, torch.tensor([0.0, 0.0, 1.0]))
     torch.library.opcheck(torch.ops.cce_torch.loss.default, (*inputs, [True] * 3, *options))
     _, numbers, saved = torch.ops.cce_torch.loss.default(*inputs, [True] * 3, *options)
-    assert saved.shape == (saving, V)
+    assert saved.shape == (TOKENS * (budget > 0), V)
     wanted = True, True, False, False
     arguments = torch.ones(()), None, *inputs, numbers, saved, *wanted, *options
     for x, y in zip(ops._run_gradients(*arguments), ops._fake_gradients(*arguments), strict=True):
@@ -191,10 +191,10 @@ def test_a_graph_of_the_backward_pass_is_an_error_that_names_the_reference():
 
 def test_the_module_has_the_option(saved):
     e, c, t = example()
-    module = LinearCrossEntropy(impl="cce", memory_budget=PART)
-    assert_equal(gradients(module(e, c, t), e, c), gradients(loss(e, c, t, PART), e, c))
-    assert saved == [(PART, V)] * 2
-    assert f"memory_budget={PART}" in repr(module)
+    module = LinearCrossEntropy(impl="cce", memory_budget=ALL)
+    assert_equal(gradients(module(e, c, t), e, c), gradients(loss(e, c, t), e, c))
+    assert saved == [(TOKENS, V)] * 2
+    assert f"memory_budget={ALL}" in repr(module)
     for wrong, error in ((-1, ValueError), (1.5, ValueError), (True, TypeError)):
         with pytest.raises(error, match="memory_budget"):
             LinearCrossEntropy(memory_budget=wrong)(e, c, t)

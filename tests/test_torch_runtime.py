@@ -234,7 +234,7 @@ def test_programs_that_were_not_called_of_late_are_freed(monkeypatch):
     client = jax.devices("cpu")[0].client
 
     def call(number):
-        linear_cross_entropy(e, c, t, impl="chunked", logit_scale=1.5 + number).backward()
+        linear_cross_entropy(e, c, t, impl="chunked", logit_scale=1.5 + number, reduction="none").sum().backward()
         gc.collect()
         return len(client.live_executables()), len(programs._kinds)
 
@@ -457,7 +457,7 @@ def test_a_call_is_planned_for_the_gpu_of_its_tensors(monkeypatch):
 
     monkeypatch.setattr(bridge, "jax_device", jax_device)
     monkeypatch.setattr(bridge, "check_can_run", lambda device: None)
-    call = ops._call(-100, 0, "mean", False, False, None, "highest", "auto", 2**28, False)
+    call = ops.call_of(-100, 0, "mean", False, False, None, "highest", "auto", 2**28, False)
     for name, (capability, multiprocessors) in found.items():
         kind = programs.kind_of(call, torch.Size([4096, 256]), 0, torch.bfloat16, torch.device(name))
         assert kind.static.gpu == Gpu(capability, multiprocessors)

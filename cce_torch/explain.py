@@ -1,0 +1,50 @@
+"""How a call would run, without running it."""
+
+from collections.abc import Collection
+from typing import Any, Literal
+
+from torch import Tensor
+
+from cce_kernels import contract
+
+
+def explain(
+    e: Tensor,
+    c: Tensor,
+    bias: Tensor | None = None,
+    *,
+    softcap: float | None = None,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    label_smoothing: float = 0.0,
+    vocab_axis: Literal[0, 1] = 0,
+    impl: Literal["auto", "cce", "chunked"] = "auto",
+    memory_budget: float | Literal["all"] | None = None,
+    precision: Literal["highest", "high", "medium"] | None = None,
+    gradients_of: Collection[str] = ("e", "c"),
+) -> Any:
+    """How `linear_cross_entropy(e, c, ...)` runs on this machine: print it, or read its fields.
+
+    The same as cce_jax.explain, which says what the fields of the result are, for tensors: e (..., D), c (V, D), or
+    (D, V) with vocab_axis=1, bias (V,). Only their shapes, types, layout and device are read. Raises ValueError where
+    an option is out of its range, or the call would run PyTorch's own operators, as with float64.
+    """
+    from cce_jax import passes
+    from cce_kernels.numbers import Wanted
+    from cce_kernels.plan import explained
+    from cce_torch import ops, programs
+    from cce_torch.api import resolved
+
+    contract.choice("reduction", reduction, contract.REDUCTIONS)
+    for name in gradients_of:
+        contract.choice("gradients_of", name, ("e", "c", "bias"))
+    contract.choice("impl", impl, ("auto", "cce", "chunked"))
+    impl = resolved(impl, e)  # type: ignore[assignment]
+    contract.choice("impl", impl, ("auto", "cce", "chunked"))
+    smooths = contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0) > 0
+    call = ops.call_of(-100, 0, reduction, smooths, False, contract.softcap(softcap), precision, impl,
+                       contract.memory_budget(memory_budget), c.dtype != e.dtype)  # fmt: skip
+    kind = programs.kind_of_tensors(e, c.T if vocab_axis else c, call)
+    wanted = Wanted(*(name in gradients_of for name in ("e", "c", "bias"))) if gradients_of else None
+    shapes = kind.shapes(kind.sizes(e.numel() // max(e.shape[-1], 1)), bias is not None)
+    plan = passes.plan_for(shapes, kind.static, wanted, one_factor=reduction != "none")
+    return explained(plan, kind.static.impl if plan.gpu is not None else "chunked")  # type: ignore[arg-type]
