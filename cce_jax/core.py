@@ -115,17 +115,32 @@ def summed(
     computed from logits that are computed again. devices.sum_over_tokens says over which devices S extends.
     """
     if layout is not None:
-        return _summed(core, loss, layout, inputs, devices.terms_of_numbers(terms, inputs, layout), common)
+        return _summed(core, loss, layout, inputs, devices.terms_of_numbers(terms, inputs, layout), common)[:2]
     shape = inputs.targets.shape
     inputs = inputs._replace(e=inputs.e.reshape(-1, inputs.e.shape[-1]), targets=inputs.targets.reshape(-1))
-    value, lse = _summed(core, loss, None, inputs, jax.tree.map(lambda x: x.reshape(-1), terms), common)
-    return value, lse.reshape(shape)
+    terms = jax.tree.map(lambda x: x.reshape(-1), terms)
+    given = terms._replace(weight=jax.lax.stop_gradient(terms.weight))
+    value, lse, total = _summed(core, loss, None, inputs, given, common)
+    return _of_weights(value, terms.weight, total), lse.reshape(shape)
+
+
+@jax.custom_jvp
+def _of_weights(value: jax.Array, weight: jax.Array, total: jax.Array) -> jax.Array:
+    """value, S, which is linear in the weights: their derivative in both modes, of which `_summed` has only one."""
+    return value
+
+
+@_of_weights.defjvp
+def _(primals, tangents):
+    (value, _, total), (of_value, of_weight, _) = primals, tangents
+    return value, of_value + jnp.sum(of_weight * total)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _summed(core: Core, loss: losses.Loss, layout: Layout | None, inputs, terms, common):
-    value, _, lse, _ = _formed(inputs, terms, common, core, loss, layout, Wanted(False, False, False))
-    return value, lse
+    """S, lse, and total, which has no derivative here."""
+    value, total, lse, _ = _formed(inputs, terms, common, core, loss, layout, Wanted(False, False, False))
+    return value, lse, total
 
 
 @settings.defaults()
@@ -134,13 +149,13 @@ def _summed_fwd(core: Core, loss: losses.Loss, layout: Layout | None, inputs, te
     given = jax.tree.map(lambda x: x.value, (inputs, terms, common), is_leaf=lambda x: hasattr(x, "perturbed"))
     run = partial(_formed, core=core, loss=loss, layout=layout, wanted=wanted)
     value, total, lse, left = _first_order_only(run)(*given)
-    return (value, lse), (_as_shape(wanted), given, total, left)
+    return (value, lse, total), (_as_shape(wanted), given, total, left)
 
 
 @settings.defaults()
 def _summed_bwd(core: Core, loss: losses.Loss, layout: Layout | None, residuals, cotangents):
     shape_of_wanted, (inputs, terms, common), total, left = residuals
-    of_sum, of_lse = (None if _is_symbolic_zero(x) else x for x in cotangents)
+    of_sum, of_lse, _ = (None if _is_symbolic_zero(x) else x for x in cotangents)
     wanted, found = _from_shape(shape_of_wanted), Gradients(None, None, None)
     if wanted.e or wanted.c or wanted.bias:
         run = partial(_gradients_of_sum, core=core, loss=loss, layout=layout, wanted=wanted)

@@ -159,11 +159,7 @@ def finish(
     assert plan.in_forward is not None
 
     def run(plan: Plan, inputs: Inputs, begun: in_forward.Begun, factor: jax.Array):
-        found = in_forward.finish(begun, factor, plan)
-        if found.e is None:
-            return found
-        live = inputs.targets[:, None] >= 0  # an infinite factor times the 0 of an ignored token is NaN
-        return found._replace(e=jnp.where(live, found.e, 0))
+        return in_forward.finish(begun, factor, inputs.targets >= 0, plan)
 
     shared = Decided(0, plan.in_forward.chunks.last)
     return _on_platform(run, inputs, core, wanted, shared, one_factor=True)(inputs, begun, factor)

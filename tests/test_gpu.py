@@ -88,7 +88,8 @@ def test_logits_to_1e4(scale):
 
 def test_edges():
     for poison in (np.nan, np.inf):
-        edges.test_nothing_of_an_ignored_token_gets_out("cce", poison)
+        for reduction in ("mean", "none"):
+            edges.test_nothing_of_an_ignored_token_gets_out("cce", poison, reduction)
     edges.test_every_token_ignored_is_zero_not_nan("cce", True, "mean")
     edges.test_a_bias_of_minus_infinity_removes_a_class("cce")
     for cotangent in (1e-6, 1.0, 1e4):
@@ -142,7 +143,7 @@ def launches(program: str) -> tuple[int, int]:
 
 
 def test_scratch_and_structure_at_gemma2_2b():
-    """What the compiler reserves: at most 4 MiB to evaluate, 300 MiB for both gradients, and no logits anywhere."""
+    """What the compiler reserves: at most 4 MiB to evaluate, 640 MiB for both gradients, and no logits anywhere."""
     tokens, width, vocabulary = 8192, 2304, 256_000
     e, c = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((tokens, width), (vocabulary, width)))
     t = jax.ShapeDtypeStruct((tokens,), jnp.int32)
@@ -150,9 +151,10 @@ def test_scratch_and_structure_at_gemma2_2b():
     assert evaluate.memory_analysis().temp_size_in_bytes <= 4 * MIB
     assert launches(evaluate.as_text()) == (3, 1)  # target, scattered tokens, rescue; statistics
     train = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(e, c, t).compile()
-    assert train.memory_analysis().temp_size_in_bytes <= 300 * MIB
+    assert train.memory_analysis().temp_size_in_bytes <= 640 * MIB
     text = train.as_text()
-    assert launches(text) == (2, 4)  # target, rescue; statistics, dz, de and dc
+    # once target and restored, and in the loop and for the last chunk: rescue and three more; statistics, de and dc
+    assert launches(text) == (10, 6)
     sizes = {
         (kind, int(np.prod([int(n) for n in dims.split(",")])))
         for kind, dims in re.findall(r"\b(bf16|f32)\[([\d,]+)\]", text)

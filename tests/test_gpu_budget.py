@@ -124,7 +124,10 @@ def test_a_call_of_another_kind_stays_within_its_budget(tokens, argnums, name):
 @pytest.mark.parametrize("name", ["default", "logits", "all"])
 @pytest.mark.parametrize("shape", ["gemma2-2b", "llama3-8b", "gist"])
 def test_a_call_from_torch_stays_within_its_budget(shape, name, monkeypatch):
-    """What is saved in PyTorch's pool, and what the program of the gradients takes in JAX's."""
+    """What is saved in PyTorch's pool, and what the program of the gradients takes in JAX's.
+
+    Of a loss for each token, whose gradients the forward pass cannot form.
+    """
     tokens, width, vocabulary = SHAPES[shape]
     allowed = budgets(SHAPES[shape])[name]
     ran, run = [], bridge.run
@@ -136,7 +139,7 @@ def test_a_call_from_torch_stays_within_its_budget(shape, name, monkeypatch):
         for s in ((tokens, width), (vocabulary, width))
     )
     targets = torch.randint(vocabulary, (tokens,), device="cuda")
-    cce_torch.linear_cross_entropy(e, c, targets, memory_budget=allowed).backward()
+    cce_torch.linear_cross_entropy(e, c, targets, memory_budget=allowed, reduction="none").sum().backward()
     saved = [x for x in ran[0][2] if x.dim() == 2 and x.dtype == torch.bfloat16]
     program, inputs, outputs, scratch = ran[1]
     given = [*scratch, *outputs, *inputs]

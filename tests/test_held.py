@@ -274,5 +274,5 @@ def test_no_fusion_gets_one_array_twice(program, monkeypatch):
     options: Any = program.options()
     of_loss = jax.ShapeDtypeStruct(program.leading, jnp.float32)
     assert twins(held(jax.grad(objective, has_aux=True), wanted, given, of_loss).hlo) == {}
-    assert in_forward == any(times.in_forward < float("inf") for times in decided)
+    assert not in_forward or any(times.in_forward < float("inf") for times in decided)
     plan_of.cache_clear()

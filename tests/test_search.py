@@ -114,7 +114,7 @@ def test_the_truth_is_that_of_the_other_tests():
     assert compared > 200
 
 
-PLAIN = Program(impl="chunked", leading=(64,), width=32, vocabulary=300, return_lse=True)
+PLAIN = Program(impl="chunked", leading=(64,), width=32, vocabulary=300, return_lse=True, reduction="none")
 FAULTY = {
     "nothing": {},
     "lse off by 1e-4": {"statistics": lambda x: x._replace(lse=x.lse + 1e-4)},

@@ -169,14 +169,15 @@ def begin(
     return jax.tree.map(kept.restored, numbers), begun
 
 
-def finish(begun: Begun, factor: jax.Array, plan: Plan) -> Gradients:
-    """The gradients of factor · S."""
+def finish(begun: Begun, factor: jax.Array, live: jax.Array, plan: Plan) -> Gradients:
+    """The gradients of factor · S. live: (N,), the tokens that are not ignored."""
     how, call = plan.in_forward, plan.call
     assert how is not None
     de, dc, dbias = begun.de, begun.dc, begun.dbias
     if de is not None:
         wide = jnp.promote_types(de.dtype, jnp.float32)
-        de = (de * factor).astype(wide if call.wide_de else de.dtype)
+        of_token = jnp.where(live, factor, 0)[:, None]  # an infinite factor times the 0 of an ignored token is NaN
+        de = (de * of_token).astype(wide if call.wide_de else de.dtype)
     if dc is not None and begun.last is not None:
         dc = lax.bitcast_convert_type(dc, begun.last.e.dtype)
         dc, _ = how.dc.engine.sum_dc(dc, begun.steps, *begun.last, factor.reshape(1), head=call.head,
