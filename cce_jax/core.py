@@ -114,13 +114,14 @@ def summed(
     the forward pass may form the gradients (cce_kernels/in_forward.py). If a cotangent of lse arrives too, its part is
     computed from logits that are computed again. devices.sum_over_tokens says over which devices S extends.
     """
+    run: Any = partial(_summed, core, loss, layout)
     if layout is not None:
-        return _summed(core, loss, layout, inputs, devices.terms_of_numbers(terms, inputs, layout), common)[:2]
+        return run(inputs, devices.terms_of_numbers(terms, inputs, layout), common)[:2]
     shape = inputs.targets.shape
     inputs = inputs._replace(e=inputs.e.reshape(-1, inputs.e.shape[-1]), targets=inputs.targets.reshape(-1))
     terms = jax.tree.map(lambda x: x.reshape(-1), terms)
     given = terms._replace(weight=jax.lax.stop_gradient(terms.weight))
-    value, lse, total = _summed(core, loss, None, inputs, given, common)
+    value, lse, total = run(inputs, given, common)
     return _of_weights(value, terms.weight, total), lse.reshape(shape)
 
 

@@ -291,6 +291,8 @@ def test_drawn_plans_hold_no_more_than_their_budget(chunk):
 @pytest.mark.parametrize("package", ["jax", "torch"])
 def test_with_a_frozen_head_the_forward_pass_forms_de_for_any_cotangents(package, number):
     """Random calls of "none" among them: no logits are computed again, and confident tokens keep their digits."""
+    if package == "torch":
+        pytest.importorskip("torch")
     call = draw(29, SHARED * number, "small")
     wanted = "e", *(x for x in ("token_weight",) if x in call.program.arrays)
     program = replace(call.program, package=package, impl="chunked", label_smoothing=0.0, wanted=wanted,

@@ -85,7 +85,7 @@ def held_to_float64(found, want, rounded, what, roundings=3):
         assert_rounded(found, want, rounded, what, roundings=roundings)
 
 
-@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=14, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     tokens=st.integers(257, 1500), width=st.integers(16, 70), vocabulary=st.integers(100, 500), data=st.data(),
     dtype=st.sampled_from(DTYPES), axis=st.integers(0, 1), chunk=st.integers(0, 2), padded=st.booleans(),

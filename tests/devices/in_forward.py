@@ -186,13 +186,13 @@ def check(drawn, formed, impl: str) -> None:
             assert x.sharding.is_equivalent_to(leaves[name].sharding, x.ndim), name
 
 
-@hypothesis.settings(max_examples=20, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.settings(max_examples=14, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(calls())
 def test_drawn(formed, drawn):
     check(drawn, formed, "chunked")
 
 
-@hypothesis.settings(max_examples=8, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.settings(max_examples=7, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(calls(dtypes=("bfloat16",), rows=(8,)))
 def test_drawn_with_kernels(formed, drawn):
     """In Pallas' interpreter; exponentials are stored unless there is a softcap beside label smoothing."""
