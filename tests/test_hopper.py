@@ -1,5 +1,6 @@
 """The kernels for Hopper: which calls they compute, and what they compute, in the interpreter of JAX 0.11."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -312,8 +313,8 @@ def test_de_of_saved_tokens(kept, vocab_axis):
 
 @pytest.fixture
 def adding_copies(monkeypatch):
-    """The interpreter knows no copy that adds. A sum stands in its place, whose tiles must end within the array."""
-    copy = plgpu.copy_smem_to_gmem
+    """The interpreter knows no copy that adds. A sum stands in its place, which reads NaN beyond an array's edge."""
+    copy, params = plgpu.copy_smem_to_gmem, hopper._interpret
 
     def added(source, destination, reduction_op=None):
         if reduction_op == "add":
@@ -321,6 +322,11 @@ def adding_copies(monkeypatch):
             source[...] += plgpu.layout_cast(before, plgpu.Layout.WGMMA)
         copy(source, destination)
 
+    def reading_beyond(gpu):
+        found = params(gpu)
+        return found and replace(found, out_of_bounds_reads="uninitialized")
+
+    monkeypatch.setattr(hopper, "_interpret", reading_beyond)
     monkeypatch.setattr(plgpu, "copy_smem_to_gmem", added)
 
 
@@ -442,6 +448,28 @@ def test_dc_summed_over_chunks(columns, vocab_axis):
     of_rounding = np.linalg.norm(np.float64(jnp.asarray(want, BF16)) - want, axis=1)
     assert (np.linalg.norm(found - want, axis=1) <= 1.5 * of_rounding).all()
     assert np.linalg.norm(found - want) <= 1.05 * np.linalg.norm(of_rounding)
+
+
+@INTERPRETED
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+@pytest.mark.parametrize("tiles", DC, ids=str)
+def test_dc_summed_over_chunks_in_float32(tiles, vocab_axis, adding_copies):
+    """As for float32 parameters. Rows of P and e from the next multiple of 64 on may hold anything."""
+    draw, head = np.random.default_rng([tiles.columns, vocab_axis]), Head(vocab_axis=vocab_axis)
+    vocabulary, width, tokens = (int(x) * y for x, y in zip(draw.integers(2, [8, 7, 20]), (64, 64, 8), strict=True))
+    want, dc = np.zeros((vocabulary, width)), jnp.zeros((vocabulary, width))
+    dc = dc if vocab_axis == 0 else dc.T
+    for count in [tokens, 0, *draw.integers(0, tokens, 2)]:
+        p, e = (jnp.asarray(draw.normal(size=(tokens, n)), BF16) for n in (vocabulary, width))
+        kept = jnp.arange(tokens)[:, None] < count
+        p, e = jnp.where(kept, p, 0), jnp.where(kept, e, 0)
+        want += np.float64(p).T @ np.float64(e)
+        p, e = (x.at[-(-count // 64) * 64 :].set(jnp.nan) for x in (p, e))
+        dc, steps = HOPPER.sum_dc(dc, None, p, e, None, jnp.full(1, count, jnp.int32), None, head=head, tiles=tiles,
+                                  gpu=SMALL)  # fmt: skip
+        assert steps is None
+    np.testing.assert_allclose(np.moveaxis(np.float64(dc), vocab_axis, 0), want, rtol=0, atol=1e-4)
 
 
 @pytest.mark.skipif(not hopper.MOSAIC, reason="JAX 0.10 finds no layouts for the kernel that sums dc")

@@ -104,8 +104,8 @@ class Engine:
         raise NotImplementedError
 
     def block(self, call: Call) -> int:
-        """How many columns of D share a step where the engine sums dc; 0 if it does not sum this call's dc."""
-        return 0
+        """How many columns of D share a step where the engine sums dc in block floating point."""
+        raise NotImplementedError
 
     # The second half: what the two passes run.
 

@@ -13,6 +13,7 @@ from cce_kernels.device import Gpu
 from cce_kernels.engines.engine import Engine, Multiplying
 from cce_kernels.engines.hopper import tiles
 from cce_kernels.engines.order import cdiv, vocabulary_splits
+from cce_kernels.gradients import ALL_COLUMNS
 from cce_kernels.tokens import MANY
 from cce_kernels.windows import Groups, vocabulary_groups
 
@@ -58,8 +59,11 @@ class Hopper(Engine):
         return "" if call.tokens % tiles.TMA_ROWS == 0 else f"it takes a multiple of {tiles.TMA_ROWS} tokens"
 
     def tile(self, role: str, call: Call, gpu: Gpu, tokens: int = 0) -> tiles.PairTiles:
-        if role == "sum_dc":  # tokens: the block
-            return tiles.SUMMED[tokens]
+        if role == "sum_dc" and call.of_dc == 2:
+            return tiles.SUMMED[self.block(call)]
+        if role == "sum_dc":
+            sizes = tiles.dc_sizes(call.vocabulary, call.width, call.head.vocab_axis)
+            return tiles.cheapest(tiles.DC, *sizes, units_of(gpu))
         if role != "de_of_saved":
             return tiles.LOGITS
         return tiles.cheapest(tiles.SAVED_DE, cdiv(tokens, tiles.PAIR_ROWS), call.width, units_of(gpu))
@@ -112,14 +116,17 @@ class Hopper(Engine):
         return Multiplying(self, tile, None, splits)
 
     def block(self, call: Call) -> int:
-        if call.of_dc != 2:
-            return 0
         return min(tiles.SUMMED, key=lambda columns: cdiv(call.width, columns) * (columns + 16))
 
     def sum_dc(self, dc, steps, left, e, unit, count, factor, *, head, tiles, gpu):
-        from cce_kernels.engines.hopper import summed
+        from cce_kernels.engines.hopper import products, summed
 
         assert unit is None
+        if steps is None:  # in float32, to which the memory system adds
+            how = products.products(e, dc, head=head, unit=None, count=count, de_tiles=tiles, dc_tiles=tiles, splits=1,
+                                    groups=Groups(left.shape[1], left.shape[1], beyond=True), units=units_of(gpu),
+                                    interpret=_interpret(gpu), adding=True)  # fmt: skip
+            return how.put_dc(dc, left, ALL_COLUMNS), None
         return summed.sum_dc(dc, steps, left, e, count, factor, head=head, tiles=tiles, units=units_of(gpu),
                              interpret=_interpret(gpu))  # fmt: skip
 

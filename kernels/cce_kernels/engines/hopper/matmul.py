@@ -228,10 +228,11 @@ def _copies(shared: _Shared, multiply: Multiply, left, right, work: Work) -> Non
     lax.fori_loop(jnp.maximum(total - stages, 0), total, drain, None)
 
 
-def _product(warpgroup: Warpgroup, work: Work, tile, meanwhile: Callable[[], None] | None = None) -> jax.Array:
+def _product(warpgroup: Warpgroup, work: Work, tile, near_end: Callable[[], None] | None = None) -> jax.Array:
     """This warpgroup's rows of the program's tile number `tile`, (ROWS, columns), float32.
 
-    meanwhile: called once, while the tensor cores multiply.
+    near_end: called once, two steps before the last. Where it waits until the last tile has been written, an earlier
+    call takes longer: the sum of dc over 512 tokens took 1.31, 1.23 and 1.18 ms where it came in step 1, 4 and 6 of 8.
     """
     multiply, shared, number = warpgroup.multiply, warpgroup.shared, warpgroup.number
     steps, stages = work.sum.steps, multiply.tiles.stages
@@ -248,8 +249,8 @@ def _product(warpgroup: Warpgroup, work: Work, tile, meanwhile: Callable[[], Non
             plgpu.wgmma(accumulator, left, right)
             plgpu.wgmma_wait(1)
             pl.when(k > 0)(lambda: plgpu.barrier_arrive(shared.free.at[remainder(i + stages - 1, stages)]))
-            if meanwhile is not None:
-                pl.when(k == quotient(steps, 2))(meanwhile)
+            if near_end is not None:
+                pl.when(k == jnp.maximum(steps - 2, 0))(near_end)
             if multiply.tiles.lead:
                 pl.when((number == 0) & (i == multiply.tiles.lead))(lambda: plgpu.barrier_arrive(shared.begun))
             return carry
@@ -257,8 +258,8 @@ def _product(warpgroup: Warpgroup, work: Work, tile, meanwhile: Callable[[], Non
         lax.fori_loop(jnp.int32(0), steps, step, None)
         return accumulator[...]
 
-    if meanwhile is not None:
-        pl.when(steps == 0)(meanwhile)
+    if near_end is not None:
+        pl.when(steps == 0)(near_end)
     accumulator = plgpu.ACC((ROWS, multiply.tiles.columns), jnp.float32)  # type: ignore[reportPrivateImportUsage]
     product = pl.run_scoped(run, accumulator)
     pl.when(steps > 0)(lambda: plgpu.barrier_arrive(shared.free.at[remainder(first + steps - 1 + stages, stages)]))

@@ -2,7 +2,7 @@
 
     de           dz·c_g                  added to de, float32
     saved_de     r·(P·c)                 written once, from saved exponentials (cce_kernels/exponentials.py)
-    dc           dzᵀ·e                   written once, for a group of columns
+    dc           dzᵀ·e                   written once, for a group of columns; or added to dc, float32, for all columns
                  Pᵀ·(r·e)                or this, for all columns
 
 Read: left once per 256 columns and right once per 256 rows, from L2 where programs that run at the same time share
@@ -54,9 +54,9 @@ def de_of_saved(
 
 def products(
     e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None, count: jax.Array, de_tiles: PairTiles,
-    dc_tiles: PairTiles, splits: int, groups: Groups, units: int, interpret,
+    dc_tiles: PairTiles, splits: int, groups: Groups, units: int, interpret, adding: bool = False,
 ) -> Products:  # fmt: skip
-    """engine.Engine.products. The de that add_de gets is never None."""
+    """engine.Engine.products. The de that add_de gets is never None. adding: put_dc adds to dc, which is float32."""
     (tokens, width), vocabulary, axis = e.shape, head.vocabulary(c), head.vocab_axis
     run = partial(every_tile, units=units, group=PAIR_GROUP, interpret=interpret)
 
@@ -95,13 +95,15 @@ def products(
             start = start_of(number_ref)
             rows, columns = in_layout(jnp.minimum(dz.shape[1], vocabulary - start), width)
             tokens = Sum(quotient(count_ref[0] + (DEPTH - 1), DEPTH), Place)
-            return Extent(quotient(rows + (PAIR_ROWS - 1), PAIR_ROWS), columns, tokens)
+            pairs = quotient(rows + (PAIR_ROWS - 1), PAIR_ROWS)
+            return Extent(jnp.where(count_ref[0] > 0, pairs, 0) if adding else pairs, columns, tokens)
 
         def write(warpgroup, product, row, column, dc_ref, others):
             _, number_ref, unit_ref = others
             parts = (x if unit_ref is None else x * unit_ref[0] for _, x in parts_of(product(), dc_ref.dtype))
             first_row, first_column = in_layout(start_of(number_ref), 0)
-            warpgroup.write((x.astype(dc_ref.dtype) for x in parts), dc_ref, first_row + row, first_column + column)
+            parts = (x.astype(dc_ref.dtype) for x in parts)
+            warpgroup.write(parts, dc_ref, first_row + row, first_column + column, add=adding)
 
         multiply = Multiply(dc_tiles, left_axis=0, right_axis=0)
         others = count, window.number.reshape(1), None if unit is None else unit.reshape(1)

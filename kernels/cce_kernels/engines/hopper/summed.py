@@ -43,7 +43,7 @@ def sum_dc(
         factor = None if others[1] is None else others[1][0]
         tile = quotient(column, tiles.columns)
         step = vector_of(steps_ref.at[tile], row)  # loaded before the tensor cores begin, which hides the wait
-        added = product(meanwhile=lambda: warpgroup.begin_reading(dc_ref, row, column))
+        added = product(near_end=lambda: warpgroup.begin_reading(dc_ref, row, column))
         old = zip((x for _, x in parts_of(added, dc_ref.dtype)), warpgroup.read(), strict=True)
         parts = [x + decode(bits, along_rows(step, x.shape)) for x, bits in old]
         if factor is not None:
