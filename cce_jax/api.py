@@ -188,8 +188,11 @@ def linear_cross_entropy(
     if impl != "reference":
         no_explicit_vmap()
     gpu = None if impl == "reference" else local_gpu()
+    # Without a layout XLA may split a program that has no kernels over all devices. It splits the tokens, and would
+    # gather each chunk of them.
+    may_chunk = layout is not None or gpu is not None or jax.device_count() == 1
     core = Core(head, options.smooths, resolved(impl, e.dtype, gpu), budget, gpu, wide_dc=c.dtype != e.dtype,
-                debug_nans=jax.config.jax_debug_nans)  # type: ignore[attr-defined]  # fmt: skip
+                may_chunk=may_chunk, debug_nans=jax.config.jax_debug_nans)  # type: ignore[attr-defined]  # fmt: skip
     with settings.defaults():
         targets, ignore_index = _int32(targets, ignore_index)
         scales = None if scale == 1.0 else np.full(1, scale, jnp.promote_types(e.dtype, jnp.float32))
@@ -223,7 +226,7 @@ def _loss(
     columns = losses.columns(targets, ignore_index, vocabulary)
     inputs = Inputs(e, c, bias, columns, weights, scale)
     one_sum = core.impl != "reference" and options.reduction != "none" and columns.size
-    if one_sum and (_on_one_device(core) if layout is None else knows_cotangents(inputs, token_weight, layout)):
+    if one_sum and (layout is None or knows_cotangents(inputs, token_weight, layout)):
         loss, lse = _summed(inputs, token_weight, num_items, core, layout, options, label_smoothing, z_loss)
         return loss, _unshifted(lse, shift, layout)
     numbers = _statistics(inputs, core, layout)
@@ -252,14 +255,6 @@ def _summed(
     inputs = inputs._replace(e=e, c=c, bias=bias)
     value, lse = summed(inputs, Terms(columns, of_targets, weight), common, core, options, layout)
     return losses.reduced(value, columns, weight, of_targets, num_items, options=options, summed=over), lse
-
-
-def _on_one_device(core: Core) -> bool:
-    """Whether a call without a layout runs on one device. Else XLA may split its tokens, as it does under jax.jit.
-
-    Chunks of tokens would then be gathered from all devices. (Kernels refuse such a call.)
-    """
-    return core.gpu is not None or jax.device_count() == 1
 
 
 def _statistics(inputs: Inputs, core: Core, layout: Layout | None) -> Statistics:

@@ -114,13 +114,14 @@ def summed(
     the forward pass may form the gradients (cce_kernels/in_forward.py). If a cotangent of lse arrives too, its part is
     computed from logits that are computed again. devices.sum_over_tokens says over which devices S extends.
     """
-    run: Any = partial(_summed, core, loss, layout)
-    if layout is not None:
-        return run(inputs, devices.terms_of_numbers(terms, inputs, layout), common)[:2]
     shape = inputs.targets.shape
-    inputs = inputs._replace(e=inputs.e.reshape(-1, inputs.e.shape[-1]), targets=inputs.targets.reshape(-1))
-    terms = jax.tree.map(lambda x: x.reshape(-1), terms)
+    if layout is not None:
+        terms = devices.terms_of_numbers(terms, inputs, layout)
+    else:
+        inputs = inputs._replace(e=inputs.e.reshape(-1, inputs.e.shape[-1]), targets=inputs.targets.reshape(-1))
+        terms = jax.tree.map(lambda x: x.reshape(-1), terms)
     given = terms._replace(weight=jax.lax.stop_gradient(terms.weight))
+    run: Any = partial(_summed, core, loss, layout)
     value, lse, total = run(inputs, given, common)
     return _of_weights(value, terms.weight, total), lse.reshape(shape)
 
@@ -150,20 +151,18 @@ def _summed_fwd(core: Core, loss: losses.Loss, layout: Layout | None, inputs, te
     given = jax.tree.map(lambda x: x.value, (inputs, terms, common), is_leaf=lambda x: hasattr(x, "perturbed"))
     run = partial(_formed, core=core, loss=loss, layout=layout, wanted=wanted)
     value, total, lse, left = _first_order_only(run)(*given)
-    return (value, lse, total), (_as_shape(wanted), given, total, left)
+    return (value, lse, total), (_as_shape(wanted), given, left)
 
 
 @settings.defaults()
 def _summed_bwd(core: Core, loss: losses.Loss, layout: Layout | None, residuals, cotangents):
-    shape_of_wanted, (inputs, terms, common), total, left = residuals
+    shape_of_wanted, (inputs, terms, common), left = residuals
     of_sum, of_lse, _ = (None if _is_symbolic_zero(x) else x for x in cotangents)
     wanted, found = _from_shape(shape_of_wanted), Gradients(None, None, None)
     if wanted.e or wanted.c or wanted.bias:
         run = partial(_gradients_of_sum, core=core, loss=loss, layout=layout, wanted=wanted)
         found = _first_order_only(run)(inputs, terms, common, of_sum, of_lse, left)
-    of_weight = None if of_sum is None else jnp.where(terms.columns < 0, 0, of_sum * total)
-    of_inputs = Inputs(found.e, found.c, found.bias, None, None, None)  # type: ignore[arg-type]
-    return of_inputs, Terms(None, None, of_weight), None  # type: ignore[arg-type]
+    return Inputs(found.e, found.c, found.bias, None, None, None), None, None  # type: ignore[arg-type]
 
 
 _summed.defvjp(_summed_fwd, _summed_bwd, symbolic_zeros=True)

@@ -49,7 +49,7 @@ class Held(NamedTuple):
     """What a device's forward pass leaves for its backward pass. N: the tokens that the device computes."""
 
     numbers: Statistics  # (N,) each, of the device's columns
-    saved: jax.Array | None  # exponentials, as passes.forward_pass returns them
+    saved: jax.Array | None  # as passes.forward_pass returns it
     shard: Shard | None  # None: the device has all columns
 
 

@@ -10,8 +10,8 @@ from cce_jax.api import resolved
 from cce_kernels import contract
 from cce_kernels.device import local_gpu
 from cce_kernels.head import Head
-from cce_kernels.numbers import Inputs, Wanted
-from cce_kernels.plan import Explanation, explained
+from cce_kernels.numbers import Inputs
+from cce_kernels.plan import Explanation
 
 
 def explain(
@@ -52,13 +52,9 @@ def explain(
     contract.choice("reduction", reduction, contract.REDUCTIONS)
     contract.choice("impl", impl, [x for x in contract.IMPLS if x != "reference"])
     contract.choice("vocab_axis", vocab_axis, (0, 1))
-    for name in gradients_of:
-        contract.choice("gradients_of", name, ("e", "c", "bias"))
     smooths = contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0) > 0
     gpu = local_gpu()
     core = passes.Core(Head(contract.softcap(softcap), vocab_axis, precision), smooths, resolved(impl, e.dtype, gpu),
                        contract.memory_budget(memory_budget), gpu, wide_dc=c.dtype != e.dtype)  # fmt: skip
     tokens = jax.ShapeDtypeStruct((e.size // max(e.shape[-1], 1), e.shape[-1]), e.dtype)
-    wanted = Wanted(*(name in gradients_of for name in ("e", "c", "bias"))) if gradients_of else None
-    plan = passes.plan_for(Inputs(tokens, c, bias, None), core, wanted, one_factor=reduction != "none")  # type: ignore
-    return explained(plan, core.impl if plan.gpu is not None else "chunked")  # type: ignore[arg-type]
+    return passes.explanation(Inputs(tokens, c, bias, None), core, reduction, gradients_of)  # type: ignore[arg-type]

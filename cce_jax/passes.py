@@ -3,7 +3,7 @@
 Equations are those of cce_jax/core.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -13,16 +13,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from cce_jax.one_device import on_one_device
-from cce_kernels import backward, forward, in_forward
+from cce_kernels import backward, contract, forward, in_forward
 from cce_kernels.call import Call
-from cce_kernels.contract import default_budget
 from cce_kernels.device import H200, INTERPRETER, Gpu, cuda_gpu
 from cce_kernels.engines.xla import XLA
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
-from cce_kernels.plan import Plan, logged, plan_of
+from cce_kernels.plan import Explanation, Plan, explained, logged, plan_of
 
 Impl = Literal["auto", "cce", "chunked", "reference"]
+NAMES = ("e", "c", "bias")  # what has a gradient, as in Wanted
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Core:
     gpu: Gpu | None = None
     wide_de: bool = False  # whether `gradients` gives de in float32, for a sum over devices
     wide_dc: bool = False  # whether c and bias are float32 beside a 16-bit e; `gradients` gives dc and dbias in float32
+    may_chunk: bool = True  # whether the forward pass may take the tokens in chunks: not if XLA may split them
     debug_nans: bool = False  # jax_debug_nans: what a pass leaves for the other holds no NaN of an ignored token
 
 
@@ -68,13 +69,22 @@ def _plan(
     inputs: Inputs, core: Core, wanted: Wanted | None, decided: Decided, one_factor: bool, gpu: Gpu | None, impl: Any
 ) -> Plan:  # fmt: skip
     tokens, width = inputs.e.shape
-    budget = (
-        default_budget(tokens, width, inputs.e.dtype.itemsize) if core.memory_budget is None else core.memory_budget
-    )
+    budget = core.memory_budget
+    if budget is None:
+        budget = contract.default_budget(tokens, width, inputs.e.dtype.itemsize)
     call = Call(tokens, width, core.head.vocabulary(inputs.c), str(jnp.dtype(inputs.e.dtype)), core.head,
                 inputs.bias is not None, core.with_sum, wanted, budget, core.wide_de, core.wide_dc,
-                one_factor)  # fmt: skip
+                one_factor, core.may_chunk)  # fmt: skip
     return plan_of(call, gpu, impl, *decided)
+
+
+def explanation(inputs: Inputs, core: Core, reduction: str, gradients_of: Collection[str]) -> Explanation:
+    """What the plan says of a call, for people. gradients_of: as in cce_jax.explain."""
+    for name in gradients_of:
+        contract.choice("gradients_of", name, NAMES)
+    wanted = Wanted(*(name in gradients_of for name in NAMES)) if gradients_of else None
+    plan = plan_for(inputs, core, wanted, one_factor=reduction != "none")
+    return explained(plan, core.impl if plan.gpu is not None else "chunked")  # type: ignore[arg-type]
 
 
 def target_logits(inputs: Inputs, core: Core, wanted: Wanted | None) -> jax.Array:

@@ -29,14 +29,10 @@ def explain(
     an option is out of its range, or the call would run PyTorch's own operators, as with float64.
     """
     from cce_jax import passes
-    from cce_kernels.numbers import Wanted
-    from cce_kernels.plan import explained
     from cce_torch import ops, programs
     from cce_torch.api import resolved
 
     contract.choice("reduction", reduction, contract.REDUCTIONS)
-    for name in gradients_of:
-        contract.choice("gradients_of", name, ("e", "c", "bias"))
     contract.choice("impl", impl, ("auto", "cce", "chunked"))
     impl = resolved(impl, e)  # type: ignore[assignment]
     contract.choice("impl", impl, ("auto", "cce", "chunked"))
@@ -44,7 +40,5 @@ def explain(
     call = ops.call_of(-100, 0, reduction, smooths, False, contract.softcap(softcap), precision, impl,
                        contract.memory_budget(memory_budget), c.dtype != e.dtype)  # fmt: skip
     kind = programs.kind_of_tensors(e, c.T if vocab_axis else c, call)
-    wanted = Wanted(*(name in gradients_of for name in ("e", "c", "bias"))) if gradients_of else None
     shapes = kind.shapes(kind.sizes(e.numel() // max(e.shape[-1], 1)), bias is not None)
-    plan = passes.plan_for(shapes, kind.static, wanted, one_factor=reduction != "none")
-    return explained(plan, kind.static.impl if plan.gpu is not None else "chunked")  # type: ignore[arg-type]
+    return passes.explanation(shapes, kind.static, reduction, gradients_of)

@@ -1,12 +1,13 @@
 """Linear cross-entropy as two PyTorch operators, opaque to torch.compile, and the autograd rule that joins them.
 
-`cce_torch::loss` returns the loss, the core's numbers, (2 or 3, N), whose first row is lse, and the exponentials that
-it saves. `cce_torch::gradients` takes these and the cotangents of the loss and of the numbers. The losses, their
-derivative and the kernels are cce_jax's: one JAX program for each operator (programs.py). The autograd rule is a
-Function around the operators: a rule registered with an operator takes four times as long at each call.
+`cce_torch::loss` returns the loss, the core's numbers, (2 or 3, N), whose first row is lse, and what it saves: the
+exponentials, or de for any cotangents where de alone is wanted. `cce_torch::gradients` takes these and the cotangents
+of the loss and of the numbers. The losses, their derivative and the kernels are cce_jax's: one JAX program for each
+operator (programs.py). The autograd rule is a Function around the operators: a rule registered with an operator takes
+four times as long at each call.
 
 Where the gradients are formed in the forward pass, `cce_torch::begin` and `cce_torch::finish` take their places
-(in_forward.py). `begin` returns a list of tensors instead of exponentials. It is empty where the plan forms no
+(in_forward.py). `begin` returns a list of tensors as what is saved. It is empty where the plan forms no
 gradients, which torch.compile learns when it traces the operator. `apart`: the results of `finish` cannot take the
 memory of that list, as under torch.compile, so the list counts against the memory budget.
 

@@ -170,7 +170,7 @@ def saved_shape_of(kind: Kind, size: int, with_bias: bool, wanted: Wanted) -> tu
 
 def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, wanted: Wanted | None, row_length: int,
          call: Call, numbers: Numbers):  # fmt: skip
-    """The loss, () or (N,), the core's statistics, (2 or 3, N), both float32, and the saved exponentials or None.
+    """The loss, () or (N,), the core's statistics, (2 or 3, N), both float32, and what is saved: passes.forward_pass.
 
     The statistics of ignored tokens are 0.
     e: (N, D), N ≥ 1; c: (V, D), bias: (V,); targets: (N,) int64, before the shift, in rows of row_length tokens;

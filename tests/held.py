@@ -60,10 +60,11 @@ def available() -> str:
     return ""
 
 
-def held(function: Callable, *arguments: Any, as_h200: bool = True) -> Held:
+def held(function: Callable, *arguments: Any, as_h200: bool = True, donated: int = 0) -> Held:
     """The function, compiled for these shapes (ShapeDtypeStruct, or any tree of them) on an H200.
 
-    as_h200: whether cce_kernels and cce_jax are told of an H200, as they would be there.
+    as_h200: whether cce_kernels and cce_jax are told of an H200, as they would be there. donated: of how many arguments
+    the results take the memory.
     """
     from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
@@ -71,7 +72,8 @@ def held(function: Callable, *arguments: Any, as_h200: bool = True) -> Held:
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), arguments)
     gpu = AbstractMesh((), (), abstract_device=AbstractDevice(KIND, None, platform="gpu"))
     with use_abstract_mesh(gpu), _optimizing(), _h200() if as_h200 else contextlib.nullcontext():
-        lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+        jitted = jax.jit(function, donate_argnums=range(donated), keep_unused=donated > 0)
+        lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
         compiled = lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None

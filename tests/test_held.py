@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cce_jax import linear_cross_entropy
+from cce_jax import linear_cross_entropy, passes
 from cce_kernels.call import ITEMSIZE
 from cce_kernels.call import Call as Planned
 from cce_kernels.contract import default_budget
 from cce_kernels.device import H200
 from cce_kernels.head import Head
-from cce_kernels.numbers import Wanted
+from cce_kernels.numbers import Cotangents, Inputs, Wanted
 from cce_kernels.plan import Plan, choose, plan_of
 from tests.held import MIB, available, held, twins
 from tests.search import calls
@@ -204,6 +204,38 @@ def test_what_a_real_head_holds(reduction, memory_budget, mib):
     """The first as measured on an H200."""
     call = Call(8192, 2304, 256000, "bfloat16", 0, False, (0, 1), None, 0.0, memory_budget, reduction=reduction)
     assert round(call.held() / MIB, 1) == mib
+
+
+OF_A_MEAN = [found(*x, {"reduction": "mean"}) for x in ((8192, 4096, 128256), (8191, 2304, 256000))]
+
+
+@pytest.mark.parametrize("call", OF_A_MEAN + drawn()[-CALLS_IN_FORWARD:], ids=str)
+def test_a_forward_pass_by_itself_is_within_the_budget(call):
+    """As a program that writes its results into memory that it is given, like PyTorch's: what it leaves is counted."""
+    plan = planned(call)
+    if plan.in_forward is None:
+        pytest.skip("computes the logits again")
+    wanted, head = plan.call.wanted, plan.call.head
+    core = passes.Core(head, plan.call.with_sum, "cce" if call.impl == "auto" else call.impl, call.memory_budget, H200)
+    c_shape = (call.vocabulary, call.width) if call.vocab_axis == 0 else (call.width, call.vocabulary)
+    shaped = partial(jax.ShapeDtypeStruct, dtype=call.dtype)
+    targets = jax.ShapeDtypeStruct((call.tokens,), jnp.int32)
+    bias = shaped((call.vocabulary,)) if call.bias else None
+    inputs = Inputs(shaped((call.tokens, call.width)), shaped(c_shape), bias, targets)
+
+    def cotangents(numbers, _):
+        ones = jnp.ones_like(numbers.lse)
+        return Cotangents(ones, -ones, None if numbers.sum is None else ones)
+
+    def begin(inputs):
+        return passes.begin(inputs, (), cotangents, core, wanted)
+
+    def into(outputs, inputs):
+        return begin(inputs)
+
+    outputs = jax.eval_shape(begin, inputs)
+    left = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(outputs[1]._replace(de=None, dc=None)))
+    assert held(into, outputs, inputs, donated=1).bytes + left <= plan.held
 
 
 def test_a_program_that_a_cpu_lowers_for_cuda_runs_the_kernels():

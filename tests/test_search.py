@@ -16,7 +16,10 @@ from cce_jax import passes
 from cce_kernels import backward, forward, gradients
 from cce_kernels.device import H200
 from cce_kernels.engines import hopper
-from cce_kernels.plan import plan_of
+from cce_kernels.plan import choose, plan_of
+from cce_kernels.plan.chunks import sums_in_16_bits
+from cce_kernels.plan.plan import Chunks
+from cce_kernels.tokens import gathered_rows
 from tests.search import bounds
 from tests.search import run as search_run
 from tests.search.calls import DEFAULT, SHARED, Call, Data, Program, draw
@@ -60,6 +63,32 @@ def both(adding_copies, monkeypatch):  # noqa: F811
 @pytest.mark.parametrize("program", range(HOPPER_PROGRAMS))
 def test_calls_through_the_interpreter_of_the_kernels_for_hopper(program, both):
     check(range(program * SHARED, (program + 1) * SHARED), "hopper")
+
+
+@INTERPRETED
+@pytest.mark.parametrize("number", range(6))
+def test_gradients_formed_in_the_forward_pass_by_the_kernels_for_hopper(number, both, monkeypatch):
+    """Drawn calls, in chunks of a drawn size; with dc in 16 bits and in float32."""
+    call, rng = draw(SEED, number * SHARED, "hopper"), np.random.default_rng(number)
+    program = replace(call.program, reduction=str(rng.choice(["mean", "sum"])), objective="loss", dtype="bfloat16",
+                      memory_budget=2**30, mixed=number % 3 == 0)  # fmt: skip
+    size, formed = 8 * int(rng.integers(10, 40)), []
+
+    def chunks(count, _):
+        tokens, last = gathered_rows(count.call.tokens), size * sums_in_16_bits(count.call)
+        return Chunks(-(-(tokens - last) // size), size, last, hopper.HOPPER.block(count.call))
+
+    def in_forward(x, chosen):
+        formed.append(x.engine.name)
+        return as_ever(x, chosen)
+
+    as_ever = choose._in_forward
+    monkeypatch.setattr(choose, "fastest_chunks", chunks)
+    monkeypatch.setattr(choose, "_in_forward", in_forward)
+    monkeypatch.setattr(choose, "_is_fastest_in_forward", lambda times: True)
+    assert not failures(Call(program, call.data))
+    search_run.forget()
+    assert set(formed) == {"hopper"}
 
 
 def test_nothing_stands_in_exponentials_for_a_target_out_of_range():

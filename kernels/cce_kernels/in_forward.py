@@ -81,6 +81,7 @@ def begin(
     wanted, head = call.wanted, call.head
     assert wanted is not None
     (tokens, width), vocabulary, rows = inputs.e.shape, call.vocabulary, how.rows
+    rows_of_de = how.chunks.rows_of_de(tokens)
     wide = jnp.promote_types(inputs.e.dtype, jnp.float32)
     type_of_dc, type_of_de = (wide if x else inputs.e.dtype for x in (call.wide_dc, call.wide_de))
     kept, zeros = Kept.of(inputs.targets, rows), jnp.zeros(rows, wide)
@@ -137,7 +138,7 @@ def begin(
         dc = lax.empty(inputs.c.shape, type_of_dc)
         steps = jnp.zeros(steps_shape(vocabulary, width, how.chunks.block), jnp.float32)  # any integers times 0 are 0
     begun = Begun(
-        jnp.zeros((rows, width), type_of_de) if wanted.e else None, dc, steps,
+        jnp.zeros((rows_of_de, width), type_of_de) if wanted.e else None, dc, steps,
         jnp.zeros((vocabulary,), wide) if wanted.bias else None, None,
     )  # fmt: skip
     if how.chunks.whole:
@@ -156,8 +157,9 @@ def begin(
         if cleared:
             live = jnp.arange(how.chunks.last) < last.count
             last = last._replace(left=jnp.where(live[:, None], last.left, 0))
+        in_last = rows_of_de - how.chunks.whole * how.chunks.size
         begun = begun._replace(
-            de=None if de is None else put(begun.de, de, start),
+            de=None if de is None else put(begun.de, de[:in_last], start),
             dbias=None if begun.dbias is None else begun.dbias + dbias, last=last,
         )  # fmt: skip
     if begun.de is not None:
@@ -202,18 +204,18 @@ def of_any_cotangents(inputs: Inputs, plan: Plan, cleared: bool = False) -> tupl
 
 def de_of(inputs: Inputs, numbers: Statistics, m: jax.Array, of: Cotangents, head: Head, dtype: Any) -> jax.Array:
     """de, (N, D), from `of_any_cotangents`; 0 where a token is ignored."""
-    columns = inputs.targets, head.vocabulary(inputs.c)
-    live, named = columns[0] >= 0, (columns[0] >= 0) & (columns[0] < columns[1])
-    at = jnp.where(named, inputs.targets, 0)
-    c = inputs.c[at] if head.vocab_axis == 0 else inputs.c[:, at].T
-    lse = jnp.where(live, numbers.lse, 0)
-    p = jnp.where(named, jnp.exp(numbers.target - lse), 0)
-    of_target = jnp.where(named, of.lse * p + of.target, 0)
+    targets = inputs.targets
+    live = targets >= 0
+    named = live & (targets < head.vocabulary(inputs.c))
+    column = jnp.where(named, targets, 0)
+    c = inputs.c[column] if head.vocab_axis == 0 else inputs.c[:, column].T
+    p = jnp.exp(numbers.target - jnp.where(live, numbers.lse, 0))
+    of_target = of.lse * p + of.target
     if head.softcap is not None:
         of_target = of_target * head.slope(numbers.target)
     if inputs.scale is not None:
         of_target = of_target * inputs.scale
-    de = of.lse[:, None] * m + of_target[:, None] * c
+    de = of.lse[:, None] * m + jnp.where(named, of_target, 0)[:, None] * c
     return jnp.where(live[:, None], de, 0).astype(dtype)
 
 

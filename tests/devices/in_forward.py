@@ -17,7 +17,7 @@ from cce_jax import linear_cross_entropy
 from cce_kernels import in_forward
 from cce_kernels.plan import Chunks, choose
 from cce_kernels.plan.budget import Bytes
-from cce_kernels.plan.chunks import BLOCK, sums_in_16_bits
+from cce_kernels.plan.chunks import sums_in_16_bits
 from cce_kernels.tokens import gathered_rows
 from tests.cases import ARRAYS, Case, Inputs
 from tests.devices.drawn import layouts
@@ -49,7 +49,7 @@ def chunks_of(count: Bytes, last: int | None) -> Chunks:
     tokens = gathered_rows(call.tokens)
     size = -(-tokens // (call.memory_budget - IN_CHUNKS))
     whole = -(-tokens // size) - sums_in_16_bits(call)
-    return Chunks(whole, size if whole else 0, tokens - whole * size if sums_in_16_bits(call) else 0, BLOCK)
+    return Chunks(whole, size if whole else 0, tokens - whole * size if sums_in_16_bits(call) else 0, 256)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -139,7 +139,7 @@ class Bytes:
     @property
     def sums_dc(self) -> bool:
         """Whether the engine sums dc over chunks; else XLA does."""
-        return self.stores and self.engine.block(self.call) > 0
+        return self.stores and self.engine.offers("sum_dc")
 
     def of_a_token(self, tokens: int) -> int:
         """What a token of a chunk of so many tokens holds: its exponentials or logits, and rows of e and de."""
@@ -154,13 +154,16 @@ class Bytes:
         """What is held where the forward pass forms the gradients in these chunks.
 
         A chunk, the numbers of all tokens, the steps of dc, de with its kept rows first, and a de for any cotangents,
-        which is no result yet.
+        which is no result yet. What is left of the last chunk is a result of the forward pass. XLA lays the other
+        chunks into its memory, unless they are larger.
         """
-        call, tokens = self.call, max(chunks.size, chunks.last)
+        call, tokens, columns = self.call, max(chunks.size, chunks.last), saved_shape(1, self.call.vocabulary)[1]
         assert call.wanted is not None
         steps = 4 * math.prod(steps_shape(call.vocabulary, call.width, chunks.block)) * (chunks.last > 0)
-        moved = call.of_de * chunks.rows * call.width * (call.wanted.e and chunks.rows != call.tokens)
+        of_de = chunks.rows_of_de(call.tokens)
+        moved = call.of_de * of_de * call.width * (call.wanted.e and of_de != call.tokens)
         moved += 0 if call.one_factor else call.itemsize * call.tokens * call.width
+        moved += call.itemsize * chunks.last * (columns + call.width) * (chunks.last < chunks.size)
         workspace = WORKSPACE * (self.gpu is not None and not self.stores)
         return tokens * self.of_a_token(tokens) + steps + moved + CHUNK_NUMBERS * chunks.rows + workspace
 

@@ -155,16 +155,16 @@ def _forward(x: _Setting) -> tuple[Forward, int]:
 
 
 def _may_form_in_forward(x: _Setting) -> bool:
-    """Whether the forward pass may form the gradients of a call that is known to allow it.
+    """Whether the forward pass may form the gradients of a call whose cotangents allow it.
 
-    On a GPU only on the Hopper engine, and where it sums dc itself, or dc is not wanted. The other engines take longer
-    than to compute the logits again. On an H200, over three matmuls, formed and again: with a bias 1.63 and 1.56; with
-    a dc in float32 1.50 and 1.40; with label smoothing 4.84 and 1.48.
+    On a GPU only on the Hopper engine. The others take longer than to compute the logits again. On an H200, over three
+    matmuls, formed and again: with a bias 1.63 and 1.56; with label smoothing 4.84 and 1.48.
     """
+    if not x.call.may_chunk:
+        return False
     if x.gpu is None:
         return True
-    assert x.call.wanted is not None
-    return x.engine.multiplies_fastest and x.bytes.stores and (x.bytes.sums_dc or not x.call.wanted.c)
+    return x.engine.multiplies_fastest and x.bytes.stores
 
 
 def _is_fastest_in_forward(times: Times) -> bool:
@@ -175,18 +175,23 @@ def _in_forward(x: _Setting, chunks: Chunks) -> InForward:
     """How the forward pass forms the gradients in these chunks."""
     call, size = x.call, max(chunks.size, chunks.last)
     everything = Groups(call.vocabulary, call.vocabulary, beyond=not x.engine.finds_target)
-    of_group = 3 * call.wide * call.width  # a group's part of dc, in float32, and what becomes of it
-    room = max(min(GROUP_BYTES // 4, call.vocabulary * of_group // 8), SMALL)
-    dc = Step(XLA, (XLA.groups(call, size, room, of_group, x.gpu), chunks.block))
-    held = x.bytes.of_chunks(chunks)
+    held, dc = x.bytes.of_chunks(chunks), _sum_of_dc(x, chunks)
     if not x.bytes.stores:
         return InForward(chunks, dc, everything, held)
-    if x.bytes.sums_dc:
-        dc = Step(x.engine, x.engine.tile("sum_dc", call, x.gpu, chunks.block))
     of_chunk = _Setting(replace(call, tokens=size), x.gpu, x.serving)
-    restoring = next(engine for engine in x.serving if engine.offers("restored"))
     return InForward(chunks, dc, everything, held, replace(_forward(of_chunk)[0], gathered=True, scattered=None),
-                     x.engine.de_of_chunk(call, size, x.gpu), restoring)  # fmt: skip
+                     x.engine.de_of_chunk(call, size, x.gpu), x.offering("restored"))  # fmt: skip
+
+
+def _sum_of_dc(x: _Setting, chunks: Chunks) -> Step:
+    """The step that sums dc over chunks: by XLA in groups of the vocabulary, where the engine does not."""
+    call = x.call
+    if x.bytes.sums_dc:
+        return Step(x.engine, x.engine.tile("sum_dc", call, x.gpu))
+    of_group = 3 * call.wide * call.width  # a group's part of dc, in float32, and what becomes of it
+    room = max(min(GROUP_BYTES // 4, call.vocabulary * of_group // 8), SMALL)
+    groups = XLA.groups(call, max(chunks.size, chunks.last), room, of_group, x.gpu)
+    return Step(XLA, (groups, chunks.block))
 
 
 def _saves(x: _Setting) -> bool:

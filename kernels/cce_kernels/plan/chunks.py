@@ -25,8 +25,6 @@ from cce_kernels.plan.budget import Bytes
 from cce_kernels.plan.plan import Chunks, Times
 from cce_kernels.tokens import gathered_rows
 
-BLOCK = 256  # columns of D that share a step where the Hopper engine would not sum dc
-
 
 class Costs(NamedTuple):
     """The times of what a way adds to its matmuls, in floating-point operations of a matmul."""
@@ -55,12 +53,14 @@ def fastest_chunks(count: Bytes, last: int | None) -> Chunks | None:
     """
     multiple = costs(count.gpu).multiple
     rest = max(gathered_rows(count.call.tokens) - (last or 0), 1)
-    most = _most_tokens(count, last, rest)
-    if most == 0 and last is None:
+    fits = _most_tokens(count, last, rest)
+    if not fits and last is None:
         return None
-    most, found, least = most or min(multiple, rest), None, math.inf
+    most, found, least = fits or min(multiple, rest), None, math.inf
     for number in range(-(-rest // most), rest + 1):
-        chunks = _of_size(count.call, min(-(-rest // (number * multiple)) * multiple, most), last)
+        chunks = _of_size(count, min(-(-rest // (number * multiple)) * multiple, most), last)
+        if fits and count.of_chunks(chunks) > count.call.memory_budget:  # a smaller last chunk can take more
+            continue
         if (time := in_forward(count, chunks)) >= least:
             break
         found, least = chunks, time
@@ -72,15 +72,17 @@ def _most_tokens(count: Bytes, last: int | None, rest: int) -> int:
     multiple, budget = costs(count.gpu).multiple, count.call.memory_budget
     begin = min(budget // count.of_a_token(rest), rest - 1) // multiple * multiple
     sizes = rest, *range(begin, 0, -multiple)
-    return next((size for size in sizes if count.of_chunks(_of_size(count.call, size, last)) <= budget), 0)
+    return next((size for size in sizes if count.of_chunks(_of_size(count, size, last)) <= budget), 0)
 
 
-def _of_size(call: Call, size: int, last: int | None) -> Chunks:
-    tokens = gathered_rows(call.tokens)
-    if last is None:
-        last = (tokens - 1) % size + 1 if sums_in_16_bits(call) else 0
+def _of_size(count: Bytes, size: int, last: int | None) -> Chunks:
+    call, tokens = count.call, gathered_rows(count.call.tokens)
+    if last is None and not sums_in_16_bits(call):
+        last = 0
+    elif last is None:  # kernels that stop at the last token take as many rows as in the other chunks
+        last = size if count.stores and tokens > size else (tokens - 1) % size + 1
     whole = -(-(tokens - last) // size)
-    return Chunks(whole, size if whole else 0, last, HOPPER.block(call) or BLOCK)
+    return Chunks(whole, size if whole else 0, last, HOPPER.block(call))
 
 
 def sums_in_16_bits(call: Call) -> bool:
@@ -115,6 +117,8 @@ def in_forward(count: Bytes, chunks: Chunks) -> float:
     of_chunk = moved * cost.byte * call.wanted.c * call.vocabulary * call.width + cost.launches
     number, largest = chunks.whole + (chunks.last > 0), max(chunks.size, chunks.last)
     new = cost.new * max(call.wide * largest * call.vocabulary - KEPT, 0)
+    if call.wanted.c and not chunks.last:  # dc begins as zeros, and the factor multiplies it elementwise
+        new += 3 * call.of_dc * cost.byte * call.vocabulary * call.width
     return _relative(call, number * of_chunk + new, cost, chunks)
 
 
@@ -123,7 +127,8 @@ def _relative(call: Call, more: float, cost: Costs, chunks: Chunks | None = None
     assert call.wanted is not None
     rows = call.tokens
     if chunks is not None:
-        whole, last = (-(-n // cost.multiple) * cost.multiple for n in (chunks.size, chunks.last))
+        in_last = min(chunks.last, max(rows - chunks.whole * chunks.size, 0))
+        whole, last = (-(-n // cost.multiple) * cost.multiple for n in (chunks.size, in_last))
         rows = chunks.whole * whole + last
     of_row = 2.0 * (1 + call.wanted.e + call.wanted.c) * call.vocabulary * call.width
     return (rows * of_row + cost.logit * call.tokens * call.vocabulary + more) / (max(call.tokens, 1) * of_row)

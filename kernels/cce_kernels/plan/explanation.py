@@ -62,9 +62,13 @@ def explained(plan: Plan, impl: Impl) -> Explanation:
     return Explanation(engine.name, refused, gradients, chunks, plan.held, call.memory_budget, time)
 
 
-@lru_cache(maxsize=4096)
 def logged(plan: Plan, impl: Impl) -> None:
     """Logs a plan once, in one line, at the level INFO."""
     if log.isEnabledFor(logging.INFO):
-        n, d, v = plan.call.tokens, plan.call.width, plan.call.vocabulary
-        log.info("%s×%s×%s %s: %s", n, d, v, plan.call.dtype, str(explained(plan, impl)).replace("\n", "; "))
+        _logged(plan, impl)
+
+
+@lru_cache(maxsize=4096)
+def _logged(plan: Plan, impl: Impl) -> None:
+    n, d, v = plan.call.tokens, plan.call.width, plan.call.vocabulary
+    log.info("%s×%s×%s %s: %s", n, d, v, plan.call.dtype, str(explained(plan, impl)).replace("\n", "; "))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from cce_kernels.call import Call
 from cce_kernels.engines.engine import Engine, Multiplying, Tile
 from cce_kernels.exponentials import saved_shape
+from cce_kernels.tokens import gathered_rows
 from cce_kernels.windows import Groups
 
 FEW = 0.8  # of the tokens: with fewer kept, matmuls that stop at the last kept token beat XLA's matmuls of all tokens
@@ -48,9 +49,10 @@ class Backward:
 
 
 class Chunks(NamedTuple):
-    """The tokens, kept ones first, in chunks: `whole` of `size` tokens, then one of `last` tokens.
+    """The tokens, kept ones first, in chunks: `whole` of `size` tokens, then one of at most `last` tokens.
 
-    The backward pass adds the last chunk's part of dc. last: 0 where dc is summed in float32.
+    The backward pass adds the last chunk's part of dc. last: the rows of what it is left, 0 where dc is summed in
+    float32.
     """
 
     whole: int
@@ -61,6 +63,10 @@ class Chunks(NamedTuple):
     @property
     def rows(self) -> int:
         return self.whole * self.size + self.last
+
+    def rows_of_de(self, tokens: int) -> int:
+        """Of `rows`, those that may be tokens."""
+        return min(self.rows, max(self.whole * self.size, gathered_rows(tokens)))
 
 
 @dataclass(frozen=True)
