@@ -28,8 +28,9 @@ These errors are independent of each other where the logits of a token are many 
 within one step of the type, 2u, all exponentials are rounded to the same number: what is lost is the part of dz that
 goes with z, a·p·(z − mean z), of one sign with e_i·c_v. It is added as the errors of one sign are.
 
-Nor are they where many tokens have the same dz, as confident ones do: all are rounded to the same number. A float32 c
-beside a 16-bit e shows it, as dc is not rounded itself. There Σ_i (dz_iv rounded − dz_iv)·e_i is computed and added.
+Nor are they where many tokens have the same dz, as confident ones do: all are rounded to the same number. So
+Σ_i (dz_iv rounded − dz_iv)·e_i is computed, and what it has beyond independent errors is added: all of it for a float32
+c beside a 16-bit e, as dc is not rounded itself.
 
 tests/search/bounds.py turns both into what a gradient may be off by.
 """
@@ -230,7 +231,7 @@ def _gradients(
         dc += dz.T @ head.e[rows]
         dc_alike += signed.T @ head.e[rows]
         dc_flat += flat.T @ head.e[rows]
-        if program.mixed:
+        if program.dtype != "float32":
             dc_lost += _lost(dz, unit, largest if program.dtype == "float16" else 1.0, xp).T @ head.e[rows]
         db += dz.sum(0)
         db_alike += d_dz.sum(0)
@@ -249,9 +250,12 @@ def _gradients(
     def of_columns(value: Any, alike: Any, others: dict[str, Any]) -> Rows:
         return Rows(value, alike=head.get(alike), **{name: head.get(x) for name, x in others.items()})
 
+    lost = _norms(dc_lost)
+    if not program.mixed:
+        lost = xp.clip(lost - unit * of_c["rounded"] ** 0.5, 0.0, None)
     found = {
         "e": Rows(placed, **numbers),
-        "c": of_columns(dc, (_norms(dc_alike) + _norms(dc_flat) + _norms(dc_lost)) ** 2, of_c),
+        "c": of_columns(dc, (_norms(dc_alike) + _norms(dc_flat) + lost) ** 2, of_c),
         "bias": of_columns((db * ones)[:, None], db_alike**2, of_b),
     }
     return {name: x for name, x in found.items() if name in program.wanted}
