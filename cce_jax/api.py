@@ -188,11 +188,8 @@ def linear_cross_entropy(
     if impl != "reference":
         no_explicit_vmap()
     gpu = None if impl == "reference" else local_gpu()
-    # Without a layout XLA may split a program that has no kernels over all devices. It splits the tokens, and would
-    # gather each chunk of them.
-    may_chunk = layout is not None or gpu is not None or jax.device_count() == 1
     core = Core(head, options.smooths, resolved(impl, e.dtype, gpu), budget, gpu, wide_dc=c.dtype != e.dtype,
-                may_chunk=may_chunk, debug_nans=jax.config.jax_debug_nans)  # type: ignore[attr-defined]  # fmt: skip
+                may_chunk=layout is not None or may_chunk(gpu), debug_nans=jax.config.jax_debug_nans)  # type: ignore[attr-defined]  # fmt: skip
     with settings.defaults():
         targets, ignore_index = _int32(targets, ignore_index)
         scales = None if scale == 1.0 else np.full(1, scale, jnp.promote_types(e.dtype, jnp.float32))
@@ -255,6 +252,14 @@ def _summed(
     inputs = inputs._replace(e=e, c=c, bias=bias)
     value, lse = summed(inputs, Terms(columns, of_targets, weight), common, core, options, layout)
     return losses.reduced(value, columns, weight, of_targets, num_items, options=options, summed=over), lse
+
+
+def may_chunk(gpu: Gpu | None) -> bool:
+    """Whether a call without a layout may take its tokens in chunks.
+
+    XLA may split the tokens of a program without kernels over all devices. It would then gather each chunk of them.
+    """
+    return gpu is not None or jax.device_count() == 1
 
 
 def _statistics(inputs: Inputs, core: Core, layout: Layout | None) -> Statistics:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import jax
 
 from cce_jax import losses, passes
-from cce_jax.api import resolved
+from cce_jax.api import may_chunk, resolved
 from cce_kernels import contract
 from cce_kernels.device import local_gpu
 from cce_kernels.head import Head
@@ -55,6 +55,7 @@ def explain(
     smooths = contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0) > 0
     gpu = local_gpu()
     core = passes.Core(Head(contract.softcap(softcap), vocab_axis, precision), smooths, resolved(impl, e.dtype, gpu),
-                       contract.memory_budget(memory_budget), gpu, wide_dc=c.dtype != e.dtype)  # fmt: skip
+                       contract.memory_budget(memory_budget), gpu, wide_dc=c.dtype != e.dtype,
+                       may_chunk=may_chunk(gpu))  # fmt: skip
     tokens = jax.ShapeDtypeStruct((e.size // max(e.shape[-1], 1), e.shape[-1]), e.dtype)
     return passes.explanation(Inputs(tokens, c, bias, None), core, reduction, gradients_of)  # type: ignore[arg-type]

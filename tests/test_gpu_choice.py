@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bench.calls import Call
-from bench.data import Shape, flat
+from bench.data import Shape, trained
 from bench.measure import in_turns
 from cce_jax import linear_cross_entropy
 from cce_kernels.plan import choose, plan_of
@@ -66,7 +66,7 @@ class Drawn:
         return predicted, lowered
 
     def arrays(self) -> tuple[jax.Array, ...]:
-        e, c, targets = flat(self.shape)
+        e, c, targets = trained(self.shape)
         c = c if self.vocab_axis == 0 else c.T
         return e, c.astype(jnp.float32) if self.mixed else c, targets
 
@@ -83,9 +83,9 @@ def test_alone_the_way_that_is_predicted_to_be_fastest_is():
         times, arrays = predicted[-1], call.arrays()
         if not math.isfinite(times.in_forward):
             continue
-        calls = {k: Call(lambda: (), lambda way=way, arrays=arrays: way(*arrays), jax.block_until_ready)
-                 for k, way in enumerate(ways)}  # fmt: skip
-        without, formed = in_turns({str(k): x for k, x in calls.items()}, 3).values()
+        named = zip(("without", "formed"), ways, strict=True)
+        calls = {name: Call(lambda arrays=arrays: arrays, way, jax.block_until_ready) for name, way in named}
+        without, formed = in_turns(calls, 3).values()
         others, chooses = min(times.again, times.saved), choose._is_fastest_in_forward(times)
         tokens, width, vocabulary = call.shape
         print(f"{tokens}x{width}x{vocabulary} {call.memory_budget // 2**20} {call.vocab_axis} "

@@ -91,9 +91,9 @@ class Call:
 
     @classmethod
     def drawn_in_forward(cls, draw: random.Random) -> "Call":
-        """A "mean" or "sum" with c (V, D) in bfloat16: in half of the calls the Hopper engine can sum dc."""
-        call = replace(cls.drawn(draw), dtype="bfloat16", vocab_axis=0, reduction=draw.choice(["mean", "sum"]),
-                       wanted=draw.choice([(0, 1), (0, 1), (0,), (1,)]), mixed=False)  # fmt: skip
+        """A "mean" or "sum" in bfloat16: in most calls the Hopper engine can sum dc. A third have a float32 c."""
+        call = replace(cls.drawn(draw), dtype="bfloat16", reduction=draw.choice(["mean", "sum"]),
+                       wanted=draw.choice([(0, 1), (0, 1), (0,), (1,)]), mixed=draw.random() < 0.33)  # fmt: skip
         if draw.random() < 0.8:
             call = replace(call, tokens=max(call.tokens, 2048), vocabulary=max(call.vocabulary // 64 * 64, 2**15),
                            bias=False, label_smoothing=0.0)  # fmt: skip
@@ -216,7 +216,8 @@ def test_a_forward_pass_by_itself_is_within_the_budget(call):
     if plan.in_forward is None:
         pytest.skip("computes the logits again")
     wanted, head = plan.call.wanted, plan.call.head
-    core = passes.Core(head, plan.call.with_sum, "cce" if call.impl == "auto" else call.impl, call.memory_budget, H200)
+    core = passes.Core(head, plan.call.with_sum, "cce" if call.impl == "auto" else call.impl, call.memory_budget, H200,
+                       wide_dc=call.mixed)  # fmt: skip
     c_shape = (call.vocabulary, call.width) if call.vocab_axis == 0 else (call.width, call.vocabulary)
     shaped = partial(jax.ShapeDtypeStruct, dtype=call.dtype)
     targets = jax.ShapeDtypeStruct((call.tokens,), jnp.int32)

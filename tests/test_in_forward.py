@@ -206,7 +206,7 @@ def any_chunks_are_right(case: Case, dtype: str, seed: int, impl: str) -> None:
     assert_close(found[1], exact[1], reference[1], "lse")
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(cases(), st.sampled_from(["bfloat16", "bfloat16", "float16", "float32"]), st.integers(0, 10**6))
 def test_any_chunks_are_right(case, dtype, seed):
     any_chunks_are_right(case, dtype, seed, "chunked")

@@ -125,7 +125,7 @@ def test_shards_give_what_all_columns_give(options, budget):
     check(problem(**options), (0, 41, options.get("vocabulary", 229)), *budget)
 
 
-@settings(max_examples=4)
+@settings(max_examples=6)
 @given(st.data())
 def test_any_shards(data):
     vocabulary = data.draw(st.integers(2, 300))
