@@ -91,9 +91,11 @@ class Call:
 
     @classmethod
     def drawn_in_forward(cls, draw: random.Random) -> "Call":
-        """A "mean" or "sum" in bfloat16: in most calls the Hopper engine can sum dc. A third have a float32 c."""
+        """A "mean" or "sum" in bfloat16: in half of the calls the Hopper engine can sum dc. Some have a float32 c."""
         call = replace(cls.drawn(draw), dtype="bfloat16", reduction=draw.choice(["mean", "sum"]),
-                       wanted=draw.choice([(0, 1), (0, 1), (0,), (1,)]), mixed=draw.random() < 0.33)  # fmt: skip
+                       wanted=draw.choice([(0, 1), (0, 1), (0,), (1,)]))  # fmt: skip
+        more = random.Random(call.tokens * call.width)
+        call = replace(call, vocab_axis=more.choice([0, 0, 1]), mixed=more.random() < 0.33)
         if draw.random() < 0.8:
             call = replace(call, tokens=max(call.tokens, 2048), vocabulary=max(call.vocabulary // 64 * 64, 2**15),
                            bias=False, label_smoothing=0.0)  # fmt: skip
