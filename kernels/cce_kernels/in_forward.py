@@ -261,11 +261,11 @@ def _of_exponentials(inputs: Inputs, reference, count, known, plan: Plan, how: I
     if call.wanted.e:
         products = how.de.engine.products(inputs.e, inputs.c, head=head, unit=None, count=count, how=how.de,
                                           groups=how.groups, gpu=gpu)  # fmt: skip
-        sums = jnp.zeros((how.de.splits * tokens, inputs.e.shape[1]), jnp.float32)
-        sums = products.add_de(sums, p, ALL_COLUMNS).reshape(how.de.splits, *inputs.e.shape)
+        sums = products.add_de(None, p, ALL_COLUMNS).reshape(how.de.splits, *inputs.e.shape)
         de = jnp.where(live[:, None], jnp.sum(sums, axis=0) * r[:, None], 0)
         de = de.astype(jnp.float32 if call.wide_de else inputs.e.dtype)
-        de, p = lax.optimization_barrier((de, p))
+        de, p, own = lax.optimization_barrier((de, p, inputs.e))
+        inputs = inputs._replace(e=own)  # what is scaled is made once the sums for de are no more
     if call.wanted.bias:
         high = r.astype(p.dtype)
         both = jnp.stack([high, (r - high).astype(p.dtype)])  # their sum holds 16 bits of r, twice as many as bfloat16

@@ -147,8 +147,8 @@ class Bytes:
         assert call.wanted is not None
         if not self.stores:  # the logits, the exponentials and dz
             return 3 * call.wide * (columns + call.width)
-        of_de = 4 * (self.engine.de_of_chunk(call, tokens, self.gpu).splits + 1) * call.width * call.wanted.e
-        return 2 * columns + 4 * call.width + of_de
+        of_de = 4 * self.engine.de_of_chunk(call, tokens, self.gpu).splits + call.of_de  # partial sums, and their sum
+        return 2 * columns + (call.itemsize + max(call.itemsize, of_de * call.wanted.e)) * call.width  # e, and scaled e
 
     def of_chunks(self, chunks: Chunks) -> int:
         """What is held where the forward pass forms the gradients in these chunks.

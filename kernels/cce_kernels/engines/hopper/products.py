@@ -1,19 +1,21 @@
 """The matmuls of the gradient on Hopper GPUs.
 
-    de           dz·c_g                  added to de, float32
+    de           dz·c_g                  added to de, float32; or written once, for all columns
     saved_de     r·(P·c)                 written once, from saved exponentials (cce_kernels/exponentials.py)
     dc           dzᵀ·e                   written once, for a group of columns; or added to dc, float32, for all columns
                  Pᵀ·(r·e)                or this, for all columns
 
 Read: left once per 256 columns and right once per 256 rows, from L2 where programs that run at the same time share
 them. Never made: a copy of c_g, dc_g or any other part of an array. The memory system adds to de, each element once a
-launch, so that the order of the sum is fixed. Each matmul stops at the last kept token.
+launch, so that the order of the sum is fixed. Each matmul stops at the last kept token: what is written once has any
+numbers in later rows.
 """
 
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from cce_kernels.engines.hopper.every_tile import PAIR_GROUP, Extent, every_tile, live_pairs, padded
 from cce_kernels.engines.hopper.matmul import (
@@ -56,7 +58,7 @@ def products(
     e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None, count: jax.Array, de_tiles: PairTiles,
     dc_tiles: PairTiles, splits: int, groups: Groups, units: int, interpret, adding: bool = False,
 ) -> Products:  # fmt: skip
-    """engine.Engine.products. The de that add_de gets is never None. adding: put_dc adds to dc, which is float32."""
+    """engine.Engine.products. adding: put_dc adds to dc, which is float32."""
     (tokens, width), vocabulary, axis = e.shape, head.vocabulary(c), head.vocab_axis
     run = partial(every_tile, units=units, group=PAIR_GROUP, interpret=interpret)
 
@@ -64,6 +66,12 @@ def products(
         return groups.window(number_ref[0]).start
 
     def add_de(de, dz, window):
+        adds = de is not None
+        if not adds and splits > 1 and tokens % PAIR_ROWS:  # a partial sum's last tile has rows of the next one
+            de, adds = jnp.zeros((splits * tokens, width), jnp.float32), True
+        elif not adds:
+            de = lax.empty((splits * tokens, width), jnp.float32)
+
         def extent(others) -> Extent:
             count_ref, number_ref = others
             start = start_of(number_ref)
@@ -80,7 +88,7 @@ def products(
             count_ref, _ = others
             live = live_pairs(count_ref[0]) * PAIR_ROWS
             below = quotient(row, live) * tokens + remainder(row, live)
-            warpgroup.write((x for _, x in parts_of(product(), de_ref.dtype)), de_ref, below, column, add=True)
+            warpgroup.write((x for _, x in parts_of(product(), de_ref.dtype)), de_ref, below, column, add=adds)
 
         multiply = Multiply(de_tiles, right_axis=axis)
         return run((dz, c), (count, window.number.reshape(1)), de, multiply, extent, write, name="cce_de")
