@@ -167,7 +167,7 @@ class _Run:
         de = _Rows(self.e, x) if x.wanted.e else None
         for chunk in self._chunks():
             numbers, part = self._chunk(chunk, de, begun)
-            found.index_copy_(1, chunk.rows, numbers[:, : len(chunk.rows)])
+            found.index_copy_(1, chunk.rows, numbers)
             if de is not None:
                 de.put(chunk.rows, part)
         return found, None if de is None else de.whole(shape), begun
@@ -186,7 +186,7 @@ class _Run:
             yield _Chunk(rows, rows[: max(tokens - start, 0)], live, own, reference, is_last)
 
     def _chunk(self, of: "_Chunk", de: "_Rows | None", begun: Any) -> tuple[Tensor, Tensor | None]:
-        """The chunk's numbers over all columns, (2 or 3, n), and its de of the process' columns, (n, D) float32."""
+        """The numbers of the chunk's tokens over all columns, (2 or 3, rows), and its part of de, (n, D) float32."""
         x, programs, way, n = self.x, self.programs, self.way, len(of.padded)
         e, f32 = self.e, torch.float32
         if way is None:
@@ -200,10 +200,13 @@ class _Run:
             )  # fmt: skip
             fits = way.stores and begun.left is not None and n <= len(begun.left)
             own, columns = programs.numbers(way, chunk, begun.left[:n] if fits else None)
-        numbers = parallel.of_all_columns(own, of.live, x.shard)
+        count = len(of.rows)
+        numbers = parallel.of_all_columns(own[:, :count], of.live[:count], x.shard)
         if de is not None:
             de.settle()  # now, so that no two chunks' de exist while this chunk's is formed
-        part = e.new_zeros((n, e.shape[1]), dtype=f32) if de is not None else None
+        part = None
+        if de is not None:
+            part = (e.new_zeros if way is None else e.new_empty)((n, e.shape[1]), dtype=f32)
         if way is None:
             return numbers, part
         given = self.columns[of.padded]
@@ -220,7 +223,8 @@ class _Run:
         else:
             results = programs.Results(columns if way.stores else None, part, begun.dc, begun.steps, begun.dbias,
                                        None, None)  # fmt: skip
-        programs.gradients(way, chunk, of_losses, own, None if way.stores else columns, numbers, results)
+        padded = torch.nn.functional.pad(numbers, (0, n - count))
+        programs.gradients(way, chunk, of_losses, own, None if way.stores else columns, padded, results)
         return numbers, part
 
     @property
@@ -253,6 +257,7 @@ class _Rows:
         """Begins to sum the part over the processes, for these rows."""
         assert part is not None
         here = self.scattered or not self.x.shard.reduce_e_grad
+        part = part[: len(rows)]
         self.pending = rows, part if here else parallel.being_summed(part, self.x.shard), here
 
     def settle(self) -> None:
@@ -260,7 +265,7 @@ class _Rows:
         if self.pending is not None:
             (rows, part, here), self.pending = self.pending, None
             part = part if here else torch.ops._c10d_functional.wait_tensor(part)
-            self.de.index_copy_(0, rows, part[: len(rows)].to(self.de.dtype))
+            self.de.index_copy_(0, rows, part.to(self.de.dtype))
 
     def whole(self, shape: torch.Size) -> Tensor:
         """de of this process' e, of its shape, in its type."""
