@@ -45,11 +45,11 @@ class VocabParallel:
       vocabulary: V, the number of rows of the whole c. None: the last stop of the group.
       sequence_axis: None: e is whole, and equal on all processes. An axis of e: e is split along it over the group, in
         the parts of torch.chunk, as sequence parallelism leaves it. targets and the result are whole nevertheless.
-      largest: the number of rows of the process that holds most of them, equal on all processes: memory budgets are
-        planned for it. None: that of the group; or, with vocabulary given, that of the parts of torch.chunk.
+      largest: the number of rows of the process that holds most of them, equal on all processes: so many rows are kept
+        within the memory budget. None: that of the group; or, with vocabulary given, that of the parts of torch.chunk.
 
     Raises:
-      ValueError: the rows of the processes overlap, or leave out some; one has more rows than `largest`.
+      ValueError: the rows of the processes overlap, or leave out some.
     """
 
     group: Any
@@ -69,8 +69,6 @@ class VocabParallel:
         group = dist.group.WORLD if self.group is None else self.group
         values: dict[str, Any] = {"group": group, "size": dist.get_world_size(group), "rank": dist.get_rank(group)}
         values["name"] = group.group_name  # type: ignore[union-attr]
-        if self.largest is not None and self.stop - self.start > self.largest:
-            raise ValueError(f"start={self.start} and stop={self.stop} hold more rows than largest={self.largest}")
         if self.vocabulary is None:
             values["vocabulary"], largest = _vocabulary(self.start, self.stop, group)
         elif self.stop > self.vocabulary:

@@ -1,7 +1,12 @@
 """The vocabulary split over processes, where the forward pass forms the gradients: held to float64 of all columns."""
 
 import contextlib
+import dataclasses
+import functools
+import gc
+import weakref
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -9,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from cce_kernels.plan import Chunks, choose
 from cce_kernels.plan.chunks import sums_in_16_bits
 from cce_torch import VocabParallel, bridge, linear_cross_entropy
 from tests import truth
 from tests.call_torch import array
-from tests.test_torch_distributed import assert_same_everywhere, in_processes
+from tests.test_torch_distributed import Collectives, assert_same_everywhere, in_processes
 from tests.tolerance import assert_rounded
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
@@ -88,7 +94,8 @@ def drawn(rng: np.random.Generator, impl: str) -> tuple[dict, dict, dict]:
     dtype = DTYPES[rng.integers(3)] if impl == "chunked" else torch.bfloat16
     tokens, width, vocabulary = (int(rng.integers(1, n)) for n in (90, 40, 150))
     e, c, targets, draw = example(tokens, width, vocabulary, dtype, int(rng.integers(99)),
-                                  float(rng.choice([0.0, 0.4, 0.9, 1.0])), dtype != torch.float32 and yes())  # fmt: skip
+                                  float(rng.choice([0.0, 0.4, 0.9, 1.0])),
+                                  dtype != torch.float32 and yes())  # fmt: skip
     leaves = {"e": e, "c": c}
     if yes():
         leaves["bias"] = torch.randn(vocabulary, generator=draw).to(c.dtype)
@@ -179,5 +186,141 @@ def check_kernels() -> None:
     check_drawn("cce", 2)
 
 
+def leaves_of(dtype: torch.dtype = torch.bfloat16, tokens: int = 50, **more: Any) -> tuple:
+    """e, this process' rows of c, targets, and what says so, for SHARDS."""
+    e, c, targets, _ = example(tokens, dtype=dtype)
+    rows = held(SHARDS)
+    shard = VocabParallel(None, rows.start, rows.stop, **more)
+    return e.requires_grad_(), c[rows].clone().requires_grad_(), targets, {"impl": "chunked", "vocab_parallel": shard}
+
+
+def assert_equal(found: Any, want: Any, what: str) -> None:
+    for x, y in zip(found, want, strict=True):
+        assert x.dtype == y.dtype, what
+        assert torch.equal(x, y), what
+
+
+def check_autograd() -> None:
+    """Every way through autograd gives the same bits."""
+    for dtype in DTYPES[:2]:
+        e, c, targets, options = leaves_of(dtype)
+        call = functools.partial(linear_cross_entropy, targets=targets, **options)
+        with in_chunks(16) as ran:
+            want, doubled = (torch.autograd.grad(k * call(e, c), (e, c)) for k in (1, 2))
+            loss = call(e, c)
+            ran.clear()
+            with Collectives() as backward:
+                assert_equal(torch.autograd.grad(loss, (e, c), retain_graph=True), want, "a kept graph")
+                assert_equal(torch.autograd.grad(loss, c, retain_graph=True), want[1:], "dc alone")
+                assert_equal(torch.autograd.grad(2 * loss, (e, c), retain_graph=True), doubled, "twice the loss")
+                assert_equal(torch.autograd.grad(loss, (e, c)), want, "the last backward pass")
+            assert not backward.seen, backward.seen
+            assert set(ran) <= {"torch_chunk_finish"}, ran
+            with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+                torch.autograd.grad(loss, (e, c))
+            created = torch.autograd.grad(call(e, c), (e, c), create_graph=True)
+            assert_equal([x.detach() for x in created], want, "create_graph")
+            with pytest.raises(NotImplementedError, match="first derivatives only"):
+                created[0].sum().backward()
+            with torch.autograd.graph.save_on_cpu():
+                loss = call(e, c)
+            assert_equal(torch.autograd.grad(loss, (e, c)), want, "save_on_cpu")
+            for kept in (False, True):
+                loss = call(e, c, reduction="sum")
+                formed = [x.data_ptr() for x in loss.grad_fn.saved_tensors[2:6] if x is not None and x.numel()]
+                found = torch.autograd.grad(loss, (e, c), retain_graph=kept)
+                assert all((x.data_ptr() in formed) != kept for x in found if x.numel()), "the memory of the gradients"
+            left = [weakref.ref(x) for x in call(e, c, reduction="sum").grad_fn.saved_tensors[2:] if x is not None]
+            gc.collect()
+            assert not any(x() is not None for x in left), "a graph that is gone"
+            de, _ = torch.autograd.grad(torch.inf * call(e, c), (e, c))
+            assert not de[targets == -100].any()
+            assert not de[targets != -100].isfinite().all(1).any()
+
+
+def check_which_way() -> None:
+    e, c, targets, options = leaves_of()
+    call, again = functools.partial(linear_cross_entropy, e, c, targets, **options), "torch_shard_gradients"
+    with in_chunks(16) as ran:
+        want = torch.autograd.grad(call(), (e, c))
+        formed = 4 * ["torch_chunk_numbers", "torch_chunk_gradients"] + ["torch_chunk_finish"]
+        formed = formed if len(c) else []
+        assert ran == formed, ran
+        ran.clear()
+        loss = checkpoint(lambda e: linear_cross_entropy(e, c, targets, **options), e, use_reentrant=False)
+        first = ["torch_shard_statistics"] if len(c) else []
+        assert ran == first, ran
+        assert_equal(torch.autograd.grad(loss, (e, c)), want, "checkpoint")
+        assert ran == first + formed, ran
+        for more in ({"return_lse": True}, {"reduction": "none"}):
+            ran.clear()
+            value = call(**more)
+            torch.autograd.grad((value[0] if "return_lse" in more else value).sum(), (e, c))
+            assert not len(c) or again in ran, ran
+            assert not any("chunk" in x for x in ran), ran
+        ran.clear()
+        with torch.no_grad():
+            call()
+        assert ran == first, ran
+        weight = torch.rand(50, requires_grad=True)
+        linear_cross_entropy(e.detach(), c.detach(), targets, token_weight=weight, **options).backward()
+        assert not any("chunk" in x for x in ran), ran
+
+
+def check_exchanged() -> None:
+    """Of the tokens, 16 at a time; the third process has no column. No array has an element for each logit."""
+    numbers = [f"all_gather_into_tensor (2, {n}) float32" for n in (16, 16, 16, 2)]
+    of_e = [f"all_reduce ({n}, 24) float32" for n in (16, 16, 16, 2)]
+    both = [x for pair in zip(numbers, of_e, strict=True) for x in pair]
+    of_targets = ["all_reduce (50,) float32"]
+    for impl, dtype in (("chunked", torch.bfloat16), ("chunked", torch.float32), ("cce", torch.bfloat16)):
+        e, c, targets, options = leaves_of(dtype)
+        call, sizes = functools.partial(linear_cross_entropy, targets=targets, **{**options, "impl": impl}), []
+        first = of_targets if impl == "cce" else []
+        part = dataclasses.replace(options["vocab_parallel"], reduce_e_grad=False)
+        run = bridge.run
+
+        def measured(program: Any, inputs: Any, outputs: Any, *more: Any, run: Any = run, sizes: Any = sizes) -> Any:
+            sizes.extend(x.shape for x in (*inputs, *outputs) if isinstance(x, torch.Tensor) and x.dim() == 2)
+            return run(program, inputs, outputs, *more)
+
+        ways = (
+            ((e, c), {}, first + both), ((e, c.detach()), {}, both), ((e.detach(), c), {}, numbers),
+            ((e, c), {"vocab_parallel": part}, numbers),
+        )  # fmt: skip
+        with in_chunks(16), mock.patch.object(bridge, "run", measured):
+            for own, given, want in ways[: 1 if impl == "cce" else 4]:  # the kernels' interpreter is slow
+                with Collectives() as seen:
+                    call(*own, **given).backward()
+                assert seen.seen == want, (impl, given, seen.seen)
+        assert not any(x[0] > 16 and x[1] == len(c) for x in sizes), sizes
+    shard = dataclasses.replace(options["vocab_parallel"], sequence_axis=0)
+    part = [*e.detach().chunk(4), e[:0].detach()][dist.get_rank()].requires_grad_()
+    with in_chunks(16), Collectives() as seen:
+        linear_cross_entropy(part, c, targets, vocab_parallel=shard, impl="chunked").backward()
+    gathered, scattered = "all_gather_into_tensor (13, 24) bfloat16", "reduce_scatter_tensor (4, 13, 24) float32"
+    assert seen.seen == [gathered, *numbers, scattered], seen.seen
+
+
+def check_rows_that_nobody_told() -> None:
+    """With vocabulary given, no process knows how many rows the others hold: all still take the same chunks."""
+    e, c, targets, _ = example(dtype=torch.float32)
+    want = torch.autograd.grad(linear_cross_entropy(e.requires_grad_(), c, targets, impl="reference"), e)[0]
+    for stops in ((1, 2, 3, 203), SHARDS):
+        rows = held(stops)
+        shard = VocabParallel(None, rows.start, rows.stop, vocabulary=203)
+        assert shard.largest == 51
+        assert dataclasses.replace(shard, reduce_e_grad=False).largest == 51
+        with in_chunks(16):
+            loss = linear_cross_entropy(e, c[rows].requires_grad_(), targets, impl="chunked", vocab_parallel=shard)
+            torch.testing.assert_close(torch.autograd.grad(loss, e)[0], want, rtol=1e-4, atol=1e-6)
+        assert VocabParallel(None, rows.start, rows.stop).largest == max(b - a for a, b in pairwise((0, *stops)))
+    assert VocabParallel(None, 0, 3, vocabulary=203, largest=100).largest == 100
+
+
 def test_drawn_calls():
     in_processes(4, check_plain, check_kernels)
+
+
+def test_what_is_asked_of_one_process():
+    in_processes(4, check_autograd, check_which_way, check_exchanged, check_rows_that_nobody_told)
