@@ -177,6 +177,16 @@ class Losses(NamedTuple):
     class_weight: Tensor | None  # (V,), of the whole vocabulary
 
 
+def laid_out(x: Tensor | None) -> Tensor | None:
+    """x as all chunks can read it, without a copy for each."""
+    return None if x is None else bridge.aligned(dense(x))
+
+
+def laid_out_c(way: Way, c: Tensor) -> Tensor | None:
+    """c, (V, D), in its order of memory."""
+    return laid_out(c.T if way.kind.static.head.vocab_axis == 1 else c)
+
+
 def numbers(way: Way, chunk: Chunk, memory: Tensor | None) -> tuple[Tensor, Tensor]:
     """The numbers over the shard's columns, (2 or 3, n) float32; the exponentials or logits.
 

@@ -77,12 +77,12 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, e, c, bias, token_weight, columns, weights, x: Setting) -> Tensor:
         run = _Run(parallel.whole(e, x.tokens, x.shard), c, bias, columns, weights, token_weight, x)
-        drops = ops._drops_what_is_saved()  # the gradients are formed when the forward pass runs again
+        drops = ops.drops_what_is_saved()  # the gradients are formed when the forward pass runs again
         numbers, de, begun = run.evaluated(e.shape) if drops else run.formed(e.shape)
         found, _ = losses.totals(numbers, columns, weights, vocabulary=x.shard.vocabulary,
                                  label_smoothing=x.label_smoothing, z_loss=x.z_loss)  # fmt: skip
         ctx.way, ctx.types = run.way, [y is not None and y.dtype for y in (c, bias, token_weight)]
-        ctx.in_place = ops._may_be_overwritten()
+        ctx.in_place = ops.may_be_overwritten()
         kept = columns >= 0
         of_weight = found if token_weight is not None and token_weight.requires_grad else None
         ctx.save_for_backward(c, bias, de, parallel.own_tokens(kept, x.tokens, x.shard), of_weight, *(begun or ()))
@@ -138,6 +138,8 @@ class _Run:
         self.kept, self.way = columns >= 0, None
         if len(c):
             self.way = self.programs.way_of(self.e, self.c, self.bias, x.chunks, x.wanted, x.shard.vocabulary, x.call)
+            self.of_columns = self.programs.laid_out_c(self.way, self.c), self.programs.laid_out(self.bias)
+            self.of_weights = self.programs.laid_out(self.own_weights), self.programs.laid_out(weights)
 
     def references(self, saving_for: tuple[bool, ...]) -> Tensor | None:
         return parallel.references(self.e, self.c, self.bias, self.columns, saving_for, self.x.shard, self.x.options)
@@ -194,7 +196,7 @@ class _Run:
             own[0] = -torch.inf
         else:
             chunk = programs.Chunk(
-                e[of.padded], self.in_memory, self.bias, self.held[of.padded], self.own_weights,
+                e[of.padded], *self.of_columns, self.held[of.padded], self.of_weights[0],
                 None if x.options.scale == 1 else float(x.options.scale),
                 None if of.reference is None else of.reference[of.padded], of.count,
             )  # fmt: skip
@@ -214,7 +216,7 @@ class _Run:
         of_losses = programs.Losses(
             given, losses.target_weights(given, self.weights), losses.weights(given, token_weight, f32),
             x.label_smoothing if x.call.loss.smooths else None, x.z_loss if x.call.loss.has_z_loss else None,
-            self.weights,
+            self.of_weights[1],
         )  # fmt: skip
         if of.is_last:
             left = columns if way.stores else begun.left
@@ -226,12 +228,6 @@ class _Run:
         padded = torch.nn.functional.pad(numbers, (0, n - count))
         programs.gradients(way, chunk, of_losses, own, None if way.stores else columns, padded, results)
         return numbers, part
-
-    @property
-    def in_memory(self) -> Tensor:
-        """c in its order of memory."""
-        assert self.way is not None
-        return (self.c.T if self.way.kind.static.head.vocab_axis else self.c).contiguous()
 
 
 class _Chunk(NamedTuple):

@@ -31,8 +31,11 @@ SHARDS = 40, 111, 111, 203  # where each of four processes ends: the third holds
 
 
 @contextlib.contextmanager
-def in_chunks(size: int) -> Iterator[list[str]]:
-    """Calls form their gradients in the forward pass, in chunks of so many tokens. Yields the programs that run."""
+def in_chunks(size: int | None) -> Iterator[list[str]]:
+    """Calls form their gradients in the forward pass, in chunks of so many tokens. Yields the programs that run.
+
+    size: None for the chunks that the plan chooses.
+    """
     ran, run = [], bridge.run
 
     def chunks_of(count: Any, last: int | None) -> Chunks:
@@ -45,7 +48,7 @@ def in_chunks(size: int) -> Iterator[list[str]]:
         return run(program, *arguments, **options)
 
     with (
-        mock.patch.object(choose, "fastest_chunks", chunks_of),
+        mock.patch.object(choose, "fastest_chunks", chunks_of if size else choose.fastest_chunks),
         mock.patch.object(choose, "_may_form_in_forward", return_value=True),
         mock.patch.object(choose, "_is_fastest_in_forward", return_value=True),
         mock.patch.object(bridge, "run", recorded),
@@ -179,7 +182,7 @@ def check_drawn(impl: str, draws: int) -> None:
 
 
 def check_plain() -> None:
-    check_drawn("chunked", 14)
+    check_drawn("chunked", 10)
 
 
 def check_kernels() -> None:
@@ -318,9 +321,23 @@ def check_rows_that_nobody_told() -> None:
     assert VocabParallel(None, 0, 3, vocabulary=203, largest=100).largest == 100
 
 
+def check_planned() -> None:
+    """Within this budget a shard of one column would take all tokens at once, and one of 200 columns takes chunks."""
+    rows = held((1, 2, 3, 203))
+    e, c, targets, _ = example(300, dtype=torch.float32)
+    want = torch.autograd.grad(linear_cross_entropy(e, c.requires_grad_(), targets, impl="reference"), c)[0][rows]
+    c = c.detach()[rows].requires_grad_()
+    with in_chunks(None) as ran:
+        loss = linear_cross_entropy(e, c, targets, impl="chunked", memory_budget=220_000,
+                                    vocab_parallel=VocabParallel(None, rows.start, rows.stop))  # fmt: skip
+        torch.testing.assert_close(torch.autograd.grad(loss, c)[0], want, rtol=1e-4, atol=1e-6)
+    assert ran.count("torch_chunk_numbers") > 3, ran
+
+
 def test_drawn_calls():
     in_processes(4, check_plain, check_kernels)
 
 
 def test_what_is_asked_of_one_process():
-    in_processes(4, check_autograd, check_which_way, check_exchanged, check_rows_that_nobody_told)
+    in_processes(4, check_autograd, check_which_way, check_exchanged, check_rows_that_nobody_told,
+                 check_planned)  # fmt: skip
