@@ -109,17 +109,14 @@ def _finished(
     dc = dbias = dweight = None
     if of_e:
         assert de is not None
-        of_token = torch.where(kept, factor, 0).unsqueeze(
-            -1
-        )  # an infinite factor times the 0 of an ignored token is NaN
+        of_token = torch.where(kept, factor, 0).unsqueeze(-1)  # inf times the 0 of an ignored token is NaN
         de = torch.mul(de, of_token, out=de if in_place else torch.empty_like(de))
     if way is None:
         dc, dbias = torch.zeros_like(c), None if bias is None else torch.zeros_like(bias)
     elif of_c or of_bias:
         programs = _programs()
-        dc, dbias = programs.finish(
-            way, programs.Formed(*begun), factor, programs.Wanted(of_e, of_c, of_bias), in_place
-        )
+        asked = programs.Wanted(of_e, of_c, of_bias)
+        dc, dbias = programs.finish(way, programs.Formed(*begun), factor, asked, in_place)
         dbias = None if dbias is None else dbias.to(types[1])
     if of_weight:
         assert found is not None
@@ -168,10 +165,7 @@ class _Run:
         found = self.e.new_empty((2 + x.options.with_sum, len(self.e)), dtype=torch.float32)
         de = _Rows(self.e, x) if x.wanted.e else None
         for chunk in self._chunks():
-            numbers, part = self._chunk(chunk, de, begun)
-            found.index_copy_(1, chunk.rows, numbers)
-            if de is not None:
-                de.put(chunk.rows, part)
+            found.index_copy_(1, chunk.rows, self._chunk(chunk, de, begun))
         return found, None if de is None else de.whole(shape), begun
 
     def _chunks(self) -> Iterator["_Chunk"]:
@@ -187,9 +181,9 @@ class _Run:
             is_last = self.x.chunks.last > 0 and start == spans[-1][0]
             yield _Chunk(rows, rows[: max(tokens - start, 0)], live, own, reference, is_last)
 
-    def _chunk(self, of: "_Chunk", de: "_Rows | None", begun: Any) -> tuple[Tensor, Tensor | None]:
-        """The numbers of the chunk's tokens over all columns, (2 or 3, rows), and its part of de, (n, D) float32."""
-        x, programs, way, n = self.x, self.programs, self.way, len(of.padded)
+    def _chunk(self, of: "_Chunk", de: "_Rows | None", begun: Any) -> Tensor:
+        """The numbers of the chunk's tokens over all columns, (2 or 3, rows). Adds its gradients to de and begun."""
+        x, programs, way, n, count = self.x, self.programs, self.way, len(of.padded), len(of.rows)
         e, f32 = self.e, torch.float32
         if way is None:
             own = e.new_zeros((2 + x.options.with_sum, n), dtype=f32)
@@ -202,32 +196,32 @@ class _Run:
             )  # fmt: skip
             fits = way.stores and begun.left is not None and n <= len(begun.left)
             own, columns = programs.numbers(way, chunk, begun.left[:n] if fits else None)
-        count = len(of.rows)
         numbers = parallel.of_all_columns(own[:, :count], of.live[:count], x.shard)
-        if de is not None:
-            de.settle()  # now, so that no two chunks' de exist while this chunk's is formed
         part = None
         if de is not None:
+            de.settle()  # now, so that no two chunks' de exist while this chunk's is formed
             part = (e.new_zeros if way is None else e.new_empty)((n, e.shape[1]), dtype=f32)
-        if way is None:
-            return numbers, part
-        given = self.columns[of.padded]
+        if way is not None:
+            left = begun.left if of.is_last and not way.stores else columns if way.stores else None
+            results = programs.Results(left, part, begun.dc, begun.steps, begun.dbias, None, None)
+            if of.is_last:
+                begun.count.copy_(of.count)
+                results = results._replace(dc=None, steps=None, e=begun.e, unit=begun.unit)
+            padded = torch.nn.functional.pad(numbers, (0, n - count))
+            programs.gradients(way, chunk, self._losses(of), own, None if way.stores else columns, padded, results)
+        if de is not None:
+            de.put(of.rows, part)
+        return numbers
+
+    def _losses(self, of: "_Chunk") -> Any:
+        """The chunk's chunk_programs.Losses."""
+        x, columns = self.x, self.columns[of.padded]
         token_weight = None if self.token_weight is None else self.token_weight[of.padded]
-        of_losses = programs.Losses(
-            given, losses.target_weights(given, self.weights), losses.weights(given, token_weight, f32),
+        return self.programs.Losses(
+            columns, losses.target_weights(columns, self.weights), losses.weights(columns, token_weight, torch.float32),
             x.label_smoothing if x.call.loss.smooths else None, x.z_loss if x.call.loss.has_z_loss else None,
             self.of_weights[1],
         )  # fmt: skip
-        if of.is_last:
-            left = columns if way.stores else begun.left
-            begun.count.copy_(of.count)
-            results = programs.Results(left, part, None, None, begun.dbias, begun.e, begun.unit)
-        else:
-            results = programs.Results(columns if way.stores else None, part, begun.dc, begun.steps, begun.dbias,
-                                       None, None)  # fmt: skip
-        padded = torch.nn.functional.pad(numbers, (0, n - count))
-        programs.gradients(way, chunk, of_losses, own, None if way.stores else columns, padded, results)
-        return numbers, part
 
 
 class _Chunk(NamedTuple):

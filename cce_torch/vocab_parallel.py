@@ -13,6 +13,7 @@ With N tokens, the processes exchange at each call:
     backward    de, N·D float32, summed
 
 Under sequence parallelism each process has only a part of e: e is gathered forward, and de is reduce-scattered.
+Where the forward pass forms the gradients, it exchanges de too (vocab_in_forward.py).
 All processes of the group make the same calls on as many tokens, so they meet in the same collectives, even if one
 of them holds no column.
 """
