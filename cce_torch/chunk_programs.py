@@ -80,15 +80,15 @@ class Formed(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What the second program of a chunk writes; None where it writes nothing."""
+    """What the second program of a chunk writes, tensors or JAX arrays; None where it writes nothing."""
 
-    columns: Tensor | None  # exponentials, read too; or, of the last chunk, dz
-    de: Tensor | None  # (n, D) float32
-    dc: Tensor | None  # read and added to, as steps and dbias
-    steps: Tensor | None
-    dbias: Tensor | None
-    e: Tensor | None  # of the last chunk
-    unit: Tensor | None
+    columns: Any  # exponentials, read too; or, of the last chunk, dz
+    de: Any  # (n, D) float32
+    dc: Any  # read and added to, as steps and dbias
+    steps: Any
+    dbias: Any
+    e: Any  # of the last chunk
+    unit: Any
 
 
 def call_of(with_sum: bool, has_z_loss: bool, softcap: float | None, precision: str | None, impl: Any,

@@ -132,11 +132,12 @@ class _Run:
         self.c, self.bias = shards.operands(self.e, c, bias, x.options)
         self.columns, self.held, self.weights, self.token_weight = columns, x.shard.held(columns), weights, token_weight
         self.own_weights = None if weights is None else weights[x.shard.start : x.shard.stop]
-        self.kept, self.way = columns >= 0, None
+        self.kept = columns >= 0
+        self.way: Any = None  # where this process has no column
         if len(c):
             self.way = self.programs.way_of(self.e, self.c, self.bias, x.chunks, x.wanted, x.shard.vocabulary, x.call)
-            self.of_columns = self.programs.laid_out_c(self.way, self.c), self.programs.laid_out(self.bias)
-            self.of_weights = self.programs.laid_out(self.own_weights), self.programs.laid_out(weights)
+            self.of_columns: Any = self.programs.laid_out_c(self.way, self.c), self.programs.laid_out(self.bias)
+            self.of_weights: Any = self.programs.laid_out(self.own_weights), self.programs.laid_out(weights)
 
     def references(self, saving_for: tuple[bool, ...]) -> Tensor | None:
         return parallel.references(self.e, self.c, self.bias, self.columns, saving_for, self.x.shard, self.x.options)
@@ -185,6 +186,8 @@ class _Run:
         """The numbers of the chunk's tokens over all columns, (2 or 3, rows). Adds its gradients to de and begun."""
         x, programs, way, n, count = self.x, self.programs, self.way, len(of.padded), len(of.rows)
         e, f32 = self.e, torch.float32
+        chunk: Any = None
+        columns: Any = None  # of this process
         if way is None:
             own = e.new_zeros((2 + x.options.with_sum, n), dtype=f32)
             own[0] = -torch.inf
@@ -194,8 +197,8 @@ class _Run:
                 None if x.options.scale == 1 else float(x.options.scale),
                 None if of.reference is None else of.reference[of.padded], of.count,
             )  # fmt: skip
-            fits = way.stores and begun.left is not None and n <= len(begun.left)
-            own, columns = programs.numbers(way, chunk, begun.left[:n] if fits else None)
+            room = begun.left if way.stores else None  # where the last chunk's exponentials will be
+            own, columns = programs.numbers(way, chunk, None if room is None or n > len(room) else room[:n])
         numbers = parallel.of_all_columns(own[:, :count], of.live[:count], x.shard)
         part = None
         if de is not None:

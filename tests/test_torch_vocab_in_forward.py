@@ -334,6 +334,45 @@ def check_planned() -> None:
     assert ran.count("torch_chunk_numbers") > 3, ran
 
 
+def check_gpus() -> None:
+    """The kernels on GPUs: programs write their results into the memory that they were given, and twice the same."""
+    vocabulary, tokens, count = 4096, 1000, dist.get_world_size()
+    for stops, softcap, wide in (([1024 * k for k in range(1, 4)], None, False), ([64, 64, 832], 20.0, True)):
+        rows = held((*stops[: count - 1], vocabulary))
+        for frozen in ((), ("c",), ("e",)):
+            e, c, targets, _ = example(tokens, 256, vocabulary, wide=wide)
+            own = {"e": e, "c": c[rows]}
+            own = {k: x.cuda().requires_grad_(k not in frozen) for k, x in own.items()}
+            shard = VocabParallel(None, rows.start, rows.stop)
+            wanted = [k for k in own if k not in frozen]
+            with in_chunks(256) as ran:
+                loss = linear_cross_entropy(**own, targets=targets.cuda(), softcap=softcap, impl="cce",
+                                            vocab_parallel=shard)  # fmt: skip
+                again = torch.autograd.grad(3 * loss, [own[k] for k in wanted], retain_graph=True)
+                found = torch.autograd.grad(3 * loss, [own[k] for k in wanted])
+            assert_equal(found, again, "twice")
+            assert "torch_chunk_gradients" in ran
+            how = {"frozen": set(frozen), "factor": 3.0}
+            leaves = {"e": e, "c": c}
+            more = {"targets": targets, "softcap": softcap}
+            rounded = gradients_of(linear_cross_entropy, leaves, how, impl="reference", **more)[1]
+            want = gradients_of(truth.losses, {k: x.double() for k, x in leaves.items()}, how, **more)[1]
+            for k, x in zip(wanted, found, strict=True):
+                part = slice(None) if k == "e" else rows
+                dtype = torch.bfloat16
+                assert_close(
+                    x.cpu().to(dtype), want[k][part], rounded[k][part].to(dtype), f"d{k}, {stops}, {frozen}", 4
+                )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_kernels_on_gpus(count):
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs")
+    in_processes(count, check_gpus, gpus=True)
+
+
 def test_drawn_calls():
     in_processes(4, check_plain, check_kernels)
 
