@@ -19,7 +19,7 @@ from cce_kernels.device import H200, INTERPRETER, Gpu, cuda_gpu
 from cce_kernels.engines.xla import XLA
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
-from cce_kernels.plan import Explanation, Plan, explained, logged, plan_of
+from cce_kernels.plan import Chunks, Explanation, Plan, explained, logged, plan_of
 
 Impl = Literal["auto", "cce", "chunked", "reference"]
 NAMES = ("e", "c", "bias")  # what has a gradient, as in Wanted
@@ -41,10 +41,11 @@ class Core:
 
 
 class Decided(NamedTuple):
-    """What the plans for all platforms share. None: not decided yet."""
+    """What the plans for all platforms, or for all shards of the vocabulary, share. None: not decided yet."""
 
     saved: int | None = None  # the number of tokens whose exponentials are saved
     last: int | None = None  # that the forward pass forms the gradients, and the tokens of its last chunk
+    chunks: Chunks | None = None  # the same, and all its chunks
 
 
 UNDECIDED = Decided()

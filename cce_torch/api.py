@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cce_kernels import contract
-from cce_torch import compiled, losses, ops, reference, shards, tensors
+from cce_torch import compiled, losses, ops, reference, shards, tensors, vocab_in_forward
 from cce_torch import vocab_parallel as parallel
 from cce_torch.options import Impl, Options, Reduction
 from cce_torch.vocab_parallel import VocabParallel
@@ -229,6 +229,13 @@ def linear_cross_entropy(
         if shard is not None:
             options = shards.Options(impl=impl, precision=precision, memory_budget=budget, wide_dc=c.dtype != e.dtype,
                                      **head)  # fmt: skip
+            if reduction != "none" and not return_lse:
+                summed = vocab_in_forward.total(
+                    e, c, bias, columns, weights, _flat(token_weight), tokens=targets.shape, shard=shard,
+                    options=options, label_smoothing=label_smoothing, z_loss=z_loss,
+                )  # fmt: skip
+                if summed is not None:
+                    return losses.reduced(summed, columns, weights, _flat(token_weight), num_items, reduction)
             numbers = parallel.numbers(e, c, bias, columns, weights, tokens=targets.shape, shard=shard, options=options)
         elif impl == "torch_compile":
             numbers = compiled.statistics(_flat(e, 1), c, bias, columns, weights, memory_budget=budget, **head)

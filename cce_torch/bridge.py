@@ -90,7 +90,7 @@ def _run(
         for output, result in zip(outputs, results[len(scratch) :], strict=True):
             output.copy_(torch.from_dlpack(result))
         return tuple(outputs)
-    inputs = [_aligned(x) if isinstance(x, Tensor) else x for x in inputs]
+    inputs = [aligned(x) if isinstance(x, Tensor) else x for x in inputs]
     if device.index == torch.cuda.current_device():
         _run_gpu_or_retry(program, inputs, donated)
     else:
@@ -272,7 +272,8 @@ def _kept_constant(value: int | float, device: torch.device):
     return jax.device_put(np.float32(value) if isinstance(value, float) else np.int32(value), jax_device(device))
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
+    """x where a program can read it: a copy if its address does not fit."""
     return x.clone() if x.data_ptr() % GPU_ALIGNMENT else x
 
 

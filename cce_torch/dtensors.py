@@ -73,7 +73,12 @@ def loss(function: Callable, given: dict[str, Any], num_items: Any, options: dic
             c.shape, mesh, of_c, vocab_axis=options["vocab_axis"],
             sequence_axis=None if gathered is None else of_e[gathered].dim,
         )  # fmt: skip
-    returned, options["return_lse"] = options["return_lse"], True
+    returned = options["return_lse"]
+
+    def called(**more: Any) -> tuple[Tensor, Any]:
+        """The loss, and lse if it was asked for."""
+        found = function(**parts, **more, **options)
+        return found if returned else (found, None)
 
     def summed(x: Tensor) -> Tensor:
         """x summed over the axes that split the tokens. Every process differentiates the same sum."""
@@ -82,14 +87,14 @@ def loss(function: Callable, given: dict[str, Any], num_items: Any, options: dic
 
     if token_axes and options["reduction"] == "mean":
         options["reduction"] = "sum"
-        value, lse = function(**parts, **options)
+        value, lse = called()
         if num_items is None:
             value, items = summed(torch.stack([value, _items(parts, options, shift, value.dtype)])).unbind()
         else:
             value, items = summed(value), _scalar(num_items, value)
         value = losses.quotient(value, items)
     else:
-        value, lse = function(**parts, num_items=num_items, **options)
+        value, lse = called(num_items=num_items)
         if token_axes and options["reduction"] == "sum":
             value = summed(value)
 

@@ -167,7 +167,7 @@ def finish(
     if wanted.c:
         assert shapes is not None
         dc = results[int(wanted.e)]
-        dc = _viewed(dc, kind.dtype) if shapes.steps is not None else dc
+        dc = viewed(dc, kind.dtype) if shapes.steps is not None else dc
         results[int(wanted.e)] = dc.T if kind.static.head.vocab_axis == 1 else dc
     if of_token_weight:
         results[-1] = tokens.cut(results[-1]).to(token_weight.dtype)
@@ -179,7 +179,7 @@ def _of(begun_for: Wanted, wanted: Wanted) -> list[bool]:
     return [w for formed, w in ((begun_for.e, wanted.e), (begun_for.c, wanted.c)) if formed]
 
 
-def _viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
+def viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The memory of x as another type. No view to autograd, which forbids changes of a view in place."""
     return torch.empty(0, dtype=dtype, device=x.device).set_(
         x.untyped_storage(),

@@ -3,6 +3,8 @@
 The same as cce_jax/losses.py, for "torch_compile" and "reference", which run without JAX.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,45 +20,66 @@ def columns(targets: Tensor, ignore_index: int, vocabulary: int) -> Tensor:
 
 
 def loss(
-    numbers: Tensor,
-    columns: Tensor,
-    class_weight: Tensor | None,
-    token_weight: Tensor | None,
-    num_items: Tensor | None,
-    *,
-    vocabulary: int,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-) -> tuple[Tensor, Tensor]:
+    numbers: Tensor, columns: Tensor, class_weight: Tensor | None, token_weight: Tensor | None,
+    num_items: Tensor | None, *, vocabulary: int, reduction: str, label_smoothing: float, z_loss: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The loss, a scalar or for "none" (N,), and lse, (N,), which is 0 for ignored tokens.
 
     numbers: (2, N), or (3, N) with the weighted sum if label_smoothing > 0; columns: (N,); class_weight: (V,);
     token_weight: (N,).
     """
+    total, lse = totals(numbers, columns, class_weight, vocabulary=vocabulary, label_smoothing=label_smoothing,
+                        z_loss=z_loss)  # fmt: skip
+    total = weights(columns, token_weight, lse.dtype) * total
+    total = torch.where(columns >= 0, total, 0)
+    if reduction == "none":
+        return total, lse
+    return reduced(total.sum(), columns, class_weight, token_weight, num_items, reduction), lse
+
+
+def totals(
+    numbers: Tensor, columns: Tensor, class_weight: Tensor | None, *, vocabulary: int, label_smoothing: float,
+    z_loss: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The loss of each token before its token weight, and lse, both (N,) and 0 for ignored tokens. As for `loss`."""
     kept = columns >= 0
     lse, target, *weighted = torch.where(kept, numbers, 0).unbind()
-    target_weight = None if class_weight is None else class_weight[columns.clamp(0, vocabulary - 1)]
-    ce = lse - target if target_weight is None else target_weight * (lse - target)
+    of_target = target_weights(columns, class_weight)
+    ce = lse - target if of_target is None else of_target * (lse - target)
     if weighted:
         whole = vocabulary if class_weight is None else class_weight.sum()
         ce = (1 - label_smoothing) * ce + label_smoothing / vocabulary * (whole * lse - weighted[0])
-    weight = kept.to(lse.dtype) if token_weight is None else torch.where(kept, token_weight.to(lse.dtype), 0)
     poison = torch.where(columns == vocabulary, torch.nan, torch.ones_like(lse))  # a factor: gradients become NaN too
     total = ce + z_loss * lse**2 if z_loss else ce
-    total = torch.where(kept, poison * weight * total, 0)
-    if reduction == "none":
-        return total, lse
-    value = total.sum()
+    return torch.where(kept, poison * total, 0), lse
+
+
+def target_weights(columns: Tensor, class_weight: Tensor | None) -> Tensor | None:
+    """The class weight of each token's target, (N,); of any class where the target names none."""
+    return None if class_weight is None else class_weight[columns.clamp(0, class_weight.shape[0] - 1)]
+
+
+def weights(columns: Tensor, token_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The weight of each token, (N,): 0 where it is ignored."""
+    kept = columns >= 0
+    return kept.to(dtype) if token_weight is None else torch.where(kept, token_weight.to(dtype), 0)
+
+
+def reduced(
+    value: Tensor, columns: Tensor, class_weight: Tensor | None, token_weight: Tensor | None,
+    num_items: Tensor | None, reduction: str,
+) -> Tensor:  # fmt: skip
+    """The "mean" or "sum", from the sum over the tokens. num_items: None for the default."""
     if reduction == "mean":
-        value = quotient(value, items(kept, columns, weight, class_weight) if num_items is None else num_items)
-    return value, lse
+        weight = weights(columns, token_weight, value.dtype)
+        value = quotient(value, items(columns >= 0, columns, weight, class_weight) if num_items is None else num_items)
+    return value
 
 
 def items(kept: Tensor, columns: Tensor, weight: Tensor, class_weight: Tensor | None) -> Tensor:
     """The default of num_items, by which "mean" divides. kept, columns, weight: of each token, weight 0 if not kept."""
     if class_weight is not None:
-        of_target = class_weight[columns.clamp(0, class_weight.shape[0] - 1)]
+        of_target: Any = target_weights(columns, class_weight)
         weight = torch.where(kept, weight * of_target.to(weight.dtype), 0)
     return weight.sum()
 

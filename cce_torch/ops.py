@@ -145,7 +145,7 @@ class _LossWithGradients(_Loss):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         given = _in_type_of_e(*arguments) if arguments[-1][-1] else arguments  # wide_dc
         compiling = torch.compiler.is_compiling()
-        if not compiling and _drops_what_is_saved():  # the gradients are formed when the forward pass runs again
+        if not compiling and drops_what_is_saved():  # the gradients are formed when the forward pass runs again
             value, numbers, _ = _loss_operator(*given[:-3], [], *given[-2:])
             begun = _in_forward().placeholders(*given[:3], given[-3], call_of(*given[-1]))
         else:
@@ -153,7 +153,7 @@ class _LossWithGradients(_Loss):
         _save(ctx, arguments, numbers, *(begun or [None]))
         ctx.begun_for = arguments[-3]
         if not compiling:
-            ctx.kind, ctx.in_place = _kind(*given), _may_be_overwritten()
+            ctx.kind, ctx.in_place = _kind(*given), may_be_overwritten()
         return value, numbers
 
     @staticmethod
@@ -227,7 +227,7 @@ def _applied(operator: Callable, *arguments: Any) -> tuple[Tensor | None, ...]:
     return _Gradients.apply(operator, *arguments) if guarded else operator(*arguments)
 
 
-def _drops_what_is_saved() -> bool:
+def drops_what_is_saved() -> bool:
     """Whether torch.utils.checkpoint(use_reentrant=False) runs for the first time what it will run again.
 
     Not if a mode may keep the results of operators, as selective checkpointing does.
@@ -236,7 +236,7 @@ def _drops_what_is_saved() -> bool:
     return _is_hook(hooks, "torch.utils.checkpoint", "_checkpoint_hook") and not torch._C._len_torch_dispatch_stack()
 
 
-def _may_be_overwritten() -> bool:
+def may_be_overwritten() -> bool:
     """Whether nobody but the backward pass reads what is saved now. A user's hook may keep it."""
     hooks = _hooks()
     return (

@@ -13,12 +13,13 @@ With N tokens, the processes exchange at each call:
     backward    de, N·D float32, summed
 
 Under sequence parallelism each process has only a part of e: e is gathered forward, and de is reduce-scattered.
+Where the forward pass forms the gradients, it exchanges de too (vocab_in_forward.py).
 All processes of the group make the same calls on as many tokens, so they meet in the same collectives, even if one
 of them holds no column.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -45,6 +46,8 @@ class VocabParallel:
       vocabulary: V, the number of rows of the whole c. None: the last stop of the group.
       sequence_axis: None: e is whole, and equal on all processes. An axis of e: e is split along it over the group, in
         the parts of torch.chunk, as sequence parallelism leaves it. targets and the result are whole nevertheless.
+      largest: the number of rows of the process that holds most of them, equal on all processes: so many rows are kept
+        within the memory budget. None: that of the group; or, with vocabulary given, that of the parts of torch.chunk.
 
     Raises:
       ValueError: the rows of the processes overlap, or leave out some.
@@ -56,6 +59,7 @@ class VocabParallel:
     reduce_e_grad: bool = True
     vocabulary: int = None  # type: ignore[assignment]  # None is replaced when the object is made
     sequence_axis: int | None = None
+    largest: int = None  # type: ignore[assignment]  # None is replaced when the object is made
     size: int = field(init=False, repr=False, compare=False)  # of the group
     rank: int = field(init=False, repr=False, compare=False)  # in the group
     name: str = field(init=False, repr=False, compare=False)  # the group's: torch.compile can hold a string
@@ -67,9 +71,12 @@ class VocabParallel:
         values: dict[str, Any] = {"group": group, "size": dist.get_world_size(group), "rank": dist.get_rank(group)}
         values["name"] = group.group_name  # type: ignore[union-attr]
         if self.vocabulary is None:
-            values["vocabulary"] = _vocabulary(self.start, self.stop, group)
+            values["vocabulary"], largest = _vocabulary(self.start, self.stop, group)
         elif self.stop > self.vocabulary:
             raise ValueError(f"stop={self.stop} must be at most vocabulary={self.vocabulary}")
+        else:
+            largest = -(-self.vocabulary // values["size"])
+        values["largest"] = self.largest or largest
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -113,7 +120,8 @@ class VocabParallel:
         rows, vocabulary = local[vocab_axis], shape[vocab_axis]
         start = min(offset[vocab_axis], vocabulary)  # the offset of an empty shard may be larger
         group = mesh.get_group(axis)
-        return cls(group, start, start + rows, reduce_e_grad, vocabulary, sequence_axis)
+        largest = -(-vocabulary // mesh.size(axis))
+        return cls(group, start, start + rows, reduce_e_grad, vocabulary, sequence_axis, largest)
 
     def held(self, columns: Tensor) -> Tensor:
         """Columns of the whole vocabulary as columns of this process: `stop - start` where it does not hold them."""
@@ -121,8 +129,11 @@ class VocabParallel:
         return torch.where(columns < 0, columns, torch.where(here, columns - self.start, self.stop - self.start))
 
 
-def _vocabulary(start: int, stop: int, group: Any) -> int:
-    """V, the end of the rows of all processes. Raises on every process if a row is held twice or by none."""
+def _vocabulary(start: int, stop: int, group: Any) -> tuple[int, int]:
+    """V, the end of the rows of all processes, and the most rows of one of them.
+
+    Raises on every process if a row is held twice or by none.
+    """
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, (start, stop), group)
     end = 0
@@ -133,7 +144,7 @@ def _vocabulary(start: int, stop: int, group: Any) -> int:
                 f"{', '.join(f'[{a}, {b})' for a, b in found)}"
             )
         end = last
-    return end
+    return end, max(last - first for first, last in found)
 
 
 _converted: dict[int, VocabParallel] = {}
@@ -210,31 +221,46 @@ class _Numbers(torch.autograd.Function):
     def forward(ctx: Any, e, c, bias, columns, weights, tokens, saving_for, shard: VocabParallel, options):
         ctx.part, ctx.dtype = e.shape, e.dtype
         ctx.tokens, ctx.shard, ctx.options = tokens, shard, options
-        e = _whole(e, tokens, shard).reshape(-1, e.shape[-1])
+        e = whole(e, tokens, shard).reshape(-1, e.shape[-1])
         c, bias = shards.operands(e, c, bias, options)
         held, kept = shard.held(columns), columns >= 0
-        reference = None
-        if shards.needs_reference(e, options):
-            target = _summed(shards.target(e, c, bias, held, saving_for, options), shard)
-            reference = torch.where(kept & (columns < shard.vocabulary), target, -torch.inf)
+        reference = references(e, c, bias, columns, saving_for, shard, options)
         own, saved = shards.statistics(e, c, bias, held, weights, reference, saving_for, options)
         ctx.kind = None if saved is None else shards.kind(e, c, options)
-        own = torch.where(kept, own, 0)
-        lse, *sums = _gathered(own, shard).unbind(1)
-        lse = torch.logsumexp(lse, 0)
+        found = of_all_columns(own, kept, shard)
+        own, lse = torch.where(kept, own, 0), found[0].clone()
         ctx.save_for_backward(e, c, bias, held, weights, own, lse, reference, saved)
-        return torch.where(kept, torch.stack([lse, *(x.sum(0) for x in sums)]), 0)
+        return found
 
     @staticmethod
     def backward(ctx: Any, cotangents: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         guarded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        run = _Gradients.apply if guarded else _gradients
+        run = FirstOrder.apply if guarded else called
         wanted = ctx.needs_input_grad[:3]
         e, c, *others = ctx.saved_tensors
         if ctx.kind is not None:
             c = ctx.kind.laid_out(c)
-        found = run(cotangents, e, c, *others, wanted, ctx.options, ctx.part, ctx.dtype, ctx.tokens, ctx.shard)
+        found = run(
+            _gradients, cotangents, e, c, *others, wanted, ctx.options, ctx.part, ctx.dtype, ctx.tokens, ctx.shard
+        )
         return *found, *[None] * 6
+
+
+def references(
+    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, saving_for: tuple[bool, ...], shard: VocabParallel,
+    options: shards.Options,
+) -> Tensor | None:  # fmt: skip
+    """The logits of the targets, (N,): -inf where no process holds the target. None where no kernel takes them."""
+    if not shards.needs_reference(e, options):
+        return None
+    target = summed(shards.target(e, c, bias, shard.held(columns), saving_for, options), shard)
+    return torch.where((columns >= 0) & (columns < shard.vocabulary), target, -torch.inf)
+
+
+def of_all_columns(own: Tensor, kept: Tensor, shard: VocabParallel) -> Tensor:
+    """The numbers over all columns, (2 or 3, N), from those over this process' columns; 0 where a token is ignored."""
+    lse, *sums = gathered(torch.where(kept, own, 0), shard).unbind(1)
+    return torch.where(kept, torch.stack([torch.logsumexp(lse, 0), *(x.sum(0) for x in sums)]), 0)
 
 
 def _gradients(*given: Any) -> tuple[Tensor | None, ...]:
@@ -244,38 +270,42 @@ def _gradients(*given: Any) -> tuple[Tensor | None, ...]:
     """
     *arguments, part, dtype, tokens, shard = given
     de, dc, dbias = shards.gradients(*arguments)
-    return None if de is None else _reduced(de, part, tokens, shard).to(dtype), dc, dbias
+    return None if de is None else reduced(de, part, tokens, shard).to(dtype), dc, dbias
 
 
-class _Gradients(torch.autograd.Function):
-    """_gradients, with an error for its own derivative."""
+def called(function: Callable, *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+class FirstOrder(torch.autograd.Function):
+    """function(*arguments), with an error for its own derivative."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor | None, ...]:
-        return _gradients(*arguments)
+    def forward(ctx: Any, function: Callable, *arguments: Any) -> tuple[Tensor | None, ...]:
+        return function(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:  # type: ignore[override]
         raise NotImplementedError("linear_cross_entropy has first derivatives only where the vocabulary is split")
 
 
-def _whole(e: Tensor, tokens: tuple[int, ...], shard: VocabParallel) -> Tensor:
+def whole(e: Tensor, tokens: tuple[int, ...], shard: VocabParallel) -> Tensor:
     """e of all tokens, (*tokens, D)."""
     axis = shard.sequence_axis
     if axis is None:
         return e
     length = tokens[axis]
     part = -(-length // shard.size)
-    parts = _gathered(_resized(e, axis, part), shard)
+    parts = gathered(resized(e, axis, part), shard)
     return parts.movedim(0, axis).flatten(axis, axis + 1).narrow(axis, 0, length)
 
 
-def _reduced(de: Tensor, part: torch.Size, tokens: tuple[int, ...], shard: VocabParallel) -> Tensor:
+def reduced(de: Tensor, part: torch.Size, tokens: tuple[int, ...], shard: VocabParallel) -> Tensor:
     """de, (N, D), summed over the group. Under sequence parallelism only the part for this process' part of e."""
     axis = shard.sequence_axis
     if axis is None:
-        return (_summed(de, shard) if shard.reduce_e_grad else de).reshape(part)
-    de = _resized(de.reshape(*tokens, part[-1]), axis, -(-tokens[axis] // shard.size) * shard.size)
+        return (summed(de, shard) if shard.reduce_e_grad else de).reshape(part)
+    de = resized(de.reshape(*tokens, part[-1]), axis, -(-tokens[axis] // shard.size) * shard.size)
     parts = de.unflatten(axis, (shard.size, -1)).movedim(axis, 0).contiguous()
     found = torch.ops._c10d_functional.reduce_scatter_tensor(parts, "sum", shard.size, shard.name)
     return torch.ops._c10d_functional.wait_tensor(found)[0].narrow(axis, 0, part[axis])
@@ -287,20 +317,35 @@ def part_of(tokens: int, shard: VocabParallel) -> int:
     return max(min(part, tokens - shard.rank * part), 0)
 
 
-def _resized(x: Tensor, axis: int, length: int) -> Tensor:
+def own_tokens(x: Tensor, tokens: Sequence[int], shard: VocabParallel) -> Tensor:
+    """x, (N,), of the tokens in this process' part of e, in the shape of e without D."""
+    axis = shard.sequence_axis
+    if axis is None:
+        return x.reshape(tuple(tokens))
+    part = part_of(tokens[axis], shard)
+    start = min(shard.rank * -(-tokens[axis] // shard.size), tokens[axis])
+    return x.reshape(tuple(tokens)).narrow(axis, start, part)
+
+
+def resized(x: Tensor, axis: int, length: int) -> Tensor:
     """x with zeros appended to its axis."""
     padding = [0, 0] * (x.dim() - 1 - axis) + [0, length - x.shape[axis]]
     return torch.nn.functional.pad(x, padding) if padding[-1] else x
 
 
-def _summed(x: Tensor, shard: VocabParallel) -> Tensor:
+def summed(x: Tensor, shard: VocabParallel) -> Tensor:
     """x summed over the group: in place, except under torch.compile, which forbids that in a Function."""
+    return torch.ops._c10d_functional.wait_tensor(being_summed(x, shard))
+
+
+def being_summed(x: Tensor, shard: VocabParallel) -> Tensor:
+    """The memory of what `summed` gives, before the processes have exchanged it."""
     functional = torch.ops._c10d_functional
     reduce = functional.all_reduce if torch.compiler.is_compiling() else functional.all_reduce_
-    return functional.wait_tensor(reduce(x, "sum", shard.name))
+    return reduce(x, "sum", shard.name)
 
 
-def _gathered(x: Tensor, shard: VocabParallel) -> Tensor:
+def gathered(x: Tensor, shard: VocabParallel) -> Tensor:
     """x of each process of the group, along a new first axis."""
     found = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), shard.size, shard.name)
     return torch.ops._c10d_functional.wait_tensor(found).view(shard.size, *x.shape)

@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import pytest
 
 from cce_jax import linear_cross_entropy, passes
+from cce_kernels import in_forward
+from cce_kernels.block_floats import steps_shape
 from cce_kernels.call import ITEMSIZE
 from cce_kernels.call import Call as Planned
 from cce_kernels.contract import default_budget
 from cce_kernels.device import H200
 from cce_kernels.head import Head
-from cce_kernels.numbers import Cotangents, Inputs, Wanted
+from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
 from cce_kernels.plan import Plan, choose, plan_of
 from tests.held import MIB, available, held, twins
 from tests.search import calls
@@ -241,6 +243,50 @@ def test_a_forward_pass_by_itself_is_within_the_budget(call):
     assert held(into, outputs, inputs, donated=1).bytes + left <= plan.held
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("wanted", [Wanted(True, True, False), Wanted(True, False, False)], ids=str)
+def test_the_halves_of_a_chunk_work_in_place(wanted, axis):
+    """As programs of PyTorch run them on a shard of the vocabulary: in the memory of P, dc and its steps."""
+    shaped, vocabulary, width = jax.ShapeDtypeStruct, 64000, 2304
+    call = Planned(8192, width, vocabulary, "bfloat16", Head(vocab_axis=axis), False, False, wanted, 640 * MIB,
+                   wide_de=True, one_factor=True)  # fmt: skip
+    plan = plan_of(call, H200, "auto")
+    assert plan.in_forward is not None
+    chunks = plan.in_forward.chunks
+    n = max(chunks.size, chunks.last)
+    e, p = shaped((n, width), jnp.bfloat16), shaped((n, vocabulary), jnp.bfloat16)
+    c = shaped((vocabulary, width) if axis == 0 else (width, vocabulary), jnp.bfloat16)
+    numbers, dc, steps = shaped((2, n), jnp.float32), shaped(c.shape, jnp.int16), None
+    if wanted.c:
+        steps = shaped(steps_shape(vocabulary, width, chunks.block), jnp.float32)
+    given = e, c, shaped((n,), jnp.int32), shaped((n,), jnp.float32), shaped((1,), jnp.int32)
+
+    def chunk(e, c, targets, reference, count):
+        return in_forward.Chunk.of(Inputs(e, c, None, targets), reference, count)
+
+    def first(own, p, *arrays):
+        own, p = in_forward.numbers_of(chunk(*arrays), plan)
+        return jnp.stack(own[:2]), p
+
+    def second(p, de, dc, steps, own, numbers, of, *arrays):
+        own, numbers, of = Statistics(*own, None), Statistics(*numbers, None), Cotangents(*of, None)
+        de, left, _ = in_forward.gradients_of(chunk(*arrays), p, own, numbers, of, plan)
+        if wanted.c:
+            dc, steps = in_forward.add_dc(jax.lax.bitcast_convert_type(dc, jnp.bfloat16), steps, left, plan)
+            dc = jax.lax.bitcast_convert_type(dc, jnp.int16)
+        return left.left, de, dc, steps
+
+    de = shaped((n, width), jnp.float32)
+    halves = (held(first, numbers, p, *given, donated=2),
+              held(second, p, de, dc, steps, *3 * [numbers], *given, donated=4))  # fmt: skip
+    for half, count in zip(halves, (2, 3 + wanted.c), strict=True):
+        assert all(f"{{{k}}}: ({k}, {{}}" in half.hlo.splitlines()[0] for k in range(count)), "not in place"
+        large = f"{n},{vocabulary}", ",".join(map(str, c.shape))
+        assert not re.search(rf"\[(?:{'|'.join(large)})\]\S* copy\(", half.hlo)
+    bytes_ = [x.size * x.dtype.itemsize for x in (p, de, e)]
+    assert sum(bytes_) + max(half.bytes for half in halves) <= plan.held
+
+
 def test_a_program_that_a_cpu_lowers_for_cuda_runs_the_kernels():
     """In chunks of their own: a CPU's chunks hold more bytes. What stays between the passes has one shape."""
 
@@ -289,8 +335,8 @@ def drawn_with_token_weights(count: int, reduction: str) -> Iterator[calls.Progr
                                      for x in drawn_with_token_weights(count, reduction)], ids=str)  # fmt: skip
 def test_no_fusion_gets_one_array_twice(program, monkeypatch):
     """Else results of one call in twenty were wrong: lse was overwritten while another thread looked lse up."""
-    in_forward, decided = program.reduction != "none", []
-    monkeypatch.setattr(choose, "_is_fastest_in_forward", lambda times: decided.append(times) or in_forward)
+    formed, decided = program.reduction != "none", []
+    monkeypatch.setattr(choose, "_is_fastest_in_forward", lambda times: decided.append(times) or formed)
     plan_of.cache_clear()
     v, d = program.vocabulary, program.width
     shapes = {"e": (*program.leading, d), "c": (v, d) if program.vocab_axis == 0 else (d, v), "bias": (v,),
@@ -303,11 +349,11 @@ def test_no_fusion_gets_one_array_twice(program, monkeypatch):
         named = wanted | given
         e, c, targets = (named.pop(x) for x in ("e", "c", "targets"))
         loss, lse = linear_cross_entropy(e, c, targets, impl=program.impl, return_lse=True, **named, **options)
-        weighted = loss * (of_loss.ravel()[0] if in_forward else of_loss[..., : loss.shape[-1]])
+        weighted = loss * (of_loss.ravel()[0] if formed else of_loss[..., : loss.shape[-1]])
         return jnp.sum(weighted), (loss, lse)
 
     options: Any = program.options()
     of_loss = jax.ShapeDtypeStruct(program.leading, jnp.float32)
     assert twins(held(jax.grad(objective, has_aux=True), wanted, given, of_loss).hlo) == {}
-    assert not in_forward or any(times.in_forward < float("inf") for times in decided)
+    assert not formed or any(times.in_forward < float("inf") for times in decided)
     plan_of.cache_clear()

@@ -11,9 +11,9 @@ The backward pass multiplies by g: de elementwise, and dc where it is written an
 dc is left to the backward pass, whose matmul writes g · (sum + part). dc in float32 is multiplied elementwise.
 Kept tokens come first (cce_kernels/tokens.py), so that chunks at the end may have none.
 
-Where the columns are a shard of the vocabulary, a chunk's numbers are exchanged with the other shards before its
-cotangents and its dz. P stays relative to a reference that all shards know; r takes the log-sum-exp of all columns.
-de is then a part of a sum over shards, in float32.
+A chunk has two halves: `numbers_of`, and `gradients_of` with the cotangents of these numbers. Where the columns are a
+shard of the vocabulary, the numbers are exchanged with the other shards in between. P stays relative to a reference
+that all shards know; r takes the log-sum-exp of all columns. de is then a part of a sum over shards, in float32.
 
 Where de alone is wanted, the forward pass can form it without any cotangent. With the cotangents a and t̂ of lse and of
 the target's logit, the slope u of the softcap and y = scale·(e·c + b),
@@ -32,13 +32,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from cce_kernels.block_floats import steps_shape
-from cce_kernels.engines.xla.chunk import numbers_and_dz
+from cce_kernels.engines.xla.chunk import dz_of, numbers_and_logits
 from cce_kernels.exponentials import factors, references, saved_shape, scaled
 from cce_kernels.forward import of_rows, target
 from cce_kernels.gradients import ALL_COLUMNS
 from cce_kernels.head import Head
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Shard, Statistics
-from cce_kernels.plan.plan import InForward, Plan
+from cce_kernels.plan.plan import Plan
 from cce_kernels.tokens import Kept, Rows
 
 # (the numbers of some tokens, what belongs to these tokens) -> the cotangents of the numbers, 0 for ignored tokens
@@ -54,6 +54,26 @@ class Left(NamedTuple):
     e: jax.Array  # (n, D)
     unit: jax.Array | None
     count: jax.Array  # type: ignore[assignment]  # (1,) int32
+
+
+class Chunk(NamedTuple):
+    """n tokens, kept ones first. For the others e is 0, the target -1 and the reference FLOAT32_MAX."""
+
+    inputs: Inputs
+    reference: jax.Array | None  # (n,): the targets' logits; None where the plan needs none
+    count: jax.Array  # type: ignore[assignment]  # (1,) int32: how many are kept
+
+    @classmethod
+    def of(cls, inputs: Inputs, reference: jax.Array | None, count: jax.Array) -> "Chunk":
+        """The chunk whose first `count` tokens are kept. The other rows of the arrays may hold anything."""
+        live = jnp.arange(len(inputs.targets), dtype=jnp.int32) < count
+        e, targets = jnp.where(live[:, None], inputs.e, 0), jnp.where(live, inputs.targets, -1)
+        reference = None if reference is None else jnp.where(live, reference, FLOAT32_MAX)
+        return cls(inputs._replace(e=e, targets=targets), reference, count)
+
+    @property
+    def live(self) -> jax.Array:
+        return self.inputs.targets >= 0
 
 
 class Begun(NamedTuple):
@@ -78,7 +98,7 @@ def begin(
     """
     how, call = plan.in_forward, plan.call
     assert how is not None
-    wanted, head = call.wanted, call.head
+    wanted = call.wanted
     assert wanted is not None
     (tokens, width), vocabulary, rows = inputs.e.shape, call.vocabulary, how.rows
     rows_of_de = how.chunks.rows_of_de(tokens)
@@ -90,30 +110,15 @@ def begin(
     elif reference is None:
         reference = target(inputs, plan)
         reference = jnp.where((inputs.targets >= 0) & (inputs.targets < vocabulary), reference, -FLOAT32_MAX)
-    of_tokens = zeros[:tokens] if reference is None else reference, of_tokens
 
-    def chunk(start, size: int) -> tuple[Statistics, Any, Left, Any]:
+    def chunk(start, size: int) -> tuple[Statistics, jax.Array | None, Left, jax.Array]:
         """The numbers of tokens start to start + size, their de, what is left of dc, and their part of dbias."""
         order = lax.dynamic_slice_in_dim(kept.order, start, size)
-        count = jnp.clip(kept.count - start, 0, size)
-        live = jnp.arange(size, dtype=jnp.int32) < count
-        own = inputs._replace(
-            e=jnp.where(live[:, None], inputs.e[order], 0), targets=jnp.where(live, inputs.targets[order], -1)
-        )
-        reference, of_own = jax.tree.map(lambda x: x[order], of_tokens)
-
-        def cotangents(numbers: Statistics) -> Cotangents:
-            return jax.tree.map(lambda x: jnp.where(live, x, 0), cotangents_of(numbers, of_own))
-
-        def known(of_own_columns: Statistics) -> tuple[Statistics, Cotangents]:
-            numbers = of_own_columns if of_all_columns is None else of_all_columns(of_own_columns)
-            return numbers, cotangents(numbers)
-
-        body = _of_logits if how.forward is None else _of_exponentials
-        return body(own, jnp.where(live, reference, FLOAT32_MAX), count, known, plan, how)
-
-    def add(dc, steps, left: Left, factor=None):
-        return how.dc.engine.sum_dc(dc, steps, *left, factor, head=head, tiles=how.dc.tiles, gpu=plan.gpu)
+        e, targets, at, of_own = jax.tree.map(lambda x: x[order], (inputs.e, inputs.targets, reference, of_tokens))
+        given = Chunk.of(inputs._replace(e=e, targets=targets), at, jnp.clip(kept.count - start, 0, size))
+        own, columns = numbers_of(given, plan)
+        found = own if of_all_columns is None else of_all_columns(own)
+        return found, *gradients_of(given, columns, own, found, cotangents_of(found, of_own), plan)
 
     def put(whole, part, start):
         return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), whole, part)
@@ -124,7 +129,7 @@ def begin(
         found, de, left, dbias = chunk(start, how.chunks.size)
         dc, steps = begun.dc, begun.steps
         if wanted.c:
-            (dc, steps) = add(dc, steps, left)
+            dc, steps = add_dc(dc, steps, left, plan)
         return put(numbers, found, start), Begun(
             None if de is None else put(begun.de, de, start), dc, steps,
             None if begun.dbias is None else begun.dbias + dbias, None,
@@ -182,8 +187,7 @@ def finish(begun: Begun, factor: jax.Array, live: jax.Array, plan: Plan) -> Grad
         de = (de * of_token).astype(wide if call.wide_de else de.dtype)
     if dc is not None and begun.last is not None:
         dc = lax.bitcast_convert_type(dc, begun.last.e.dtype)
-        dc, _ = how.dc.engine.sum_dc(dc, begun.steps, *begun.last, factor.reshape(1), head=call.head,
-                                     tiles=how.dc.tiles, gpu=plan.gpu)  # fmt: skip
+        dc, _ = add_dc(dc, begun.steps, begun.last, plan, factor.reshape(1))
     elif dc is not None:
         dc = dc * factor.astype(dc.dtype)
     if dbias is not None:
@@ -219,10 +223,50 @@ def de_of(inputs: Inputs, numbers: Statistics, m: jax.Array, of: Cotangents, hea
     return jnp.where(live[:, None], de, 0).astype(dtype)
 
 
-def _of_logits(inputs: Inputs, reference, count, known, plan: Plan, how: InForward):
-    call = plan.call
+def numbers_of(chunk: Chunk, plan: Plan) -> tuple[Statistics, jax.Array]:
+    """The first half of a chunk: its numbers over these columns, and what `gradients_of` needs of the columns.
+
+    That is exponentials, (n, V) with the padding of saved_shape, in e's type; or in plain XLA logits, (n, V), at least
+    float32.
+    """
+    call, how = plan.call, plan.in_forward
+    assert how is not None
+    if how.forward is None:
+        return numbers_and_logits(chunk.inputs, head=call.head, with_sum=call.with_sum)
+    of_columns, p = of_rows(chunk.inputs, Rows(count=chunk.count), chunk.reference, call, how.forward, True, plan.gpu)
+    assert p is not None
+    return of_columns, p
+
+
+def gradients_of(
+    chunk: Chunk, columns: jax.Array, own: Statistics, numbers: Statistics, of: Cotangents, plan: Plan
+) -> tuple[jax.Array | None, Left, Any]:
+    """The second half: the chunk's de, (n, D), what is left of dc, and its part of dbias, (V,), if that is wanted.
+
+    own, columns: of `numbers_of`; columns may be overwritten. numbers, of: over all columns, and their cotangents.
+    """
+    how = plan.in_forward
+    assert how is not None
+    of = jax.tree.map(lambda x: jnp.where(chunk.live, x, 0), of)
+    if how.forward is None:
+        return _of_logits(chunk, columns, numbers, of, plan)
+    return _of_exponentials(chunk, columns, own, numbers, of, plan)
+
+
+def add_dc(
+    dc: jax.Array, steps: jax.Array | None, left: Left, plan: Plan, factor: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """engine.Engine.sum_dc, as planned."""
+    how = plan.in_forward
+    assert how is not None
+    return how.dc.engine.sum_dc(dc, steps, *left, factor, head=plan.call.head, tiles=how.dc.tiles, gpu=plan.gpu)
+
+
+def _of_logits(chunk: Chunk, z: jax.Array, numbers: Statistics, of: Cotangents, plan: Plan):
+    call, inputs = plan.call, chunk.inputs
     assert call.wanted is not None
-    numbers, dz, dbias, unit = numbers_and_dz(inputs, known, head=call.head, with_sum=call.with_sum)
+    lse = jnp.where(chunk.live, numbers.lse, jnp.inf)
+    dz, dbias, unit = dz_of(inputs, z, lse, of, head=call.head)
     de = None
     if call.wanted.e:
         c, wide = inputs.c, jnp.promote_types(dz.dtype, jnp.float32)
@@ -232,34 +276,31 @@ def _of_logits(inputs: Inputs, reference, count, known, plan: Plan, how: InForwa
         de, dz = lax.optimization_barrier((de, dz))
     beyond = saved_shape(1, call.vocabulary)[1] - call.vocabulary
     dbias = dbias if unit is None else dbias * unit
-    return numbers, de, Left(jnp.pad(dz, ((0, 0), (0, beyond))), inputs.e, unit, count), dbias
+    return de, Left(jnp.pad(dz, ((0, 0), (0, beyond))), inputs.e, unit, chunk.count), dbias
 
 
-def _of_exponentials(inputs: Inputs, reference, count, known, plan: Plan, how: InForward):
-    call, gpu, head = plan.call, plan.gpu, plan.call.head
+def _of_exponentials(chunk: Chunk, p: jax.Array, own: Statistics, numbers: Statistics, of: Cotangents, plan: Plan):
+    call, how, gpu, head = plan.call, plan.in_forward, plan.gpu, plan.call.head
+    assert how is not None
     assert how.forward is not None
     assert how.forward.rescue is not None
     assert how.de is not None
     assert call.wanted is not None
-    tokens, vocabulary = len(inputs.e), call.vocabulary
-    of_columns, p = of_rows(inputs, Rows(count=count), reference, call, how.forward, True, gpu)
-    assert p is not None
-    numbers, of = known(of_columns)
-    live = inputs.targets >= 0
-    numbers_of = Statistics(jnp.where(live, numbers.lse, jnp.inf), of_columns.target, None)
-    shard = Shard(numbers.lse, reference)
-    rho = jnp.where(live, references(of_columns, inputs.targets, vocabulary, shard), 0)
+    inputs, live, tokens = chunk.inputs, chunk.live, len(chunk.inputs.e)
+    numbers_of = Statistics(jnp.where(live, numbers.lse, jnp.inf), own.target, None)
+    shard = Shard(numbers.lse, chunk.reference)
+    rho = jnp.where(live, references(own, inputs.targets, call.vocabulary, shard), 0)
     r, at_target = factors(rho, numbers_of, of, head)
     # Matmuls that stop at the last kept token read rows after it only in their last step. XLA's read all rows.
     by_xla = call.wanted.bias or not how.dc.engine.stops
-    clear = jnp.full(1, tokens, jnp.int32) if by_xla else count + (how.de.engine.depth - 1)
+    clear = jnp.full(1, tokens, jnp.int32) if by_xla else chunk.count + (how.de.engine.depth - 1)
     engine = how.forward.rescue.engine
-    p = engine.ready(p, inputs.targets, at_target, clear, vocabulary=vocabulary, gpu=gpu)
+    p = engine.ready(p, inputs.targets, at_target, clear, vocabulary=call.vocabulary, gpu=gpu)
     r = r if inputs.scale is None else r * inputs.scale
     r = jnp.where(live, r, 0)
     de, dbias = None, None
     if call.wanted.e:
-        products = how.de.engine.products(inputs.e, inputs.c, head=head, unit=None, count=count, how=how.de,
+        products = how.de.engine.products(inputs.e, inputs.c, head=head, unit=None, count=chunk.count, how=how.de,
                                           groups=how.groups, gpu=gpu)  # fmt: skip
         sums = products.add_de(None, p, ALL_COLUMNS).reshape(how.de.splits, *inputs.e.shape)
         de = jnp.where(live[:, None], jnp.sum(sums, axis=0) * r[:, None], 0)
@@ -270,5 +311,5 @@ def _of_exponentials(inputs: Inputs, reference, count, known, plan: Plan, how: I
         high = r.astype(p.dtype)
         both = jnp.stack([high, (r - high).astype(p.dtype)])  # their sum holds 16 bits of r, twice as many as bfloat16
         dbias = lax.dot_general(both, p, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        dbias = jnp.sum(dbias, axis=0)[:vocabulary]
-    return numbers, de, Left(p, scaled(inputs.e, r), None, count), dbias
+        dbias = jnp.sum(dbias, axis=0)[: call.vocabulary]
+    return de, Left(p, scaled(inputs.e, r), None, chunk.count), dbias

@@ -42,12 +42,16 @@ def needs_reference(itemsize: int, impl: Impl) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def plan_of(call: Call, gpu: Gpu | None, impl: Impl, saved: int | None = None, last: int | None = None) -> Plan:
+def plan_of(
+    call: Call, gpu: Gpu | None, impl: Impl, saved: int | None = None, last: int | None = None,
+    chunks: Chunks | None = None,
+) -> Plan:  # fmt: skip
     """The plan of a call. ValueError if no engine of impl serves the call.
 
     gpu: None for a device that is no CUDA GPU. What the plan for another platform has decided already, or None: saved,
     the number of tokens whose exponentials are saved, all or 0; last, that the forward pass forms the gradients, and
-    the number of tokens of its last chunk.
+    the number of tokens of its last chunk. chunks: the same from the plan for another shard of the vocabulary, and all
+    its chunks.
     """
     gathered = with_gathered_rows(call)
     serving = tuple(engine for engine in engines(call.itemsize, impl) if engine.serves(gathered, gpu))
@@ -61,11 +65,13 @@ def plan_of(call: Call, gpu: Gpu | None, impl: Impl, saved: int | None = None, l
         return Plan(call, gpu, setting.rows, setting.looks, 0, forward, None, 0, None, 0)
     backward, of_backward = _backward(setting, saves)
     held, in_forward, times = max(of_forward, of_backward), None, None
-    if last is not None or (decides and (call.one_factor or of_any_cotangents(call))):
-        chunks = fastest_chunks(setting.bytes, last) if last is not None or _may_form_in_forward(setting) else None
+    decided = last is not None or chunks is not None
+    if decided or (decides and (call.one_factor or of_any_cotangents(call))):
+        if chunks is None and (decided or _may_form_in_forward(setting)):
+            chunks = fastest_chunks(setting.bytes, last)
         again = _backward(setting, False)[0] if saves else backward
         times = predicted(setting.bytes, again.groups.count, chunks, saves)
-        if chunks is not None and (last is not None or _is_fastest_in_forward(times)):
+        if chunks is not None and (decided or _is_fastest_in_forward(times)):
             in_forward = _in_forward(setting, chunks)
             saves, backward, held = False, again, in_forward.held
     return Plan(call, gpu, setting.rows, setting.looks, setting.rows * saves, forward, backward, held, in_forward,

@@ -4,8 +4,6 @@ Held at a time: the chunk's logits (n, V), at least float32, and dz (n, V), whic
 type.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
@@ -14,14 +12,8 @@ from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Inputs, Statistics
 
 
-def numbers_and_dz(
-    inputs: Inputs, known: Callable[[Statistics], tuple[Statistics, Cotangents]], *, head: Head, with_sum: bool
-) -> tuple[Statistics, jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
-    """The chunk's numbers; dz in e's type, divided by a unit; the column sums of dz, (V,); the unit, or None for 1.
-
-    known: the numbers of these columns -> those of the whole vocabulary, and their cotangents. e of ignored tokens must
-    be finite.
-    """
+def numbers_and_logits(inputs: Inputs, *, head: Head, with_sum: bool) -> tuple[Statistics, jax.Array]:
+    """The chunk's numbers over these columns, and its logits, (n, V). e of ignored tokens must be finite."""
     raw = head.product(inputs.e, inputs.c, 1 - head.vocab_axis)
     z = head.logits(raw, None if inputs.bias is None else inputs.bias.astype(raw.dtype), inputs.scale)
     targets = inputs.targets[:, None]
@@ -30,9 +22,18 @@ def numbers_and_dz(
     weights, total = inputs.weights, None
     if with_sum:
         total = jnp.sum(z if weights is None else jnp.where(weights == 0, 0, weights * z), axis=1)
-    numbers, of = known(Statistics(jax.nn.logsumexp(z, axis=1), jnp.where(named, target, 0)[:, 0], total))
+    return Statistics(jax.nn.logsumexp(z, axis=1), jnp.where(named, target, 0)[:, 0], total), z
+
+
+def dz_of(
+    inputs: Inputs, z: jax.Array, lse: jax.Array, of: Cotangents, *, head: Head
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """dz in e's type, divided by a unit; the column sums of dz, (V,); the unit, or None for 1.
+
+    z: the logits; lse: of the whole vocabulary, inf for ignored tokens; of: the numbers' cotangents, 0 for them.
+    """
     of, unit = fitted(of, inputs)
     of = jax.tree.map(lambda x: x[:, None], of)
-    is_target = jnp.arange(z.shape[1], dtype=jnp.int32) == targets
-    dz = head.cotangent(z, jnp.exp(z - numbers.lse[:, None]), is_target, of, weights, inputs.scale)
-    return numbers, dz.astype(inputs.e.dtype), jnp.sum(dz, axis=0), unit
+    is_target = jnp.arange(z.shape[1], dtype=jnp.int32) == inputs.targets[:, None]
+    dz = head.cotangent(z, jnp.exp(z - lse[:, None]), is_target, of, inputs.weights, inputs.scale)
+    return dz.astype(inputs.e.dtype), jnp.sum(dz, axis=0), unit
