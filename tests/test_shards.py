@@ -1,7 +1,9 @@
 """Passes over shards of the vocabulary, one after another on one device, against float64 of all columns."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cce_kernels import backward, forward
+from cce_kernels.block_floats import steps_shape
 from cce_kernels.call import Call
 from cce_kernels.device import INTERPRETER, local_gpu
 from cce_kernels.head import Head
-from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Shard, Wanted
-from cce_kernels.plan import plan_of
+from cce_kernels.in_forward import Begun, Chunk, add_dc, finish, gradients_of, numbers_of
+from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Shard, Statistics, Wanted
+from cce_kernels.plan import Chunks, Plan, plan_of
+from cce_kernels.tokens import Kept
 
 ALL = 2**40  # bytes: all exponentials are saved
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-20}
@@ -63,8 +68,8 @@ def truth(x: Problem) -> dict[str, np.ndarray]:
     return found if weights is None else found | {"sum": (z @ weights)[kept]}
 
 
-def over_shards(x: Problem, bounds, impl, gpu, memory_budget: int) -> dict[str, np.ndarray]:
-    """The same from one pass over each shard of columns, bounds[k] to bounds[k + 1]."""
+def shards_of(x: Problem, bounds, plan: Callable[[Call], Plan]) -> list[tuple[Inputs, Plan]]:
+    """The inputs and the plan of each shard of columns, bounds[k] to bounds[k + 1]."""
     inputs, axis = x.inputs, x.head.vocab_axis
     wanted = Wanted(True, True, inputs.bias is not None)
     targets, shards = np.asarray(inputs.targets), []
@@ -75,10 +80,21 @@ def over_shards(x: Problem, bounds, impl, gpu, memory_budget: int) -> dict[str, 
                        np.where(targets < 0, -1, local).astype(np.int32),
                        None if inputs.weights is None else inputs.weights[start:stop])  # fmt: skip
         call = Call(*inputs.e.shape, stop - start, str(inputs.e.dtype), x.head, wanted.bias,
-                    inputs.weights is not None, wanted, memory_budget, wide_de=True)  # fmt: skip
-        shards.append((jax.tree.map(jnp.asarray, given), plan_of(call, gpu, impl)))
+                    inputs.weights is not None, wanted, 0, wide_de=True)  # fmt: skip
+        shards.append((jax.tree.map(jnp.asarray, given), plan(call)))
+    return shards
+
+
+def reference_of(x: Problem, shards: list[tuple[Inputs, Plan]]) -> jax.Array:
     reference = sum(forward.target(*shard) for shard in shards)
-    reference = jnp.where(targets == x.vocabulary, -FLOAT32_MAX, reference)
+    return jnp.where(x.inputs.targets == x.vocabulary, -FLOAT32_MAX, reference)
+
+
+def over_shards(x: Problem, bounds, impl, gpu, memory_budget: int) -> dict[str, np.ndarray]:
+    """The same from one pass over each shard."""
+    inputs, axis, targets = x.inputs, x.head.vocab_axis, np.asarray(x.inputs.targets)
+    shards = shards_of(x, bounds, lambda call: plan_of(replace(call, memory_budget=memory_budget), gpu, impl))
+    reference = reference_of(x, shards)
     passes = [forward.statistics(*shard, reference) for shard in shards]
     kept = targets >= 0
     lse = jax.nn.logsumexp(jnp.stack([numbers.lse for numbers, _ in passes]), axis=0)
@@ -89,15 +105,66 @@ def over_shards(x: Problem, bounds, impl, gpu, memory_budget: int) -> dict[str, 
     assert all(gradients.e.dtype == np.float32 for gradients in found)
     result = {"lse": lse[kept], "target": sum(numbers.target for numbers, _ in passes)[kept],
               "e": sum(of.e for of in found), "c": np.concatenate([of.c for of in found], axis)}  # fmt: skip
-    if wanted.bias:
+    if inputs.bias is not None:
         result["bias"] = np.concatenate([gradients.bias for gradients in found])
     if inputs.weights is not None:
         result["sum"] = sum(numbers.sum for numbers, _ in passes)[kept]
     return result
 
 
+def in_chunks(x: Problem, bounds, impl, gpu, size: int) -> dict[str, np.ndarray]:
+    """The same where the shards exchange the numbers of each chunk of so many tokens, between its two halves."""
+    inputs, axis, dtype = x.inputs, x.head.vocab_axis, x.inputs.e.dtype
+    in_16_bits, tokens = dtype.itemsize == 2, len(inputs.targets)
+    whole = -(-tokens // size) - in_16_bits
+    chunks = Chunks(whole, size if whole else 0, size * in_16_bits, 256)
+    shards = shards_of(x, bounds, lambda call: plan_of(replace(call, one_factor=True), gpu, impl, 0, chunks=chunks))
+    reference, kept = reference_of(x, shards), Kept.of(jnp.asarray(inputs.targets), chunks.rows)
+    sums: list[Any] = [
+        (jnp.zeros(own.c.shape, jnp.int16 if in_16_bits else dtype),
+         jnp.zeros(steps_shape(plan.call.vocabulary, plan.call.width, 256)) if in_16_bits else None, 0.0)
+        for own, plan in shards
+    ]  # fmt: skip
+    numbers, de, dc = [], [], []
+    for start in range(0, chunks.rows, size):
+        order = kept.order[start : start + size]
+        count = jnp.clip(kept.count - start, 0, size)
+        given = [Chunk.of(own._replace(e=own.e[order], targets=own.targets[order]), reference[order], count)
+                 for own, _ in shards]  # fmt: skip
+        of_own = [numbers_of(chunk, plan) for chunk, (_, plan) in zip(given, shards, strict=True)]
+        lse = jax.nn.logsumexp(jnp.stack([own.lse for own, _ in of_own]), axis=0)
+        more = [None if own.sum is None else sum(found.sum for found, _ in of_own) for own, _ in of_own[:1]]
+        numbers.append(Statistics(lse, sum(own.target for own, _ in of_own), *more))  # type: ignore[arg-type]
+        of, parts = jax.tree.map(lambda y, order=order: jnp.asarray(y)[order], x.cotangents), []
+        for k, (chunk, (own, columns), (_, plan)) in enumerate(zip(given, of_own, shards, strict=True)):
+            part, left, dbias = gradients_of(chunk, columns, own, numbers[-1], of, plan)
+            parts.append(part)
+            total, steps, bias = sums[k]
+            if steps is None:
+                total, _ = add_dc(total, None, left, plan)
+            elif start + size < chunks.rows:
+                total, steps = add_dc(jax.lax.bitcast_convert_type(total, dtype), steps, left, plan)
+                total = jax.lax.bitcast_convert_type(total, jnp.int16)
+            else:
+                begun = Begun(None, total, steps, None, left)
+                dc.append(finish(begun, jnp.float32(1), own.lse > 0, plan).c)
+            sums[k] = total, steps, bias + dbias if inputs.bias is not None else 0.0
+        de.append(sum(parts))
+    live = np.asarray(inputs.targets) >= 0
+    restored = jax.tree.map(lambda *parts: kept.restored(jnp.concatenate(parts)), *numbers)
+    result = {"lse": restored.lse[live], "target": restored.target[live], "e": kept.restored(jnp.concatenate(de)),
+              "c": np.concatenate(dc or [total for total, _, _ in sums], axis)}  # fmt: skip
+    if inputs.bias is not None:
+        result["bias"] = np.concatenate([bias for _, _, bias in sums])
+    return result if inputs.weights is None else result | {"sum": restored.sum[live]}
+
+
 def check(x: Problem, bounds, impl, gpu, memory_budget: int) -> None:
-    exact, found = truth(x), over_shards(x, bounds, impl, gpu, memory_budget)
+    held(x, over_shards(x, bounds, impl, gpu, memory_budget))
+
+
+def held(x: Problem, found: dict[str, np.ndarray]) -> None:
+    exact = truth(x)
     for name, value in found.items():
         value, true = np.float64(value), exact[name]
         # The kernels round saved exponentials, r·e or dz, and the result.
@@ -138,6 +205,21 @@ def test_any_shards(data):
     bounds = sorted({0, vocabulary, *data.draw(st.lists(st.integers(1, vocabulary), max_size=3))})
     impl, gpu = data.draw(st.sampled_from(ENGINES))
     check(x, bounds, impl, gpu, data.draw(st.sampled_from([0, ALL])))
+
+
+@settings(max_examples=5)
+@given(st.data())
+def test_any_shards_in_chunks(data):
+    vocabulary = data.draw(st.integers(2, 200))
+    x = problem(
+        data.draw(st.integers(2, 60)), 16, vocabulary, data.draw(st.sampled_from(["bfloat16", "float16", "float32"])),
+        head=Head(data.draw(st.sampled_from([None, 5.0])), data.draw(st.integers(0, 1))), bias=data.draw(st.booleans()),
+        weighted=data.draw(st.booleans()), seed=data.draw(st.integers(0, 99)),
+        ignored=data.draw(st.sampled_from([0.0, 0.5, 0.9])),
+    )  # fmt: skip
+    bounds = sorted({0, vocabulary, *data.draw(st.lists(st.integers(1, vocabulary), max_size=3))})
+    impl, gpu = data.draw(st.sampled_from(ENGINES))
+    held(x, in_chunks(x, bounds, impl, gpu, data.draw(st.sampled_from([16, 32]))))
 
 
 def test_a_shard_whose_exponentials_underflow_has_no_share():

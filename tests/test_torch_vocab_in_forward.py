@@ -182,7 +182,7 @@ def check_drawn(impl: str, draws: int) -> None:
 
 
 def check_plain() -> None:
-    check_drawn("chunked", 10)
+    check_drawn("chunked", 8)
 
 
 def check_kernels() -> None:
