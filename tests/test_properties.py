@@ -11,7 +11,7 @@ from tests.cases import ARRAYS, Case, inputs
 from tests.tolerance import error
 from tests.truth import truth
 
-RANDOM = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+RANDOM = settings(max_examples=16, suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite

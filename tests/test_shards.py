@@ -192,7 +192,7 @@ def test_shards_give_what_all_columns_give(options, budget):
     check(problem(**options), (0, 41, options.get("vocabulary", 229)), *budget)
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(st.data())
 def test_any_shards(data):
     vocabulary = data.draw(st.integers(2, 300))
@@ -207,7 +207,7 @@ def test_any_shards(data):
     check(x, bounds, impl, gpu, data.draw(st.sampled_from([0, ALL])))
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(st.data())
 def test_any_shards_in_chunks(data):
     vocabulary = data.draw(st.integers(2, 200))
