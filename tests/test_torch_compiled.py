@@ -23,7 +23,7 @@ from tests.tolerance import assert_close, assert_rounded, error
 from tests.truth import losses
 
 NAMES = ["plain", "none ignored", "one token", "one of everything", "tiles exactly", "bias", "softcap", "scale",
-         "bias, scale and softcap", "smoothing only", "smoothing and class weights", "everything"]  # fmt: skip
+         "bias, scale and softcap", "smoothing and class weights", "everything"]  # fmt: skip
 CASE = {case.name: case for case in CASES}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 IMPLS = [reference.statistics, compiled.statistics]
