@@ -34,8 +34,9 @@ BF16 = jnp.bfloat16
 SHAPE = 512, 128, 4096
 GROUP = ["statistics", "dz", "de", "dc"]
 
-
-pytestmark = pytest.mark.usefixtures("hopper_kernels_in_every_jax")
+# Calls take these kernels from JAX 0.11 on, which also has the interpreter.
+INTERPRETED = pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="JAX 0.10 has no interpreter for it")
+pytestmark = INTERPRETED
 
 
 def launched(*of, **options):
@@ -167,7 +168,6 @@ def test_where_a_block_of_kept_tokens_can_be_read_side_by_side(runs, first, bloc
             assert here[0] % 8 or here[0] + block > targets.size or here[-1] - here[0] != here.size - 1
 
 
-INTERPRETED = pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="JAX 0.10 has no interpreter for it")
 SMALL = Gpu("9.0", 4, interpreted=True)
 TOKENS, WIDTH, VOCABULARY, COLUMNS = 304, 128, 640, 256
 EVERY = np.full(1, TOKENS, np.int32)
@@ -203,7 +203,6 @@ def products(inputs: Inputs, count, head: Head, unit=None, groups=GROUPS):
     return HOPPER.products(inputs.e, inputs.c, head=head, unit=unit, count=count, how=TILES, groups=groups, gpu=SMALL)
 
 
-@INTERPRETED
 @pytest.mark.parametrize(("vocab_axis", "softcap", "scale"), [(0, None, None), (1, 5.0, 1.5)])
 def test_statistics_and_what_is_saved(vocab_axis, softcap, scale):
     inputs, z = problem(vocab_axis)
@@ -217,7 +216,6 @@ def test_statistics_and_what_is_saved(vocab_axis, softcap, scale):
     assert error(found.saved, jnp.exp(z - target[:, None]) * slope) < 2.0**-9
 
 
-@INTERPRETED
 def test_statistics_of_blocks_that_are_read_where_they_lie():
     """The tokens are rows 8 to 263 of e; the third block's lie apart, and are left to another kernel."""
     inputs, z = problem(0)
@@ -226,7 +224,6 @@ def test_statistics_of_blocks_that_are_read_where_they_lie():
     np.testing.assert_allclose(found[:256], jax.nn.logsumexp(z, axis=1)[8:264], rtol=2e-6)
 
 
-@INTERPRETED
 @pytest.mark.parametrize("softcap", [0.1, 30.0, 1e3, 1e6, 1e12])
 def test_a_softcap_of_any_size_is_as_exact_as_the_logits(softcap):
     """1 − 2/(1 + exp(2x)), times a large cap, would be off by more than any logit: the cap times 2⁻²³."""
@@ -239,7 +236,6 @@ def test_a_softcap_of_any_size_is_as_exact_as_the_logits(softcap):
     np.testing.assert_allclose(found, exact, rtol=0, atol=8 * 2.0**-24 * (largest + np.log(VOCABULARY)))
 
 
-@INTERPRETED
 @pytest.mark.parametrize("group", range(3))
 def test_a_group_of_dz_and_its_part_of_dc(group):
     """The last group has fewer columns; only tokens up to `count` take part, the rest have embeddings of 0."""
@@ -264,7 +260,6 @@ def test_a_group_of_dz_and_its_part_of_dc(group):
     assert np.all(np.asarray(dc)[others] == 7)
 
 
-@INTERPRETED
 def test_a_classifier_of_shape_d_by_v():
     inputs, z = problem(1)
     head = Head(vocab_axis=1)
@@ -277,7 +272,6 @@ def test_a_classifier_of_shape_d_by_v():
     assert not jnp.any(np.delete(dc, np.arange(COLUMNS, 2 * COLUMNS), axis=1))
 
 
-@INTERPRETED
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize("kept", [0, 100, 304])
 def test_dc_of_saved_exponentials(kept, vocab_axis):
@@ -293,7 +287,6 @@ def test_dc_of_saved_exponentials(kept, vocab_axis):
     assert error(found, wanted) < 2.0**-9 if kept else not found.any()
 
 
-@INTERPRETED
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize("kept", [0, 100, 304])
 def test_de_of_saved_tokens(kept, vocab_axis):
@@ -375,13 +368,11 @@ def check_both_passes(tokens: int, width: int, vocabulary: int, saved: int, voca
     np.testing.assert_allclose(loss(forward.statistics(inputs, plan(None))[0]), wanted, rtol=1e-5)
 
 
-@INTERPRETED
 @pytest.mark.parametrize(("tokens", "saved"), [(512, 0), (509, 0), (512, 512), (509, 512)])
 def test_both_passes(tokens, saved, adding_copies):
     check_both_passes(tokens, 128, 768, saved, vocab_axis=0)
 
 
-@INTERPRETED
 def test_a_tile_of_dc_that_its_group_is_no_multiple_of_writes_nothing_of_the_next_group(adding_copies, monkeypatch):
     """For a classifier (D, V) dc's columns are the group's. Tiles of 192 columns reached beyond a group of 512: their
     last one wrote zeros over columns of the next group, and those of the last group, formed first, stayed zero.
@@ -411,7 +402,6 @@ def test_every_tile_that_a_product_may_choose_fits_shared_memory(number):
         assert sorted(for_hopper(every, *arrays)) == ["dc", "de", "saved_de"]
 
 
-@INTERPRETED
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize("columns", SUMMED)
@@ -450,7 +440,6 @@ def test_dc_summed_over_chunks(columns, vocab_axis):
     assert np.linalg.norm(found - want) <= 1.05 * np.linalg.norm(of_rounding)
 
 
-@INTERPRETED
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize("tiles", DC, ids=str)
@@ -472,7 +461,6 @@ def test_dc_summed_over_chunks_in_float32(tiles, vocab_axis, adding_copies):
     np.testing.assert_allclose(np.moveaxis(np.float64(dc), vocab_axis, 0), want, rtol=0, atol=1e-4)
 
 
-@pytest.mark.skipif(not hopper.MOSAIC, reason="JAX 0.10 finds no layouts for the kernel that sums dc")
 @pytest.mark.parametrize(("width", "vocab_axis"), [(256, 0), (128, 1), (192, 1), (256, 1)])
 def test_dc_is_summed_by_one_kernel_in_both_layouts(width, vocab_axis, monkeypatch):
     monkeypatch.setattr(api, "local_gpu", lambda: H200)
