@@ -8,6 +8,7 @@ from functools import partial
 
 import jax
 
+from cce_kernels.block_floats import block_of
 from cce_kernels.call import Call
 from cce_kernels.device import Gpu
 from cce_kernels.engines.engine import Engine, Multiplying
@@ -62,7 +63,7 @@ class Hopper(Engine):
 
     def tile(self, role: str, call: Call, gpu: Gpu, tokens: int = 0) -> tiles.PairTiles:
         if role == "sum_dc" and call.of_dc == 2:
-            return tiles.SUMMED[self.block(call)]
+            return tiles.SUMMED[block_of(call.width)]
         if role == "sum_dc":
             sizes = tiles.dc_sizes(call.vocabulary, call.width, call.head.vocab_axis)
             return tiles.cheapest(tiles.DC, *sizes, units_of(gpu))
@@ -117,9 +118,6 @@ class Hopper(Engine):
     def de_of_chunk(self, call: Call, tokens: int, gpu: Gpu) -> Multiplying:
         tile, splits = tiles.de_of_chunk(tokens, call.width, call.vocabulary, units_of(gpu))
         return Multiplying(self, tile, None, splits)
-
-    def block(self, call: Call) -> int:
-        return min(tiles.SUMMED, key=lambda columns: cdiv(call.width, columns) * (columns + 16))
 
     def sum_dc(self, dc, steps, left, e, unit, count, factor, *, head, tiles, gpu):
         from cce_kernels.engines.hopper import products, summed
