@@ -16,9 +16,7 @@ import jax
 import numpy as np
 import torch
 
-from bench.calls import Call
-from bench.calls_jax import Compiled
-from bench.calls_torch import wait
+from bench.calls import Call, compiled, wait_for_torch
 from bench.data import SHAPES, Shape, trained
 from bench.losses_jax import full_logits, ours
 from bench.measure import in_turns
@@ -44,12 +42,13 @@ def gradients(e: torch.Tensor, c: torch.Tensor, targets: torch.Tensor) -> tuple[
 def speed(shape: Shape, rounds: int) -> dict[str, float]:
     """Medians of JAX's and torch's calls."""
     arrays, leaves = tensors(shape)
-    call = Compiled.of(jax.value_and_grad(ours("auto"), (0, 1)), *arrays)
-    full = Compiled.of(jax.value_and_grad(full_logits, (0, 1)), *arrays)
+    call = compiled(jax.value_and_grad(ours("auto"), (0, 1)), *arrays)
+    assert call.scratch is not None
+    assert call.output is not None
     runs = {
-        "jax_ms": call.call(),
-        "torch_ms": Call(lambda: leaves, gradients, wait),
-        "jax_full_logits_ms": full.call(),
+        "jax_ms": call,
+        "torch_ms": Call(lambda: gradients(*leaves), wait_for_torch),
+        "jax_full_logits_ms": compiled(jax.value_and_grad(full_logits, (0, 1)), *arrays),
     }
     medians = in_turns(runs, rounds)
     return {**medians, "ratio": medians["torch_ms"] / medians["jax_ms"], "jax_scratch_mib": call.scratch / MIB,

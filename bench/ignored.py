@@ -16,18 +16,16 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench.calls import Call
+from bench.calls import Call, step
 from bench.data import SHAPES, Inputs, trained
 from bench.measure import in_turns, steady
 from bench.methods import BUDGETS, METHODS
 from bench.report import environment
-from bench.run import calls_of
 from cce_kernels.plan import choose
 from cce_torch import bridge
 
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.95)
 RUN = 256  # tokens
-KIND = "loss-fw-bw"
 EVERY_CALL_HAS_FEWER = 2**40  # tokens
 
 
@@ -41,7 +39,7 @@ def ignoring(targets: jax.Array, share: float, runs: bool) -> jax.Array:
 def call_of(package: str, memory: str, inputs: Inputs) -> Call:
     """Forward and backward of cce_jax or cce_torch with the budget of that name."""
     method = METHODS[f"{package} {memory}".strip()]
-    return calls_of(method.framework, method.load(), inputs, [KIND])[KIND]
+    return step(method.framework, method.load(), *inputs)
 
 
 def forget() -> None:

@@ -32,8 +32,7 @@ def run(
     release()
     from bench.report import environment
 
-    measured = {key: value for key, value in environment().items() if key != "regimes"}
-    return {**asdict(job), "label": job.label, **found}, measured
+    return {**asdict(job), "label": job.label, **found}, environment()
 
 
 class InTorch:
