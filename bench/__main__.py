@@ -1,4 +1,4 @@
-"""Print time, memory and error of each method, ours and others', and write them as JSON, CSV and a picture. See --help.
+"""Print time, memory and error of each method, ours and others', and write them as JSON and a picture. See --help.
 
 Every method is checked against float64 before it is timed. A call is the mean loss with both gradients. Times are
 related to the floor, the three bare matmuls that a call cannot do without, timed in the same run. Packages that are not
@@ -75,7 +75,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="timed calls of each method (%(default)s)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="no method is begun after so many at a shape")
     parser.add_argument("--quick", action="store_true", help="one small shape, on any machine, in a minute")
-    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="written: OUT.json, OUT.csv and OUT.png")
+    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="written: OUT.json and OUT.png")
     asked = parser.parse_args()
     asked.seconds = min(asked.seconds, QUICK_SECONDS) if asked.quick else asked.seconds
     if "hidden" in asked.data and asked.hidden is None:
@@ -114,7 +114,7 @@ def main() -> None:
         set_precision(asked.precision)
     console = Console(width=None if sys.stdout.isatty() else 170)
     asked.out.parent.mkdir(parents=True, exist_ok=True)
-    results, written = None, [asked.out.with_suffix(x) for x in (".json", ".csv", ".png")]
+    results, written = None, [asked.out.with_suffix(x) for x in (".json", ".png")]
     for results in run(asked, console):
         report.write(asked.out, results)  # each time: what is measured is kept, whatever becomes of the rest
     if results:

@@ -11,14 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import pandas as pd
 from rich.table import Table
 
 from bench.peers import PACKAGES
 from bench.run import Results, Row
-
-# What the CSV begins with.
-COLUMNS = ("method", "runtime_ms", "op_mem_mb", "test_data", "ratio", "loss_error", "de_error", "dc_error")
 
 
 def environment() -> dict[str, Any]:
@@ -86,13 +82,10 @@ def absences(results: Results) -> list[str]:
 
 
 def write(out: Path, results: Results) -> None:
-    """OUT.json and OUT.csv."""
+    """OUT.json."""
     rows = [{key: _plain(value) for key, value in row.items()} for row in results.rows]
     kept = {**environment(), "rows": rows, "missing": results.missing, "failed": results.failed}
     out.with_suffix(".json").write_text(json.dumps(kept, indent=1, allow_nan=False) + "\n")
-    frame = pd.DataFrame(results.rows, columns=None if results.rows else list(COLUMNS))
-    rest = [name for name in frame.columns if name not in COLUMNS]
-    frame[[*COLUMNS, *rest]].to_csv(out.with_suffix(".csv"), index=False)
 
 
 def _plain(value: Any) -> Any:

@@ -1,6 +1,5 @@
 """The benchmark runs and keeps what it says; its float64 truth is the tests' own."""
 
-import csv
 import json
 import re
 import subprocess
@@ -23,7 +22,6 @@ from bench.run import measure
 from tests.cases import Case, inputs
 from tests.truth import truth
 
-COLUMNS = ["method", "runtime_ms", "op_mem_mb", "test_data", "ratio", "loss_error", "de_error", "dc_error"]
 PNG = b"\x89PNG"
 
 
@@ -47,12 +45,9 @@ def test_one_shape(tmp_path):
         if row["method"] != eager:  # PyTorch does not say what memory it takes on a CPU
             assert row["op_mem_mb"] > 0
     assert kept["missing"] == kept["failed"] == []
-    written = list(csv.DictReader(out.with_suffix(".csv").open()))
-    assert list(written[0])[: len(COLUMNS)] == COLUMNS
-    assert len(written) == len(kept["rows"])
     assert out.with_suffix(".png").read_bytes().startswith(PNG)
     printed = done.stdout.decode()
-    assert all(word in printed for word in (*COLUMNS[:4], ours, eager, xla))
+    assert all(word in printed for word in ("runtime_ms", "op_mem_mb", ours, eager, xla))
 
 
 def unusable(fault: str):

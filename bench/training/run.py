@@ -22,13 +22,12 @@ def run(
     job: Job, settings: Settings, folder: Path, limit_gib: float, most: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The row of a job, and where it was measured. folder: has the text, and gets the final weights of trainings."""
-    text = Text.load(folder / "text")
     if job.kind == "train":
-        found = train(job, replace(settings, seed=job.seed), text, folder)
+        found = train(job, replace(settings, seed=job.seed), Text.load(folder / "text"), folder)
     else:
         from bench.training.largest import largest
 
-        found = largest(job, settings, text.vocabulary, limit_gib, most)
+        found = largest(job, settings, limit_gib, most)
     release()
     from bench.report import environment
 
