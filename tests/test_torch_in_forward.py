@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from cce_jax import passes
 from cce_kernels.numbers import Cotangents, Wanted
 from cce_torch import bridge, in_forward, linear_cross_entropy, ops, programs
-from tests import test_loss, truth
+from tests import call, truth
 from tests.call_torch import array, run
 from tests.cases import CASES
 from tests.test_in_forward import in_forward as on  # noqa: F401  # for all tests of this file
@@ -161,7 +161,7 @@ def test_the_shapes_of_what_is_formed(dtype, wide, axis, wanted):
 
 @pytest.mark.parametrize("case", [x for x in CASES if x.options.get("reduction") != "none"], ids=str)
 def test_every_case(case, ran):
-    test_loss.check(case, "float32", "chunked", run=run)
+    call.check(case, "float32", "chunked", run=run)
     if not case.options.get("return_lse"):
         assert ran == ONCE
 
