@@ -210,7 +210,7 @@ def _wanted(rng: np.random.Generator, arrays: tuple[str, ...], objective: str) -
 
 
 def _softcap(rng: np.random.Generator) -> float | None:
-    how = _chosen(rng, none=0.7, usual=0.1, small=0.07, any=0.13)
+    how = _chosen(rng, none=0.6, usual=0.07, small=0.2, any=0.13)
     low, high = {"small": (0.1, 2.0), "any": (2.0, 1e6)}.get(how, (30.0, 30.0))
     return None if how == "none" else round(_log_uniform(rng, low, high), 3)
 
