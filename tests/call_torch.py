@@ -1,12 +1,15 @@
 """Calls of cce_torch on the NumPy inputs of a case."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
 import torch
 
-from cce_torch import linear_cross_entropy
+from cce_torch import blocks, linear_cross_entropy
 from tests.cases import Inputs
 
 
@@ -41,3 +44,22 @@ def run(given: Inputs, options: dict[str, Any], impl: str, device: str = "cpu", 
         assert gradients["c"].stride() == c.stride()
         gradients["c"] = gradients["c"].T
     return array(loss), array(lse), {k: array(v) for k, v in gradients.items()}
+
+
+@contextmanager
+def small_blocks(narrow: bool = False) -> Iterator[None]:
+    """impl="torch_compile" in groups of 64 columns, its functions as they are: to compile them takes seconds.
+
+    narrow: with matmuls of 16-bit operands that give float32, as CUDA has them.
+    """
+    with (
+        mock.patch.object(blocks, "_compiled", lambda function, variant: function),
+        mock.patch.object(blocks, "_groups", _groups_of_64),
+        mock.patch.object(blocks, "_multiplies", (lambda *_: True) if narrow else blocks._multiplies),
+        mock.patch.object(blocks, "product", lambda left, right, to: left.to(to) @ right.to(to)),
+    ):
+        yield
+
+
+def _groups_of_64(e: torch.Tensor, c: torch.Tensor, memory_budget: int | None) -> Iterator[slice]:
+    return (slice(start, min(start + 64, len(c))) for start in range(0, len(c), 64))

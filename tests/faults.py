@@ -5,7 +5,7 @@
     python -m tests.faults --only 12 40          these, by number
     python -m tests.faults --sound               the same tests without any fault: all must pass
 
-A fault that survives needs a test that sees it. The faults are in tests/planted.py.
+A fault that survives needs a test that sees it. The faults are in tests/planted.txt.
 """
 
 import argparse
@@ -18,15 +18,51 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from tests.planted import FAULTS, Fault
-
 ROOT = Path(__file__).resolve().parent.parent
+DRAWN = "test_search.py::test_calls_without_a_gpu"
 PACKAGES = ("kernels", "cce_jax", "cce_torch")
 COPIED = (*PACKAGES, "tests", "pyproject.toml")
 SECONDS = 400  # a fault may make a kernel wait for ever
 ANSWERS, NOTHING = {0: "survived", 1: "caught"}, "no test ran"  # by pytest's exit status
+
+
+@dataclass
+class Fault:
+    file: str
+    what: str
+    test: str = DRAWN  # an argument of pytest, in the folder tests
+    jax11: bool = False  # whether the test needs JAX 0.11: its GPU interpreter, or to compile for an absent GPU
+    old: str = ""
+    new: str = ""
+
+
+def listed() -> list[Fault]:
+    """The faults of tests/planted.txt."""
+    file, found = "", []
+    for line in (ROOT / "tests" / "planted.txt").read_text().splitlines():
+        sign, text = line[4:5], line[5:]
+        if not line or line.startswith("#"):
+            continue
+        if not line.startswith(" "):
+            file = line
+        elif not line.startswith("    "):
+            found.append(Fault(file, line.strip()))
+        elif sign == "@":
+            needs, found[-1].test = text.split(maxsplit=1) if text.startswith("jax11") else ("", text.strip())
+            found[-1].jax11 = bool(needs)
+        elif sign == "-":
+            found[-1].old += "\n" * bool(found[-1].old) + text
+        elif sign == "+":
+            found[-1].new += "\n" * bool(found[-1].new) + text
+        else:
+            raise ValueError(f"tests/planted.txt: {line!r}")
+    return found
+
+
+FAULTS = listed()
 
 
 @contextmanager
@@ -50,7 +86,7 @@ def planted(fault: Fault | None) -> Iterator[Path]:
 def answer(fault: Fault, sound: bool, python: str) -> tuple[str, str]:
     """What became of the fault, and pytest's last line that says why."""
     with planted(None if sound else fault) as copy:
-        command = [python, "-m", "pytest", "-x", "-p", "no:cacheprovider", *fault.tests]
+        command = [python, "-m", "pytest", "-x", "-p", "no:cacheprovider", fault.test]
         paths = f"{copy}{os.pathsep}{copy / 'kernels'}"
         environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
         try:

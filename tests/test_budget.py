@@ -1,4 +1,4 @@
-"""Saved exponentials and skipped tokens: every way that the kernels have to the same gradient, against float64."""
+"""Saved exponentials and skipped tokens, where the random search (tests/search) does not reach or hits too rarely."""
 
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -48,26 +48,7 @@ class Way:
 
 
 EACH = {"reduction": "none", "return_lse": True}
-CAPPED = {"softcap": 4.0, "logit_scale": 1.3}
-SMOOTHED = {"label_smoothing": 0.2, "logit_scale": 1.3}
-WEIGHTED = ("bias", "class_weight")
-LAST = {"vocab_axis": 1}
-WAYS = [
-    Way(ALL, TOKENS),
-    Way(ALL, TOKENS, arrays=("bias",), options=EACH | LAST),
-    Way(ALL, FEW_TOKENS, arrays=("bias", "token_weight"), options=EACH | {"logit_scale": -1.7, "z_loss": 0.02}),
-    Way(ALL, TOKENS, arrays=ARRAYS, options=SMOOTHED),
-    Way(ALL, TOKENS, arrays=("bias",), options=CAPPED | EACH),
-    Way(ALL, TOKENS, arrays=("bias",), options=EACH, vocabulary=ODD),
-    Way(ALL, FEW_TOKENS, options=CAPPED | LAST | {"z_loss": 0.02}, vocabulary=ODD),
-    Way(ALL, FEW_TOKENS, arrays=ARRAYS, options=SMOOTHED | LAST | {"z_loss": 0.02, "return_lse": True}, vocabulary=ODD),
-    Way(0, TOKENS, arrays=("bias",), options=EACH),
-    Way(0, FEW_TOKENS, arrays=("bias", "token_weight"), options=EACH | LAST, vocabulary=ODD),
-    Way(0, TOKENS, arrays=ARRAYS, options=CAPPED | SMOOTHED | EACH | LAST),
-    Way(ALL, TOKENS, "float16", ("bias",), EACH | LAST),
-    Way(ALL, TOKENS, "float16", WEIGHTED, CAPPED | SMOOTHED),
-    Way(ALL, TOKENS, "float32", ARRAYS, CAPPED | SMOOTHED | EACH),
-]
+BIAS = Way(ALL, TOKENS, arrays=("bias",), options=EACH | {"vocab_axis": 1})
 
 
 def ignored(tokens: int) -> dict[str, np.ndarray]:
@@ -93,11 +74,8 @@ def with_odd_cotangents(given: Inputs) -> Inputs:
     return replace(given, of_loss=of_loss, of_lse=of_lse)
 
 
-def check(given: Inputs, way: Way, hidden: np.ndarray, repeat: bool = True, impl: str = "cce") -> tuple[tuple, tuple]:
-    """Compare with float64, and return both. hidden: tokens that are ignored, and hold NaN.
-
-    repeat: whether the call is made again, and must have the same bits.
-    """
+def check(given: Inputs, way: Way, hidden: np.ndarray, impl: str = "cce") -> tuple[tuple, tuple]:
+    """Compare with float64, and return both. hidden: tokens that are ignored, and hold NaN."""
     given = replace(given, targets=np.where(hidden, -100, given.targets))
     dirty = replace(given, e=np.where(hidden[:, None], np.nan, given.e).astype(given.e.dtype))
     loss, lse, gradients = exact = truth(given, {k: v for k, v in way.options.items() if k != "vocab_axis"})
@@ -109,26 +87,13 @@ def check(given: Inputs, way: Way, hidden: np.ndarray, repeat: bool = True, impl
     for name, gradient in actual[2].items():
         assert_rounded(gradient, gradients[name], reference[2][name], f"gradient of {name}", roundings=roundings)
     assert not np.float32(actual[2]["e"][hidden]).any()
-    if repeat:
-        again = run(dirty, way.options, impl, memory_budget=way.budget)
-        jax.tree.map(np.testing.assert_array_equal, again, actual)
     return actual, exact
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_every_way_is_right_whichever_tokens_are_ignored(way):
-    for seed, (what, hidden) in enumerate(ignored(way.tokens).items()):
-        given = with_odd_cotangents(way.inputs(seed))
-        try:
-            check(given, way, hidden, repeat=what == "few")
-        except AssertionError as failed:
-            raise AssertionError(f"{what} ignored: {failed}") from None
-
-
 PADDED = [
-    Way(0, TOKENS, "float32", ("bias",), EACH | CAPPED),
-    Way(0, TOKENS, "float16", ARRAYS, SMOOTHED | LAST),
-    Way(0, TOKENS, "bfloat16", ("bias", "token_weight"), EACH | LAST, vocabulary=ODD),
+    Way(0, TOKENS, "float32", ("bias",), EACH | {"softcap": 4.0, "logit_scale": 1.3}),
+    Way(0, TOKENS, "float16", ARRAYS, {"label_smoothing": 0.2, "vocab_axis": 1}),
+    Way(0, TOKENS, "bfloat16", ("bias", "token_weight"), EACH | {"vocab_axis": 1}, vocabulary=ODD),
 ]
 
 
@@ -147,7 +112,7 @@ def padded_rows(monkeypatch):
 @pytest.mark.usefixtures("padded_rows")
 def test_rows_that_are_appended_for_xla_change_no_gradient(way):
     for what in ("none", "most", "all"):
-        check(with_odd_cotangents(way.inputs()), way, ignored(way.tokens)[what], repeat=False, impl="chunked")
+        check(with_odd_cotangents(way.inputs()), way, ignored(way.tokens)[what], impl="chunked")
 
 
 @pytest.mark.parametrize("options", [EACH, EACH | {"label_smoothing": 0.2}], ids=str)
@@ -193,15 +158,15 @@ def test_dbias_of_saved_tokens_has_their_factor_to_16_bits():
     np.testing.assert_array_equal(found, np.full(V, 3 * (1 + 2.0**-8)).astype(found.dtype))
 
 
-FAR = [way for way in WAYS
-       if way.dtype == "bfloat16" and "softcap" not in way.options and way.arrays == ("bias",)]  # fmt: skip
-MORE = [
+FAR = [
+    BIAS,
+    Way(ALL, TOKENS, arrays=("bias",), options=EACH, vocabulary=ODD),
     Way(ALL, TOKENS, arrays=("bias",), options=EACH | {"label_smoothing": 0.1}),
     Way(ALL, TOKENS, arrays=("bias",), options=EACH | {"softcap": 60.0}),
 ]
 
 
-@pytest.mark.parametrize("softcap", [0.5, 8.9, 40.0])
+@pytest.mark.parametrize("softcap", [0.5, 40.0])
 def test_saved_exponentials_of_logits_that_reach_the_softcap(softcap):
     """The slope 1 − (z/κ)² of such a logit is small. From a rounded exponential it would be wrong by 2⁻⁹·2/κ."""
     way = Way(ALL, TOKENS, options=EACH | {"softcap": softcap, "logit_scale": softcap})
@@ -212,7 +177,7 @@ def test_saved_exponentials_of_logits_that_reach_the_softcap(softcap):
 
 
 @pytest.mark.parametrize("hide", ["none", "most"])
-@pytest.mark.parametrize("way", [*FAR, *MORE], ids=str)
+@pytest.mark.parametrize("way", FAR, ids=str)
 def test_rows_whose_largest_logit_is_far_above_their_targets(way, hide):
     """By more than 30 nats, from where on exponentials are relative to lse; and by 90, where they overflow."""
     given = with_odd_cotangents(way.inputs())
@@ -232,7 +197,7 @@ def test_rows_whose_largest_logit_is_far_above_their_targets(way, hide):
         assert error(found[2]["e"][rows], exact[2]["e"][rows]) < 3 * 2.0**-8
 
 
-@pytest.mark.parametrize("way", FAR, ids=str)
+@pytest.mark.parametrize("way", FAR[:2], ids=str)
 def test_a_bias_of_minus_infinity_removes_a_class(way):
     given = with_odd_cotangents(way.inputs())
     results = []
@@ -243,37 +208,6 @@ def test_a_bias_of_minus_infinity_removes_a_class(way):
                            memory_budget=way.budget))  # fmt: skip
     jax.tree.map(np.testing.assert_array_equal, *results)
     assert np.isfinite(np.float32(results[0][2]["c"])).all()
-
-
-@pytest.mark.parametrize("bad", ["V", 2**31 - 1, -1])
-@pytest.mark.parametrize("way", FAR, ids=str)
-def test_a_target_out_of_range_is_nan_and_so_is_every_gradient_it_reaches(way, bad):
-    given, bad = way.inputs(), way.vocabulary if bad == "V" else bad
-    targets = np.where(np.arange(way.tokens) == 5, bad, given.targets).astype(np.int32)
-    loss, lse, gradients = run(replace(given, targets=targets), way.options, "cce", memory_budget=way.budget)
-    others = np.arange(way.tokens) != 5
-    assert np.isnan(loss).tolist() == (~others).tolist()
-    assert np.isfinite(lse).all()
-    assert np.isnan(np.float32(gradients["e"][5])).all()
-    assert np.isfinite(np.float32(gradients["e"])[others]).all()
-    assert np.isnan(np.float32(gradients["c"])).all()
-    assert np.isnan(np.float32(gradients["bias"])).all()
-
-
-@pytest.mark.parametrize("budget", [0, ALL])
-def test_the_gradient_of_lse_is_finite_and_right_for_a_target_out_of_range(budget):
-    given = Way(budget, TOKENS).inputs()
-    targets = np.where(np.arange(TOKENS) % 7 == 5, V, given.targets)
-
-    def objective(e, c):
-        options = dict(reduction="none", return_lse=True, impl="cce", memory_budget=budget)
-        return jnp.sum(linear_cross_entropy(e, c, targets, **options)[1] * given.of_lse)
-
-    de, dc = jax.jit(jax.grad(objective, (0, 1)))(given.e, given.c)
-    z = np.float64(given.e) @ np.float64(given.c).T
-    p = np.exp(z - np.logaddexp.reduce(z, axis=1)[:, None]) * given.of_lse[:, None]
-    for actual, exact in ((de, p @ np.float64(given.c)), (dc, p.T @ np.float64(given.e))):
-        assert_rounded(actual, exact, exact.astype(given.e.dtype), "gradient of lse", roundings=3)
 
 
 def test_another_backward_pass_has_the_bits_of_the_first():
@@ -300,10 +234,9 @@ def test_another_backward_pass_has_the_bits_of_the_first():
         assert error(other.e, first.e) > 0.1
 
 
-@pytest.mark.parametrize("budget", [0, ALL])
-def test_a_retained_vjp(budget):
-    given = Way(budget, TOKENS).inputs()
-    loss = partial(linear_cross_entropy, targets=given.targets, impl="cce", memory_budget=budget)
+def test_a_retained_vjp():
+    given = Way(ALL, TOKENS).inputs()
+    loss = partial(linear_cross_entropy, targets=given.targets, impl="cce", memory_budget=ALL)
     value, pullback = jax.vjp(loss, jnp.asarray(given.e), jnp.asarray(given.c))
     first, other, again = pullback(value), pullback(-2 * value), pullback(value)
     jax.tree.map(np.testing.assert_array_equal, first, again)
@@ -339,9 +272,7 @@ def checkpointed(loss):
     return scanned(jax.checkpoint(loss))
 
 
-@pytest.mark.parametrize(
-    ("transform", "budget"), [(mapped, ALL), (mapped, 0), (scanned, ALL), (checkpointed, ALL), (checkpointed, 0)]
-)
+@pytest.mark.parametrize(("transform", "budget"), [(mapped, ALL), (mapped, 0), (checkpointed, ALL)])
 def test_transformed(transform, budget):
     """Under vmap the choice by the number of kept tokens, few in the second row, becomes a selection of both ways."""
     given = inputs(Case("", (2 * TOKENS,), D, V, ignored=0.0), "bfloat16")

@@ -21,14 +21,15 @@ from tests.devices.meshes import MODES, Layout, gradient_of
 from tests.lowering import for_hopper, kernels, mesh_of_gpus
 
 ROOT = Path(__file__).parents[1]
-GROUPS = ("layouts", "options", "drawn", "errors", "in_forward")
+GROUPS = {"options": ("layouts", "drawn", "errors", "options"), "in_forward": ("in_forward",)}
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_on_eight_devices(group):
+    """Two processes alone, as one needs seconds to start."""
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist",
-               f"tests/devices/{group}.py"]  # fmt: skip
+    files = [f"tests/devices/{name}.py" for name in GROUPS[group]]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *files]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
     assert re.search(r"\d+ passed", run.stdout), run.stdout
@@ -40,13 +41,19 @@ def test_two_processes():
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu",
-                   "PYTHONPATH": os.pathsep.join((".", "kernels"))}  # fmt: skip
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join((".", "kernels")),
+    }
     command = [sys.executable, "-m", "tests.devices.processes", address, "2"]
     both = [
-        subprocess.Popen([*command, str(k)], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
-                         stderr=subprocess.STDOUT) for k in range(2)
-    ]  # fmt: skip
+        subprocess.Popen(
+            [*command, str(k)], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        for k in range(2)
+    ]
     try:
         said = [process.communicate(timeout=300)[0] for process in both]
     finally:
@@ -58,11 +65,12 @@ def test_two_processes():
 
 
 TWO_AXES = {"data": 2, "tensor": 2}
-LAYOUTS = [
+TOKENS, BOTH, WIDTH = (
     Layout("tokens", TWO_AXES, P("data"), P()),
     Layout("both", TWO_AXES, P("data"), P("tensor")),
     Layout("both, c's width over data", TWO_AXES, P("data"), P("tensor", "data")),
-]
+)
+LOWERED = list(zip((TOKENS, BOTH, WIDTH, BOTH, WIDTH), MODES, strict=True))
 
 
 def lowered(layout: Layout, mode: str, memory_budget, find):
@@ -81,8 +89,7 @@ def lowered(layout: Layout, mode: str, memory_budget, find):
 
 
 @pytest.mark.parametrize("memory_budget", [0, "all"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("layout", "mode"), LOWERED, ids=str)
 def test_the_triton_kernels_lower(layout, mode, memory_budget, monkeypatch):
     monkeypatch.setattr(api, "local_gpu", lambda: Gpu("8.9", 132))
     found = {kernel.name for kernel in lowered(layout, mode, memory_budget, kernels)}
@@ -91,8 +98,7 @@ def test_the_triton_kernels_lower(layout, mode, memory_budget, monkeypatch):
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the hopper engine needs JAX 0.11")
 @pytest.mark.parametrize("memory_budget", [0, 16 * 2**20])  # all are saved; with more XLA multiplies them
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("layout", "mode"), LOWERED, ids=str)
 def test_the_hopper_kernels_lower(layout, mode, memory_budget, monkeypatch):
     monkeypatch.setattr(api, "local_gpu", lambda: Gpu("9.0", 132))
     found = set(lowered(layout, mode, memory_budget, for_hopper))
@@ -100,8 +106,7 @@ def test_the_hopper_kernels_lower(layout, mode, memory_budget, monkeypatch):
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the hopper engine needs JAX 0.11")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("layout", "mode"), LOWERED, ids=str)
 def test_the_hopper_kernels_form_gradients_in_the_forward_pass(layout, mode, monkeypatch):
     """In chunks of 256 tokens: the sums of a chunk, de, and dc in the loop, for the last chunk and backward."""
     monkeypatch.setattr(api, "local_gpu", lambda: Gpu("9.0", 132))

@@ -1,4 +1,4 @@
-"""The compiled kernels on a GPU: run with `pytest -m gpu`."""
+"""The compiled kernels on a GPU: run with `pytest -m gpu`. `python -m tests.search` draws thousands of calls there."""
 
 import os
 import re
@@ -17,14 +17,12 @@ from bench.data import Shape, flat, trained
 from cce_jax import linear_cross_entropy
 from tests import test_edges as edges
 from tests import test_transforms as transforms
-from tests.cases import CASES, Case, inputs
-from tests.test_loss import check
+from tests.cases import CASES, inputs
 from tests.test_structure import arrays, traced
 from tests.tolerance import error
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20
-BUDGETS = (0, 300 * MIB)  # with the second, a call of few tokens in bfloat16 saves all exponentials
 
 
 def loss(e, c, targets, **options):
@@ -43,31 +41,6 @@ def check_mean_loss(e, c, targets):
     assert float64.relative_error(dc, exact.dc) < 1.8 * float64.rounding_error(exact.dc, c.dtype)
 
 
-@pytest.mark.parametrize("memory_budget", BUDGETS)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_bfloat16(case, memory_budget):
-    check(case, "bfloat16", "cce", memory_budget=memory_budget)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("name", ["plain", "bias", "smoothing and class weights", "everything"])
-def test_other_types(name, dtype):
-    check(next(c for c in CASES if c.name == name), dtype, "cce")
-
-
-@pytest.mark.parametrize("name", ["plain", "everything"])
-def test_classifier_with_the_vocabulary_last(name):
-    check(next(c for c in CASES if c.name == name), "bfloat16", "cce", vocab_axis=1)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (129, 65, 257), (300, 200, 1111), (128, 128, 256), (127, 63, 4097)])
-@pytest.mark.parametrize("memory_budget", BUDGETS)
-def test_ragged_shapes(memory_budget, shape, dtype):
-    case = Case("ragged", shape[:1], *shape[1:], arrays=("bias",), ignored=0.1)
-    check(case, dtype, "cce", seed=shape[0], memory_budget=memory_budget)
-
-
 @pytest.mark.parametrize("make", [trained, flat])
 def test_more_than_two_to_the_31_logits(make):
     shape = Shape(20_000, 64, 120_000)
@@ -81,21 +54,14 @@ def test_a_classifier_of_more_than_two_to_the_32_bytes():
     check_mean_loss(*trained(shape))
 
 
-@pytest.mark.parametrize("scale", [1e2, 1e4])
-def test_logits_to_1e4(scale):
-    edges.test_extreme_logits("cce", scale)
-
-
 def test_edges():
-    for poison in (np.nan, np.inf):
-        for reduction in ("mean", "none"):
-            edges.test_nothing_of_an_ignored_token_gets_out("cce", poison, reduction)
-    edges.test_every_token_ignored_is_zero_not_nan("cce", True, "mean")
-    edges.test_a_bias_of_minus_infinity_removes_a_class("cce")
-    for cotangent in (1e-6, 1.0, 1e4):
-        edges.test_float16_neither_underflows_nor_overflows(cotangent)
-    for bad in (70, 2**31 - 1, -1, -(2**31)):
-        edges.test_target_out_of_range_is_nan_and_so_is_every_gradient_it_reaches("cce", bad)
+    with edges.call_torch.small_blocks():
+        for package, impl in (("jax", "cce"), ("torch", "chunked"), ("torch", "torch_compile")):
+            edges.test_nothing_of_an_ignored_token_gets_out(package, impl, np.nan, "none")
+            edges.test_a_bias_of_minus_infinity_removes_a_class(package, impl)
+            for cotangent in (1e-6, 1e4):
+                edges.test_float16_neither_underflows_nor_overflows(package, impl, cotangent)
+            edges.test_wide_integers_do_not_wrap_into_the_vocabulary(package, impl)
 
 
 def test_vmap():

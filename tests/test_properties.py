@@ -1,4 +1,4 @@
-"""Combinations of options and shapes drawn at random, against float64; and laws that any cross-entropy obeys."""
+"""Laws that any cross-entropy obeys."""
 
 import jax
 import numpy as np
@@ -6,49 +6,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cce_jax import linear_cross_entropy
-from tests.call import run
-from tests.cases import ARRAYS, Case, inputs
+from tests.cases import Case, inputs
 from tests.tolerance import error
-from tests.truth import truth
 
-RANDOM = settings(max_examples=16, suppress_health_check=[HealthCheck.too_slow])
-
-
-@st.composite
-def cases(draw) -> Case:
-    options = {"reduction": draw(st.sampled_from(["mean", "sum", "none"])), "return_lse": draw(st.booleans())}
-    numbers = {"softcap": (0.5, 20), "logit_scale": (-2, 2), "label_smoothing": (0, 1), "z_loss": (0, 0.1),
-               "num_items": (0.5, 50)}  # fmt: skip
-    for name, (low, high) in numbers.items():
-        if draw(st.booleans()) and (name != "num_items" or options["reduction"] == "mean"):
-            options[name] = draw(st.floats(low, high, allow_subnormal=False))
-    leading = tuple(draw(st.lists(st.integers(1, 7), max_size=3)))
-    if leading and leading[-1] > 1:
-        options["shift"] = draw(st.integers(0, leading[-1] - 1))
-    arrays = tuple(a for a in ARRAYS if draw(st.booleans()))
-    return Case("random", leading, draw(st.integers(1, 40)), draw(st.integers(1, 130)), arrays, 0.3, options)
-
-
-@RANDOM
-@given(cases(), st.sampled_from(["cce", "chunked", "reference"]), st.sampled_from([0, 1]), st.integers(0, 99))
-def test_any_combination_in_float32(case, impl, vocab_axis, seed):
-    """float32 against float64, each gradient relative to the largest: 3e-5 is 256 roundings of terms of one size.
-
-    Where a token's p is almost 1, p − 1 cancels: what is left is off by roundings of 1, times a cotangent and an
-    element of the other matrix.
-    """
-    drawn = inputs(case, seed=seed)
-    want = truth(drawn, case.options)
-    actual = run(drawn, case.options, impl, vocab_axis=vocab_axis)
-    np.testing.assert_allclose(actual[0], want[0], rtol=3e-5, atol=3e-5)
-    np.testing.assert_allclose(actual[1], want[1], rtol=3e-5, atol=3e-5)
-    cotangent = max(1, abs(case.options.get("logit_scale", 1))) * np.abs(drawn.of_loss).max(initial=0.0)
-    other = {"e": drawn.c, "c": drawn.e}
-    for name, gradient in actual[2].items():
-        assert np.isfinite(gradient).all()
-        size = max(np.abs(want[2][name]).max(initial=0.0), 1e-3)
-        cancelled = 4 * np.finfo(np.float32).eps * cotangent * np.abs(other.get(name, 1.0)).max(initial=0.0)
-        assert np.abs(gradient - want[2][name]).max(initial=0.0) <= 3e-5 * size + cancelled, name
+RANDOM = settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
 
 
 @RANDOM

@@ -30,8 +30,8 @@ from tests.search.truth import truth
 from tests.test_hopper import INTERPRETED, SMALL, adding_copies  # noqa: F401
 
 SEED = 1
-PROGRAMS = 40  # of SHARED calls each
-TOGETHER = 5  # programs of one test
+PROGRAMS = 56  # of SHARED calls each
+TOGETHER = 7  # programs of one test
 HOPPER_PROGRAMS = 8
 
 
@@ -40,13 +40,26 @@ def check(numbers, where: str) -> None:
     for number in numbers:
         call = draw(SEED, number, where)
         wrong += [f"--seed {SEED} --only {number}: {call}: {words}" for words in failures(call)]
+        if number % SHARED == 0 and not same_again(call):
+            wrong.append(f"--seed {SEED} --only {number}: {call}: other bits when called again")
     search_run.forget()
     assert not wrong, "\n".join(wrong)
 
 
+def same_again(call: Call) -> bool:
+    """Whether the same call has the same bits."""
+    run = search_run.run_torch if call.program.package == "torch" else search_run.run_jax
+    found = (jax.tree.map(lambda x: np.ascontiguousarray(x).view(np.uint8), run(call.program, drawn_arrays(call)))
+             for _ in range(2))  # fmt: skip
+    return bool(jax.tree.all(jax.tree.map(np.array_equal, *found)))
+
+
 @pytest.mark.parametrize("first", range(0, PROGRAMS, TOGETHER))
-def test_calls_through_the_interpreter(first):
-    check(range(first * SHARED, (first + TOGETHER) * SHARED), "small")
+def test_calls_without_a_gpu(first):
+    """The kernels through Pallas' interpreter; and every implementation without kernels."""
+    call_torch = pytest.importorskip("tests.call_torch", exc_type=ImportError)
+    with call_torch.small_blocks(narrow=first % 2 == 1):
+        check(range(first * SHARED, (first + TOGETHER) * SHARED), "small")
 
 
 @pytest.fixture
@@ -232,7 +245,8 @@ def test_a_number_is_a_call_whose_literal_says_all(where):
 def test_everything_is_drawn():
     programs = {draw(0, SHARED * number, "small").program for number in range(2000)}
     for name, values in {
-        "package": {"jax", "torch"}, "impl": {"cce", "chunked"}, "dtype": {"bfloat16", "float16", "float32"},
+        "package": {"jax", "torch"}, "impl": {"cce", "chunked", "reference", "torch_compile"},
+        "dtype": {"bfloat16", "float16", "float32"},
         "vocab_axis": {0, 1}, "objective": {"loss", "lse", "both"}, "return_lse": {True, False},
         "reduction": {"mean", "sum", "none"},
     }.items():  # fmt: skip
@@ -245,7 +259,7 @@ def test_everything_is_drawn():
     calls = [draw(0, number, "small") for number in range(2000)]
     assert len(Counter(c.data.ignored for c in calls)) == 7
     assert len(Counter(c.data.kind for c in calls)) == 4
-    assert all(any(getattr(c.data, x) for c in calls) for x in ("poison", "out_of_range", "bias"))
+    assert all(any(getattr(c.data, x) for c in calls) for x in ("poison", "out_of_range", "bias", "odd"))
 
 
 def test_on_a_gpu_half_of_the_calls_are_hoppers_and_fit(monkeypatch):

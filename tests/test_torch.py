@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from cce_jax import losses
 from cce_torch import LinearCrossEntropy, linear_cross_entropy, ops
@@ -89,86 +88,6 @@ def test_opcheck(smoothing, transposed):
                           (*cotangents, *arguments, numbers, None, True, True, False, True, *options))  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_computes_in_the_type_of_linear(dtype):
-    """tests/test_mixed.py compares the gradients."""
-    e, c, t = example()
-    with torch.autocast("cpu", dtype=dtype):
-        actual = linear_cross_entropy(e, c, t)
-    assert actual.dtype == torch.float32
-    assert torch.equal(actual, linear_cross_entropy(e.to(dtype), c.to(dtype), t))
-    assert [g.dtype for g in gradients(actual, e, c)] == [torch.float32] * 2
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant):
-    e, c, t = example()
-    actual = checkpoint(lambda e: linear_cross_entropy(e.sin(), c, t), e, use_reentrant=reentrant)
-    actual.backward()
-    assert_same([e.grad, c.grad], gradients(linear_cross_entropy(e.sin(), c, t), e, c))
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_retained_graph_and_other_cotangents(impl):
-    e, c, t = example()
-    loss = linear_cross_entropy(e, c, t, impl=impl)
-    first = torch.autograd.grad(loss, (e, c), retain_graph=True)
-    second = torch.autograd.grad(loss, (e, c), -3 * torch.ones(()), retain_graph=True)
-    assert_same(second, [-3 * g for g in first])
-    assert_same(torch.autograd.grad(loss, (e, c)), first)
-
-
-@pytest.mark.parametrize("kind", ["expanded", "sliced", "transposed", "negated"])
-def test_cotangents_of_any_strides(kind):
-    e, c, t = example()
-    dense = torch.randn(6, 4)
-    given = {
-        "expanded": torch.randn(6, 1).expand(6, 4),
-        "sliced": torch.randn(6, 8)[:, ::2],
-        "transposed": torch.randn(4, 6).T,
-        "negated": torch._neg_view(dense),
-    }[kind]
-    run = dict(reduction="none", return_lse=True)
-    loss, lse = linear_cross_entropy(e.view(6, 4, -1), c, t.view(6, 4), **run)
-    actual = torch.autograd.grad((loss, lse), (e, c), (given, given), retain_graph=True)
-    cotangent = given.clone(memory_format=torch.contiguous_format).resolve_neg()
-    assert_same(actual, torch.autograd.grad((loss, lse), (e, c), (cotangent, cotangent)))
-
-
-def test_a_hook_on_saved_tensors_may_drop_strides(monkeypatch):
-    """The saved exponentials have the padded size that was chosen for the strides of the forward pass."""
-    from cce_torch import programs
-
-    monkeypatch.setattr(programs, "_kinds", type(programs._kinds)())
-    monkeypatch.setattr(programs, "EXACT", 1)
-
-    def loss(tokens):
-        e, c, t = example(tokens, dtype=torch.bfloat16)
-        c = c.detach().T.contiguous().requires_grad_()
-        return linear_cross_entropy(e, c, t, vocab_axis=1, impl="cce", memory_budget="all"), e, c
-
-    first = loss(7)  # gets a program of its own; 24 tokens are then padded
-    expected = gradients(*loss(24))
-    with torch.autograd.graph.save_on_cpu(pin_memory=True):  # copies into row-major memory, on a CPU too
-        found = loss(24)
-    assert_same(gradients(*found), expected)
-    gradients(*first)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_inputs_of_any_strides(impl):
-    e, c, t = example()
-    expected = gradients(linear_cross_entropy(e, c, t, impl=impl), e, c)
-    wide, tall = torch.zeros(24, 32), torch.zeros(71, 16)
-    wide[:, ::2], tall[1:] = e.detach(), c.detach()
-    views = wide[:, ::2].requires_grad_(), tall[1:].requires_grad_(), torch.stack([t, t], 1)[:, 0]
-    assert_same(gradients(linear_cross_entropy(*views, impl=impl), *views[:2]), expected)
-    negated = torch._neg_view(-e.detach()).requires_grad_()
-    assert_same(gradients(linear_cross_entropy(negated, c, t, impl=impl), negated, c), expected)
-    unaligned = torch.zeros(24 * 16 + 1)[1:].view(24, 16).copy_(e.detach()).requires_grad_()
-    assert_same(gradients(linear_cross_entropy(unaligned, c, t, impl=impl), unaligned, c), expected)
-
-
 def test_what_describes_a_lent_array_is_there_as_long_as_the_array(monkeypatch):
     """JAX reads it again when the array goes; by then the memory of Python's own objects would hold something else."""
     from cce_torch import bridge
@@ -215,55 +134,6 @@ def test_a_frozen_input_gets_no_gradient_and_costs_none(monkeypatch):
     assert_same(gradients(loss(e, c.detach()), e), expected[:1])
     assert_same(gradients(loss(e.detach(), c), c), expected[1:])
     assert [(w.e, w.c, w.bias) for w in asked] == [(True, True, False), (True, False, False), (False, True, False)]
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation_saves_nothing(mode):
-    e, c, t = example()
-    with mode():
-        loss, lse = linear_cross_entropy(e, c, t, return_lse=True)
-    assert loss.grad_fn is None
-    assert lse.grad_fn is None
-    assert torch.equal(loss, linear_cross_entropy(e, c, t))
-
-
-def test_bit_identical_when_called_again():
-    e, c, t = example()
-    for impl in IMPLS:
-        first, second = ([x, *gradients(x, e, c)] for x in (linear_cross_entropy(e, c, t, impl=impl) for _ in "ab"))
-        assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
-
-
-def test_func_grad_and_vmap_of_it():
-    e, c, t = example()
-    (expected,) = gradients(linear_cross_entropy(e, c, t), e)
-    assert_same([torch.func.grad(lambda e: linear_cross_entropy(e, c, t))(e)], [expected])
-    each = torch.func.vmap(torch.func.grad(lambda e: linear_cross_entropy(e, c.detach(), t)))(torch.stack([e, e + 1]))
-    assert_same([each[0]], [expected])
-
-
-def _tangent(f, e):
-    """The derivative of f along e, by dual numbers. A result without one is None."""
-    with torch.autograd.forward_ad.dual_level():
-        f(e.detach())  # which has no tangent
-        dual = torch.autograd.forward_ad.make_dual(e.detach(), torch.ones_like(e))
-        return torch.autograd.forward_ad.unpack_dual(f(dual)).tangent
-
-
-@pytest.mark.parametrize(
-    "derivative",
-    [
-        lambda f, e: torch.func.jvp(f, (e,), (e,)),
-        lambda f, e: torch.func.hessian(f)(e),
-        lambda f, e: _tangent(f, e),
-        lambda f, e: torch.autograd.grad(torch.autograd.grad(f(e), e, create_graph=True)[0].sum(), e),
-    ],
-)
-def test_other_derivatives_are_an_error_that_names_the_reference(derivative):
-    e, c, t = example()
-    with pytest.raises(NotImplementedError, match="impl='reference'"):
-        derivative(lambda e: linear_cross_entropy(e, c, t), e)
-    assert derivative(lambda e: linear_cross_entropy(e, c, t, impl="reference"), e) is not None
 
 
 def test_jit_trace_names_what_it_can_record():

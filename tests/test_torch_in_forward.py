@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from cce_jax import passes
 from cce_kernels.numbers import Cotangents, Wanted
 from cce_torch import bridge, in_forward, linear_cross_entropy, ops, programs
-from tests import test_loss, truth
-from tests.call_torch import array, run
-from tests.cases import CASES
+from tests import truth
+from tests.call_torch import array
 from tests.test_in_forward import in_forward as on  # noqa: F401  # for all tests of this file
 from tests.test_torch import OPTIONS, SCHEDULED
 from tests.tolerance import assert_rounded
@@ -159,20 +158,6 @@ def test_the_shapes_of_what_is_formed(dtype, wide, axis, wanted):
     assert [(x.shape, x.dtype) for x in found[0]] == [(x.shape, x.dtype) for x in expected[0]]
 
 
-@pytest.mark.parametrize("case", [x for x in CASES if x.options.get("reduction") != "none"], ids=str)
-def test_every_case(case, ran):
-    test_loss.check(case, "float32", "chunked", run=run)
-    if not case.options.get("return_lse"):
-        assert ran == ONCE
-
-
-def test_against_pytorchs_own_cross_entropy():
-    e, c, t = example(dtype=torch.float32)
-    expected = torch.nn.functional.cross_entropy(e.double() @ c.double().T, t) / 3
-    for x, y in zip(gradients(loss(e, c, t) / 3, e, c), gradients(expected, e, c), strict=True):
-        assert torch.linalg.norm(x - y) <= 1e-5 * torch.linalg.norm(y)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_backward_again_over_a_kept_graph(dtype, axis, ran):
@@ -298,16 +283,6 @@ def test_only_what_is_wanted_is_formed(ran):
     assert ran == ["torch_loss", "torch_gradients", "torch_loss", "torch_loss"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_saved_tensors_may_be_offloaded(dtype):
-    e, c, t = example(dtype=dtype)
-    expected = gradients(loss(e, c, t), e, c)
-    with torch.autograd.graph.save_on_cpu():
-        value = loss(e, c, t)
-    assert_same(gradients(value, e, c, retain_graph=True), expected)
-    assert_same(gradients(value, e, c), expected)
-
-
 def test_what_a_hook_keeps_stays_as_it_is():
     e, c, t = example()
     expected = gradients(loss(e, c, t), e, c)
@@ -348,32 +323,6 @@ def test_selective_checkpointing():
         assert_same(gradients(value, e, c), expected)
 
 
-def test_autocast(ran):
-    e, c, t = example(dtype=torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        value = loss(e, c, t)
-    found = gradients(value, e, c)
-    assert ran == ONCE
-    assert_same(found[1:], gradients(loss(e.bfloat16(), c, t), c))
-    assert_same(found[:1], [gradients(loss(e.bfloat16(), c, t), e)[0]])
-
-
-def test_cotangents_may_be_batched():
-    e, c, t = example()
-    value, factors = loss(e, c, t), torch.tensor([1.0, -3.0, 0.25])
-    found = gradients(value, e, c, grad_outputs=factors, is_grads_batched=True, retain_graph=True)
-    each = zip(*(gradients(value, e, c, grad_outputs=k, retain_graph=True) for k in factors), strict=True)
-    assert_same(found, [torch.stack(x) for x in each])
-
-
-def test_a_second_derivative_is_an_error():
-    e, c, t = example(dtype=torch.float32)
-    found = gradients(loss(e, c, t), e, c, create_graph=True)
-    assert_same([x.detach() for x in found], gradients(loss(e, c, t), e, c))
-    with pytest.raises(NotImplementedError, match="impl='reference'"):
-        gradients(found[0].sum(), e)
-
-
 def test_programs_that_were_not_called_of_late_are_freed(monkeypatch):
     for name in ("_begin_program", "_finish_program", "begun_of"):
         monkeypatch.setattr(in_forward, name, lru_cache(maxsize=2)(getattr(in_forward, name).__wrapped__))
@@ -403,11 +352,6 @@ def test_the_users_jax_settings_change_nothing(setting):
         assert_same(gradients(loss(e, c, t, logit_scale=0.9), e, c), expected)
     finally:
         jax.config.update(setting, before)
-
-
-def test_no_tokens():
-    e, c, t = example(tokens=0)
-    assert not any(x.any() for x in gradients(loss(e, c, t), e, c))
 
 
 def test_a_weight_that_was_freed_is_named():

@@ -122,15 +122,6 @@ def test_any_argument_may_be_of_a_subclass_that_is_understood(name, kind):
     assert_same(gradients(actual, e), gradients(expected, e))
 
 
-def test_cotangents_may_be_batched():
-    e, c, t = example()
-    loss = linear_cross_entropy(e, c, t, impl="chunked", reduction="none")
-    cotangents = torch.rand(3, 24)
-    expected = [torch.autograd.grad(loss, (e, c), x, retain_graph=True) for x in cotangents]
-    actual = torch.autograd.grad(loss, (e, c), cotangents, is_grads_batched=True)
-    assert_same(actual, [torch.stack(x) for x in zip(*expected, strict=True)])
-
-
 FSDP = """
 import tempfile, torch
 from torch.distributed.device_mesh import init_device_mesh

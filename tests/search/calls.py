@@ -23,7 +23,7 @@ class Program(_Literal):
     """All that is static: shapes, types, options, and which gradients are wanted."""
 
     package: str = "jax"  # or "torch"
-    impl: str = "cce"
+    impl: str = "cce"  # chunked, reference, and in torch torch_compile
     leading: tuple[int, ...] = (40,)
     width: int = 20
     vocabulary: int = 229
@@ -52,7 +52,7 @@ class Program(_Literal):
     @property
     def may_save(self) -> bool:
         """Whether the backward pass may use exponentials that were rounded to 16 bits."""
-        return self.dtype == "bfloat16" and self.impl != "chunked" and self.memory_budget != 0
+        return self.dtype == "bfloat16" and self.impl in ("auto", "cce") and self.memory_budget != 0
 
     def type_of(self, name: str) -> str:
         """The type of an array, and of its gradient."""
@@ -81,6 +81,7 @@ class Data(_Literal):
     out_of_range: int = 0  # of so many tokens the target is
     bias: float = 0.0  # the mean of the biases
     cotangent: float = 1.0  # the size of the cotangents
+    odd: bool = False  # of "none": some tokens' loss or lse, or both, have no cotangent, or none in all
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ def _program(rng: np.random.Generator, where: str) -> Program:
     num_items = None
     if reduction == "mean" and rng.uniform() < 0.2:
         num_items = 0.0 if rng.uniform() < 0.1 else round(_log_uniform(rng, 0.1, 1e4), 3)
-    impl = _chosen(rng, auto=0.7, cce=0.2, chunked=0.1) if where == "gpu" else _chosen(rng, cce=0.85, chunked=0.15)
+    on_a_gpu, elsewhere = {"auto": 0.7, "cce": 0.2, "chunked": 0.1}, {"cce": 0.6, "chunked": 0.15, "plain": 0.25}
+    impl = _chosen(rng, **(on_a_gpu if where == "gpu" else elsewhere))
     program = Program(
         package=_chosen(rng, jax=0.6, torch=0.4) if where != "hopper" else "jax",
         impl="cce" if where == "hopper" else impl,
@@ -152,6 +154,11 @@ def _program(rng: np.random.Generator, where: str) -> Program:
     more = np.random.default_rng(program.tokens * width)
     mixed = program.dtype != "float32" and bool(more.uniform() < 0.25)
     offloaded = program.package == "torch" and bool(more.uniform() < 0.2)
+    if impl == "plain":  # without kernels
+        impl = "torch_compile" if program.package == "torch" and more.uniform() < 0.6 else "reference"
+        program = replace(program, impl=impl)
+    if where == "small" and impl == "chunked" and more.uniform() < 0.5:  # several groups, of 1024 columns or more
+        program = replace(program, vocabulary=program.vocabulary * 10)
     return _with_budget(rng, replace(program, mixed=mixed, offloaded=offloaded), where)
 
 
@@ -208,7 +215,7 @@ def _wanted(rng: np.random.Generator, arrays: tuple[str, ...], objective: str) -
 
 
 def _softcap(rng: np.random.Generator) -> float | None:
-    how = _chosen(rng, none=0.7, usual=0.1, small=0.07, any=0.13)
+    how = _chosen(rng, none=0.6, usual=0.07, small=0.2, any=0.13)
     low, high = {"small": (0.1, 2.0), "any": (2.0, 1e6)}.get(how, (30.0, 30.0))
     return None if how == "none" else round(_log_uniform(rng, low, high), 3)
 
@@ -250,4 +257,5 @@ def _data(rng: np.random.Generator, program: Program) -> Data:
         out_of_range=bad,
         bias=0.0 if "bias" not in program.arrays or rng.uniform() < 0.6 else round(float(rng.uniform(-120, 120)), 1),
         cotangent=1.0 if rng.uniform() < 0.6 else round(_log_uniform(rng, 1e-4, 1e3), 6),
+        odd=bool(rng.uniform() < 0.3),
     )

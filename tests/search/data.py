@@ -43,6 +43,10 @@ def drawn_arrays(call: Call) -> Inputs:
         (data.cotangent * rng.standard_normal(shape)).astype(np.float32)
         for shape in (result if program.reduction == "none" else (), result)
     )
+    if data.odd and program.reduction == "none":
+        without_loss, without_lse, opposite = (rng.uniform(size=result) < share for share in (0.2, 0.2, 0.1))
+        of_loss = np.where(without_loss, 0, of_loss).astype(np.float32)
+        of_lse = np.where(opposite, -of_loss, np.where(without_lse, 0, of_lse)).astype(np.float32)
     return Inputs(
         e.astype(kind), c.astype(kind), targets.astype(np.int32), {k: made[k] for k in program.arrays}, of_loss, of_lse
     )

@@ -23,6 +23,8 @@ from tests.search.truth import truth
 
 def engine(program: Program) -> str:
     """Which engine computes this call's logits, as a word for the summary."""
+    if program.impl in ("reference", "torch_compile"):
+        return program.impl
     d, v = program.width, program.vocabulary
     shapes = (program.tokens, d), (v, d) if program.vocab_axis == 0 else (d, v)
     e, c, bias = (jax.ShapeDtypeStruct(shape, program.dtype) for shape in (*shapes, (v,)))  # as the passes get them

@@ -39,7 +39,7 @@ def _simpler(call: Call) -> Iterator[Call]:
         yield Call(_with(program, arrays=tuple(y for y in program.arrays if y != x)), data)
     for x in program.wanted:
         yield Call(_with(program, wanted=tuple(y for y in program.wanted if y != x)), data)
-    for name in ("out_of_range", "poison", "ignored", "kind", "cotangent", "size", "bias"):
+    for name in ("out_of_range", "poison", "ignored", "kind", "cotangent", "size", "bias", "odd"):
         default = getattr(type(data)(), name)
         if getattr(data, name) != default:
             yield Call(program, replace(data, **{name: default}))
