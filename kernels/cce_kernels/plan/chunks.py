@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 from cce_kernels.block_floats import block_of
 from cce_kernels.call import Call
-from cce_kernels.device import Gpu
 from cce_kernels.plan.budget import Bytes
 from cce_kernels.plan.plan import Chunks, Times
 from cce_kernels.tokens import gathered_rows

@@ -44,10 +44,7 @@ def _kernel(
     where = dc_ref.at[index if head.vocab_axis == 0 else index[::-1]]
 
     old = plgpu.load(where, mask=mask, other=None if mask is None else jnp.zeros((), dc_ref.dtype))
-    if old_steps_ref is None:
-        start = old
-    else:
-        start = jnp.zeros(shape, jnp.float32)
+    start = old if old_steps_ref is None else jnp.zeros(shape, jnp.float32)
     total = sum_over_tokens(left_ref, e_ref, rows, columns, count_ref[0], start, tiles=tiles, head=head)
     if old_steps_ref is None:
         plgpu.store(where, total, mask=mask)
