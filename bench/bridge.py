@@ -1,8 +1,9 @@
-"""What calling the kernels from PyTorch costs: `python -m bench.bridge`, on an NVIDIA GPU.
+"""What calling the kernels from PyTorch costs: `python -m bench.bridge`, on an NVIDIA GPU. Prints and writes JSON.
 
-Prints and writes as JSON: the time of forward and backward beside that of the same call from JAX, in one run; the peak
-memory of both frameworks' pools and what JAX's keeps afterwards; the host's time for a call with a tiny problem; and
-how long a call takes to return when the GPU is busy.
+host     microseconds of the host for a small call, each in a loop of its own, beside PyTorch's own loss
+memory   the peaks of both frameworks' pools in a call, and what JAX's keeps afterwards
+busy     milliseconds until a call returns, and until it is done, with a second of other work queued before it
+speed    milliseconds of the same call from JAX and from PyTorch, in turns
 """
 
 import argparse
@@ -10,169 +11,116 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import torch
+from torch import Tensor
 
-from bench.calls import Call
-from bench.calls_jax import Compiled
-from bench.calls_torch import wait
+from bench.calls import Call, compiled, tensors, wait_for_torch
 from bench.data import SHAPES, Shape, trained
-from bench.losses_jax import full_logits, ours
+from bench.losses_jax import ours
+from bench.losses_torch import full_logits
 from bench.measure import in_turns
 from bench.report import environment
 from cce_torch import bridge, linear_cross_entropy
 
 MIB = 2**20
-TINY = Shape(64, 64, 512)
-Calls = dict[str, tuple[Callable[..., Any], Callable[[], tuple]]]
+TINY, SHAPE = Shape(64, 64, 512), SHAPES["gemma2-2b"]
 SLEEP_CYCLES = 2 * 10**9  # about a second
 
 
-def tensors(shape: Shape) -> tuple[tuple[jax.Array, ...], tuple[torch.Tensor, ...]]:
-    e, c, targets = arrays = trained(shape)
-    leaves = [torch.from_dlpack(x).clone().requires_grad_() for x in (e, c)]
-    return arrays, (*leaves, torch.from_dlpack(targets).long())
+def leaves(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    e, c, targets = tensors(*trained(shape))
+    return e.clone().requires_grad_(), c.clone().requires_grad_(), targets.long()
 
 
-def gradients(e: torch.Tensor, c: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def gradients(e: Tensor, c: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(linear_cross_entropy(e, c, targets), (e, c))
 
 
-def speed(shape: Shape, rounds: int) -> dict[str, float]:
-    """Medians of JAX's and torch's calls."""
-    arrays, leaves = tensors(shape)
-    call = Compiled.of(jax.value_and_grad(ours("auto"), (0, 1)), *arrays)
-    full = Compiled.of(jax.value_and_grad(full_logits, (0, 1)), *arrays)
-    runs = {
-        "jax_ms": call.call(),
-        "torch_ms": Call(lambda: leaves, gradients, wait),
-        "jax_full_logits_ms": full.call(),
+def host() -> dict[str, float]:
+    """Medians of the time until a call returns, on an idle GPU."""
+    e, c, targets = leaves(TINY)
+
+    def microseconds(loss: Callable[[Tensor, Tensor, Tensor], Tensor], backward: bool, calls: int = 300) -> float:
+        given = (e, c) if backward else (e.detach(), c.detach())
+        times = []
+        for _ in range(calls):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            value = loss(*given, targets)
+            if backward:
+                value.backward()
+            times.append(time.perf_counter() - start)
+            e.grad = c.grad = None
+        return float(np.median(times[calls // 6 :])) * 1e6
+
+    return {
+        f"{name}_{'forward_and_backward' if backward else 'forward'}_us": microseconds(loss, backward)
+        for name, loss in (("cce_torch", linear_cross_entropy), ("full_logits", full_logits))
+        for backward in (False, True)
     }
-    medians = in_turns(runs, rounds)
-    return {**medians, "ratio": medians["torch_ms"] / medians["jax_ms"], "jax_scratch_mib": call.scratch / MIB,
-            "jax_peak_mib": (call.scratch + call.output) / MIB}  # fmt: skip
 
 
-def memory(shape: Shape) -> dict[str, float]:
-    """Peaks of both pools during a call, beyond the inputs; run before anything else has filled JAX's pool."""
+def memory() -> dict[str, float]:
+    """Peaks during a call, beyond the inputs; before anything else but a tiny call has filled JAX's pool."""
     generator = torch.Generator("cuda").manual_seed(0)
-    e = torch.randn(shape.tokens, shape.width, device="cuda", generator=generator).to(torch.bfloat16).requires_grad_()
-    c = torch.randn(shape.vocabulary, shape.width, device="cuda", generator=generator).to(torch.bfloat16)
-    c.requires_grad_()
-    targets = torch.randint(shape.vocabulary, (shape.tokens,), device="cuda", generator=generator)
+    e = torch.randn(SHAPE.tokens, SHAPE.width, device="cuda", generator=generator).to(torch.bfloat16).requires_grad_()
+    c = torch.randn(SHAPE.vocabulary, SHAPE.width, device="cuda", generator=generator).to(torch.bfloat16)
+    targets = torch.randint(SHAPE.vocabulary, (SHAPE.tokens,), device="cuda", generator=generator)
     before = torch.cuda.memory_allocated()  # the inputs: whatever a first call leaves behind counts
-    gradients(e, c, targets)  # compiles
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    gradients(e, c, targets)
-    torch.cuda.synchronize()
-    torch_peak = torch.cuda.max_memory_allocated() - before
+    for _ in range(2):  # the first compiles
+        torch.cuda.reset_peak_memory_stats()
+        gradients(e, c.requires_grad_(), targets)
+        torch.cuda.synchronize()
     stats = bridge.gpu(0).memory_stats()
     return {
-        "torch_peak_mib": torch_peak / MIB,
+        "torch_peak_mib": (torch.cuda.max_memory_allocated() - before) / MIB,
         "jax_largest_allocation_mib": stats["largest_alloc_size"] / MIB,
-        "jax_peak_with_compilation_mib": stats["peak_bytes_in_use"] / MIB,
         "jax_pool_held_mib": stats.get("pool_bytes", 0) / MIB,
         "jax_in_use_after_mib": stats["bytes_in_use"] / MIB,
     }
 
 
-def host_microseconds(calls: Calls, rounds: int = 300) -> dict[str, dict[str, float]]:
-    """Host time of each call until it returns, on an idle GPU: median, and what the fastest tenth took at most.
-
-    A call comes with what makes its arguments. They take turns, as hosts are slow and fast for seconds at a time; each
-    then finds the caches full of the others.
-    """
-    spent: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, (call, arguments) in calls.items():
-            given = arguments()
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            call(*given)
-            spent[name].append((time.perf_counter() - start) * 1e6)
-    return {
-        name: {"median": float(np.median(x)), "fastest_tenth": float(np.quantile(x, 0.1))} for name, x in spent.items()
-    }
-
-
-class Bare(torch.autograd.Function):
-    """Whose backward pass runs a compiled JAX program on arrays that JAX has, and nothing else."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, program: Callable[[], Any]) -> torch.Tensor:  # type: ignore[override]
-        ctx.program = program
-        return x.sum()
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        ctx.program()
-        return torch.empty(1, device="cuda"), None
-
-
-def host() -> dict[str, dict[str, dict[str, float]]]:
-    """Of calls with a tiny problem that take turns, and of each in a loop of its own."""
-    arrays, (e, c, targets) = tensors(TINY)
-    loss_program, program = jax.jit(ours("auto")), jax.jit(jax.grad(ours("auto"), (0, 1)))
-    leaf = torch.ones(1, device="cuda", requires_grad=True)
-
-    def eager() -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(e @ c.T, targets)
-
-    def forward() -> torch.Tensor:
-        return linear_cross_entropy(e, c, targets)
-
-    def backward(loss: torch.Tensor) -> None:
-        torch.autograd.grad(loss, (e, c))
-
-    def bare(run: Callable[[], Any]) -> tuple[Callable[..., Any], Callable[[], tuple]]:
-        """After a forward call of ours, like a backward call of ours: how long autograd's thread sleeps matters."""
-        return lambda loss: torch.autograd.grad(loss, leaf), lambda: (Bare.apply(leaf, run), forward())[:1]
-
-    calls: Calls = {
-        "empty_backward_us": bare(lambda: None),
-        "bare_program_backward_us": bare(lambda: program(*arrays)),
-        "bare_program_forward_us": (lambda: loss_program(*arrays), tuple),
-        "forward_us": (forward, tuple),
-        "backward_us": (backward, lambda: (forward(),)),
-        "eager_full_logits_forward_us": (eager, tuple),
-        "eager_full_logits_backward_us": (backward, lambda: (eager(),)),
-    }  # fmt: skip
-    alone = {name: host_microseconds({name: call})[name] for name, call in calls.items()}
-    return {"in_turns": host_microseconds(calls), "alone": alone}
-
-
-def busy(shape: Shape, rounds: int = 5) -> dict[str, float]:
-    """How long a call takes to return with a second of other work queued before it: medians."""
-    _, leaves = tensors(shape)
-    gradients(*leaves)
+def busy(rounds: int = 5) -> dict[str, float]:
+    given = leaves(SHAPE)
+    gradients(*given)
     returned, finished = [], []
     for _ in range(rounds):
         torch.cuda.synchronize()
         start = time.perf_counter()
         torch.cuda._sleep(SLEEP_CYCLES)
-        gradients(*leaves)
+        gradients(*given)
         returned.append((time.perf_counter() - start) * 1e3)
         torch.cuda.synchronize()
         finished.append((time.perf_counter() - start) * 1e3)
     return {"returned_after_ms": float(np.median(returned)), "finished_after_ms": float(np.median(finished))}
 
 
+def speed(rounds: int = 10) -> dict[str, float]:
+    arrays, given = trained(SHAPE), leaves(SHAPE)
+    from_jax = compiled(jax.value_and_grad(ours(), (0, 1)), *arrays)
+    found = in_turns({"jax_ms": from_jax, "torch_ms": Call(lambda: gradients(*given), wait_for_torch)}, rounds)
+    return {**found, "ratio": found["torch_ms"] / found["jax_ms"], "jax_scratch_mib": (from_jax.scratch or 0) / MIB}
+
+
+PARTS = {part.__name__: part for part in (host, memory, busy, speed)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser("python -m bench.bridge", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS))
     parser.add_argument("--out", type=Path, default=Path("out/bridge.json"))
     asked = parser.parse_args()
-    shape = SHAPES["gemma2-2b"]
-    figures = {"shape": list(shape), "memory": memory(shape), "host": host(), "busy": busy(shape)}
-    figures["speed"] = speed(shape, asked.rounds)
+    bridge.start()  # before JAX's backend, which would leave PyTorch too little memory
     asked.out.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**environment(), "torch": torch.__version__, **figures}, indent=1)
-    asked.out.write_text(text + "\n")
-    print(text)
+    kept = {**environment(), "tiny": list(TINY), "shape": list(SHAPE)}
+    for part in asked.only:
+        kept[part] = PARTS[part]()
+        print(part, json.dumps(kept[part], indent=1), flush=True)
+        asked.out.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 if __name__ == "__main__":

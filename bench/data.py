@@ -23,8 +23,10 @@ SHAPES = {
     "gist": Shape(32768, 768, 128256),
     "4096x4096x128256": Shape(4096, 4096, 128256),
     "qwen2.5-0.5b": Shape(8192, 896, 151936),
-    "gpt2": Shape(8192, 768, 50257),
+    "16384x2048x248320": Shape(16384, 2048, 248320),
+    "16384x5120x151936": Shape(16384, 5120, 151936),
 }
+HEADS, MORE_HEADS = list(SHAPES)[:3], list(SHAPES)[3:]
 
 QUICK = Shape(256, 64, 4096)
 SWEPT = Shape(8192, 2048, 131072)  # what a sweep changes one number of

@@ -20,7 +20,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from bench.calls_jax import Compiled
+from bench.calls import compiled
 from bench.data import Shape, trained
 from bench.measure import steady
 from bench.report import environment
@@ -93,8 +93,9 @@ def timed(kind: Kind, impl: str, rounds: int) -> dict[str, Any]:
     run, arrays = program(kind, impl)
     try:
         jax.clear_caches()
-        compiled = Compiled.of(run, *arrays)
-        return {"ms": steady(compiled.call(), rounds), "held_mb": compiled.scratch / 2**20}
+        call = compiled(run, *arrays)
+        assert call.scratch is not None
+        return {"ms": steady(call, rounds), "held_mb": call.scratch / 2**20}
     except Exception as error:
         return {"failed": str(error).splitlines()[0][:200]}
 

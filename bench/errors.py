@@ -40,7 +40,7 @@ def of_result(framework: str, result: Any, given: Expected, dtype) -> dict[str, 
         if tuple(found.shape) != want:
             raise ValueError(f"{name} has shape {tuple(found.shape)}, not {want}")
     if framework == "torch":
-        from bench.calls_torch import arrays
+        from bench.calls import arrays
 
         gradients = arrays(*gradients)
     errors = {"loss_error": abs(float(loss) - truth.loss) / truth.loss}

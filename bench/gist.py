@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.calls_torch import Loss
+from bench.calls import Loss
 
 CHUNK = 1024  # tokens
 

@@ -29,11 +29,10 @@ devices() {
 }
 shapes() { $python -m bench --out "$out/bench"; }
 more_shapes() {
-  $python -m bench --out "$out/bench-more" --shape 4096x4096x128256 qwen2.5-0.5b gpt2 --method "${fast[@]}" --kind loss-fw-bw
   $python -m bench --out "$out/bench-flat" --shape gemma2-2b llama3-8b --data flat --method cce_jax "cce_jax all" \
-    "full logits (XLA)" --rounds 4
+    "full logits (XLA)"
   $python -m bench --out "$out/bench-float32" --dtype float32 --precision highest --shape 4096x4096x128256 \
-    --method cce_jax "full logits (XLA)" --rounds 3
+    --method cce_jax "full logits (XLA)"
 }
 profile() { $python -m bench.profile --out "$out/profile.json"; }
 tune() { $python -m bench.tune --rounds 3 --out "$out/tune"; }

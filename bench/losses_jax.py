@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bench.calls_jax import Loss
+from bench.calls import Loss
 from cce_jax import linear_cross_entropy
 from cce_kernels.call import Call
 from cce_kernels.device import H200
@@ -22,7 +22,13 @@ def whole_bytes(tokens: int, width: int, vocabulary: int) -> int:
     return Bytes(call, H200, gathered_rows(tokens), HOPPER, XLA).everything()
 
 
-SIZES = {"128 MiB": 2**27, "300 MiB": 300 * 2**20, "600 MB": 600_000_000, "1.2 GB": 1_200_000_000}
+SIZES = {
+    "300 MiB": 300 * 2**20,
+    "600 MB": 600_000_000,
+    "1 GiB": 2**30,
+    "1.2 GB": 1_200_000_000,
+    "2.4 GB": 2_400_000_000,
+}
 
 
 def budget(name: str, tokens: int, width: int, vocabulary: int) -> dict[str, int]:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.calls_torch import Loss
+from bench.calls import Loss
 from bench.losses_jax import budget
 from cce_torch import linear_cross_entropy
 

@@ -35,19 +35,13 @@ def of_jax(call: Call) -> float:
     device = jax.devices()[0]
     if device.platform != "gpu":
         return np.nan
-    arguments = call.prepare()
-    call.wait(arguments)
     count = _stats(device)["num_allocs"]
-    call.wait(call.run(*arguments))
+    call()
     if _stats(device)["num_allocs"] == count:
         return 0.0  # a call of PyTorch's alone
-    del arguments
-    arguments = call.prepare()
-    call.wait(arguments)
     with _filled(device):
         before = _stats(device)["bytes_in_use"]
-        result = call.run(*arguments)
-        call.wait(result)
+        _ = call()
         return (_stats(device)["peak_bytes_in_use"] - before) / MIB
 
 
@@ -56,12 +50,10 @@ def of_torch(call: Call) -> float:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return np.nan
-    arguments = call.prepare()
-    call.wait(arguments)
+    call.wait(None)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    result = call.run(*arguments)
-    call.wait(result)
+    _ = call()
     return (torch.cuda.max_memory_allocated() - before) / MIB
 
 

@@ -36,17 +36,18 @@ METHODS = {
     **OURS,
     "cce_torch torch_compile": _torch("losses_torch", "ours", "torch_compile"),
     "cce_jax chunked": _jax(ours("chunked")),
-    "cut_cross_entropy": _peer(peers.cut_cross_entropy),
-    "cut_cross_entropy exact": _peer(peers.cut_cross_entropy, "exact"),
-    "cut_cross_entropy torch_compile": _peer(peers.cut_cross_entropy, "torch_compile"),
     "Liger": _peer(peers.liger),
     **{f"Liger {x}": _peer(peers.liger, x) for x in (4, 16, 64)},
     "Liger 16 float32": _peer(peers.liger, 16, True),
+    **{f"Liger {x} CuTe": _peer(peers.liger, x, False, True) for x in (4, 16)},
+    "Liger SM90": _peer(peers.liger_sm90),
     "quack": _peer(peers.quack),
-    **{f"quack {x}": _peer(peers.quack, None, x) for x in (1024, 2048)},
-    "quack chunked": _peer(peers.quack, False),
-    "gist": _torch("gist", "compiled"),
+    **{f"quack {x}": _peer(peers.quack, x) for x in (1024, 2048)},
     "torch.compile": _torch("losses_torch", "compiled"),
+    "gist": _torch("gist", "compiled"),
+    "cut_cross_entropy": _peer(peers.cut_cross_entropy),
+    "cut_cross_entropy exact": _peer(peers.cut_cross_entropy, "exact"),
+    "cut_cross_entropy torch_compile": _peer(peers.cut_cross_entropy, "torch_compile"),
     "PyTorch eager": Method("torch", lambda: import_module("bench.losses_torch").full_logits),
     "F.linear_cross_entropy": _peer(peers.torch_linear_cross_entropy, False),
     "F.linear_cross_entropy chunked": _peer(peers.torch_linear_cross_entropy, True),
@@ -56,10 +57,19 @@ METHODS = {
     "full logits (XLA)": _jax(full_logits),
     "full float32 logits (XLA)": _jax(full_float32_logits),
 }
-# One of each kind, those that take longest to compile last: where these take too long, the last ones are left out.
+# Every rival at every setting, beside ours with as much memory; those that take longest to compile come last.
+ALL = (
+    *("cce_jax 300 MiB", "cce_jax", "cce_jax 1.2 GB", "cce_jax 2.4 GB", "cce_jax all", "cce_torch"),
+    *("Liger", "Liger 4", "Liger 16", "Liger 64", "Liger 16 float32", "quack 1024", "quack 2048", "quack"),
+    *("torch.compile", "Liger 4 CuTe", "Liger 16 CuTe", "Liger SM90", "gist"),
+    *("cut_cross_entropy", "cut_cross_entropy exact", "tokamax", "tokamax chunked"),
+)
+# The fastest of them.
+CLOSEST = ("cce_jax 300 MiB", "cce_jax", "cce_jax 1.2 GB", "Liger", "Liger 4", "Liger 16", "quack 2048", "quack")
+# One of each kind.
 QUICK = (
-    "cce_jax", "cce_jax all", "cce_torch", "cce_torch all", "PyTorch eager", "full logits (XLA)",
-    "full float32 logits (XLA)", "torch.compile", "cut_cross_entropy exact", "Liger", "quack",
-    "F.linear_cross_entropy", "gist", "cut_cross_entropy", "tokamax",
-)  # fmt: skip
+    *("cce_jax", "cce_jax all", "cce_torch", "cce_torch all", "PyTorch eager", "full logits (XLA)"),
+    *("full float32 logits (XLA)", "torch.compile", "cut_cross_entropy exact", "Liger", "quack"),
+    *("F.linear_cross_entropy", "gist", "cut_cross_entropy", "tokamax"),
+)
 SWEPT = ("cce_torch", "cce_jax", "cce_jax all", "cut_cross_entropy", "Liger", "torch.compile")

@@ -19,18 +19,34 @@ def cut_cross_entropy(mode: str = "") -> Loss:
     return partial(loss, **{"": {}, "exact": exact, "torch_compile": {"impl": "torch_compile"}}[mode])
 
 
-def liger(chunk_mem_const: int = 1, float32_sums: bool = False) -> Loss:
-    """chunk_mem_const: its chunks hold so many times the bytes of e, or more. float32_sums: dc is summed in float32."""
+def liger(chunk_mem_const: int = 1, float32_sums: bool = False, cute: bool = False) -> Loss:
+    """chunk_mem_const: a chunk's logits take about so many times the bytes of e. float32_sums: dc is summed in float32.
+    cute: its softmax is the one in CuTe, which its public function never takes, instead of the one in Triton.
+    """
     import torch
 
-    loss = import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
-    return partial(loss, chunk_mem_const=chunk_mem_const, accum_dtype=torch.float32 if float32_sums else None)
+    function = import_module("liger_kernel.ops.fused_linear_cross_entropy").LigerFusedLinearCrossEntropyFunction
+    sums, softmax = torch.float32 if float32_sums else None, "nvidia-cutedsl" if cute else None
+    if cute:
+        import_module("cutlass.cute")  # says so where it is missing
+
+    def loss(e, c, targets):
+        options = (None, None, -100, 0.0, 0.0, "mean", None, False, sums, False, False, False)
+        return function.apply(e, c, targets, *options, softmax, None, chunk_mem_const)[0]
+
+    return loss
 
 
-def quack(scaled_exp: bool | None = None, chunk_size: int = 4096) -> Loss:
-    """scaled_exp: its fused pipeline on or off; None leaves the choice to quack. chunk_size: in tokens."""
+def liger_sm90() -> Loss:
+    """Its function for Hopper, in CuTe, which keeps all logits in bfloat16."""
+    module = import_module("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
+    return module.LigerFusedLinearCrossEntropySM90Function.apply
+
+
+def quack(chunk_size: int = 4096) -> Loss:
+    """chunk_size: in tokens. It takes its fused pipeline wherever that serves the call."""
     loss = import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
-    return partial(loss, use_scaled_exp=scaled_exp, chunk_size=chunk_size)
+    return partial(loss, chunk_size=chunk_size)
 
 
 def torch_linear_cross_entropy(chunked: bool) -> Loss:

@@ -16,9 +16,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from bench.labels import place
 from bench.losses_jax import SIZES
+from bench.report import gradients
 
 Row = dict[str, Any]
-KIND = "loss-fw-bw"
 OURS = {"cce_torch": "#d1495b", "cce_jax": "#00798c"}
 OTHERS, FLOOR, INK = "#6c757d", "#2b2d42", "#2b2d42"
 BUDGETS = {  # what memory_budget is called, of a method of ours
@@ -29,15 +29,19 @@ BUDGETS = {  # what memory_budget is called, of a method of ours
 }
 SETTINGS = {  # of the others that have several, which a line joins
     "Liger": {
-        "": "chunk_mem_const=1 (its default)", " 4": "chunk_mem_const=4", " 16": "chunk_mem_const=16",
-        " 64": "chunk_mem_const=64", " 16 float32": "chunk_mem_const=16, sums in float32",
+        "": "chunk_mem_const=1 (its default)",
+        **{f" {x}": f"chunk_mem_const={x}" for x in (4, 16, 64)},
+        " 16 float32": "chunk_mem_const=16, sums in float32",
+        **{f" {x} CuTe": f"chunk_mem_const={x}, softmax in CuTe" for x in (4, 16)},
+        " SM90": "function for Hopper",
     },
-    "quack": {"": "chunks of 4096 tokens", " 1024": "chunks of 1024", " 2048": "chunks of 2048"},
-}  # fmt: skip
+    "quack": {"": "chunks of 4096 tokens (its default)", " 1024": "chunks of 1024", " 2048": "chunks of 2048"},
+}
 NAMES = {  # where a picture and the documentation name a method otherwise than bench.methods does
     "cut_cross_entropy exact": "cut_cross_entropy, no filter",
-    "quack chunked": "quack, chunked",
     "torch.compile": "full logits, torch.compile",
+    "gist": "chunks of tokens, torch.compile",
+    "tokamax chunked": "tokamax, chunked",
 }
 LEAST = 1.0  # MiB, where a method holds less
 RATIOS = [1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32]
@@ -46,10 +50,9 @@ RATIOS = [1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32]
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Time against memory, a panel for each set of inputs, or for sweeps time against what grows.
 
-    Without rows of KIND, or, but for sweeps, any that know their memory, there is no picture, nor an older one left.
+    Without rows, or, but for sweeps, any that know their memory, there is no picture, nor an older one left.
     """
     path.unlink(missing_ok=True)
-    rows = [row for row in rows if row["kind"] == KIND]
     if rows:
         (_sweeps if any(row.get("sweep") for row in rows) else _frontiers)(rows, path)
 
@@ -77,7 +80,7 @@ def _frontier(axes: Axes, rows: Sequence[Row]) -> None:
     points = {row["method"]: (max(row["op_mem_mb"] - gradients(row), LEAST), row["runtime_ms"]) for row in rows}
     families = {**dict.fromkeys(OURS, BUDGETS), **SETTINGS}
     lines = {
-        name: sorted(points[name + x] for x in settings if name + x in points) for name, settings in families.items()
+        name: front([points[name + x] for x in settings if name + x in points]) for name, settings in families.items()
     }
     lines = {name: line for name, line in lines.items() if line}
     for name, line in lines.items():
@@ -110,10 +113,14 @@ def _frontier(axes: Axes, rows: Sequence[Row]) -> None:
     place(axes, points, labels, _color, list(lines.values()))
 
 
-def gradients(row: Row) -> float:
-    """MiB of the gradients of e and c, which every method returns."""
-    (tokens, width, vocabulary), size = row["shape"], 4 if row["dtype"] == "float32" else 2
-    return size * width * (tokens + vocabulary) / 2**20
+def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points that no other of these beats in both memory and time, by memory."""
+    best, kept = np.inf, []
+    for memory, time in sorted(points):
+        if time < best:
+            kept.append((memory, time))
+            best = time
+    return kept
 
 
 def label(method: str) -> str:

@@ -20,7 +20,7 @@ from jax.profiler import ProfileData
 from rich.console import Console
 from rich.table import Table
 
-from bench.calls_jax import floor
+from bench.calls import floor
 from bench.data import SHAPES, Inputs, trained
 from bench.ignored import call_of, ignoring
 from bench.methods import BUDGETS

@@ -11,15 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import pandas as pd
 from rich.table import Table
 
-from bench.measure import REGIMES
 from bench.peers import PACKAGES
 from bench.run import Results, Row
-
-# What the CSV begins with. runtime_ms, floor_ms and ratio are of the steady regime.
-COLUMNS = ("method", "kind", "runtime_ms", "op_mem_mb", "test_data", "ratio", "loss_error", "de_error", "dc_error")
 
 
 def environment() -> dict[str, Any]:
@@ -34,7 +29,6 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "git_tree": tree,
         "precision": jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
-        "regimes": REGIMES,
         "packages": {name: _version(name) for name in PACKAGES},
     }
 
@@ -52,26 +46,33 @@ def title(row: Row) -> str:
 
 def table(rows: Sequence[Row]) -> Table:
     printed = Table(
-        "method", "kind", "runtime_ms", "/ floor", "spaced ms", "/ floor ", "op_mem_mb", "test_data", "loss err",
-        "de err", "dc err", title=title(rows[0]), header_style="bold",
-        caption="floor: the bare matmuls that the kind needs; err: relative, against float64; "
-                "!: more than rounding explains (bench/errors.py)",
-    )  # fmt: skip
+        *("method", "runtime_ms", "/ floor", "op_mem_mb", "besides", "test_data", "loss err", "de err", "dc err"),
+        title=title(rows[0]),
+        header_style="bold",
+        caption="floor: the three bare matmuls; besides: MiB besides the gradients; err: relative, against float64; "
+        "!: more than rounding explains (bench/errors.py)",
+    )
     for column in printed.columns:
-        if column.header not in ("method", "kind", "test_data"):
+        if column.header not in ("method", "test_data"):
             column.justify = "right"
-    previous = None
     for row in rows:
-        same, previous = row["method"] == previous, row["method"]
+        held = row["op_mem_mb"]
         printed.add_row(
-            "" if same else row["method"], row["kind"],
-            *(f"{row[f'{what}{regime}']:.3f}" for regime in ("", "_spaced") for what in ("runtime_ms", "ratio")),
-            "-" if math.isnan(row["op_mem_mb"]) else f"{row['op_mem_mb']:.1f}", row["test_data"],
+            row["method"],
+            *(f"{row[x]:.3f}" for x in ("runtime_ms", "ratio")),
+            *(("-", "-") if math.isnan(held) else (f"{held:.1f}", f"{held - gradients(row):.1f}")),
+            row["test_data"],
             *(f"{row[f'{x}_error']:.1e}" for x in ("loss", "de")),
             f"{row['dc_error']:.1e}{' !' if row['marked'] else ''}",
             style="bold" if row["method"].startswith("cce_") else None,
-        )  # fmt: skip
+        )
     return printed
+
+
+def gradients(row: Row) -> float:
+    """MiB of the gradients of e and c, which every method returns."""
+    (tokens, width, vocabulary), size = row["shape"], 4 if row["dtype"] == "float32" else 2
+    return size * width * (tokens + vocabulary) / 2**20
 
 
 def absences(results: Results) -> list[str]:
@@ -81,13 +82,10 @@ def absences(results: Results) -> list[str]:
 
 
 def write(out: Path, results: Results) -> None:
-    """OUT.json and OUT.csv."""
+    """OUT.json."""
     rows = [{key: _plain(value) for key, value in row.items()} for row in results.rows]
     kept = {**environment(), "rows": rows, "missing": results.missing, "failed": results.failed}
     out.with_suffix(".json").write_text(json.dumps(kept, indent=1, allow_nan=False) + "\n")
-    frame = pd.DataFrame(results.rows, columns=None if results.rows else list(COLUMNS))
-    rest = [name for name in frame.columns if name not in COLUMNS]
-    frame[[*COLUMNS, *rest]].to_csv(out.with_suffix(".csv"), index=False)
 
 
 def _plain(value: Any) -> Any:

@@ -26,7 +26,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bench.__main__ import parse_shape
-from bench.calls_jax import Compiled, floor
+from bench.calls import Call, compiled, floor
 from bench.data import SHAPES, Shape
 from bench.measure import steady
 from bench.report import environment
@@ -76,19 +76,19 @@ def _role(role: str, given: Given, rounds: int, gpu: Gpu, lost: dict) -> Iterato
             lost[role, tiles] = spilled(*made[tiles], gpu)
     worth = [tiles for tiles in listed if tiles == chosen or not lost[role, tiles]]
     with ThreadPoolExecutor() as pool:  # most of what a sweep waits for is XLA
-        compiled = {tiles: pool.submit(Compiled.of, made[tiles][0], *made[tiles][1]) for tiles in worth}
+        calls = {tiles: pool.submit(compiled, made[tiles][0], *made[tiles][1]) for tiles in worth}
     for tiles in listed:
         row: Row = {"role": role, "tiles": label(tiles), "shipped": tiles == chosen, "ms": None,
                     "spilled": lost[role, tiles]}  # fmt: skip
         if tiles in worth:
-            row |= _timed(compiled[tiles], rounds)
+            row |= _timed(calls[tiles], rounds)
         yield row
 
 
-def _timed(compiled: Future[Compiled], rounds: int) -> Row:
+def _timed(call: Future[Call], rounds: int) -> Row:
     """ms, or why there is none."""
     try:
-        return {"ms": steady(compiled.result().call(), rounds)}
+        return {"ms": steady(call.result(), rounds)}
     except Exception as error:
         return {"failed": first_line(error)[:120]}
 

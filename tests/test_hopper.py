@@ -21,6 +21,7 @@ from cce_kernels.engines.engine import Multiplying
 from cce_kernels.engines.hopper import HOPPER
 from cce_kernels.engines.hopper.every_tile import spread
 from cce_kernels.engines.hopper.tiles import DC, DE, LOGITS, SAVED_DE, SUMMED
+from cce_kernels.exponentials import saved_shape
 from cce_kernels.gradients import ALL_COLUMNS
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
@@ -129,7 +130,7 @@ def test_a_call_that_does_not_look_for_ignored_tokens_launches_the_same(monkeypa
 @pytest.mark.parametrize(
     "call",
     [{"shape": (255, 128, 4096)}, {"shape": (512, 96, 4096)}, {"shape": (512, 64, 4096)}, {"dtype": jnp.float32},
-     {"shape": (512, 128, 4093)}, {"shape": (512, 128, 4104)}, {"bias": True}, {"label_smoothing": 0.1}],
+     {"shape": (512, 128, 4093)}, {"shape": (512, 128, 4104), "vocab_axis": 1}, {"bias": True}, {"label_smoothing": 0.1}],
 )  # fmt: skip
 def test_other_calls_are_left_to_triton(call):
     assert launched(**call) == []
@@ -169,17 +170,19 @@ def test_where_a_block_of_kept_tokens_can_be_read_side_by_side(runs, first, bloc
 
 
 SMALL = Gpu("9.0", 4, interpreted=True)
-TOKENS, WIDTH, VOCABULARY, COLUMNS = 304, 128, 640, 256
+TOKENS, WIDTH, COLUMNS = 304, 128, 256
+VOCABULARIES = 632, 640  # by vocab_axis: of (V, D) a multiple of 8, of (D, V) a multiple of 64
+PADDED = 640  # columns of dz and of P
 EVERY = np.full(1, TOKENS, np.int32)
-GROUPS = Groups(VOCABULARY, COLUMNS, beyond=True)
+GROUPS = Groups(PADDED, COLUMNS, beyond=True)
 TILES = Multiplying(HOPPER, DE[0], DC[0])
 
 
 def problem(vocab_axis: int):
-    keys = jax.random.split(jax.random.key(0), 3)
+    keys, vocabulary = jax.random.split(jax.random.key(0), 3), VOCABULARIES[vocab_axis]
     e = jax.random.normal(keys[0], (TOKENS, WIDTH)).astype(BF16)
-    c = (0.3 * jax.random.normal(keys[1], (VOCABULARY, WIDTH))).astype(BF16)
-    targets = jax.random.randint(keys[2], (TOKENS,), 0, VOCABULARY, jnp.int32)
+    c = (0.3 * jax.random.normal(keys[1], (vocabulary, WIDTH))).astype(BF16)
+    targets = jax.random.randint(keys[2], (TOKENS,), 0, vocabulary, jnp.int32)
     z = e.astype(jnp.float32) @ c.astype(jnp.float32).T
     return Inputs(e, c if vocab_axis == 0 else c.T, None, targets), z
 
@@ -213,7 +216,10 @@ def test_statistics_and_what_is_saved(vocab_axis, softcap, scale):
     found = sums(given, Rows(), target, True, Head(softcap=softcap, vocab_axis=vocab_axis))
     np.testing.assert_allclose(jax.nn.logsumexp(found.lse, axis=0), jax.nn.logsumexp(z, axis=1), rtol=2e-6)
     slope = 1.0 if softcap is None else 1 - (z / softcap) ** 2
-    assert error(found.saved, jnp.exp(z - target[:, None]) * slope) < 2.0**-9
+    vocabulary = VOCABULARIES[vocab_axis]
+    assert found.saved.shape == (TOKENS, PADDED)
+    assert error(found.saved[:, :vocabulary], jnp.exp(z - target[:, None]) * slope) < 2.0**-9
+    assert not np.any(found.saved[:, vocabulary:])
 
 
 def test_statistics_of_blocks_that_are_read_where_they_lie():
@@ -233,30 +239,34 @@ def test_a_softcap_of_any_size_is_as_exact_as_the_logits(softcap):
     found = jax.nn.logsumexp(sums(inputs, Rows(), target, False, Head(softcap=softcap)).lse, axis=0)
     exact = np.log(np.sum(np.exp(capped), axis=1))
     largest = np.max(np.abs(capped))
-    np.testing.assert_allclose(found, exact, rtol=0, atol=8 * 2.0**-24 * (largest + np.log(VOCABULARY)))
+    np.testing.assert_allclose(found, exact, rtol=0, atol=8 * 2.0**-24 * (largest + np.log(VOCABULARIES[0])))
 
 
 @pytest.mark.parametrize("group", range(3))
 def test_a_group_of_dz_and_its_part_of_dc(group):
     """The last group has fewer columns; only tokens up to `count` take part, the rest have embeddings of 0."""
     inputs, z = problem(0)
+    # All logits far below 0: beyond V, where they are 0, exponentials relative to lse are infinite.
+    inputs = inputs._replace(e=inputs.e.at[:, 0].set(1), c=inputs.c.at[:, 0].set(-600))
+    z = inputs.e.astype(jnp.float32) @ inputs.c.astype(jnp.float32).T
     count = 270
     kept = jnp.arange(TOKENS) < count
     inputs = inputs._replace(e=jnp.where(kept[:, None], inputs.e, 0))
     lse = jnp.where(kept, jax.nn.logsumexp(z, axis=1), jnp.inf)
     cotangents = jnp.where(kept, jnp.stack([jnp.linspace(0.5, 1.5, TOKENS), jnp.linspace(-1.0, -2.0, TOKENS)]), 0)
     window = GROUPS.window(jnp.int32((group + 1) % GROUPS.count))
-    columns = slice(group * COLUMNS, min((group + 1) * COLUMNS, VOCABULARY))
+    vocabulary = VOCABULARIES[0]
+    columns = slice(group * COLUMNS, min((group + 1) * COLUMNS, vocabulary))
     few = jnp.array([count], jnp.int32)
     dz = form_dz(inputs, lse, cotangents, few, window, Head())
     p = jnp.exp(jnp.where(kept[:, None], z - lse[:, None], -jnp.inf))
-    is_target = inputs.targets[:, None] == jnp.arange(VOCABULARY)
+    is_target = inputs.targets[:, None] == jnp.arange(vocabulary)
     wanted = cotangents[0][:, None] * p + cotangents[1][:, None] * is_target
     here = dz[:, : columns.stop - columns.start]
     assert error(here[:count], wanted[:count, columns]) < 2.0**-9
     dc = products(inputs, few, Head()).put_dc(jnp.full_like(inputs.c, 7), dz, window)
     assert error(dc[columns], here.astype(jnp.float32).T @ inputs.e.astype(jnp.float32)) < 2.0**-9
-    others = np.delete(np.arange(VOCABULARY), np.arange(VOCABULARY)[columns])
+    others = np.delete(np.arange(vocabulary), np.arange(vocabulary)[columns])
     assert np.all(np.asarray(dc)[others] == 7)
 
 
@@ -265,7 +275,7 @@ def test_a_classifier_of_shape_d_by_v():
     head = Head(vocab_axis=1)
     lse, window = jax.nn.logsumexp(z, axis=1), GROUPS.window(jnp.int32(2))
     dz = form_dz(inputs, lse, jnp.stack([jnp.ones(TOKENS), -jnp.ones(TOKENS)]), EVERY, window, head)
-    wanted = jnp.exp(z - lse[:, None]) - (inputs.targets[:, None] == jnp.arange(VOCABULARY))
+    wanted = jnp.exp(z - lse[:, None]) - (inputs.targets[:, None] == jnp.arange(VOCABULARIES[1]))
     assert error(dz, wanted[:, COLUMNS : 2 * COLUMNS]) < 2.0**-9
     dc = products(inputs, EVERY, head, unit=jnp.float32(2)).put_dc(jnp.zeros_like(inputs.c), dz, window)
     assert error(dc[:, COLUMNS : 2 * COLUMNS], 2 * inputs.e.astype(jnp.float32).T @ dz.astype(jnp.float32)) < 2.0**-9
@@ -278,12 +288,12 @@ def test_dc_of_saved_exponentials(kept, vocab_axis):
     """Of the whole vocabulary at once; rows of P from the next multiple of 64 on may hold anything."""
     inputs, _ = problem(vocab_axis)
     e, c, head = inputs.e, inputs.c, Head(vocab_axis=vocab_axis)
-    p = jax.random.normal(jax.random.key(3), (TOKENS, VOCABULARY)).astype(BF16)
+    p = jax.random.normal(jax.random.key(3), (TOKENS, PADDED)).astype(BF16).at[:, VOCABULARIES[vocab_axis] :].set(0)
     p = jnp.where(jnp.arange(TOKENS)[:, None] < kept, p, 0).at[-(-kept // 64) * 64 :].set(jnp.nan)
-    groups = Groups(VOCABULARY, VOCABULARY, beyond=True)
+    groups = Groups(PADDED, PADDED, beyond=True)
     of = products(inputs, jnp.array([kept], jnp.int32), head, groups=groups)
     found = jnp.moveaxis(of.put_dc(jnp.full_like(c, 7), p, ALL_COLUMNS), vocab_axis, 0)
-    wanted = p[:kept].astype(jnp.float32).T @ e[:kept].astype(jnp.float32)
+    wanted = (p[:kept].astype(jnp.float32).T @ e[:kept].astype(jnp.float32))[: len(found)]
     assert error(found, wanted) < 2.0**-9 if kept else not found.any()
 
 
@@ -294,12 +304,13 @@ def test_de_of_saved_tokens(kept, vocab_axis):
     inputs, _ = problem(vocab_axis)
     c, head = inputs.c, Head(vocab_axis=vocab_axis)
     keys = jax.random.split(jax.random.key(5), 2)
-    p = jax.random.uniform(keys[0], (TOKENS, VOCABULARY)).astype(BF16).at[kept:].set(jnp.nan)
+    p = jax.random.uniform(keys[0], (TOKENS, PADDED)).astype(BF16).at[kept:].set(jnp.nan)
+    p = p.at[:, VOCABULARIES[vocab_axis] :].set(0)
     r = jax.random.normal(keys[1], (TOKENS,))
     count, place = jnp.array([kept], jnp.int32), jnp.full((TOKENS, WIDTH), 7, BF16)
     found = HOPPER.de_of_saved(p, r, c, count, place, head=head, tiles=SAVED_DE[0], gpu=SMALL)
     wide = (c if vocab_axis == 0 else c.T).astype(jnp.float32)
-    wanted = r[:kept, None] * (p[:kept].astype(jnp.float32) @ wide)
+    wanted = r[:kept, None] * (p[:kept, : len(wide)].astype(jnp.float32) @ wide)
     assert found.shape == (TOKENS, WIDTH)
     assert kept == 0 or error(found[:kept], wanted) < 2.0**-9
 
@@ -370,7 +381,7 @@ def check_both_passes(tokens: int, width: int, vocabulary: int, saved: int, voca
 
 @pytest.mark.parametrize(("tokens", "saved"), [(512, 0), (509, 0), (512, 512), (509, 512)])
 def test_both_passes(tokens, saved, adding_copies):
-    check_both_passes(tokens, 128, 768, saved, vocab_axis=0)
+    check_both_passes(tokens, 128, 712, saved, vocab_axis=0)
 
 
 def test_a_tile_of_dc_that_its_group_is_no_multiple_of_writes_nothing_of_the_next_group(adding_copies, monkeypatch):
@@ -413,6 +424,8 @@ def test_dc_summed_over_chunks(columns, vocab_axis):
     """
     draw, head = np.random.default_rng([columns, vocab_axis]), Head(vocab_axis=vocab_axis)
     vocabulary, width, tokens = (int(x) * y for x, y in zip(draw.integers(2, [8, 7, 20]), (64, 64, 8), strict=True))
+    vocabulary -= 8 * int(draw.integers(8)) * (vocab_axis == 0)
+    columns_of_p = saved_shape(tokens, vocabulary)[1]
     frequency = 10.0 ** draw.uniform(-3, 0, vocabulary)
     frequency[:2] = 0.0, 1.0
     counts = [*draw.permutation([0, tokens, *draw.integers(0, tokens, 3)]), draw.integers(0, tokens)]
@@ -425,6 +438,7 @@ def test_dc_summed_over_chunks(columns, vocab_axis):
         kept = jnp.arange(tokens)[:, None] < count
         p = jnp.where(kept, p * frequency.astype(BF16), 0)
         want += 0.3 * np.float64(p).T @ np.float64(e)
+        p = jnp.pad(p, ((0, 0), (0, columns_of_p - vocabulary)))
         p = p.at[count - 1, bad].set(jnp.inf) if count else p
         p, e = (x.at[-(-count // 64) * 64 :].set(jnp.nan) for x in (p, e))
         before = [np.asarray(x) for x in (dc.view(jnp.int16), steps)]
@@ -447,6 +461,7 @@ def test_dc_summed_over_chunks_in_float32(tiles, vocab_axis, adding_copies):
     """As for float32 parameters. Rows of P and e from the next multiple of 64 on may hold anything."""
     draw, head = np.random.default_rng([tiles.columns, vocab_axis]), Head(vocab_axis=vocab_axis)
     vocabulary, width, tokens = (int(x) * y for x, y in zip(draw.integers(2, [8, 7, 20]), (64, 64, 8), strict=True))
+    vocabulary -= 8 * int(draw.integers(8)) * (vocab_axis == 0)
     want, dc = np.zeros((vocabulary, width)), jnp.zeros((vocabulary, width))
     dc = dc if vocab_axis == 0 else dc.T
     for count in [tokens, 0, *draw.integers(0, tokens, 2)]:
@@ -454,6 +469,7 @@ def test_dc_summed_over_chunks_in_float32(tiles, vocab_axis, adding_copies):
         kept = jnp.arange(tokens)[:, None] < count
         p, e = jnp.where(kept, p, 0), jnp.where(kept, e, 0)
         want += np.float64(p).T @ np.float64(e)
+        p = jnp.pad(p, ((0, 0), (0, saved_shape(tokens, vocabulary)[1] - vocabulary)))
         p, e = (x.at[-(-count // 64) * 64 :].set(jnp.nan) for x in (p, e))
         dc, steps = HOPPER.sum_dc(dc, None, p, e, None, jnp.full(1, count, jnp.int32), None, head=head, tiles=tiles,
                                   gpu=SMALL)  # fmt: skip

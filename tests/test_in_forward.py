@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 
 from cce_jax import linear_cross_entropy
 from cce_kernels import in_forward as ways
-from cce_kernels.block_floats import decode, encode, step_of, steps_shape
+from cce_kernels.block_floats import LARGEST, block_of, decode, encode, step_of, steps_shape
 from cce_kernels.call import Call
+from cce_kernels.device import INTERPRETER
 from cce_kernels.engines.hopper import MOSAIC
+from cce_kernels.engines.triton import TRITON
+from cce_kernels.engines.triton.tiles import TileConfig
 from cce_kernels.engines.xla import XLA
 from cce_kernels.head import Head
 from cce_kernels.numbers import Wanted
@@ -89,6 +92,24 @@ def lax_bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, jnp.bfloat16)
 
 
+def summed(engine, parts, vocabulary: int, width: int, axis: int, dtype, block: int, factor: float, **how):
+    """factor · Σ pᵀ·e of the first `count` rows of each part (p, e, count), (V, D), summed by an engine."""
+    wide = dtype == "float32"
+
+    @jax.jit
+    def run(parts):
+        dc = (jnp.zeros if wide else jax.lax.empty)((vocabulary, width) if axis == 0 else (width, vocabulary), dtype)
+        steps = None if wide else jnp.zeros(steps_shape(vocabulary, width, block), jnp.float32)
+        for k, (p, e, count) in enumerate(parts):
+            last = jnp.full(1, factor, jnp.float32) if k == len(parts) - 1 and not wide else None
+            dc, steps = engine.sum_dc(dc, steps, p, e, None, jnp.full(1, count), last,
+                                      head=Head(vocab_axis=axis, precision="highest"), **how)  # fmt: skip
+        return dc * factor if wide else dc
+
+    found = run(parts)
+    return np.asarray(found if axis == 0 else found.T, np.float64)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     vocabulary=st.integers(200, 700), width=st.integers(1, 300), chunks=st.integers(1, 6), axis=st.integers(0, 1),
@@ -100,23 +121,10 @@ def test_dc_summed_by_xla(vocabulary, width, chunks, axis, dtype, columns, block
     draw, tokens = np.random.default_rng(seed), 24
     frequency = 10.0 ** draw.uniform(-3, 0, vocabulary)
     parts = [(jnp.asarray(draw.normal(size=(tokens, vocabulary)) * frequency, dtype),
-              jnp.asarray(draw.normal(size=(tokens, width)), dtype)) for _ in range(chunks)]  # fmt: skip
-    want = 0.37 * sum(np.float64(p).T @ np.float64(e) for p, e in parts)
+              jnp.asarray(draw.normal(size=(tokens, width)), dtype), tokens) for _ in range(chunks)]  # fmt: skip
+    want = 0.37 * sum(np.float64(p).T @ np.float64(e) for p, e, _ in parts)
     tiles = Groups(vocabulary, min(columns, vocabulary)), block
-
-    @jax.jit
-    def summed(parts):
-        wide = dtype == "float32"
-        dc = (jnp.zeros if wide else jax.lax.empty)((vocabulary, width) if axis == 0 else (width, vocabulary), dtype)
-        steps = None if wide else jnp.zeros(steps_shape(vocabulary, width, block), jnp.float32)
-        for k, (p, e) in enumerate(parts):
-            factor = jnp.full(1, 0.37, jnp.float32) if k == chunks - 1 else None
-            dc, steps = XLA.sum_dc(dc, steps, p, e, None, jnp.full(1, tokens), factor,
-                                   head=Head(vocab_axis=axis, precision="highest"), tiles=tiles, gpu=None)  # fmt: skip
-        return dc
-
-    found = summed(parts)
-    found = np.asarray(found if axis == 0 else found.T, np.float64)
+    found = summed(XLA, parts, vocabulary, width, axis, dtype, block, 0.37, tiles=tiles, gpu=None)
     if dtype == "float32":
         np.testing.assert_allclose(found, want, rtol=0, atol=1e-5 * np.abs(want).max())
         return
@@ -126,6 +134,39 @@ def test_dc_summed_by_xla(vocabulary, width, chunks, axis, dtype, columns, block
     least = np.finfo(np.float16).smallest_subnormal if dtype == "float16" else 0
     of_rounding = np.linalg.norm(rounded - want, axis=1)
     assert (rows <= 2.2 * of_rounding + 2e-3 * np.linalg.norm(want, axis=1) + least).all()
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    vocabulary=st.integers(1, 300), width=st.integers(1, 300), chunks=st.integers(1, 12), axis=st.integers(0, 1),
+    dtype=st.sampled_from(["bfloat16", "bfloat16", "float16", "float32"]), block=st.sampled_from([128, 256]),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_dc_summed_by_triton(vocabulary, width, chunks, axis, dtype, block, seed):
+    """In chunks of which some have no tokens. Rows from `count` on and columns from V on hold NaN.
+
+    Each number is off by at most half a step for each chunk, and by its rounding: integers whose bits are a NaN in the
+    type of the result keep all of them.
+    """
+    draw, columns = np.random.default_rng(seed), -(-vocabulary // 8) * 8
+    counts = [int(draw.choice([0, 1, draw.integers(1, 25), 24])) for _ in range(chunks)]
+    frequency, parts = 10.0 ** draw.uniform(-3, 0, vocabulary), []
+    for count in counts:
+        p, e = np.full((24, columns), np.nan), np.full((24, width), np.nan)
+        p[:count, :vocabulary] = draw.normal(size=(count, vocabulary)) * frequency
+        e[:count] = draw.normal(size=(count, width))
+        parts.append((jnp.asarray(p, dtype), jnp.asarray(e, dtype), count))
+    sums = np.cumsum([np.float64(p[:n, :vocabulary]).T @ np.float64(e[:n]) for p, e, n in parts], axis=0)
+    tiles = TileConfig(rows=16, columns=block, depth=16, warps=4, stages=1)
+    found = summed(TRITON, parts, vocabulary, width, axis, dtype, block, -2.0, tiles=tiles, gpu=INTERPRETER)
+    off = np.abs(found / -2 - sums[-1])
+    whole = np.pad(np.abs(sums), ((0, 0), (0, 0), (0, -width % block))).reshape(chunks, vocabulary, -1, block)
+    steps = whole[:-1].max(3, keepdims=True).sum(0) / LARGEST  # of the chunks before the last
+    steps = np.broadcast_to(steps, whole.shape[1:]).reshape(vocabulary, -1)[:, :width]
+    rounding = np.finfo(np.float32).eps if dtype == "float32" else float(jnp.finfo(dtype).eps) / 2
+    least = np.finfo(np.float16).smallest_subnormal if dtype == "float16" else 0
+    of_sums = 4e-6 * np.abs(sums).max(axis=(0, 2))[:, None]
+    assert (off <= 0.51 * steps * (dtype != "float32") + 1.01 * rounding * np.abs(sums[-1]) + least + of_sums).all()
 
 
 @settings(max_examples=10, deadline=None)
@@ -169,13 +210,13 @@ OPTIONS = {"softcap": 4.0, "logit_scale": 1.3, "label_smoothing": 0.2, "z_loss":
 
 
 @st.composite
-def cases(draw) -> Case:
+def cases(draw, tokens=(1, 400), width=(1, 300), vocabulary=(2, 300)) -> Case:
     options = {name: value for name, value in OPTIONS.items() if draw(st.integers(0, 3)) == 0}
     if options.get("reduction") == "sum":
         options.pop("num_items", None)
     arrays = tuple(name for name in ARRAYS if draw(st.integers(0, 3)) == 0)
-    return Case("", (draw(st.integers(1, 400)),), draw(st.integers(1, 300)), draw(st.integers(2, 300)), arrays,
-                draw(st.sampled_from([0.0, 0.2, 0.9, 1.0])), options)  # fmt: skip
+    tokens, width, vocabulary = (draw(st.integers(*sizes)) for sizes in (tokens, width, vocabulary))
+    return Case("", (tokens,), width, vocabulary, arrays, draw(st.sampled_from([0.0, 0.2, 0.9, 1.0])), options)
 
 
 def any_chunks_are_right(case: Case, dtype: str, seed: int, impl: str) -> None:
@@ -188,7 +229,7 @@ def any_chunks_are_right(case: Case, dtype: str, seed: int, impl: str) -> None:
     def chosen(count: Bytes, decided: int | None) -> Chunks:
         left = last * sums_in_16_bits(count.call) if decided is None else decided
         whole = max(-(-(tokens - left) // size), 0)
-        return Chunks(whole, size * (whole > 0), left, block)
+        return Chunks(whole, size * (whole > 0), left, block_of(count.call.width) if count.stores else block)
 
     made = inputs(case, dtype, seed)
     truth = pytest.importorskip("tests.truth", exc_type=ImportError)  # by PyTorch
@@ -199,9 +240,11 @@ def any_chunks_are_right(case: Case, dtype: str, seed: int, impl: str) -> None:
         found = run(made, case.options, impl, memory_budget=2**40 + int(share * 2**30))
     assert used.called
     for name, gradient in found[2].items():
-        assert_rounded(
-            gradient, exact[2][name], reference[2][name], f"gradient of {name}", roundings=2 + (impl == "cce")
-        )
+        compared = gradient, exact[2][name], reference[2][name], f"gradient of {name}"
+        if impl == "cce" and (made.targets >= 0).sum() < 16:  # the roundings of few targets do not average out
+            assert_close(*compared)
+        else:
+            assert_rounded(*compared, roundings=2 + (impl == "cce"))
     assert_close(found[0], exact[0], reference[0], "loss")
     assert_close(found[1], exact[1], reference[1], "lse")
 
@@ -212,10 +255,16 @@ def test_any_chunks_are_right(case, dtype, seed):
     any_chunks_are_right(case, dtype, seed, "chunked")
 
 
-def test_stored_exponentials_whose_dc_xla_sums():
-    """By the kernels of Triton, interpreted. XLA's matmul also reads the rows that no kernel wrote."""
-    with mock.patch.object(choose, "_may_form_in_forward", return_value=True):
-        any_chunks_are_right(Case("", (40,), 20, 229), "bfloat16", 1, "cce")
+SMALL = {"tokens": (1, 120), "width": (16, 80), "vocabulary": (50, 260)}  # but of hundreds of elements
+
+
+@settings(max_examples=10, deadline=None)
+@given(cases(**SMALL), st.integers(0, 10**6))
+def test_any_chunks_of_triton_are_right(case, seed):
+    """By its kernels, interpreted. XLA multiplies what a chunk stores by c if V is a multiple of 8."""
+    if {"softcap", "label_smoothing"} <= set(case.options):  # whose exponentials cannot be stored
+        case = replace(case, options={k: v for k, v in case.options.items() if k != "softcap"})
+    any_chunks_are_right(case, "bfloat16", seed, "cce")
 
 
 def dots(function, *arguments) -> int:

@@ -77,7 +77,7 @@ class Training:
 def test_largest_batch(monkeypatch, gib, most, want):
     monkeypatch.setattr(largest, "release", lambda: None)  # it looks through all of this process' memory
     monkeypatch.setattr(largest, "InTorch", type("Fake", (Training,), {"GIB": gib, "MOST": most}))
-    row = largest.largest(Job("largest", OURS), SETTINGS, 300, limit_gib=24, most=2048)
+    row = largest.largest(Job("largest", OURS), SETTINGS, limit_gib=24, most=2048)
     assert row["sequences"] == want
 
 

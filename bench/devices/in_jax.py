@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from bench.calls_jax import Compiled
+from bench.calls import compiled
 from bench.data import Shape, trained
 from bench.devices.layouts import BUDGETS, LAYOUTS, budget, collectives
 from bench.measure import steady
@@ -32,7 +32,7 @@ def bare(layout: str, e: jax.Array, c: jax.Array, gpus: int) -> dict[str, float]
         return lax.dot_general(x, y, (((x_axis,), (y_axis,)), ((), ())))
 
     def timed(run: Callable, *arguments: jax.Array) -> float:
-        return steady(Compiled.of(run, *arguments).call(), ROUNDS)
+        return steady(compiled(run, *arguments), ROUNDS)
 
     of_z = P(None, "x") if layout == "vocabulary" else P("x")
     form = on_devices(partial(product, x_axis=1, y_axis=1), (of_e, of_c), of_z)
@@ -73,9 +73,9 @@ def main() -> None:
         for name in BUDGETS:
             options = budget(name, shape, gpus) | ({"sharding": sharding} if gpus > 1 else {})
             loss = partial(linear_cross_entropy, targets=targets, **options)
-            step = Compiled.of(jax.value_and_grad(loss, (0, 1)), e, c)
-            found = {"ms": steady(step.call(), ROUNDS), "held_mb": step.scratch / 2**20}
-            found["loss"] = float(step.run(e, c)[0])
+            step = compiled(jax.value_and_grad(loss, (0, 1)), e, c)
+            assert step.scratch is not None
+            found = {"ms": steady(step, ROUNDS), "held_mb": step.scratch / 2**20, "loss": float(step()[0])}
             print("row", json.dumps(row | {"method": name, **found}), flush=True)
 
 

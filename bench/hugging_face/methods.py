@@ -20,7 +20,7 @@ class Size(NamedTuple):
     steps: int
 
 
-LLAMA = Size(128256, 2048, 8192, 16, 32, 8, batch=8, context=2048, warm=4, steps=12)  # Llama 3.2 1B
+LLAMA = Size(128256, 2048, 8192, 16, 32, 8, batch=8, context=2048, warm=4, steps=8)  # Llama 3.2 1B
 TINY = Size(1024, 64, 128, 2, 4, 2, batch=2, context=32, warm=1, steps=3)
 
 
@@ -28,8 +28,12 @@ def ours(model: Any, **options: Any) -> None:
     import_module("cce_torch.transformers").cce_patch(model, **options)
 
 
-def liger(model: Any, *, loss: bool, others: bool) -> None:
-    """others: its kernels for rotary embeddings, norms and SwiGLU, which work with any loss."""
+def liger(model: Any, *, loss: bool, others: bool, chunk_mem_const: int = 1) -> None:
+    """others: its kernels for rotary embeddings, norms and SwiGLU, which work with any loss. chunk_mem_const: of the
+    loss, for which its patch has no argument."""
+    functional = import_module("liger_kernel.transformers.functional")
+    whole = functional.liger_fused_linear_cross_entropy
+    functional.liger_fused_linear_cross_entropy = partial(whole, chunk_mem_const=chunk_mem_const)
     patch = import_module("liger_kernel.transformers").apply_liger_kernel_to_llama
     patch(model=model, fused_linear_cross_entropy=loss, rope=others, rms_norm=others, swiglu=others)
 
@@ -54,10 +58,15 @@ METHODS: dict[str, Callable[[Any], None]] = {
     "unpatched": lambda model: None,
     "cce_patch": ours,
     "cce_patch, memory_budget=3e8": partial(ours, memory_budget=3e8),
-    "Liger, the loss alone": partial(liger, loss=True, others=False),
+    "cce_patch, memory_budget=1.2e9": partial(ours, memory_budget=1.2e9),
+    **{
+        f"Liger, the loss alone, chunk_mem_const={x}": partial(liger, loss=True, others=False, chunk_mem_const=x)
+        for x in (1, 4, 16)
+    },
     "Liger, all of its patch": partial(liger, loss=True, others=True),
+    "Liger, all of its patch, chunk_mem_const=16": partial(liger, loss=True, others=True, chunk_mem_const=16),
     "cce_patch and Liger's other kernels": ours_and_liger,
-    "cce_patch, memory_budget=3e8, and Liger's other kernels": partial(ours_and_liger, memory_budget=3e8),
+    "cce_patch, memory_budget=1.2e9, and Liger's other kernels": partial(ours_and_liger, memory_budget=1.2e9),
     "cut_cross_entropy": cut_cross_entropy,
     "cut_cross_entropy, exact": partial(cut_cross_entropy, filter_eps=None),
 }

@@ -76,19 +76,17 @@ def main() -> None:
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # PyTorch shares the GPUs
     began, chosen = time.perf_counter(), TINY if asked.tiny else SETTINGS
     settings = Settings(**{**asdict(chosen), "steps": asked.steps or chosen.steps})
-    text_bytes, most = (300_000, 32) if asked.tiny else (int(asked.text_bytes), 4096)
+    text_bytes, most = (300_000, 256) if asked.tiny else (int(asked.text_bytes), 4096)
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     asked.folder.mkdir(parents=True, exist_ok=True)
 
-    text = prepare(settings, text_bytes, asked.folder)
-    seen = settings.steps * settings.batch * settings.context
-    kept: dict[str, Any] = {
-        "settings": asdict(settings), "vocabulary": text.vocabulary, "gpus": asked.gpus,
-        "text": {"tokens": len(text.tokens), "tokens_seen": seen, "passes": seen / len(text.tokens)},
-        "rows": [], "largest": [], "seeds": None, "missing": [], "failed": [],
-    }  # fmt: skip
-    print(f"{len(text.tokens):,} tokens of text, of which the trainings see {seen:,}; "
-          f"{time.perf_counter() - began:.0f} s until here", flush=True)  # fmt: skip
+    kept: dict[str, Any] = {"settings": asdict(settings), "gpus": asked.gpus}
+    kept |= {"rows": [], "largest": [], "seeds": None, "missing": [], "failed": []}
+    if "train" in asked.kind:
+        text, seen = prepare(settings, text_bytes, asked.folder), settings.steps * settings.batch * settings.context
+        kept["text"] = {"tokens": len(text.tokens), "tokens_seen": seen, "passes": seen / len(text.tokens)}
+        print(f"{len(text.tokens):,} tokens of text, of which the trainings see {seen:,}; "
+              f"{time.perf_counter() - began:.0f} s until here", flush=True)  # fmt: skip
 
     def done(job: Job, result: tuple | None, reason: str | None) -> None:
         row, measured = result or (None, {})

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 OURS, REFERENCE = "cce_torch", "float32 logits"
 ALL, ROUNDED, CUT, LIGER = 'cce_torch, "all"', "bfloat16 logits", "cut_cross_entropy", "Liger"
+LIGER_SETTINGS = {LIGER: 1, f"{LIGER}, chunk_mem_const=4": 4, f"{LIGER}, chunk_mem_const=16": 16}
 OURS_IN_JAX, REFERENCE_IN_JAX = "cce_jax", "float32 logits (Optax)"
 REFERENCES = {"torch": REFERENCE, "jax": REFERENCE_IN_JAX}
 SEEDS = 3
@@ -43,7 +44,7 @@ def jobs() -> list[Job]:
         *first[2:],
         Job("train", ROUNDED),
         Job("train", ALL),
-        *(Job("largest", loss) for loss in (REFERENCE, OURS, ROUNDED, CUT, LIGER)),
+        *(Job("largest", loss) for loss in (REFERENCE, OURS, ROUNDED, CUT, *LIGER_SETTINGS)),
         Job("train", REFERENCE, 0, "repeated"),
         Job("train", REFERENCE_IN_JAX, package="jax"),
         Job("train", OURS_IN_JAX, package="jax"),

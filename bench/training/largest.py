@@ -11,21 +11,21 @@ from bench.training.jobs import Job
 from bench.training.run import InTorch
 from examples.lm.settings import Settings
 
-FIRST = 32  # sequences of the first batch that is tried
+FIRST = 128  # sequences of the first batch that is tried
 FINEST = 8  # sequences to which the result is right
 TIMED = 6  # steps
 
 
-def largest(job: Job, settings: Settings, vocabulary: int, limit_gib: float, most: int) -> dict[str, Any]:
+def largest(job: Job, settings: Settings, limit_gib: float, most: int) -> dict[str, Any]:
     """Doubles the batch while it fits, up to `most` sequences, then looks between the last two sizes.
 
     It fits if the peak of what both frameworks' pools have given out is at most limit_gib.
     """
     began, random = time.perf_counter(), np.random.default_rng(0)
-    training, tried = InTorch(job, replace(settings, batch=FIRST), vocabulary), {}
+    training, tried = InTorch(job, replace(settings, batch=FIRST), settings.vocabulary), {}
 
     def batch(sequences: int) -> np.ndarray:
-        return random.integers(0, vocabulary, (1, sequences, settings.context), np.int32)
+        return random.integers(0, settings.vocabulary, (1, sequences, settings.context), np.int32)
 
     def fits(sequences: int) -> bool:
         training.trainer.optimizer.zero_grad()

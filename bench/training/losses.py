@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bench import peers
 from bench.losses_torch import full_logits
-from bench.training.jobs import ALL, CUT, LIGER, OURS, REFERENCE, ROUNDED
+from bench.training.jobs import ALL, CUT, LIGER_SETTINGS, OURS, REFERENCE, ROUNDED
 from cce_torch import LinearCrossEntropy
 from examples.lm.settings import Settings
 from examples.lm.torch_model import FullLogitsModel, LanguageModel
@@ -34,12 +34,12 @@ def _with(mean_loss: Callable[[Tensor, Tensor, Tensor], Tensor], in_16_bits: boo
 
 def model_type(name: str) -> type[LanguageModel]:
     """Raises ImportError for another package that is not installed, or has no kernels here."""
-    if name in (CUT, LIGER) and not torch.cuda.is_available():
+    if name in (CUT, *LIGER_SETTINGS) and not torch.cuda.is_available():
         raise ImportError("it needs a GPU")
     if name == CUT:  # it does not know autocast
         return _with(peers.cut_cross_entropy(), in_16_bits=True)
-    if name == LIGER:  # it does, and then sums the gradient of c in float32
-        return _with(peers.liger(), in_16_bits=False)
+    if name in LIGER_SETTINGS:  # it does, and then sums the gradient of c in float32
+        return _with(peers.liger(LIGER_SETTINGS[name]), in_16_bits=False)
     if name == ROUNDED:
         return _with(full_logits, in_16_bits=True)
     return {OURS: LanguageModel, ALL: SaveAll, REFERENCE: FullLogitsModel}[name]

@@ -22,18 +22,16 @@ def run(
     job: Job, settings: Settings, folder: Path, limit_gib: float, most: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The row of a job, and where it was measured. folder: has the text, and gets the final weights of trainings."""
-    text = Text.load(folder / "text")
     if job.kind == "train":
-        found = train(job, replace(settings, seed=job.seed), text, folder)
+        found = train(job, replace(settings, seed=job.seed), Text.load(folder / "text"), folder)
     else:
         from bench.training.largest import largest
 
-        found = largest(job, settings, text.vocabulary, limit_gib, most)
+        found = largest(job, settings, limit_gib, most)
     release()
     from bench.report import environment
 
-    measured = {key: value for key, value in environment().items() if key != "regimes"}
-    return {**asdict(job), "label": job.label, **found}, measured
+    return {**asdict(job), "label": job.label, **found}, environment()
 
 
 class InTorch:

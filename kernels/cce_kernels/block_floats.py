@@ -21,6 +21,13 @@ ROUNDING = 1.5 * 2.0**23  # added to a float32 of magnitude below 2²², it leav
 OFFSET = 2.0**23 + 2.0**15
 ENTRIES = 768  # kernels write steps of whole tiles: the steps have room for a multiple of so many vocabulary entries
 
+BLOCKS = 256, 192, 128
+
+
+def block_of(width: int) -> int:
+    """How many columns of D share a step. The fewest columns are padded, and larger blocks are preferred."""
+    return min(BLOCKS, key=lambda columns: -(-width // columns) * (columns + 16))
+
 
 def steps_shape(vocabulary: int, width: int, block: int) -> tuple[int, int]:
     """The shape of the steps, float32: blocks of D by vocabulary entries, in either layout of c."""

@@ -34,6 +34,7 @@ from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Shard, Statistics
 LARGEST = 30.0  # nats, 2^43
 SMALLEST = 2.0**-70
 ALIGNMENT = 8  # columns: a row of P is a multiple of this, so that the GPU's widest loads can begin at every row
+TILE = 64  # columns: and of this if V is a multiple of ALIGNMENT, for the Tensor Memory Accelerator (TMA) of Hopper GPUs
 
 
 def can_be_saved(dtype: str, head: Head, with_sum: bool) -> bool:
@@ -43,7 +44,8 @@ def can_be_saved(dtype: str, head: Head, with_sum: bool) -> bool:
 
 def saved_shape(tokens: int, vocabulary: int) -> tuple[int, int]:
     """The shape of P for so many tokens. Its columns from V on are 0."""
-    return tokens, -(-vocabulary // ALIGNMENT) * ALIGNMENT
+    multiple = ALIGNMENT if vocabulary % ALIGNMENT else TILE
+    return tokens, -(-vocabulary // multiple) * multiple
 
 
 def by_target(lse: jax.Array, target: jax.Array) -> jax.Array:

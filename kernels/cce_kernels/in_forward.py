@@ -290,14 +290,19 @@ def _of_exponentials(chunk: Chunk, p: jax.Array, own: Statistics, numbers: Stati
     numbers_of = Statistics(jnp.where(live, numbers.lse, jnp.inf), own.target, None)
     shard = Shard(numbers.lse, chunk.reference)
     rho = jnp.where(live, references(own, inputs.targets, call.vocabulary, shard), 0)
-    r, at_target = factors(rho, numbers_of, of, head)
-    # Matmuls that stop at the last kept token read rows after it only in their last step. XLA's read all rows.
-    by_xla = call.wanted.bias or not how.dc.engine.stops
-    clear = jnp.full(1, tokens, jnp.int32) if by_xla else chunk.count + (how.de.engine.depth - 1)
-    engine = how.forward.rescue.engine
-    p = engine.ready(p, inputs.targets, at_target, clear, vocabulary=call.vocabulary, gpu=gpu)
-    r = r if inputs.scale is None else r * inputs.scale
-    r = jnp.where(live, r, 0)
+    if how.dz is not None:
+        p = how.dz.engine.form_dz_in_place(p, inputs, rho, numbers_of.lse, of, head=head, vocabulary=call.vocabulary,
+                                           tiles=how.dz.tiles, gpu=gpu)  # fmt: skip
+        r = live.astype(rho.dtype)  # P is dz now
+    else:
+        r, at_target = factors(rho, numbers_of, of, head)
+        # Matmuls that stop at the last kept token read rows after it only in their last step. XLA's read all rows.
+        by_xla = call.wanted.bias or (call.wanted.e and not how.de.engine.stops)
+        beyond = max(how.de.engine.depth, how.dc.engine.depth) - 1
+        clear = jnp.full(1, tokens, jnp.int32) if by_xla else chunk.count + beyond if beyond else None
+        engine = how.forward.rescue.engine
+        p = engine.ready(p, inputs.targets, at_target, clear, vocabulary=call.vocabulary, gpu=gpu)
+        r = jnp.where(live, r if inputs.scale is None else r * inputs.scale, 0)
     de, dbias = None, None
     if call.wanted.e:
         products = how.de.engine.products(inputs.e, inputs.c, head=head, unit=None, count=chunk.count, how=how.de,
@@ -312,4 +317,4 @@ def _of_exponentials(chunk: Chunk, p: jax.Array, own: Statistics, numbers: Stati
         both = jnp.stack([high, (r - high).astype(p.dtype)])  # their sum holds 16 bits of r, twice as many as bfloat16
         dbias = lax.dot_general(both, p, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         dbias = jnp.sum(dbias, axis=0)[: call.vocabulary]
-    return de, Left(p, scaled(inputs.e, r), None, chunk.count), dbias
+    return de, Left(p, inputs.e if how.dz is not None else scaled(inputs.e, r), None, chunk.count), dbias

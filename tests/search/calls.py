@@ -170,12 +170,12 @@ def _shape(rng: np.random.Generator, where: str, for_hopper: bool) -> tuple[int,
                 _size(rng, 1, 300, (8, 64), aligned))  # fmt: skip
     if where == "hopper":
         tokens = 256 if rng.uniform() < 0.5 else 512 - int(rng.integers(8))
-        return tokens, 64 * int(rng.integers(2, 6)), 64 * int(rng.integers(2, 12))
+        return tokens, 64 * int(rng.integers(2, 6)), _aligned(rng, 2, 12)
     if for_hopper:
         tokens = _size(rng, 256, 16384, (8, 64, 256), 0.6)
         width = int(rng.choice([128, 192, 256, 320, 512, 768, 896, 1152, 2048, 2304, 2560, 4096]))
         vocabulary = _size(rng, 128, 2**18, (64, 128, 256, 1024), 1.0)
-        vocabulary = max(128, vocabulary // 64 * 64)
+        vocabulary = max(128, vocabulary // 64 * 64 - 64) + _aligned(rng, 0, 2)
     else:
         tokens = _size(rng, 1, 4096, (8, 64, 256), 0.5)
         width = _size(rng, 1, 2304, (16, 64, 256), 0.5)
@@ -186,6 +186,11 @@ def _shape(rng: np.random.Generator, where: str, for_hopper: bool) -> tuple[int,
     while vocabulary * width > (2**29 if large else 2**27):
         vocabulary = max(128, vocabulary // 128 * 64)
     return tokens, width, vocabulary
+
+
+def _aligned(rng: np.random.Generator, least: int, most: int) -> int:
+    """A multiple of 64, or of 8, which the Hopper engine takes if the classifier is (V, D)."""
+    return 64 * int(rng.integers(least, most)) + 8 * int(rng.integers(8)) * (rng.uniform() < 0.3)
 
 
 def _leading(rng: np.random.Generator, tokens: int, batches: bool) -> tuple[tuple[int, ...], int]:

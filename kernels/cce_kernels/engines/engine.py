@@ -97,14 +97,10 @@ class Engine:
         raise NotImplementedError
 
     def de_of_chunk(self, call: Call, tokens: int, gpu: Any) -> Multiplying:
-        """How de of a chunk of so many tokens is computed from its exponentials, over the whole vocabulary at once.
+        """How de of a chunk of so many tokens is computed from what it stores, over the whole vocabulary at once.
 
         de of so few tokens may be computed as several partial sums.
         """
-        raise NotImplementedError
-
-    def block(self, call: Call) -> int:
-        """How many columns of D share a step where the engine sums dc in block floating point."""
         raise NotImplementedError
 
     # The second half: what the two passes run.
@@ -153,6 +149,13 @@ class Engine:
         head: Head, groups: Groups, wanted: Wanted, tiles: Any, gpu: Any,
     ) -> FormDz:  # fmt: skip
         """Forms dz of a group from saved exponentials."""
+        raise NotImplementedError
+
+    def form_dz_in_place(
+        self, saved: jax.Array, inputs: Inputs, reference: jax.Array, lse: jax.Array, cotangents: Cotangents, *,
+        head: Head, vocabulary: int, tiles: Any, gpu: Any,
+    ) -> jax.Array:  # fmt: skip
+        """dz of the whole vocabulary, in the memory of the saved exponentials. Ignored tokens' rows are 0."""
         raise NotImplementedError
 
     def products(

@@ -132,14 +132,20 @@ class Bytes:
 
     @property
     def stores(self) -> bool:
-        """Whether a chunk of the forward pass stores exponentials; else XLA holds the chunk's logits."""
-        call = self.call
-        return self.engine.stops and not call.with_sum and can_be_saved(call.dtype, call.head, call.with_sum)
+        """Whether a chunk of the forward pass stores exponentials, and the engine sums dc; else XLA holds the chunk's
+        logits, and sums dc.
+        """
+        return self.engine.stops and can_be_saved(self.call.dtype, self.call.head, self.call.with_sum)
 
-    @property
-    def sums_dc(self) -> bool:
-        """Whether the engine sums dc over chunks; else XLA does."""
-        return self.stores and self.engine.offers("sum_dc")
+    def de_by_xla(self, tokens: int) -> bool:
+        """Whether XLA multiplies what a chunk of so many tokens stores by c.
+
+        Its matmul is faster than Triton's, unless XLA copies the operands: where P has more columns than c, or where
+        XLA splits the sum.
+        """
+        call, columns = self.call, saved_shape(1, self.call.vocabulary)[1]
+        slower = self.stores and not self.engine.multiplies_fastest
+        return slower and columns == call.vocabulary and not XLA.pads_de(call, tokens, columns, self.gpu)
 
     def of_a_token(self, tokens: int) -> int:
         """What a token of a chunk of so many tokens holds: its exponentials or logits, and rows of e and de."""
@@ -147,7 +153,11 @@ class Bytes:
         assert call.wanted is not None
         if not self.stores:  # the logits, the exponentials and dz
             return 3 * call.wide * (columns + call.width)
-        of_de = 4 * self.engine.de_of_chunk(call, tokens, self.gpu).splits + call.of_de  # partial sums, and their sum
+        if self.de_by_xla(tokens):
+            parts = XLA.parts_of_de(call, tokens, columns, self.gpu)
+        else:
+            parts = self.engine.de_of_chunk(call, tokens, self.gpu).splits
+        of_de = 4 * parts + call.of_de  # partial sums, and their sum
         return 2 * columns + (call.itemsize + max(call.itemsize, of_de * call.wanted.e)) * call.width  # e, and scaled e
 
     def of_chunks(self, chunks: Chunks) -> int:

@@ -163,14 +163,9 @@ def _forward(x: _Setting) -> tuple[Forward, int]:
 def _may_form_in_forward(x: _Setting) -> bool:
     """Whether the forward pass may form the gradients of a call whose cotangents allow it.
 
-    On a GPU only on the Hopper engine. The others take longer than to compute the logits again. On an H200, over three
-    matmuls, formed and again: with a bias 1.63 and 1.56; with label smoothing 4.84 and 1.48.
+    On a GPU only from stored exponentials: XLA would hold and copy logits in float32.
     """
-    if not x.call.may_chunk:
-        return False
-    if x.gpu is None:
-        return True
-    return x.engine.multiplies_fastest and x.bytes.stores
+    return x.call.may_chunk and (x.gpu is None or x.bytes.stores)
 
 
 def _is_fastest_in_forward(times: Times) -> bool:
@@ -185,14 +180,19 @@ def _in_forward(x: _Setting, chunks: Chunks) -> InForward:
     if not x.bytes.stores:
         return InForward(chunks, dc, everything, held)
     of_chunk = _Setting(replace(call, tokens=size), x.gpu, x.serving)
-    return InForward(chunks, dc, everything, held, replace(_forward(of_chunk)[0], gathered=True, scattered=None),
-                     x.engine.de_of_chunk(call, size, x.gpu), x.offering("restored"))  # fmt: skip
+    forward = replace(_forward(of_chunk)[0], gathered=True, scattered=None)
+    sizes = {chunks.size or size, chunks.last or size}
+    by_xla = all(x.bytes.de_by_xla(tokens) for tokens in sizes)
+    de = Multiplying(XLA, None, None) if by_xla else x.engine.de_of_chunk(call, size, x.gpu)
+    forming = x.offering("form_dz_in_place") if call.with_sum else None
+    dz = None if forming is None else Step(forming, forming.tile("saved_dz", call, x.gpu))
+    return InForward(chunks, dc, everything, held, forward, de, dz, x.offering("restored"))
 
 
 def _sum_of_dc(x: _Setting, chunks: Chunks) -> Step:
-    """The step that sums dc over chunks: by XLA in groups of the vocabulary, where the engine does not."""
+    """The step that sums dc over chunks: by the engine that stores exponentials; else by XLA in groups of columns."""
     call = x.call
-    if x.bytes.sums_dc:
+    if x.bytes.stores:
         return Step(x.engine, x.engine.tile("sum_dc", call, x.gpu))
     of_group = 3 * call.wide * call.width  # a group's part of dc, in float32, and what becomes of it
     room = max(min(GROUP_BYTES // 4, call.vocabulary * of_group // 8), SMALL)

@@ -19,17 +19,19 @@ computed again 1.32.
 import math
 from typing import NamedTuple
 
+from cce_kernels.block_floats import block_of
 from cce_kernels.call import Call
 from cce_kernels.device import Gpu
-from cce_kernels.engines.hopper import HOPPER
 from cce_kernels.plan.budget import Bytes
 from cce_kernels.plan.plan import Chunks, Times
 from cce_kernels.tokens import gathered_rows
 
 
 class Costs(NamedTuple):
-    """The times of what a way adds to its matmuls, in floating-point operations of a matmul."""
+    """The times of an engine's matmuls over XLA's, and of what a way adds, in floating-point operations of a matmul."""
 
+    logits: float  # the matmul of the logits, over XLA's
+    products: float  # the engine's own matmuls for de and dc of a chunk, over XLA's
     byte: float  # read or written where a matmul runs at the same time
     logit: float  # each time that it is computed
     launches: float  # the small kernels of a chunk or a group
@@ -38,12 +40,15 @@ class Costs(NamedTuple):
 
 
 KEPT = 64 * 2**20  # bytes
-ON_GPU = Costs(170.0, 150.0, 2.5e10, 0.0, 256)
-ON_CPU = Costs(6.0, 100.0, 1e7, 42.0, 32)
+BY_HOPPER = Costs(1.0, 1.0, byte=170.0, logit=150.0, launches=2.5e10, new=0.0, multiple=256)
+BY_TRITON = BY_HOPPER._replace(logits=1.08, products=1.15)
+ON_CPU = Costs(1.0, 1.0, byte=6.0, logit=100.0, launches=1e7, new=42.0, multiple=32)
 
 
-def costs(gpu: Gpu | None) -> Costs:
-    return ON_CPU if gpu is None else ON_GPU
+def costs(count: Bytes) -> Costs:
+    if count.gpu is None:
+        return ON_CPU
+    return BY_HOPPER if count.engine.multiplies_fastest else BY_TRITON
 
 
 def fastest_chunks(count: Bytes, last: int | None) -> Chunks | None:
@@ -52,7 +57,7 @@ def fastest_chunks(count: Bytes, last: int | None) -> Chunks | None:
     last: the number of tokens of the last chunk, if the plan for another platform has decided it. Where then no chunk
     is within the budget, the smallest are taken.
     """
-    multiple = costs(count.gpu).multiple
+    multiple = costs(count).multiple
     rest = max(gathered_rows(count.call.tokens) - (last or 0), 1)
     fits = _most_tokens(count, last, rest)
     if not fits and last is None:
@@ -70,7 +75,7 @@ def fastest_chunks(count: Bytes, last: int | None) -> Chunks | None:
 
 def _most_tokens(count: Bytes, last: int | None, rest: int) -> int:
     """The most of these tokens with which a chunk is within the budget; 0 if it is with none."""
-    multiple, budget = costs(count.gpu).multiple, count.call.memory_budget
+    multiple, budget = costs(count).multiple, count.call.memory_budget
     begin = min(budget // count.of_a_token(rest), rest - 1) // multiple * multiple
     sizes = rest, *range(begin, 0, -multiple)
     return next((size for size in sizes if count.of_chunks(_of_size(count, size, last)) <= budget), 0)
@@ -83,7 +88,7 @@ def _of_size(count: Bytes, size: int, last: int | None) -> Chunks:
     elif last is None:  # kernels that stop at the last token take as many rows as in the other chunks
         last = size if count.stores and tokens > size else (tokens - 1) % size + 1
     whole = -(-(tokens - last) // size)
-    return Chunks(whole, size if whole else 0, last, HOPPER.block(call))
+    return Chunks(whole, size if whole else 0, last, block_of(call.width))
 
 
 def sums_in_16_bits(call: Call) -> bool:
@@ -96,40 +101,44 @@ def predicted(count: Bytes, groups: int, chunks: Chunks | None, all_saved: bool)
 
     chunks, all_saved: None and False for what the budget forbids.
     """
-    cost = costs(count.gpu)
     return Times(
-        again(count.call, groups, cost),
+        again(count, groups),
         math.inf if chunks is None else in_forward(count, chunks),
-        _relative(count.call, 0.0, cost) if all_saved else math.inf,
+        _relative(count, 0.0) if all_saved else math.inf,
     )
 
 
-def again(call: Call, groups: int, cost: Costs) -> float:
+def again(count: Bytes, groups: int) -> float:
+    call, cost = count.call, costs(count)
     assert call.wanted is not None
     logits = call.tokens * call.vocabulary
     of_group = 8.0 * call.tokens * call.width * cost.byte * call.wanted.e + cost.launches
-    return _relative(call, (2.0 * call.width + cost.logit) * logits + groups * of_group, cost)
+    return _relative(count, (2.0 * call.width * cost.logits + cost.logit) * logits + groups * of_group)
 
 
 def in_forward(count: Bytes, chunks: Chunks) -> float:
-    call, cost = count.call, costs(count.gpu)
+    call, cost = count.call, costs(count)
     assert call.wanted is not None
-    moved = 2 * call.of_dc + 16 * (not count.sums_dc)  # bytes, for an element of dc: XLA holds a float32 part of it
+    moved = 2 * call.of_dc + 16 * (not count.stores)  # bytes, for an element of dc: XLA holds a float32 part of it
     of_chunk = moved * cost.byte * call.wanted.c * call.vocabulary * call.width + cost.launches
     number, largest = chunks.whole + (chunks.last > 0), max(chunks.size, chunks.last)
     new = cost.new * max(call.wide * largest * call.vocabulary - KEPT, 0)
     if call.wanted.c and not chunks.last:  # dc begins as zeros, and the factor multiplies it elementwise
         new += 3 * call.of_dc * cost.byte * call.vocabulary * call.width
-    return _relative(call, number * of_chunk + new, cost, chunks)
+    return _relative(count, number * of_chunk + new, chunks)
 
 
-def _relative(call: Call, more: float, cost: Costs, chunks: Chunks | None = None) -> float:
-    """The time of the matmuls, the logits and what a way adds, over that of the matmuls."""
+def _relative(count: Bytes, more: float, chunks: Chunks | None = None) -> float:
+    """The time of the matmuls, the logits and what a way adds, over that of XLA's matmuls."""
+    call, cost = count.call, costs(count)
     assert call.wanted is not None
-    rows = call.tokens
+    rows, of_gradients = call.tokens, float(call.wanted.e + call.wanted.c)
     if chunks is not None:
         in_last = min(chunks.last, max(rows - chunks.whole * chunks.size, 0))
         whole, last = (-(-n // cost.multiple) * cost.multiple for n in (chunks.size, in_last))
         rows = chunks.whole * whole + last
-    of_row = 2.0 * (1 + call.wanted.e + call.wanted.c) * call.vocabulary * call.width
-    return (rows * of_row + cost.logit * call.tokens * call.vocabulary + more) / (max(call.tokens, 1) * of_row)
+        de_by_xla = count.de_by_xla(max(chunks.size, chunks.last))
+        of_gradients += (cost.products - 1) * (call.wanted.c + (call.wanted.e and not de_by_xla))
+    of_matmul = 2.0 * call.vocabulary * call.width
+    time = rows * of_matmul * (cost.logits + of_gradients) + cost.logit * call.tokens * call.vocabulary + more
+    return time / (max(call.tokens, 1) * of_matmul * (1 + call.wanted.e + call.wanted.c))

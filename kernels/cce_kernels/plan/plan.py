@@ -79,6 +79,7 @@ class InForward:
     held: int  # bytes, besides inputs and results
     forward: Forward | None = None  # the steps of a chunk whose exponentials are stored; None: its logits are, by XLA
     de: Multiplying | None = None
+    dz: Step | None = None  # makes dz of the exponentials, where a weighted sum is asked for; None: they are multiplied
     restored: Engine | None = None  # moves rows of de in place; None: XLA copies them
 
     @property

@@ -8,6 +8,7 @@ from functools import partial
 
 import jax
 
+from cce_kernels.block_floats import block_of
 from cce_kernels.call import Call
 from cce_kernels.device import Gpu
 from cce_kernels.engines.engine import Engine, Multiplying
@@ -40,8 +41,8 @@ class Hopper(Engine):
     def refuses(self, call: Call, gpu: Gpu | None) -> str:
         """Calls on compute capability 9.0 with 16-bit types, no bias, no weighted sum, and sizes that TMA can copy.
 
-        D and V must be wider than one of TMA's tiles: if an array is exactly as wide, a write beyond its edge lands in
-        the array (seen on an H200).
+        TMA copies tiles of TMA_ROWS × TMA_COLUMNS. D and V must be larger than one: if an array is exactly as wide, a
+        write beyond its edge lands in the array (seen on an H200).
         """
         if gpu is None or not gpu.supported or gpu.compute_capability != "9.0":
             return "it needs a GPU of compute capability 9.0 (H100, H200)"
@@ -51,16 +52,18 @@ class Hopper(Engine):
             return f"it takes bfloat16 and float16, not {call.dtype}"
         if call.with_bias or call.with_sum:
             return f"it takes no {'bias' if call.with_bias else 'label smoothing'}"
-        for name, size in ("width D", call.width), ("vocabulary V", call.vocabulary):
-            if size % tiles.TMA_COLUMNS or size <= tiles.TMA_COLUMNS:
-                return f"the {name}, {size}, must be a multiple of {tiles.TMA_COLUMNS} and larger than that"
+        of_v = tiles.TMA_ROWS if call.head.vocab_axis == 0 else tiles.TMA_COLUMNS
+        sizes = ("width D", call.width, tiles.TMA_COLUMNS), ("vocabulary V", call.vocabulary, of_v)
+        for name, size, multiple in sizes:
+            if size % multiple or size <= tiles.TMA_COLUMNS:
+                return f"the {name}, {size}, must be a multiple of {multiple} and larger than {tiles.TMA_COLUMNS}"
         if call.tokens < MANY:
             return f"it takes {MANY} tokens or more"
         return "" if call.tokens % tiles.TMA_ROWS == 0 else f"it takes a multiple of {tiles.TMA_ROWS} tokens"
 
     def tile(self, role: str, call: Call, gpu: Gpu, tokens: int = 0) -> tiles.PairTiles:
         if role == "sum_dc" and call.of_dc == 2:
-            return tiles.SUMMED[self.block(call)]
+            return tiles.SUMMED[block_of(call.width)]
         if role == "sum_dc":
             sizes = tiles.dc_sizes(call.vocabulary, call.width, call.head.vocab_axis)
             return tiles.cheapest(tiles.DC, *sizes, units_of(gpu))
@@ -81,7 +84,8 @@ class Hopper(Engine):
 
     def groups(self, call: Call, tokens: int, room: int, column: int, gpu: Gpu) -> Groups:
         cost = partial(tiles.group_cost, tokens, call.width, call.head.vocab_axis, units_of(gpu))
-        groups = vocabulary_groups(call.vocabulary, room, column, cost, tiles.PAIR_ROWS, beyond=True)
+        columns = cdiv(call.vocabulary, tiles.DEPTH) * tiles.DEPTH  # dz is whole tiles of TMA
+        groups = vocabulary_groups(columns, room, column, cost, tiles.PAIR_ROWS, beyond=True)
         return replace(groups, columns=min(groups.columns, 2 * tiles.PAIR_ROWS)) if gpu.interpreted else groups
 
     def multiplying(self, call: Call, tokens: int, groups: Groups, gpu: Gpu) -> Multiplying:
@@ -114,9 +118,6 @@ class Hopper(Engine):
     def de_of_chunk(self, call: Call, tokens: int, gpu: Gpu) -> Multiplying:
         tile, splits = tiles.de_of_chunk(tokens, call.width, call.vocabulary, units_of(gpu))
         return Multiplying(self, tile, None, splits)
-
-    def block(self, call: Call) -> int:
-        return min(tiles.SUMMED, key=lambda columns: cdiv(call.width, columns) * (columns + 16))
 
     def sum_dc(self, dc, steps, left, e, unit, count, factor, *, head, tiles, gpu):
         from cce_kernels.engines.hopper import products, summed

@@ -24,8 +24,8 @@ def former(
     inputs: Inputs, lse: jax.Array, cotangents: Cotangents, count: jax.Array,
     *, head: Head, groups: Groups, tiles: PairTiles, units: int, interpret,
 ) -> FormDz:  # fmt: skip
-    """engine.Engine.form_dz. groups.columns: a multiple of DEPTH."""
-    e, c = inputs.e, inputs.c
+    """engine.Engine.form_dz. groups.columns: a multiple of DEPTH. dz is 0 from column V on."""
+    e, c, vocabulary = inputs.e, inputs.c, head.vocabulary(inputs.c)
     cotangents = jax.tree.map(padded, cotangents)
     of_tokens = padded(lse * LOG2_E), padded(inputs.targets), cotangents, count, inputs.scale  # the same for all groups
 
@@ -46,7 +46,10 @@ def former(
             for first, raw in parts_of(product(), e.dtype):
                 z, shape = logits(raw, head, scale), raw.shape
                 p = jnp.exp2(z * LOG2_E - along_rows(lse, shape))
-                is_target = column_numbers(shape) == along_rows(targets - (start + column + first), shape)
+                begin = start + column + first
+                if vocabulary % DEPTH:
+                    p = jnp.where(column_numbers(shape) < vocabulary - begin, p, 0.0)
+                is_target = column_numbers(shape) == along_rows(targets - begin, shape)
                 of_part = jax.tree.map(lambda x, shape=shape: along_rows(x, shape), of)
                 yield head.cotangent(z, p, is_target, of_part, None, scale).astype(e.dtype)
 

@@ -29,6 +29,7 @@ from cce_kernels.engines.hopper.matmul import (
     vector_of,
 )
 from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS, PairTiles
+from cce_kernels.engines.order import cdiv
 from cce_kernels.gradients import Products
 from cce_kernels.head import Head
 from cce_kernels.windows import Groups
@@ -43,7 +44,7 @@ def de_of_saved(
 
     def extent(others) -> Extent:
         _, count_ref = others
-        return Extent(live_pairs(count_ref[0]), width, Sum(vocabulary // DEPTH, Place))
+        return Extent(live_pairs(count_ref[0]), width, Sum(cdiv(vocabulary, DEPTH), Place))
 
     def write(warpgroup, product, row, column, out_ref, others):
         r = vector_of(others[0], row)

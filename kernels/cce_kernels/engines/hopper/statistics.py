@@ -31,6 +31,7 @@ from cce_kernels.engines.hopper.matmul import (
 )
 from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS, PairTiles
 from cce_kernels.engines.order import cdiv, grouped_order, row_group
+from cce_kernels.exponentials import saved_shape
 from cce_kernels.head import Head
 from cce_kernels.numbers import FLOAT32_MAX, LOG2_E, Inputs
 from cce_kernels.tokens import Rows
@@ -108,7 +109,7 @@ def sums(
 
         return work, compute
 
-    saved = jax.ShapeDtypeStruct((tokens, vocabulary), e.dtype) if save else None
+    saved = jax.ShapeDtypeStruct(saved_shape(tokens, vocabulary), e.dtype) if save else None
     total, p = launch(
         (e, c), (padded(reference), starts, count, inputs.scale),
         (jax.ShapeDtypeStruct((splits, pairs * PAIR_ROWS), jnp.float32), saved),

@@ -26,6 +26,8 @@ class Triton(Engine):
     def tile(self, role: str, call: Call, gpu: Gpu, tokens: int = 0) -> tiles.TileConfig:
         if role in ("target", "saved_dz"):
             return tiles.other_tiles(tiles.SAVED_DZ, gpu.interpreted) if role == "saved_dz" else tiles.TARGET
+        if role == "sum_dc":
+            return tiles.sum_dc_tiles(call.itemsize, call.width, call.of_dc, gpu)
         found = tiles.tiles_for(call.itemsize, call.width, gpu)
         return found.statistics if role == "sums" else found.dz
 
@@ -98,6 +100,18 @@ class Triton(Engine):
 
         return products.products(e, c, head=head, unit=unit, count=count, de=how.de, dc=how.dc, splits=how.splits,
                                  interpret=gpu.interpreted)  # fmt: skip
+
+    def form_dz_in_place(self, saved, inputs, reference, lse, cotangents, *, head, vocabulary, tiles, gpu):
+        from cce_kernels.engines.triton import saved as exponentials
+
+        return exponentials.dz_in_place(saved, inputs, reference, lse, cotangents, head=head, vocabulary=vocabulary,
+                                        tiles=tiles, interpret=gpu.interpreted)  # fmt: skip
+
+    def sum_dc(self, dc, steps, left, e, unit, count, factor, *, head, tiles, gpu):
+        from cce_kernels.engines.triton import summed
+
+        assert unit is None
+        return summed.sum_dc(dc, steps, left, e, count, factor, head=head, tiles=tiles, interpret=gpu.interpreted)
 
     def ready(self, saved, targets, at_target, clear, *, vocabulary, gpu):
         from cce_kernels.engines.triton import saved as exponentials

@@ -134,15 +134,16 @@ def launch(
 ):
     """One Pallas call over a one-dimensional grid. operands: arrays, tuples of arrays, or None.
 
-    in_place: the operand whose buffer becomes the first output. Elements that the kernel does not write keep the
-    operand's values.
+    in_place: the operands, one or a tuple, whose buffers become the first outputs. Elements that the kernel does not
+    write keep the operand's values.
     """
     arrays = jax.tree.leaves(operands)
+    places = [[x is y for x in arrays].index(True) for y in jax.tree.leaves(in_place)]
     call = pl.pallas_call(
         kernel,
         out_shape=out_shape,
         grid=(programs,),
-        input_output_aliases={} if in_place is None else {[x is in_place for x in arrays].index(True): 0},
+        input_output_aliases={place: output for output, place in enumerate(places)},
         compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name=name,

@@ -43,48 +43,61 @@ def _kernel(
     rows, columns = indices(row_block, tiles.rows), indices(column_block, tiles.columns)
     rows_ok, columns_ok = inside(rows, row_count, tiles.rows), inside(columns, column_count, tiles.columns)
     start, count = start_ref[0], count_ref[0]
-    some = None
-    if kind == "de":  # nothing reads rows of de from count on, so any number may be added there
-        some = row_block * tiles.rows < count
-        steps = cdiv(inner_count, tiles.depth)
-        first, last = split * steps // splits, (split + 1) * steps // splits
-        last = jnp.where(some, last, first)
-    else:
-        first, last = jnp.int32(0), (count + tiles.depth - 1) // tiles.depth
+    mask = tile_mask(rows_ok, columns_ok, (tiles.rows, tiles.columns))
+    if kind == "dc":
+        total = jnp.zeros((tiles.rows, tiles.columns), jnp.float32)
+        total = sum_over_tokens(left_ref, right_ref, rows, columns, count, total, head=head, tiles=tiles)
+        if unit_ref is not None:
+            total *= unit_ref[0]
+        place = (start + rows, columns) if head.vocab_axis == 0 else (rows, start + columns)
+        plgpu.store(out_ref.at[tile_index(*place)], total.astype(out_ref.dtype), mask=mask)
+        return
+
+    # nothing reads rows of de from count on, so any number may be added there
+    some = row_block * tiles.rows < count
+    steps = cdiv(inner_count, tiles.depth)
+    first, last = split * steps // splits, (split + 1) * steps // splits
+    last = jnp.where(some, last, first)
 
     def step(k, total):  # masks compare with the arrays' own sizes: saved exponentials may have more than V columns
         inner = indices(k, tiles.depth)
-        if kind == "dc":
-            ok = inner < count
-            left = load_tile(left_ref, inner, rows, ok, inside(rows, left_ref.shape[1], tiles.rows))
-            right = load_tile(right_ref, inner, columns, ok, inside(columns, right_ref.shape[1], tiles.columns))
-            axes = 0, 0
+        left = load_tile(left_ref, rows, inner, rows_ok, inside(inner, left_ref.shape[1], tiles.depth))
+        ok = inside(inner, inner_count, tiles.depth)
+        if head.vocab_axis == 0:
+            right, axes = load_tile(right_ref, start + inner, columns, ok, columns_ok), (1, 0)
         else:
-            left = load_tile(left_ref, rows, inner, rows_ok, inside(inner, left_ref.shape[1], tiles.depth))
-            ok = inside(inner, inner_count, tiles.depth)
-            if head.vocab_axis == 0:
-                right, axes = load_tile(right_ref, start + inner, columns, ok, columns_ok), (1, 0)
-            else:
-                right, axes = load_tile(right_ref, columns, start + inner, columns_ok, ok), (1, 1)
-        contract = ((axes[:1], axes[1:]), ((), ()))
-        return total + lax.dot_general(left, right, contract, precision=head.precision,
-                                       preferred_element_type=jnp.float32)  # fmt: skip
+            right, axes = load_tile(right_ref, columns, start + inner, columns_ok, ok), (1, 1)
+        return total + _product(left, right, axes, head)
 
-    mask = tile_mask(rows_ok, columns_ok, (tiles.rows, tiles.columns))
-    place = split * row_count + rows, columns
-    if kind == "dc":
-        place = (start + rows, columns) if head.vocab_axis == 0 else (rows, start + columns)
-    where = out_ref.at[tile_index(*place)]
-    total = jnp.zeros((tiles.rows, tiles.columns), jnp.float32)
-    if some is not None:
-        some = jnp.broadcast_to(some, (tiles.rows, tiles.columns))
-        mask = some if mask is None else mask & some
-        # loaded before the loop: after the loop this tile and the loop's total would not both fit the registers
-        total = plgpu.load(where, mask=mask, other=0.0).astype(jnp.float32)
-    total = lax.fori_loop(first, last, step, total)
-    if unit_ref is not None:
-        total *= unit_ref[0]
-    plgpu.store(where, total.astype(out_ref.dtype), mask=mask)
+    where = out_ref.at[tile_index(split * row_count + rows, columns)]
+    some = jnp.broadcast_to(some, (tiles.rows, tiles.columns))
+    mask = some if mask is None else mask & some
+    # loaded before the loop: after the loop this tile and the loop's total would not both fit the registers
+    total = plgpu.load(where, mask=mask, other=0.0).astype(jnp.float32)
+    plgpu.store(where, lax.fori_loop(first, last, step, total).astype(out_ref.dtype), mask=mask)
+
+
+def _product(left: jax.Array, right: jax.Array, axes: tuple[int, int], head: Head) -> jax.Array:
+    contract = ((axes[:1], axes[1:]), ((), ()))
+    return lax.dot_general(left, right, contract, precision=head.precision, preferred_element_type=jnp.float32)
+
+
+def sum_over_tokens(
+    left_ref, right_ref, rows, columns, count, total: jax.Array, *, head: Head, tiles: TileConfig
+) -> jax.Array:
+    """total + (leftᵀ·right)[rows, columns], float32, over the first `count` tokens. left, right: a row for each token.
+
+    Masks compare with the arrays' own sizes: exponentials may have more than V columns.
+    """
+
+    def step(k, total):
+        inner = indices(k, tiles.depth)
+        ok = inner < count
+        left = load_tile(left_ref, inner, rows, ok, inside(rows, left_ref.shape[1], tiles.rows))
+        right = load_tile(right_ref, inner, columns, ok, inside(columns, right_ref.shape[1], tiles.columns))
+        return total + _product(left, right, (0, 0), head)
+
+    return lax.fori_loop(jnp.int32(0), (count + tiles.depth - 1) // tiles.depth, step, total)
 
 
 def products(

@@ -1,6 +1,6 @@
 """Kernels that work on saved exponentials P (cce_kernels/exponentials.py).
 
-    dz        dz.py's formula without a softcap, with p_iv = P_iv · exp(ρ_i − lse_i)
+    dz        dz.py's formula without a softcap, with p_iv = P_iv · exp(ρ_i − lse_i); of the whole vocabulary in place
     targets   P_i,t_i ← a given number, in place
     clear     P_i ← 0 where token i is ignored, in place
 
@@ -30,7 +30,7 @@ from cce_kernels.engines.triton.loads import (
     tile_mask,
 )
 from cce_kernels.engines.triton.tiles import CLEARED, SAVED_TARGETS, TileConfig, other_tiles
-from cce_kernels.gradients import FormDz
+from cce_kernels.gradients import ALL_COLUMNS, FormDz
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Inputs
 from cce_kernels.windows import Groups, Window
@@ -49,7 +49,8 @@ def _dz_kernel(
     columns = window_ref[0] + local
     reference, lse = (load_vector(x, rows, rows_ok)[:, None] for x in (reference_ref, lse_ref))
     targets = load_vector(inputs.targets, rows, rows_ok, other=-1)[:, None]
-    weights = load_weights(inputs.weights, columns, local_ok)
+    named = columns < groups.vocabulary if groups.beyond else local_ok
+    weights = load_weights(inputs.weights, columns, named)
     of = load_cotangents(cotangents, rows, rows_ok)
 
     saved = load_tile(saved_ref, rows, columns, rows_ok, local_ok).astype(jnp.float32)
@@ -58,6 +59,8 @@ def _dz_kernel(
     dz = head.cotangent(None, p, columns[None, :] == targets, of, weights, load_scalar(inputs.scale))
     if groups.overlap:
         dz = jnp.where((columns >= window_ref[1])[None, :], dz, 0.0)
+    if groups.beyond:  # columns of P from V on, which stay 0
+        dz = jnp.where(named[None, :], dz, 0.0)
     store_dz(dz_ref, sums_ref, dz, row_block, rows, local, rows_ok, local_ok)
 
 
@@ -66,20 +69,39 @@ def former_of_saved(
     *, head: Head, groups: Groups, with_sums: bool, tiles: TileConfig, interpret: bool,
 ) -> FormDz:  # fmt: skip
     """engine.Engine.form_dz_of_saved."""
-    tokens = saved.shape[0]
-    inputs = Inputs(None, None, None, inputs.targets, inputs.weights, inputs.scale)  # type: ignore[arg-type]
 
     def form(window: Window) -> tuple[jax.Array, jax.Array | None]:
-        dz, sums = launch(
-            partial(_dz_kernel, head=head, tiles=tiles, groups=groups),
-            saved, inputs, reference, lse, cotangents, window_numbers(window),
-            out_shape=dz_shapes(tokens, groups.columns, saved.dtype, tiles.rows, with_sums),
-            programs=cdiv(tokens, tiles.rows) * cdiv(groups.columns, tiles.columns),
-            tiles=tiles, interpret=interpret, name="cce_saved_dz",
-        )  # fmt: skip
+        dz, sums = _dz(saved, inputs, reference, lse, cotangents, window, head=head, groups=groups,
+                       with_sums=with_sums, tiles=tiles, interpret=interpret)  # fmt: skip
         return dz, None if sums is None else jnp.sum(sums, axis=0)
 
     return form
+
+
+def dz_in_place(
+    saved: jax.Array, inputs: Inputs, reference: jax.Array, lse: jax.Array, cotangents: Cotangents,
+    *, head: Head, vocabulary: int, tiles: TileConfig, interpret: bool,
+) -> jax.Array:  # fmt: skip
+    """engine.Engine.form_dz_in_place."""
+    columns = saved.shape[1]
+    groups = Groups(vocabulary, columns, beyond=columns > vocabulary)
+    return _dz(saved, inputs, reference, lse, cotangents, ALL_COLUMNS, head=head, groups=groups, with_sums=False,
+               tiles=tiles, interpret=interpret, in_place=saved)[0]  # fmt: skip
+
+
+def _dz(
+    saved: jax.Array, inputs: Inputs, reference: jax.Array, lse: jax.Array, cotangents: Cotangents, window: Window,
+    *, head: Head, groups: Groups, with_sums: bool, tiles: TileConfig, interpret: bool, in_place=None,
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+    tokens = saved.shape[0]
+    inputs = Inputs(None, None, None, inputs.targets, inputs.weights, inputs.scale)  # type: ignore[arg-type]
+    return launch(
+        partial(_dz_kernel, head=head, tiles=tiles, groups=groups),
+        saved, inputs, reference, lse, cotangents, window_numbers(window),
+        out_shape=dz_shapes(tokens, groups.columns, saved.dtype, tiles.rows, with_sums),
+        programs=cdiv(tokens, tiles.rows) * cdiv(groups.columns, tiles.columns),
+        tiles=tiles, interpret=interpret, name="cce_saved_dz", in_place=in_place,
+    )  # fmt: skip
 
 
 def _targets_kernel(_, targets_ref, values_ref, saved_ref, *, tiles: TileConfig, vocabulary: int):

@@ -48,7 +48,7 @@ from cce_kernels.tokens import Rows
 
 def _run_of(inputs: Inputs, tokens: int, *, head: Head, tiles: TileConfig, splits: int):
     """This program's block of rows, its split, the first tile of columns of its run, and the tile after the last."""
-    column_tiles = cdiv(head.vocabulary(inputs.c), tiles.columns)
+    column_tiles = cdiv(saved_shape(tokens, head.vocabulary(inputs.c))[1], tiles.columns)
     height = row_group(inputs.e.shape[1], inputs.e.dtype.itemsize, tiles.rows)
     row_block, split = grouped_order(pl.program_id(0), cdiv(tokens, tiles.rows), splits, height)
     return row_block, split, split * column_tiles // splits, (split + 1) * column_tiles // splits

@@ -8,6 +8,7 @@ tests/test_lowering.py checks that of every row. Nothing is tuned at run time.
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from cce_kernels.block_floats import block_of
 from cce_kernels.device import Gpu
 from cce_kernels.engines.order import cdiv
 
@@ -40,10 +41,11 @@ class Tiles(NamedTuple):
     dz: TileConfig
     de: TileConfig  # rows and columns are of de, depth is along the vocabulary
     dc: TileConfig  # rows and columns are of dc, depth is along the tokens
+    sum_dc: TileConfig  # the same; its rows are vocabulary entries, its 256 columns share a step
 
     @classmethod
-    def same(cls, tiles: TileConfig) -> "Tiles":
-        return cls(tiles, tiles, tiles, tiles)
+    def same(cls, tiles: TileConfig, sum_dc: TileConfig) -> "Tiles":
+        return cls(tiles, tiles, tiles, tiles, sum_dc)
 
 
 INTERPRETED = TileConfig(rows=16, columns=32, depth=16, warps=4, stages=1)
@@ -55,34 +57,45 @@ RESTORED = TileConfig(rows=1024, columns=16, depth=16, warps=8, stages=1)
 
 SQUARE = TileConfig(rows=128, columns=128, depth=64, warps=8, stages=3)
 WIDE = replace(SQUARE, columns=256)
+FLAT = replace(WIDE, rows=64)  # with 128 rows the old tile and the sum spill registers on 8.0, 8.9 and 12.0
 FLOAT32 = replace(SQUARE, depth=32)
 
 # The keys: compute capability, and bytes of an element.
 TABLE = {
-    ("8.0", 2): Tiles.same(SQUARE),
-    ("8.6", 2): Tiles.same(SQUARE),
-    ("8.9", 2): Tiles.same(SQUARE),
-    ("9.0", 2): Tiles.same(WIDE),
-    ("10.0", 2): Tiles.same(SQUARE),  # with 256 columns the kernels of dz and de spill registers
-    ("12.0", 2): Tiles.same(SQUARE),
-    **{(gpu, 4): Tiles.same(FLOAT32) for gpu in ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")},
+    ("8.0", 2): Tiles.same(SQUARE, FLAT),
+    ("8.6", 2): Tiles.same(SQUARE, FLAT),
+    ("8.9", 2): Tiles.same(SQUARE, FLAT),
+    ("9.0", 2): Tiles.same(WIDE, WIDE),
+    ("10.0", 2): Tiles.same(SQUARE, WIDE),  # with 256 columns the kernels of dz and de spill registers
+    ("12.0", 2): Tiles.same(SQUARE, FLAT),
+    **{(gpu, 4): Tiles.same(FLOAT32, FLOAT32) for gpu in ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")},
 }
 GROUP_COST = 4.0  # in tiles: the time of a group to read and write the sum for de, to copy c_g and dc_g, and to launch
 NARROW = 1024  # D up to which dz takes SQUARE on 9.0: SQUARE was faster than WIDE at D = 768, and slower at 2304
 NARROW_TABLE = {("9.0", 2): TABLE["9.0", 2]._replace(dz=SQUARE)}
 SAFE = {
-    2: Tiles.same(TileConfig(rows=128, columns=128, depth=32, warps=8, stages=3)),
-    4: Tiles.same(TileConfig(rows=64, columns=64, depth=32, warps=8, stages=3)),
+    2: Tiles.same(replace(SQUARE, depth=32), replace(FLAT, depth=32)),
+    4: Tiles.same(replace(FLOAT32, rows=64, columns=64), replace(FLOAT32, rows=64, columns=64)),
 }
 
 
 def tiles_for(itemsize: int, width: int, gpu: Gpu) -> Tiles:
     """The tiles for this type and D on this GPU. For a GPU that TABLE lacks: tiles that fit every supported GPU."""
     if gpu.interpreted:
-        return Tiles.same(INTERPRETED)
+        return Tiles.same(INTERPRETED, replace(INTERPRETED, columns=256))
     key = gpu.compute_capability, itemsize
     narrow = NARROW_TABLE.get(key) if width <= NARROW else None
     return narrow or TABLE.get(key) or SAFE[itemsize]
+
+
+def sum_dc_tiles(itemsize: int, width: int, of_dc: int, gpu: Gpu) -> TileConfig:
+    """The tiles of the kernel that sums dc over chunks. of_dc: bytes of an element of dc.
+
+    In 16 bits the columns of a tile share a step. Where they are not 256, they are 128: `steps_shape` has as much room
+    for blocks of 128 columns as for blocks of 192.
+    """
+    found = tiles_for(itemsize, width, gpu)
+    return found.sum_dc if of_dc == 2 and block_of(width) == 256 else replace(found.dc, columns=128)
 
 
 def other_tiles(tiles: TileConfig, interpret: bool) -> TileConfig:

@@ -4,7 +4,7 @@ from cce_kernels.call import Call
 from cce_kernels.device import Gpu
 from cce_kernels.engines.engine import Engine, Multiplying
 from cce_kernels.engines.xla import products, statistics, summed
-from cce_kernels.engines.xla.splitk import multiple
+from cce_kernels.engines.xla.splitk import multiple, parts_of
 from cce_kernels.windows import FEWEST_COLUMNS, Groups, vocabulary_groups
 
 BLOCK_BYTES = 64 * 2**20  # without a GPU, the most for a block of logits: larger blocks are no faster there
@@ -45,9 +45,17 @@ class Xla(Engine):
 
     def pads(self, call: Call, tokens: int, columns: int, gpu: Gpu | None) -> bool:
         """Whether XLA would copy both operands of one of the two matmuls: dz or saved exponentials, and c or e."""
+        return self.pads_de(call, tokens, columns, gpu) or tokens % self._of_dc(call, tokens, columns, gpu) > 0
+
+    def pads_de(self, call: Call, tokens: int, columns: int, gpu: Gpu | None) -> bool:
+        """The same for the matmul of de alone."""
         assert call.wanted is not None
         of_de = multiple(tokens, call.width, columns, call.itemsize, call.wide, gpu) if call.wanted.e else 1
-        return columns % of_de > 0 or tokens % self._of_dc(call, tokens, columns, gpu) > 0
+        return columns % of_de > 0
+
+    def parts_of_de(self, call: Call, tokens: int, columns: int, gpu: Gpu | None) -> int:
+        """The number of partial sums of de that XLA holds."""
+        return parts_of(tokens, call.width, columns, call.itemsize, call.wide, gpu)
 
     def rows(self, call: Call, gpu: Gpu | None) -> int:
         """The tokens, and as many rows of zeros as dc needs so that XLA copies no operand of its matmul.

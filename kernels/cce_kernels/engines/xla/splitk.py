@@ -39,9 +39,14 @@ def splits(m: int, n: int, k: int, itemsize: int, out: int, gpu: Gpu) -> int:
     return min((2**i for i in range(MOST_SPLITS.bit_length())), key=cost)
 
 
-def multiple(m: int, n: int, k: int, itemsize: int, out: int, gpu: Gpu | None) -> int:
-    """A power of 2: XLA pads both operands of the matmul if k is no multiple of it. 1 where XLA does not split."""
+def parts_of(m: int, n: int, k: int, itemsize: int, out: int, gpu: Gpu | None) -> int:
+    """The same on any device. XLA splits no matmul whose result has a tile for each multiprocessor."""
     if gpu is None or gpu.interpreted or cdiv(m, TILE) * cdiv(n, TILE) >= gpu.multiprocessors:
         return 1
-    parts = splits(m, n, k, itemsize, out, gpu)
+    return splits(m, n, k, itemsize, out, gpu)
+
+
+def multiple(m: int, n: int, k: int, itemsize: int, out: int, gpu: Gpu | None) -> int:
+    """A power of 2: XLA pads both operands of the matmul if k is no multiple of it. 1 where XLA does not split."""
+    parts = parts_of(m, n, k, itemsize, out, gpu)
     return max(parts * 16 // itemsize, 1) if parts > 1 else 1

@@ -1,0 +1,84 @@
+"""dc summed over chunks of tokens by Triton, in block floating point (cce_kernels/block_floats.py) or in float32.
+
+    next      dc ← encode(decode(dc) + leftᵀ·e)         in float32  dc ← dc + leftᵀ·e
+    last      dc ← factor · (decode(dc) + leftᵀ·e), rounded to the type of the result
+
+left: a chunk's exponentials or its dz (n, V). e: the embeddings (n, D), scaled if left has exponentials.
+Read: left once per tile of columns and e once per tile of rows, from L2 where programs that run at the same time share
+them; dc once. Written: dc once, in place, 2 or 4 bytes an element; a step for each block. Never made: a 16-bit dc in
+float32, a part of dc in memory.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from cce_kernels.block_floats import decode, encode, step_of
+from cce_kernels.engines.order import cdiv, grouped_order
+from cce_kernels.engines.triton.loads import indices, inside, launch, tile_index, tile_mask
+from cce_kernels.engines.triton.products import ROW_GROUP, sum_over_tokens
+from cce_kernels.engines.triton.tiles import TileConfig, blocks
+from cce_kernels.head import Head
+
+
+def _kernel(
+    left_ref, e_ref, _, old_steps_ref, count_ref, factor_ref, dc_ref, steps_ref,
+    *, head: Head, tiles: TileConfig, result,
+):  # fmt: skip
+    """One tile of dc: its rows are vocabulary entries and its columns one block of D, in either layout of dc.
+
+    So the largest magnitude of a block is that of a tile's row. dc_ref: int16 if there are steps; result: the type that
+    the last sum is rounded to.
+    """
+    vocabulary, width = dc_ref.shape if head.vocab_axis == 0 else dc_ref.shape[::-1]
+    row_blocks, column_blocks = cdiv(vocabulary, tiles.rows), cdiv(width, tiles.columns)
+    row_block, column_block = grouped_order(pl.program_id(0), row_blocks, column_blocks, ROW_GROUP)
+    rows, columns = indices(row_block, tiles.rows), indices(column_block, tiles.columns)
+    rows_ok, columns_ok = inside(rows, vocabulary, tiles.rows), inside(columns, width, tiles.columns)
+    shape = tiles.rows, tiles.columns
+    index, mask = tile_index(rows, columns), tile_mask(rows_ok, columns_ok, shape)
+    where = dc_ref.at[index if head.vocab_axis == 0 else index[::-1]]
+
+    old = plgpu.load(where, mask=mask, other=None if mask is None else jnp.zeros((), dc_ref.dtype))
+    if old_steps_ref is None:
+        start = old
+    else:
+        start = jnp.zeros(shape, jnp.float32)
+    total = sum_over_tokens(left_ref, e_ref, rows, columns, count_ref[0], start, tiles=tiles, head=head)
+    if old_steps_ref is None:
+        plgpu.store(where, total, mask=mask)
+        return
+    step_index = jnp.full((tiles.rows,), column_block, jnp.int32), rows  # the steps' array has rows of whole tiles
+    total += decode(old, plgpu.load(old_steps_ref.at[step_index])[:, None])
+    if factor_ref is not None:
+        new = lax.bitcast_convert_type((total * factor_ref[0]).astype(result), jnp.int16)
+    else:
+        step = step_of(jnp.max(jnp.abs(total), axis=1))
+        plgpu.store(steps_ref.at[step_index], step)
+        new = encode(total, (1 / step)[:, None], jnp.int16)
+    plgpu.store(where, new, mask=mask)
+
+
+def sum_dc(
+    dc: jax.Array, steps: jax.Array | None, left: jax.Array, e: jax.Array, count: jax.Array, factor: jax.Array | None,
+    *, head: Head, tiles: TileConfig, interpret: bool,
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+    """engine.Engine.sum_dc. tiles.columns: how many columns of D share a step.
+
+    The kernel gets and gives 16-bit integers: XLA may take them for NaN in the type of the result, and change them.
+    """
+    result, axis = dc.dtype, head.vocab_axis
+    shape = dc.shape[axis], dc.shape[1 - axis]
+    held = dc if steps is None else lax.bitcast_convert_type(dc, jnp.int16)
+    written = None if factor is not None else steps
+    found, new_steps = launch(
+        partial(_kernel, head=head, tiles=tiles, result=result),
+        left, e, held, steps, count, factor,
+        out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (held, written)),
+        programs=blocks(shape, tiles), tiles=tiles, interpret=interpret, name="cce_dc_sum", in_place=(held, written),
+    )  # fmt: skip
+    return found if steps is None else lax.bitcast_convert_type(found, result), new_steps
