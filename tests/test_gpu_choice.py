@@ -3,6 +3,7 @@
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 from unittest import mock
 
@@ -84,7 +85,7 @@ def test_alone_the_way_that_is_predicted_to_be_fastest_is():
         if not math.isfinite(times.in_forward):
             continue
         named = zip(("without", "formed"), ways, strict=True)
-        calls = {name: Call(lambda arrays=arrays: arrays, way, jax.block_until_ready) for name, way in named}
+        calls = {name: Call(partial(way, *arrays), jax.block_until_ready) for name, way in named}
         without, formed = in_turns(calls, 3).values()
         others, chooses = min(times.again, times.saved), choose._is_fastest_in_forward(times)
         tokens, width, vocabulary = call.shape

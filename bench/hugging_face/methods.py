@@ -31,7 +31,7 @@ def ours(model: Any, **options: Any) -> None:
 def liger(model: Any, *, loss: bool, others: bool, chunk_mem_const: int = 1) -> None:
     """others: its kernels for rotary embeddings, norms and SwiGLU, which work with any loss. chunk_mem_const: of the
     loss, for which its patch has no argument."""
-    functional = import_module("liger_kernel.transformers.functional")
+    functional: Any = import_module("liger_kernel.transformers.functional")
     whole = functional.liger_fused_linear_cross_entropy
     functional.liger_fused_linear_cross_entropy = partial(whole, chunk_mem_const=chunk_mem_const)
     patch = import_module("liger_kernel.transformers").apply_liger_kernel_to_llama
