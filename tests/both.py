@@ -1,5 +1,6 @@
 """A call of either package on NumPy arrays, for tests of what every implementation does."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,23 +29,24 @@ def losses(package: str, impl: str, e, c, targets, **options) -> Any:
 
 
 def gradients(package: str, impl: str, e, c, targets, factor: float = 1.0, of=None, **options) -> tuple:
-    """The sum of the losses times a factor, and its gradients of e and c.
+    """The sum of the losses times a factor, and its gradients of e, c and, where it is given, the bias.
 
     of: the cotangents of lse, which is returned then, and is all that is differentiated.
     """
     options = {"impl": impl, "precision": "highest", "return_lse": of is not None, **options}
+    leaves = [e, c, *([options.pop("bias")] if "bias" in options else [])]
 
-    def objective(e, c, targets, call, options, of):
-        found = call(e, c, targets, **options)
+    def objective(call, options, targets, of, e, c, bias=None):
+        found = call(e, c, targets, bias=bias, **options)
         return factor * found.sum() if of is None else (found[1] * of).sum()
 
     if package == "jax":
-        run = lambda e, c: objective(e, c, targets, cce_jax.linear_cross_entropy, options, of)  # noqa: E731
-        return jax.tree.map(np.asarray, jax.value_and_grad(run, (0, 1))(jnp.asarray(e), jnp.asarray(c)))
-    leaves = [tensor(x).requires_grad_() for x in (e, c)]
+        run = partial(objective, cce_jax.linear_cross_entropy, options, targets, of)
+        found = jax.value_and_grad(run, tuple(range(len(leaves))))(*map(jnp.asarray, leaves))
+        return jax.tree.map(np.asarray, found)
+    leaves = [tensor(x).requires_grad_() for x in leaves]
     of = None if of is None else tensor(of)
-    call = cce_torch.linear_cross_entropy
-    value = objective(*leaves, torch.tensor(targets), call, _tensors(options), of)
+    value = objective(cce_torch.linear_cross_entropy, _tensors(options), torch.tensor(targets), of, *leaves)
     return array(value), tuple(map(array, torch.autograd.grad(value, leaves)))
 
 

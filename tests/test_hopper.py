@@ -129,9 +129,14 @@ def test_a_call_that_does_not_look_for_ignored_tokens_launches_the_same(monkeypa
 
 @pytest.mark.parametrize(
     "call",
-    [{"shape": (255, 128, 4096)}, {"shape": (512, 96, 4096)}, {"shape": (512, 64, 4096)}, {"dtype": jnp.float32},
-     {"shape": (512, 128, 4093)}, {"shape": (512, 128, 4104), "vocab_axis": 1}, {"bias": True}, {"label_smoothing": 0.1}],
-)  # fmt: skip
+    [
+        *({"shape": shape} for shape in ((255, 128, 4096), (512, 96, 4096), (512, 64, 4096), (512, 128, 4093))),
+        {"shape": (512, 128, 4104), "vocab_axis": 1},
+        {"dtype": jnp.float32},
+        {"bias": True},
+        {"label_smoothing": 0.1},
+    ],
+)
 def test_other_calls_are_left_to_triton(call):
     assert launched(**call) == []
 

@@ -13,8 +13,10 @@ from jax.experimental.pallas import triton as plgpu
 
 from cce_jax import api, linear_cross_entropy
 from cce_kernels import backward, forward
+from cce_kernels.block_floats import block_of, steps_shape
 from cce_kernels.device import Gpu
 from cce_kernels.engines import hopper
+from cce_kernels.engines.triton import TRITON
 from cce_kernels.engines.triton.tiles import NARROW, NARROW_TABLE, SAFE, TABLE, Tiles, tiles_for
 from cce_kernels.exponentials import saved_shape
 from cce_kernels.head import Head
@@ -260,6 +262,42 @@ def test_tiles_for_a_narrow_d_fit_their_gpu(capability):
     assert tiles is NARROW_TABLE[capability, 2]
     assert tiles_for(2, NARROW + 1, gpu) is TABLE[capability, 2]
     hold(Variant(BF16, ("dz",), (32768, 768, 128256), twins=True), tiles, capability)
+
+
+class Summed(NamedTuple):
+    """A sum of dc over chunks, whose kernel is to be compiled."""
+
+    vocab_axis: int = 0
+    width: int = 2304
+    vocabulary: int = 256000
+    wide: bool = False  # dc is float32
+    last: bool = False
+
+    def kernels(self, gpu: Gpu) -> list:
+        head, n, entries = Head(vocab_axis=self.vocab_axis), 1024, saved_shape(1, self.vocabulary)[1]
+        call = replace(call_of((n, self.width, self.vocabulary), 0, head), wide_dc=self.wide)
+        tiles, steps = TRITON.tile("sum_dc", call, gpu), steps_shape(call.vocabulary, call.width, block_of(call.width))
+
+        def run(dc, steps, left, e, count, factor):
+            return TRITON.sum_dc(dc, None if self.wide else steps, left, e, None, count, factor if self.last else None,
+                                 head=head, tiles=tiles, gpu=gpu)  # fmt: skip
+
+        c = (self.vocabulary, self.width) if self.vocab_axis == 0 else (self.width, self.vocabulary)
+        return kernels(run, S(c, F32 if self.wide else BF16), S(steps, F32), S((n, entries), BF16),
+                       S((n, self.width), BF16), S((1,), jnp.int32), S((1,), F32))  # fmt: skip
+
+
+SUMS = Summed(), Summed(last=True), Summed(1), Summed(1, vocabulary=50257, last=True), Summed(wide=True), Summed(1, 640)
+
+
+@pytest.mark.parametrize("capability", [gpu for gpu in (*LIMITS, *UNKNOWN) if gpu != "8.6"])
+def test_the_sum_of_dc_fits_its_gpu(capability):
+    """The old tile waits in registers while the new part is summed."""
+    for summed in SUMS:
+        (kernel,) = summed.kernels(Gpu(capability, 100))
+        taken = resources(kernel, capability)
+        limits = Resources(LIMITS.get(capability, min(LIMITS.values())) * 1024, REGISTERS, 0, 0)
+        assert all(have <= most for have, most in zip(taken, limits, strict=True)), f"{summed}: {taken}"
 
 
 def test_the_table_reaches_the_kernels(monkeypatch):

@@ -173,53 +173,32 @@ def held(x: Problem, found: dict[str, np.ndarray]) -> None:
 
 
 ENGINES = [("cce", INTERPRETER), ("chunked", None)]
-BUDGETS = [(*ENGINES[0], saved) for saved in (0, ALL)] + [(*ENGINES[1], 0)]  # plain XLA saves nothing
 
 
-PLAIN: dict = {}
-CAPPED = {"bias": True, "head": Head(softcap=4.0, vocab_axis=1)}
-WEIGHTED = {"weighted": True, "bias": True, "vocabulary": 232}
-NONE, EVERY, CHUNKED = BUDGETS
+@st.composite
+def problems(draw, sizes) -> tuple:
+    """A problem, where its shards begin and end, and who computes it."""
+    vocabulary = draw(st.integers(2, 300))
+    head = Head(draw(st.sampled_from([None, 5.0])), draw(st.integers(0, 1)))
+    dtype = draw(st.sampled_from(["bfloat16", "bfloat16", "float16", "float32"]))
+    bias, weighted, seed = draw(st.booleans()), draw(st.booleans()), draw(st.integers(0, 99))
+    size, ignored = draw(st.sampled_from(sizes)), draw(st.sampled_from([0.0, 0.5, 0.9]))
+    x = problem(draw(st.integers(2, 60)), 16, vocabulary, dtype, head=head, bias=bias, weighted=weighted, size=size,
+                seed=seed, ignored=ignored)  # fmt: skip
+    bounds = sorted({0, vocabulary, *draw(st.lists(st.integers(1, vocabulary), max_size=3))})
+    return x, bounds, *draw(st.sampled_from(ENGINES))
 
 
-@pytest.mark.parametrize(
-    ("options", "budget"),
-    [(PLAIN, NONE), (PLAIN, CHUNKED), (CAPPED, NONE), (CAPPED, EVERY), (WEIGHTED, EVERY), (WEIGHTED, CHUNKED)],
-    ids=str,
-)
-def test_shards_give_what_all_columns_give(options, budget):
-    """test_any_shards draws the other pairs."""
-    check(problem(**options), (0, 41, options.get("vocabulary", 229)), *budget)
-
-
-@settings(max_examples=4)
-@given(st.data())
-def test_any_shards(data):
-    vocabulary = data.draw(st.integers(2, 300))
-    x = problem(
-        data.draw(st.integers(2, 60)), 16, vocabulary, data.draw(st.sampled_from(["bfloat16", "float16", "float32"])),
-        head=Head(data.draw(st.sampled_from([None, 5.0])), data.draw(st.integers(0, 1))), bias=data.draw(st.booleans()),
-        weighted=data.draw(st.booleans()), size=data.draw(st.sampled_from([0.1, 1.0, 5.0])),
-        seed=data.draw(st.integers(0, 99)), ignored=data.draw(st.sampled_from([0.0, 0.5, 0.9])),
-    )  # fmt: skip
-    bounds = sorted({0, vocabulary, *data.draw(st.lists(st.integers(1, vocabulary), max_size=3))})
-    impl, gpu = data.draw(st.sampled_from(ENGINES))
-    check(x, bounds, impl, gpu, data.draw(st.sampled_from([0, ALL])))
+@settings(max_examples=7)
+@given(problems([0.1, 1.0, 5.0]), st.sampled_from([0, ALL, ALL]))
+def test_any_shards(drawn, memory_budget):
+    check(*drawn, memory_budget)
 
 
 @settings(max_examples=3)
-@given(st.data())
-def test_any_shards_in_chunks(data):
-    vocabulary = data.draw(st.integers(2, 200))
-    x = problem(
-        data.draw(st.integers(2, 60)), 16, vocabulary, data.draw(st.sampled_from(["bfloat16", "float16", "float32"])),
-        head=Head(data.draw(st.sampled_from([None, 5.0])), data.draw(st.integers(0, 1))), bias=data.draw(st.booleans()),
-        weighted=data.draw(st.booleans()), seed=data.draw(st.integers(0, 99)),
-        ignored=data.draw(st.sampled_from([0.0, 0.5, 0.9])),
-    )  # fmt: skip
-    bounds = sorted({0, vocabulary, *data.draw(st.lists(st.integers(1, vocabulary), max_size=3))})
-    impl, gpu = data.draw(st.sampled_from(ENGINES))
-    held(x, in_chunks(x, bounds, impl, gpu, data.draw(st.sampled_from([16, 32]))))
+@given(problems([1.0]), st.sampled_from([16, 32]))
+def test_any_shards_in_chunks(drawn, size):
+    held(drawn[0], in_chunks(*drawn, size))
 
 
 def test_a_shard_whose_exponentials_underflow_has_no_share():

@@ -162,11 +162,12 @@ def test_the_residuals_are_the_inputs_and_a_few_numbers_a_token(impl, memory_bud
     assert size(residuals(impl, memory_budget, **options)) <= 2 * (N * D + V * D) + 64 * N
 
 
-def test_what_the_forward_pass_leaves_of_the_gradients():
+@pytest.mark.parametrize(("impl", "gpu"), [("chunked", None), ("cce", INTERPRETER)])
+def test_what_the_forward_pass_leaves_of_the_gradients(impl, gpu):
     """de, dc, its steps and the last chunk, besides the inputs and a few numbers a token; and within the budget."""
     memory_budget = 300 * 2**20
-    found = residuals("chunked", memory_budget)
-    how = plan_of(replace(call_of((N, D, V), memory_budget), one_factor=True), None, "chunked").in_forward
+    found = residuals(impl, memory_budget)
+    how = plan_of(replace(call_of((N, D, V), memory_budget), one_factor=True), gpu, impl).in_forward
     assert how is not None
     last, steps = ("bfloat16", how.chunks.last * V), ("float32", steps_shape(V, D, how.chunks.block))
     assert sorted(x for x in found if x[1] > N * D) == sorted(
@@ -178,7 +179,7 @@ def test_what_the_forward_pass_leaves_of_the_gradients():
 @pytest.mark.parametrize("memory_budget", [300 * 2**20, WHOLE - 1, WHOLE, 2**40])
 def test_the_residuals_are_within_the_budget(memory_budget):
     """Beside the inputs and O(N) numbers: nothing, and from whole_bytes on one bfloat16 array of all tokens."""
-    found = residuals("cce", memory_budget)
+    found = residuals("cce", memory_budget, reduction="none")
     large = [x for x in found if x[1] > N * D and x != ("bfloat16", V * D)]
     assert large == [("bfloat16", N * V)] * (memory_budget >= WHOLE)
     assert size(large) <= memory_budget
@@ -200,6 +201,25 @@ def test_the_kernels_that_a_budget_launches(memory_budget, launches):
     if "cce_clear" in expected and compiled.backward.products.engine.stops:
         expected["cce_clear"] -= 1  # XLA would pad this matmul on an H200: the kernels in its place read no such rows
     assert {name: len(eqns) for name, eqns in found.items()} == expected
+
+
+@pytest.mark.parametrize(("options", "more"), [({}, {"cce_targets": 4, "cce_clear": 2}),
+                                               ({"label_smoothing": 0.1}, {"cce_saved_dz": 4})])  # fmt: skip
+def test_the_kernels_that_form_gradients_in_the_forward_pass(options, more):
+    """One each for the chunks of the loop and for the last chunk; no exponentials of more tokens than a chunk's.
+
+    In the interpreter XLA computes de, and reads the rows that cce_clear clears. On an H200 it would pad this matmul.
+    """
+    jaxpr = traced("cce", (0, 1), memory_budget=300 * 2**20, **options)
+    of_chunk = "cce_statistics", "cce_rescue", "cce_replace", "cce_dc_sum"
+    found = {name: len(eqns) for name, eqns in kernels(jaxpr).items()}
+    assert found == {"cce_target": 2, "cce_restored": 2, "cce_de": 2} | dict.fromkeys(of_chunk, 4) | more
+    assert max(size for _, size in arrays(jaxpr)) < N * V / 2
+    made = [
+        e for e in equations(jaxpr) if e.primitive.name == "pallas_call" and max(v.aval.size for v in e.outvars) > V * D
+    ]
+    fresh = {e.params["name"] for e in made if not e.params["input_output_aliases"]}
+    assert fresh == {"cce_statistics"}, "every other kernel works on a chunk's exponentials in place"
 
 
 @pytest.mark.parametrize("argnums", [0, 1, (0, 1)])

@@ -382,8 +382,7 @@ def test_a_pinned_number_of_items_may_be_changed_after_the_call():
     assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("kind", [float, int])
+@pytest.mark.parametrize(("kind", "backend"), [(float, "eager"), (int, "aot_eager")])
 def test_a_number_of_items_compiles_no_graph_for_each_value(backend, kind):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -398,8 +397,9 @@ def test_a_number_of_items_compiles_no_graph_for_each_value(backend, kind):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("name", ["label_smoothing", "z_loss", "logit_scale"])
+@pytest.mark.parametrize(
+    ("name", "backend"), [("label_smoothing", "eager"), ("z_loss", "aot_eager"), ("logit_scale", "aot_eager")]
+)
 def test_a_number_that_is_scheduled_compiles_no_graph_for_each_value(backend, name):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -34,7 +34,7 @@ from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Shard, Statistics
 LARGEST = 30.0  # nats, 2^43
 SMALLEST = 2.0**-70
 ALIGNMENT = 8  # columns: a row of P is a multiple of this, so that the GPU's widest loads can begin at every row
-TILE = 64  # columns: and of this if V is a multiple of ALIGNMENT, for the Tensor Memory Accelerator (TMA) of Hopper GPUs
+TILE = 64  # columns: and of this if V is a multiple of ALIGNMENT, as Hopper GPUs copy tiles of this width
 
 
 def can_be_saved(dtype: str, head: Head, with_sum: bool) -> bool:

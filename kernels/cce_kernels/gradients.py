@@ -29,7 +29,8 @@ FormDz = Callable[[Window], tuple[jax.Array, jax.Array | None]]
 class Products(NamedTuple):
     """The two matmuls of a group: dz (N, V_g) by the group's part of c, and dzᵀ by e."""
 
-    add_de: Callable[[jax.Array | None, jax.Array, Window], jax.Array]  # (de or None for 0, dz, window) -> de
+    # (de, dz, window) -> de; None for 0: the rows of ignored tokens may then be arbitrary
+    add_de: Callable[[jax.Array | None, jax.Array, Window], jax.Array]
     put_dc: Callable[[jax.Array, jax.Array, Window], jax.Array]  # (dc, dz, window) -> dc
 
 

@@ -18,6 +18,13 @@ from cce_kernels.numbers import Cotangents
 Precision = lax.PrecisionLike
 
 
+def is_highest(precision: Precision) -> bool:
+    """Whether float32 matmuls of this precision are exact, and not TF32."""
+    if precision is None:
+        precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    return precision in ("highest", "float32") or precision == lax.Precision.HIGHEST
+
+
 @dataclass(frozen=True)
 class Head:
     """The static part of a language model's head. The scale is an array instead: a new scale needs no compilation."""

@@ -263,7 +263,8 @@ def add_dc(
 
 
 def _of_logits(chunk: Chunk, z: jax.Array, numbers: Statistics, of: Cotangents, plan: Plan):
-    call, inputs = plan.call, chunk.inputs
+    call, inputs, how = plan.call, chunk.inputs, plan.in_forward
+    assert how is not None
     assert call.wanted is not None
     lse = jnp.where(chunk.live, numbers.lse, jnp.inf)
     dz, dbias, unit = dz_of(inputs, z, lse, of, head=call.head)
@@ -274,9 +275,10 @@ def _of_logits(chunk: Chunk, z: jax.Array, numbers: Statistics, of: Cotangents, 
                              preferred_element_type=wide)  # fmt: skip
         de = (de if unit is None else de * unit).astype(wide if call.wide_de else dz.dtype)
         de, dz = lax.optimization_barrier((de, dz))
-    beyond = saved_shape(1, call.vocabulary)[1] - call.vocabulary
     dbias = dbias if unit is None else dbias * unit
-    return de, Left(jnp.pad(dz, ((0, 0), (0, beyond))), inputs.e, unit, chunk.count), dbias
+    if how.chunks.last:  # the last chunk has the shape that the forward pass leaves on every platform
+        dz = jnp.pad(dz, ((0, 0), (0, saved_shape(1, call.vocabulary)[1] - call.vocabulary)))
+    return de, Left(dz, inputs.e, unit, chunk.count), dbias
 
 
 def _of_exponentials(chunk: Chunk, p: jax.Array, own: Statistics, numbers: Statistics, of: Cotangents, plan: Plan):

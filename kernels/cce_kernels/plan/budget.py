@@ -147,17 +147,21 @@ class Bytes:
         slower = self.stores and not self.engine.multiplies_fastest
         return slower and columns == call.vocabulary and not XLA.pads_de(call, tokens, columns, self.gpu)
 
+    def sums_of_de(self, tokens: int) -> int:
+        """The bytes of the float32 sums from which an element of de of a chunk of so many tokens is rounded."""
+        if self.de_by_xla(tokens):
+            return 4 * XLA.parts_of_de(self.call, tokens, self.call.vocabulary, self.gpu)
+        return 4 * self.engine.de_of_chunk(self.call, tokens, self.gpu).splits
+
     def of_a_token(self, tokens: int) -> int:
         """What a token of a chunk of so many tokens holds: its exponentials or logits, and rows of e and de."""
         call, columns = self.call, saved_shape(1, self.call.vocabulary)[1]
         assert call.wanted is not None
-        if not self.stores:  # the logits, the exponentials and dz
-            return 3 * call.wide * (columns + call.width)
-        if self.de_by_xla(tokens):
-            parts = XLA.parts_of_de(call, tokens, columns, self.gpu)
-        else:
-            parts = self.engine.de_of_chunk(call, tokens, self.gpu).splits
-        of_de = 4 * parts + call.of_de  # partial sums, and their sum
+        if not self.stores:  # the logits and dz, and on a CPU the exponentials; partial sums of de, e and de
+            blocks = 3 if self.gpu is None else 2 + self._pads(tokens)
+            parts = XLA.parts_of_de(call, tokens, call.vocabulary, self.gpu)
+            return call.wide * (blocks * columns + (2 + parts) * call.width)
+        of_de = self.sums_of_de(tokens) + call.of_de  # partial sums, and their sum
         return 2 * columns + (call.itemsize + max(call.itemsize, of_de * call.wanted.e)) * call.width  # e, and scaled e
 
     def of_chunks(self, chunks: Chunks) -> int:
@@ -174,8 +178,17 @@ class Bytes:
         moved = call.of_de * of_de * call.width * (call.wanted.e and of_de != call.tokens)
         moved += 0 if call.one_factor else call.itemsize * call.tokens * call.width
         moved += call.itemsize * chunks.last * (columns + call.width) * (chunks.last < chunks.size)
-        workspace = WORKSPACE * (self.gpu is not None and not self.stores)
+        if self.stores and call.wanted.e and call.wanted.c and not chunks.last:
+            # XLA gives de of all tokens no memory of a result here. It may take that of the sums.
+            moved += call.width * max(call.of_de * of_de - self.sums_of_de(tokens) * tokens, 0)
+        by_xla = not self.stores or call.wanted.bias or (call.wanted.e and self.de_by_xla(tokens))
+        workspace = WORKSPACE * (self.gpu is not None and by_xla) + 12 * call.vocabulary * call.wanted.bias
+        workspace += call.itemsize * call.vocabulary * call.width * self._pads(tokens)  # a copy of c
         return tokens * self.of_a_token(tokens) + steps + moved + CHUNK_NUMBERS * chunks.rows + workspace
+
+    def _pads(self, tokens: int) -> bool:
+        """Whether XLA copies the operands of the matmul for de, where it holds the logits of so many tokens."""
+        return not self.stores and XLA.pads_de(self.call, tokens, self.call.vocabulary, self.gpu)
 
     def least(self) -> int:
         """The least plan: nothing saved, the smallest groups."""

@@ -163,9 +163,14 @@ def _forward(x: _Setting) -> tuple[Forward, int]:
 def _may_form_in_forward(x: _Setting) -> bool:
     """Whether the forward pass may form the gradients of a call whose cotangents allow it.
 
-    On a GPU only from stored exponentials: XLA would hold and copy logits in float32.
+    On a GPU from stored exponentials, or in float32. In 16 bits XLA's passes over float32 logits, and its sums of dc in
+    groups, take longer than to compute the logits again. So does Triton's sum of a float32 dc: 35 and 32 ms on an H200.
     """
-    return x.call.may_chunk and (x.gpu is None or x.bytes.stores)
+    if not x.call.may_chunk or x.gpu is None:
+        return x.call.may_chunk
+    if not x.bytes.stores:
+        return x.call.dtype == "float32"
+    return x.engine.multiplies_fastest or x.call.of_dc == 2
 
 
 def _is_fastest_in_forward(times: Times) -> bool:
@@ -194,6 +199,8 @@ def _sum_of_dc(x: _Setting, chunks: Chunks) -> Step:
     call = x.call
     if x.bytes.stores:
         return Step(x.engine, x.engine.tile("sum_dc", call, x.gpu))
+    if x.gpu is not None and call.of_dc == call.wide:  # XLA's matmul adds to dc in place
+        return Step(XLA, (Groups(call.vocabulary, call.vocabulary), chunks.block))
     of_group = 3 * call.wide * call.width  # a group's part of dc, in float32, and what becomes of it
     room = max(min(GROUP_BYTES // 4, call.vocabulary * of_group // 8), SMALL)
     groups = XLA.groups(call, max(chunks.size, chunks.last), room, of_group, x.gpu)

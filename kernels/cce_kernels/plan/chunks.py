@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from cce_kernels.block_floats import block_of
 from cce_kernels.call import Call
-from cce_kernels.device import Gpu
+from cce_kernels.head import is_highest
 from cce_kernels.plan.budget import Bytes
 from cce_kernels.plan.plan import Chunks, Times
 from cce_kernels.tokens import gathered_rows
@@ -42,12 +42,17 @@ class Costs(NamedTuple):
 KEPT = 64 * 2**20  # bytes
 BY_HOPPER = Costs(1.0, 1.0, byte=170.0, logit=150.0, launches=2.5e10, new=0.0, multiple=256)
 BY_TRITON = BY_HOPPER._replace(logits=1.08, products=1.15)
+# A float32 matmul takes as long as 3 (TF32) or 15 ("highest") in bfloat16. XLA moves 24 bytes for each logit.
+IN_TF32 = Costs(1.0, 1.0, byte=60.0, logit=1440.0, launches=8e9, new=0.0, multiple=32)
+IN_FLOAT32 = Costs(1.0, 1.0, byte=12.0, logit=290.0, launches=1.6e9, new=0.0, multiple=32)
 ON_CPU = Costs(1.0, 1.0, byte=6.0, logit=100.0, launches=1e7, new=42.0, multiple=32)
 
 
 def costs(count: Bytes) -> Costs:
     if count.gpu is None:
         return ON_CPU
+    if count.call.dtype == "float32":
+        return IN_FLOAT32 if is_highest(count.call.head.precision) else IN_TF32
     return BY_HOPPER if count.engine.multiplies_fastest else BY_TRITON
 
 
@@ -119,7 +124,8 @@ def again(count: Bytes, groups: int) -> float:
 def in_forward(count: Bytes, chunks: Chunks) -> float:
     call, cost = count.call, costs(count)
     assert call.wanted is not None
-    moved = 2 * call.of_dc + 16 * (not count.stores)  # bytes, for an element of dc: XLA holds a float32 part of it
+    in_groups = not count.stores and (count.gpu is None or call.of_dc < call.wide)
+    moved = 2 * call.of_dc + 16 * in_groups  # bytes, for an element of dc: XLA holds a float32 part of a group
     of_chunk = moved * cost.byte * call.wanted.c * call.vocabulary * call.width + cost.launches
     number, largest = chunks.whole + (chunks.last > 0), max(chunks.size, chunks.last)
     new = cost.new * max(call.wide * largest * call.vocabulary - KEPT, 0)

@@ -27,13 +27,13 @@ ROW_GROUP = 8  # row blocks that are computed for all columns before the next ro
 
 
 def _kernel(
-    left_ref, right_ref, start_ref, count_ref, unit_ref, _, out_ref,
+    left_ref, right_ref, start_ref, count_ref, unit_ref, before_ref, out_ref,
     *, head: Head, tiles: TileConfig, shape: tuple[int, int, int], kind: Literal["de", "dc"], splits: int,
 ):  # fmt: skip
     """One tile of out. shape: the sizes (rows, columns, inner) of the product, which sums over inner.
 
     kind "de": dz (N, V_g) times c_g. Each of `splits` parts of the group adds to its own (N, D) sum; out (splits·N, D)
-    holds the sums one below the other.
+    holds the sums one below the other. before_ref: the sums before, in the memory of out; None: 0.
     kind "dc": dzᵀ times e for dc (V, D), or eᵀ times dz for dc (D, V).
     """
     row_count, column_count, inner_count = shape
@@ -72,8 +72,10 @@ def _kernel(
     where = out_ref.at[tile_index(split * row_count + rows, columns)]
     some = jnp.broadcast_to(some, (tiles.rows, tiles.columns))
     mask = some if mask is None else mask & some
-    # loaded before the loop: after the loop this tile and the loop's total would not both fit the registers
-    total = plgpu.load(where, mask=mask, other=0.0).astype(jnp.float32)
+    if before_ref is None:
+        total = jnp.zeros((tiles.rows, tiles.columns), jnp.float32)
+    else:  # loaded before the loop: after the loop this tile and the loop's total would not both fit the registers
+        total = plgpu.load(where, mask=mask, other=0.0)
     plgpu.store(where, lax.fori_loop(first, last, step, total).astype(out_ref.dtype), mask=mask)
 
 
@@ -107,24 +109,28 @@ def products(
     """engine.Engine.products, for the first `count` tokens alone."""
     width, vocabulary = e.shape[1], head.vocabulary(c)
 
-    def run(kind, tiles: TileConfig, left, right, window, out, shape, unit, splits):
+    def run(kind, tiles: TileConfig, left, right, window, out, shape, unit, splits, before):
         return launch(
             partial(_kernel, head=head, tiles=tiles, shape=shape, kind=kind, splits=splits),
-            left, right, window.start.reshape(1), count, unit, out,
-            out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
-            programs=blocks(shape, tiles) * splits, tiles=tiles, interpret=interpret, name=f"cce_{kind}", in_place=out,
+            left, right, window.start.reshape(1), count, unit, before, out_shape=out,
+            programs=blocks(shape, tiles) * splits, tiles=tiles, interpret=interpret, name=f"cce_{kind}",
+            in_place=before,
         )  # fmt: skip
 
     def add_de(sums, dz, window):
-        sums = jnp.zeros((splits * e.shape[0], width), jnp.float32) if sums is None else sums
-        shape = *e.shape, min(dz.shape[1], vocabulary)
-        return run("de", de, dz, c, window, sums, shape, None, splits)
+        """Without sums, the result's rows from `count` on are arbitrary."""
+        shape, out = (
+            (*e.shape, min(dz.shape[1], vocabulary)),
+            jax.ShapeDtypeStruct((splits * e.shape[0], width), jnp.float32),
+        )
+        return run("de", de, dz, c, window, out, shape, None, splits, sums)
 
     def put_dc(out, dz, window):
         left, right = (dz, e) if head.vocab_axis == 0 else (e, dz)
         columns = min(dz.shape[1], vocabulary)
         shape = (columns, width) if head.vocab_axis == 0 else (width, columns)
         scale = None if unit is None else unit.reshape(1)
-        return run("dc", dc, left, right, window, out, (*shape, e.shape[0]), scale, 1)
+        of_dc = jax.ShapeDtypeStruct(out.shape, out.dtype)
+        return run("dc", dc, left, right, window, of_dc, (*shape, e.shape[0]), scale, 1, out)
 
     return Products(add_de, put_dc)

@@ -22,6 +22,7 @@ from cce_kernels.engines.order import cdiv, grouped_order
 from cce_kernels.engines.triton.loads import indices, inside, launch, tile_index, tile_mask
 from cce_kernels.engines.triton.products import ROW_GROUP, sum_over_tokens
 from cce_kernels.engines.triton.tiles import TileConfig, blocks
+from cce_kernels.exponentials import ALIGNMENT
 from cce_kernels.head import Head
 
 
@@ -43,15 +44,17 @@ def _kernel(
     index, mask = tile_index(rows, columns), tile_mask(rows_ok, columns_ok, shape)
     where = dc_ref.at[index if head.vocab_axis == 0 else index[::-1]]
 
-    old = plgpu.load(where, mask=mask, other=None if mask is None else jnp.zeros((), dc_ref.dtype))
+    add = partial(sum_over_tokens, left_ref, e_ref, rows, columns, count_ref[0], tiles=tiles, head=head)
+    load = partial(plgpu.load, where, mask=mask, other=None if mask is None else jnp.zeros((), dc_ref.dtype))
     if old_steps_ref is None:
-        start = old
-    else:
-        start = jnp.zeros(shape, jnp.float32)
-    total = sum_over_tokens(left_ref, e_ref, rows, columns, count_ref[0], start, tiles=tiles, head=head)
-    if old_steps_ref is None:
-        plgpu.store(where, total, mask=mask)
+        plgpu.store(where, add(load()), mask=mask)
         return
+    # The old tile is loaded before the matmul, which hides the wait. If its elements must be loaded one by one, their
+    # addresses would take too many registers until then.
+    aligned = dc_ref.shape[1] % ALIGNMENT == 0
+    old = load() if aligned else None
+    total = add(jnp.zeros(shape, jnp.float32))
+    old = load() if old is None else old
     step_index = jnp.full((tiles.rows,), column_block, jnp.int32), rows  # the steps' array has rows of whole tiles
     total += decode(old, plgpu.load(old_steps_ref.at[step_index])[:, None])
     if factor_ref is not None:
