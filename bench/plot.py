@@ -30,7 +30,7 @@ PACKAGES = {
 }
 DEFAULTS = {"cce_jax": "default", "Liger": "1", "quack": "4096"}
 LEAST = 1.0  # MiB, where a method holds less
-TICKS = [round(factor * 10.0**power, 9) for power in range(-3, 5) for factor in (1, 1.5, 2, 3, 5, 7)]
+TICKS = [round(factor * 10.0**power, 9) for power in range(-3, 5) for factor in (1, 1.5, 2, 3, 4, 5, 6, 7, 8)]
 Point = tuple[float, float]
 
 
