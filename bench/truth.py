@@ -9,7 +9,6 @@ import numpy as np
 
 BLOCK = 1024  # tokens: a block of float64 logits is 2 GB at a vocabulary of 256000
 
-
 ON_DEVICE = 0.1  # of its memory, up to which the truth stays there: a copy from the host takes longer than a method
 Array = jax.Array | np.ndarray
 
@@ -22,7 +21,8 @@ class Truth(NamedTuple):
     dc: Array
 
 
-@partial(jax.jit, donate_argnums=0)
+# XLA would time dozens of float64 matmuls to choose one, for longer than all of them take here.
+@partial(jax.jit, donate_argnums=0, compiler_options={"xla_gpu_autotune_level": 0})
 def _add_block(dc: jax.Array, e: jax.Array, c: jax.Array, targets: jax.Array, tokens: int):
     z = e @ c.T
     lse = jax.nn.logsumexp(z, axis=1)
