@@ -21,7 +21,7 @@ from cce_kernels.plan.budget import Bytes
 from cce_kernels.plan.chunks import sums_in_16_bits
 from cce_kernels.tokens import gathered_rows
 from tests.cases import ARRAYS, Case, Inputs
-from tests.devices.drawn import layouts, options_of
+from tests.devices.drawn import DRAWS, layouts, options_of
 from tests.devices.meshes import (
     LAYOUTS,
     PLAIN,
@@ -177,13 +177,13 @@ def check(drawn, formed, impl: str) -> None:
             assert x.sharding.is_equivalent_to(leaves[name].sharding, x.ndim), name
 
 
-@hypothesis.settings(max_examples=10, suppress_health_check=list(hypothesis.HealthCheck))
+@DRAWS(max_examples=10)
 @hypothesis.given(calls())
 def test_drawn(formed, drawn):
     check(drawn, formed, "chunked")
 
 
-@hypothesis.settings(max_examples=9, suppress_health_check=list(hypothesis.HealthCheck))
+@DRAWS(max_examples=9)
 @hypothesis.given(calls(dtypes=("bfloat16",), rows=(8,)))
 def test_drawn_with_kernels(formed, drawn):
     """In Pallas' interpreter; exponentials are stored unless there is a softcap beside label smoothing."""
