@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from cce_jax import linear_cross_entropy
 from cce_kernels import in_forward
+from cce_kernels.block_floats import block_of
 from cce_kernels.plan import Chunks, choose
 from cce_kernels.plan.budget import Bytes
 from cce_kernels.plan.chunks import sums_in_16_bits
@@ -48,7 +49,9 @@ def chunks_of(count: Bytes, last: int | None) -> Chunks:
     tokens = gathered_rows(call.tokens)
     size = -(-tokens // (call.memory_budget - IN_CHUNKS))
     whole = -(-tokens // size) - sums_in_16_bits(call)
-    return Chunks(whole, size if whole else 0, tokens - whole * size if sums_in_16_bits(call) else 0, 256)
+    return Chunks(
+        whole, size if whole else 0, tokens - whole * size if sums_in_16_bits(call) else 0, block_of(call.width)
+    )
 
 
 @pytest.fixture(autouse=True, scope="module")
