@@ -19,91 +19,79 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench import methods, plot, report
-from bench.data import DATA, HEADS, QUICK, SHAPES, SWEEPS, Inputs, Shape, hidden
+from bench.data import DATA, HEADS, QUICK, SHAPES, Shape
 from bench.methods import METHODS
-from bench.run import Results, measure
+from bench.run import Results, gradients, measure
 
 QUICK_SECONDS = 35.0  # for --quick to begin a method in; imports, the last method and the picture take their time too
-
-
-def parse_shape(text: str) -> Shape:
-    if text in SHAPES:
-        return SHAPES[text]
-    tokens, width, vocabulary = (int(n) for n in text.split("x"))
-    return Shape(tokens, width, vocabulary)
+COLUMNS = {"method": "", "runtime_ms": ".3f", "ratio": ".3f", "op_mem_mb": ".1f", "besides": ".1f"}
+COLUMNS |= {"loss_error": ".1e", "de_error": ".1e", "dc_error": ".1e", "wrong": ""}
 
 
 class Job(NamedTuple):
     data: str
-    shape: Shape | None  # None: that of the saved hidden states
-    sweep: str | None
+    shape: Shape
     methods: Sequence[str]
 
 
 def jobs(asked: argparse.Namespace) -> list[Job]:
-    if asked.sweep:
-        names = asked.method or methods.SWEPT
-        return [Job(asked.data[0], shape, letter, names) for letter in asked.sweep for shape in SWEEPS[letter]]
-    few = {SHAPES[name] for name in SHAPES if name not in HEADS}
+    few = {shape for name, shape in SHAPES.items() if name not in HEADS}
     found = []
     for shape in [QUICK] if asked.quick else asked.shape:
         default = methods.QUICK if asked.quick else methods.CLOSEST if shape in few else methods.ALL
-        found += [Job(data, shape, None, asked.method or default) for data in asked.data if data != "hidden"]
-    return found + [Job("hidden", None, None, asked.method or methods.ALL) for data in asked.data if data == "hidden"]
-
-
-def inputs(job: Job, asked: argparse.Namespace) -> Inputs:
-    dtype = jnp.dtype(asked.dtype)
-    return DATA[job.data](job.shape, dtype) if job.shape else hidden(asked.hidden, dtype)
+        found += [Job(data, shape, asked.method or default) for data in asked.data]
+    return found
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m bench", description=__doc__)
+    names = ", ".join(SHAPES)
     parser.add_argument(
-        "--shape", type=parse_shape, nargs="+", default=list(SHAPES.values()),
-        help=f"NxDxV (tokens, width, vocabulary) or one of {', '.join(SHAPES)}",
-    )  # fmt: skip
-    parser.add_argument("--sweep", choices=SWEEPS, nargs="+", help="grow N, V or D, one at a time, in place of --shape")
-    parser.add_argument("--data", choices=[*DATA, "hidden"], nargs="+", default=["trained"])
-    parser.add_argument("--hidden", type=Path, help="for --data hidden: what examples/train_lm.py --save-hidden wrote")
+        "--shape", type=Shape.parse, nargs="+", default=list(SHAPES.values()), help=f"NxDxV, or {names}"
+    )
+    parser.add_argument("--data", choices=DATA, nargs="+", default=["trained"])
     parser.add_argument("--method", choices=METHODS, nargs="+", metavar="METHOD", help=f"of: {', '.join(METHODS)}")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    parser.add_argument(
-        "--precision", choices=["high", "highest"],
-        help="of float32 matmuls in both frameworks: TF32 or all of float32 (default: each framework's own)",
-    )  # fmt: skip
+    parser.add_argument("--precision", choices=["high", "highest"], help="of float32 matmuls: TF32, or all of float32")
     parser.add_argument("--rounds", type=int, default=3, help="timed calls of each method (%(default)s)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="no method is begun after so many at a shape")
     parser.add_argument("--quick", action="store_true", help="one small shape, on any machine, in a minute")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="written: OUT.json and OUT.png")
     asked = parser.parse_args()
     asked.seconds = min(asked.seconds, QUICK_SECONDS) if asked.quick else asked.seconds
-    if "hidden" in asked.data and asked.hidden is None:
-        parser.error("--data hidden needs --hidden FILE")
     return asked
 
 
-def run(asked: argparse.Namespace, console: Console) -> Iterator[Results]:
+def run(asked: argparse.Namespace) -> Iterator[Results]:
     """The results so far, after each method."""
-    rows, missing, failed = [], [], []
-    with Progress(console=console, disable=not sys.stdout.isatty()) as progress:
-        todo = jobs(asked)
-        task = progress.add_task("", total=sum(2 + len(job.methods) for job in todo))
-
-        def tick(what: str) -> None:
-            progress.update(task, advance=1, description=what)
-
+    before, todo = Results([], [], []), jobs(asked)
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("", total=sum(3 + len(job.methods) for job in todo))
         for job in todo:
-            found, until = Results([], [], []), time.monotonic() + asked.seconds
-            for found in measure(inputs(job, asked), job.data, job.methods, asked.rounds, tick, until):
-                for row in found.rows:
-                    row["sweep"] = job.sweep
-                yield Results(rows + found.rows, missing + found.missing, failed + found.failed)
-            rows += found.rows
-            missing += [x for x in found.missing if x not in missing]
-            failed += found.failed
+            inputs, found = DATA[job.data](job.shape, jnp.dtype(asked.dtype)), Results([], [], [])
+            until = time.monotonic() + asked.seconds
+            for comes, found in measure(inputs, job.data, job.methods, asked.rounds, until):
+                progress.update(task, advance=1, description=comes)
+                yield Results(*(a + b for a, b in zip(before, found, strict=True)))
+            before = Results(*(a + b for a, b in zip(before, found, strict=True)))
             if found.rows:
-                progress.console.print(report.table(found.rows))
+                print(f"\n{report.size(job.shape)} {asked.dtype}, {job.data} data", table(found.rows), sep="\n")
+
+
+def table(rows: Sequence[report.Row]) -> str:
+    """besides: MiB besides the gradients. Errors are relative to float64; wrong: beyond what rounding explains."""
+    shown = [dict(row) for row in rows]
+    for row in shown:
+        row["besides"] = None if row["op_mem_mb"] is None else row["op_mem_mb"] - gradients(row)
+        row["wrong"] = "!" if row["marked"] else ""
+    return report.table(shown, **COLUMNS)
+
+
+def absences(results: Results) -> list[str]:
+    """A line for each method that has no row, and why."""
+    lines = [f"missing: {x['method']} ({x['reason']})" for x in results.missing]
+    lines += [f"failed: {x['method']} at {report.size(x['shape'])} ({x['reason']})" for x in results.failed]
+    return list(dict.fromkeys(lines))
 
 
 def main() -> None:
@@ -112,16 +100,11 @@ def main() -> None:
     asked = arguments()
     if asked.precision:
         set_precision(asked.precision)
-    console = Console(width=None if sys.stdout.isatty() else 170)
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    results, written = None, [asked.out.with_suffix(x) for x in (".json", ".png")]
-    for results in run(asked, console):
-        report.write(asked.out, results)  # each time: what is measured is kept, whatever becomes of the rest
-    if results:
-        plot.draw(results.rows, written[-1])
-    for line in report.absences(results) if results else ():
-        console.print(line, style="yellow", markup=False)
-    console.print(f"wrote {', '.join(str(path) for path in written if path.exists())}")
+    results = Results([], [], [])
+    for results in run(asked):
+        report.write(asked.out, precision=asked.precision, **results._asdict())  # kept, whatever becomes of the rest
+    plot.draw(results.rows, asked.out.with_suffix(".png"))
+    print("", *absences(results), f"wrote {asked.out.with_suffix('.json')}", sep="\n")
 
 
 def set_precision(precision: Any) -> None:

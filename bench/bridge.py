@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bench import report
 from bench.calls import Call, compiled, tensors, wait_for_torch
 from bench.data import SHAPES, Shape, trained
-from bench.losses_jax import ours
-from bench.losses_torch import full_logits
+from bench.losses import ours
 from bench.measure import in_turns
-from bench.report import environment
+from bench.torch_losses import full_logits
 from cce_torch import bridge, linear_cross_entropy
 
 MIB = 2**20
@@ -115,12 +115,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/bridge.json"))
     asked = parser.parse_args()
     bridge.start()  # before JAX's backend, which would leave PyTorch too little memory
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    kept = {**environment(), "tiny": list(TINY), "shape": list(SHAPE)}
+    found: dict[str, dict[str, float]] = {}
     for part in asked.only:
-        kept[part] = PARTS[part]()
-        print(part, json.dumps(kept[part], indent=1), flush=True)
-        asked.out.write_text(json.dumps(kept, indent=1) + "\n")
+        found[part] = PARTS[part]()
+        print(part, json.dumps(found[part], indent=1), flush=True)
+        report.write(asked.out, tiny=list(TINY), shape=list(SHAPE), **found)
 
 
 if __name__ == "__main__":

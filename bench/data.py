@@ -1,6 +1,5 @@
 """Inputs like a model's, for benchmarks and accuracy checks: never zeros, never logits that are all alike."""
 
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -16,6 +15,11 @@ class Shape(NamedTuple):
     width: int
     vocabulary: int
 
+    @classmethod
+    def parse(cls, text: str) -> "Shape":
+        """Of a name in SHAPES, or of NxDxV."""
+        return SHAPES[text] if text in SHAPES else cls(*map(int, text.split("x")))
+
 
 SHAPES = {
     "gemma2-2b": Shape(8192, 2304, 256000),
@@ -26,15 +30,9 @@ SHAPES = {
     "16384x2048x248320": Shape(16384, 2048, 248320),
     "16384x5120x151936": Shape(16384, 5120, 151936),
 }
-HEADS, MORE_HEADS = list(SHAPES)[:3], list(SHAPES)[3:]
+HEADS = list(SHAPES)[:3]
 
 QUICK = Shape(256, 64, 4096)
-SWEPT = Shape(8192, 2048, 131072)  # what a sweep changes one number of
-SWEEPS = {
-    "N": [SWEPT._replace(tokens=1024 * 2**k) for k in range(7)],
-    "V": [SWEPT._replace(vocabulary=32768 * 2**k) for k in range(4)],
-    "D": [SWEPT._replace(width=512 * 2**k) for k in range(5)],
-}
 Inputs = tuple[jax.Array, jax.Array, jax.Array]
 
 
@@ -79,9 +77,3 @@ def flat(shape: Shape, dtype=jnp.bfloat16, seed: int = 0) -> Inputs:
 
 
 DATA = {"trained": trained, "flat": flat}
-
-
-def hidden(path: Path, dtype=jnp.bfloat16) -> Inputs:
-    """e, c, targets of a trained model, as examples/train_lm.py --save-hidden writes them: (N, D), (V, D) and (N,)."""
-    with np.load(path) as saved:
-        return jnp.asarray(saved["e"], dtype), jnp.asarray(saved["c"], dtype), jnp.asarray(saved["targets"], jnp.int32)

@@ -44,8 +44,10 @@ def of_result(framework: str, result: Any, given: Expected, dtype) -> dict[str, 
 
         gradients = arrays(*gradients)
     errors = {"loss_error": abs(float(loss) - truth.loss) / truth.loss}
-    errors |= {f"{x}_error": float64.relative_error(found, getattr(truth, x))
-               for x, found in zip(("de", "dc"), gradients, strict=True)}  # fmt: skip
+    errors |= {
+        f"{x}_error": float64.relative_error(found, getattr(truth, x))
+        for x, found in zip(("de", "dc"), gradients, strict=True)
+    }
     if not np.isfinite(list(errors.values())).all():
         raise ValueError(f"the result is not finite: {errors}")
     largest = max(errors.values())

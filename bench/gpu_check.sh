@@ -9,7 +9,6 @@ export PYTHONPATH=.:kernels${PYTHONPATH:+:$PYTHONPATH} XLA_PYTHON_CLIENT_PREALLO
 out=${OUT:-bench/results}
 python=${PYTHON:-python3}
 gpu_tests="$python -m pytest -m gpu tests -p no:cacheprovider -p no:benchmark -rfE"
-fast=(cce_torch "cce_torch all" cce_jax "cce_jax all" Liger quack torch.compile)
 
 tests() {
   echo "git tree: ${CCE_GIT_TREE:-$(git rev-parse 'HEAD^{tree}')}"
@@ -27,29 +26,29 @@ devices() {
   count=$(nvidia-smi -L | wc -l)
   [ "$count" -gt 1 ] && $python -m bench.devices --gpus 1 2 $([ "$count" -ge 4 ] && echo 4) --out "$out/devices"
 }
-shapes() { $python -m bench --out "$out/bench"; }
-more_shapes() {
-  $python -m bench --out "$out/bench-flat" --shape gemma2-2b llama3-8b --data flat --method cce_jax "cce_jax all" \
-    "full logits (XLA)"
-  $python -m bench --out "$out/bench-float32" --dtype float32 --precision highest --shape 4096x4096x128256 \
-    --method cce_jax "full logits (XLA)"
+shapes() { $python -m bench --out "$out/heads"; }
+more_data() {
+  $python -m bench --out "$out/flat" --shape gemma2-2b llama3-8b --data flat --method cce_jax "cce_jax all"
+  for precision in high highest; do
+    $python -m bench --out "$out/float32-$precision" --dtype float32 --precision $precision --shape 4096x4096x128256 \
+      --method cce_jax "cce_jax 1 GiB" "full logits (XLA)"
+  done
+  $python -m bench.engines --out "$out/engines.json"
 }
 profile() { $python -m bench.profile --out "$out/profile.json"; }
-tune() { $python -m bench.tune --rounds 3 --out "$out/tune"; }
-sweeps() { $python -m bench --sweep N V D --out "$out/sweeps" --method "${fast[@]}"; }
+tune() { $python -m bench.tune --out "$out/tune.json"; }
 torch() { $python -m bench.bridge --out "$out/bridge.json" && $python -m bench.ignored --out "$out/ignored.json"; }
 hugging_face() { $python -m bench.hugging_face --out "$out/hugging-face"; }
 example() { $python examples/compare_losses.py --out "$out/train_lm.png"; }
 training() { $python -m bench.training --out "$out/training"; }
 
-parts="tests shapes more_shapes sweeps profile tune torch hugging_face example training alone"
+parts="tests shapes more_data profile tune torch hugging_face example training alone"
 [ "$(nvidia-smi -L | wc -l)" -gt 1 ] && parts="$parts several devices"
-declare -A file=([tests]=gpu-tests.txt [alone]=gpu-tests-alone.txt [shapes]=bench.txt [more_shapes]=bench-more.txt
-                 [sweeps]=sweeps.txt [profile]=profile.txt [tune]=tune.txt [torch]=torch.txt [example]=train_lm.txt
-                 [several]=gpu-tests-several.txt [devices]=devices.txt [training]=training.txt
-                 [hugging_face]=hugging-face.txt)
 status=0
 for part in ${@:-$parts}; do
-  "$part" >"$out/${file[$part]}" || { status=1; echo "$part failed"; }
+  case $part in
+    tests | alone | several) "$part" >"$out/gpu-$part.txt" ;;
+    *) "$part" ;;
+  esac || { status=1; echo "$part failed"; }
 done
 exit $status

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from bench.calls import Call
 
@@ -30,26 +29,26 @@ def _filled(device) -> Iterator[None]:
     del filler
 
 
-def of_jax(call: Call) -> float:
-    """MiB that JAX's pool rises by in a call; NaN where JAX does not tell, as on a CPU."""
+def of_jax(call: Call) -> float | None:
+    """MiB that JAX's pool rises by in a call; None where JAX does not tell, as on a CPU."""
     device = jax.devices()[0]
     if device.platform != "gpu":
-        return np.nan
-    count = _stats(device)["num_allocs"]
+        return None
+    count = device.memory_stats()["num_allocs"]
     call()
-    if _stats(device)["num_allocs"] == count:
+    if device.memory_stats()["num_allocs"] == count:
         return 0.0  # a call of PyTorch's alone
     with _filled(device):
-        before = _stats(device)["bytes_in_use"]
+        before = device.memory_stats()["bytes_in_use"]
         _ = call()
-        return (_stats(device)["peak_bytes_in_use"] - before) / MIB
+        return (device.memory_stats()["peak_bytes_in_use"] - before) / MIB
 
 
-def of_torch(call: Call) -> float:
-    """MiB that PyTorch's pool rises by in a call; NaN on a CPU."""
+def of_torch(call: Call) -> float | None:
+    """MiB that PyTorch's pool rises by in a call; None on a CPU."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
-        return np.nan
+        return None
     call.wait(None)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -65,7 +64,3 @@ def release() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _stats(device) -> dict[str, int]:
-    return device.memory_stats()

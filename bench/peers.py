@@ -1,22 +1,25 @@
 """Other packages' mean losses. Each function imports its package when it is called, and returns loss(e, c, targets)."""
 
-from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-Loss = Callable[..., Any]
+from bench.calls import Loss
+
 # What the versions that were measured are called on PyPI.
-PACKAGES = ("torch", "triton", "cut-cross-entropy", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "tokamax")
+PACKAGES = (
+    *("torch", "triton", "transformers", "cut-cross-entropy", "liger-kernel", "quack-kernels"),
+    *("nvidia-cutlass-dsl", "tokamax"),
+)
 
 
-def cut_cross_entropy(mode: str = "") -> Loss:
-    """mode: "" for its default, which filters small gradients out; "exact"; or "torch_compile"."""
+def cut_cross_entropy(exact: bool = False) -> Loss:
+    """exact: nothing is left out; by default it filters out small gradients."""
     loss = import_module("cut_cross_entropy").linear_cross_entropy
     has_presets = find_spec("cut_cross_entropy.cce_utils") is not None  # absent from the release 25.1.1
-    exact = {"impl": "cce_exact"} if has_presets else {"filter_eps": None}
-    return partial(loss, **{"": {}, "exact": exact, "torch_compile": {"impl": "torch_compile"}}[mode])
+    options = {"impl": "cce_exact"} if has_presets else {"filter_eps": None}
+    return partial(loss, **options if exact else {})
 
 
 def liger(chunk_mem_const: int = 1, float32_sums: bool = False, cute: bool = False) -> Loss:

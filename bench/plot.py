@@ -1,4 +1,4 @@
-"""The pictures: `python -m bench.plot bench.json … --out bench.png` draws them again from what runs have written.
+"""The picture of time against memory: `python -m bench.plot bench.json … --out bench.png` draws what runs have written.
 
 Where several files have the same method at the same shape, the first of these files counts.
 """
@@ -7,168 +7,116 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # without pyplot it draws with the Agg backend, which needs no display
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from bench.labels import place
-from bench.losses_jax import SIZES
-from bench.report import gradients
+from bench.report import Row, size
+from bench.run import gradients
 
-Row = dict[str, Any]
-OURS = {"cce_torch": "#d1495b", "cce_jax": "#00798c"}
-OTHERS, FLOOR, INK = "#6c757d", "#2b2d42", "#2b2d42"
-BUDGETS = {  # what memory_budget is called, of a method of ours
-    "": "default",
-    **{f" {name}": name for name in SIZES},
-    " 2NV": "as many bytes as bfloat16 logits",
-    " all": 'memory_budget="all"',
+# Of each package, what its methods' names begin with: its color, and what a point's label says of its settings.
+PACKAGES = {
+    "cce_jax": ("#00798c", "memory_budget"),
+    "cce_torch": ("#d1495b", "the same"),
+    "Liger": ("#e09f3e", "chunk_mem_const, 1 by default"),
+    "quack": ("#6a4c93", "tokens in a chunk, 4096 by default"),
+    "torch.compile": ("#2b2d42", "full logits"),
+    "gist": ("#8d99ae", "chunks of tokens, torch.compile"),
+    "cut_cross_entropy": ("#588157", ""),
+    "tokamax": ("#a98467", ""),
+    "full": ("#6c757d", "logits"),
 }
-SETTINGS = {  # of the others that have several, which a line joins
-    "Liger": {
-        "": "chunk_mem_const=1 (its default)",
-        **{f" {x}": f"chunk_mem_const={x}" for x in (4, 16, 64)},
-        " 16 float32": "chunk_mem_const=16, sums in float32",
-        **{f" {x} CuTe": f"chunk_mem_const={x}, softmax in CuTe" for x in (4, 16)},
-        " SM90": "function for Hopper",
-    },
-    "quack": {"": "chunks of 4096 tokens (its default)", " 1024": "chunks of 1024", " 2048": "chunks of 2048"},
-}
-NAMES = {  # where a picture and the documentation name a method otherwise than bench.methods does
-    "cut_cross_entropy exact": "cut_cross_entropy, no filter",
-    "torch.compile": "full logits, torch.compile",
-    "gist": "chunks of tokens, torch.compile",
-    "tokamax chunked": "tokamax, chunked",
-}
+DEFAULTS = {"cce_jax": "default", "Liger": "1", "quack": "4096"}
 LEAST = 1.0  # MiB, where a method holds less
-RATIOS = [1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32]
+TICKS = [round(factor * 10.0**power, 9) for power in range(-3, 5) for factor in (1, 1.5, 2, 3, 4, 5, 6, 7, 8)]
+Point = tuple[float, float]
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Time against memory, a panel for each set of inputs, or for sweeps time against what grows.
-
-    Without rows, or, but for sweeps, any that know their memory, there is no picture, nor an older one left.
-    """
+    """A panel for each set of inputs. Without rows that know their memory there is no picture, nor an old one left."""
     path.unlink(missing_ok=True)
-    if rows:
-        (_sweeps if any(row.get("sweep") for row in rows) else _frontiers)(rows, path)
-
-
-def _frontiers(rows: Sequence[Row], path: Path) -> None:
     panels: dict[tuple, dict[str, Row]] = {}
     for row in rows:
-        if row["op_mem_mb"] is not None and np.isfinite(row["op_mem_mb"]) and row["op_mem_mb"] > 0:
-            panels.setdefault((tuple(row["shape"]), row["test_data"]), {}).setdefault(row["method"], row)
+        if row["op_mem_mb"]:
+            panels.setdefault((size(row["shape"]), row["test_data"]), {}).setdefault(row["method"], row)
     if not panels:
         return
     # One below the other, so that a page as narrow as a column of text shows letters of its own size.
     figure = Figure(figsize=(9, 4.3 * len(panels)), layout="constrained", dpi=150)
     for axes, ((shape, data), found) in zip(np.ravel(figure.subplots(len(panels))), panels.items(), strict=True):
-        _frontier(axes, list(found.values()))
-        title = "tokens × width × vocabulary: " + "×".join(map(str, shape))
-        title += "" if data == "trained" else f", {data} data"
-        axes.set_title(title, fontsize=13, color=INK, loc="left")
-        axes.set_xlabel("peak memory besides inputs and gradients, MiB", fontsize=11, color=INK)
-        axes.set_ylabel("time of loss and gradients, ms", fontsize=11, color=INK)
+        _panel(axes, list(found.values()))
+        axes.set_title(f"tokens × width × vocabulary: {shape}" + f", {data} data" * (data != "trained"), loc="left")
     figure.savefig(path)
 
 
-def _frontier(axes: Axes, rows: Sequence[Row]) -> None:
-    points = {row["method"]: (max(row["op_mem_mb"] - gradients(row), LEAST), row["runtime_ms"]) for row in rows}
-    families = {**dict.fromkeys(OURS, BUDGETS), **SETTINGS}
-    lines = {
-        name: front([points[name + x] for x in settings if name + x in points]) for name, settings in families.items()
-    }
-    lines = {name: line for name, line in lines.items() if line}
-    for name, line in lines.items():
-        axes.plot(*zip(*line, strict=True), color=_color(name), linewidth=2.2 if name in OURS else 1.2, alpha=0.5,
-                  zorder=3 if name in OURS else 1)  # fmt: skip
-    for row in rows:
-        color, ours = _color(row["method"]), row["method"].startswith("cce_")
-        axes.plot(*points[row["method"]], "o", color=color, markersize=9 if ours else 7, zorder=4 if ours else 2,
-                  markerfacecolor="white" if row["marked"] else color, markeredgewidth=1.5)  # fmt: skip
+def _panel(axes: Axes, rows: Sequence[Row]) -> None:
+    places = points(rows)
+    for package, (color, settings) in PACKAGES.items():
+        of = {row["method"]: row for row in rows if row["method"].startswith(package)}
+        if not of:
+            continue
+        ours = package.startswith("cce")
+        label = f"{package} ({settings})" if settings else package
+        axes.plot(
+            *zip(*front([places[x] for x in of]), strict=True),
+            color=color,
+            linewidth=2.4 if ours else 1.2,
+            alpha=0.6,
+            label=label,
+            marker="o",
+            zorder=3 if ours else 2,
+        )
+        for name, row in of.items():
+            axes.plot(*places[name], "o", color=color, markerfacecolor="white" if row["marked"] else color, zorder=4)
+            setting = name.removeprefix(package).strip() or DEFAULTS.get(package, "")
+            axes.annotate(
+                setting,
+                places[name],
+                (0, -11 if ours else 5),
+                textcoords="offset points",
+                fontsize=8,
+                color=color,
+                ha="center",
+                weight="bold" if ours else None,
+            )
     floor = rows[0]["floor_ms"]
-    line = axes.axhline(floor, color=FLOOR, linewidth=1.5, linestyle=(0, (4, 3)), zorder=1)
-    axes.legend([line], ["three matrix products alone"], loc="upper right", frameon=False, fontsize=11, labelcolor=INK)
-    memory, times = (np.array(numbers) for numbers in zip(*points.values(), strict=True))
-    axes.set(xscale="log", yscale="log", ylim=(0.8 * min(floor, times.min()), 1.25 * times.max()),
-             xlim=(memory.min() / 1.5, memory.max() * 4))  # fmt: skip
-    _style(axes, [round(factor * 10.0**power, 9) for power in range(-3, 5) for factor in (1, 1.5, 2, 3, 5, 7)])
-    axes.xaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    if any(row["marked"] for row in rows):
-        axes.annotate("hollow: gradient error beyond rounding's", (0.01, 0.01), xycoords="axes fraction", fontsize=10,
-                      color=INK)  # fmt: skip
-    labels = {name: label(name) for name in sorted(points, key=lambda name: (not name.startswith("cce_"), name))}
-    first, *others = [name for name in OURS if name in labels] or [""]
-    for budget in list(BUDGETS)[1:]:  # both run the same kernels: their budgets lie on each other, and one label does
-        for name in others:
-            labels.pop(name + budget, None)
-        if first + budget in labels:
-            labels[first + budget] = BUDGETS[budget]
-    place(axes, points, labels, _color, list(lines.values()))
-
-
-def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points that no other of these beats in both memory and time, by memory."""
-    best, kept = np.inf, []
-    for memory, time in sorted(points):
-        if time < best:
-            kept.append((memory, time))
-            best = time
-    return kept
-
-
-def label(method: str) -> str:
-    """The method's name in a picture, as the documentation writes it."""
-    for name, settings in {**dict.fromkeys(OURS, BUDGETS), **SETTINGS}.items():
-        if method.startswith(name) and method.removeprefix(name) in settings:
-            return f"{name}, {settings[method.removeprefix(name)]}"
-    return NAMES.get(method, method)
-
-
-def _color(name: str) -> str:
-    return next((color for ours, color in OURS.items() if name.startswith(ours)), OTHERS)
-
-
-def _style(axes: Axes, ticks: Sequence[float]) -> None:
-    axes.yaxis.set_major_locator(LogLocator(10, subs=()))
+    axes.axhline(floor, color="#2b2d42", linewidth=1.2, linestyle=(0, (4, 3)), label="three matrix products alone")
+    held, times = (np.array(numbers) for numbers in zip(*places.values(), strict=True))
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlim=(held.min() / 1.5, held.max() * 1.5),
+        ylim=(0.85 * min(floor, times.min()), 1.1 * times.max()),
+        xlabel="peak memory besides inputs and gradients, MiB",
+        ylabel="time of loss and gradients, ms",
+    )
     low, high = axes.get_ylim()
-    axes.set_yticks([y for y in ticks if low <= y <= high], labels=[f"{y:g}" for y in ticks if low <= y <= high])
+    axes.set_yticks(shown := [y for y in TICKS if low <= y <= high], labels=[f"{y:g}" for y in shown])
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_tick_params(which="minor", length=0)
+    axes.xaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.grid(color="#edf2f4", zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=INK, labelsize=11)
+    hollow = "hollow: an error beyond rounding's" if any(row["marked"] for row in rows) else None
+    axes.legend(fontsize=8, frameon=False, title=hollow, title_fontsize=8)
 
 
-def _sweeps(rows: Sequence[Row], path: Path) -> None:
-    letters = list(dict.fromkeys(row["sweep"] for row in rows if row.get("sweep")))
-    figure = Figure(figsize=(5.2 * len(letters), 4.8), layout="constrained", dpi=150)
-    for axes, letter in zip(np.ravel(figure.subplots(1, len(letters), sharey=True)), letters, strict=True):
-        curves: dict[str, dict[int, float]] = {}
-        for row in rows:
-            if row.get("sweep") == letter:
-                curves.setdefault(row["method"], {})[row["shape"]["NDV".index(letter)]] = row["ratio"]
-        greys = iter(np.linspace(0.35, 0.75, max(len(curves), 2)))
-        for name, curve in curves.items():
-            own = next((color for ours, color in OURS.items() if name.startswith(ours)), None)
-            axes.plot(list(curve), list(curve.values()), marker="o", label=label(name), linewidth=2.4 if own else 1.4,
-                      color=own or str(next(greys)), linestyle="--" if own and " " in name else "-")  # fmt: skip
-        axes.axhline(1, color=FLOOR, linewidth=1.5, linestyle=(0, (4, 3)))
-        axes.set(xscale="log", yscale="log", xlabel={"N": "N tokens", "V": "V vocabulary", "D": "D width"}[letter])
-        ticks = sorted({x for curve in curves.values() for x in curve})
-        axes.set_xticks(ticks, labels=[f"{x // 1024}k" if x >= 1024 else str(x) for x in ticks])
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        _style(axes, RATIOS)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
-    figure.suptitle("Loss and both gradients: time / floor as one dimension grows", fontsize=14, color=INK)
-    figure.savefig(path)
+def points(rows: Sequence[Row]) -> dict[str, Point]:
+    """MiB besides the gradients and milliseconds of each method."""
+    return {row["method"]: (max(row["op_mem_mb"] - gradients(row), LEAST), row["runtime_ms"]) for row in rows}
+
+
+def front(points: Sequence[Point]) -> list[Point]:
+    """The points that no other of these beats in both memory and time, by memory."""
+    best, kept = np.inf, []
+    for held, time in sorted(points):
+        if time < best:
+            kept.append((held, time))
+            best = time
+    return kept
 
 
 def main() -> None:

@@ -1,12 +1,11 @@
-"""Where the time goes: `python -m bench.profile`, on an NVIDIA GPU.
+"""Where the time goes: `python -m bench.profile`, on an NVIDIA GPU. Prints and writes as JSON.
 
 Device time of each kernel of a forward and backward, and the longest time in it that the GPU idles, from JAX's
-profiler, which sees PyTorch's calls too. Prints and writes as JSON. Of a loop in a CUDA graph, such as that of
-cce_torch over groups of the vocabulary, the profiler shows one iteration: what it says of the others is idle time.
+profiler, which sees PyTorch's calls too. Of a loop in a CUDA graph the profiler shows one iteration: what it says of
+the others is idle time.
 """
 
 import argparse
-import json
 import re
 import tempfile
 import time
@@ -17,21 +16,18 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.profiler import ProfileData
-from rich.console import Console
-from rich.table import Table
 
-from bench.calls import floor
-from bench.data import SHAPES, Inputs, trained
-from bench.ignored import call_of, ignoring
-from bench.methods import BUDGETS
-from bench.report import environment
+from bench import report
+from bench.calls import floor, step
+from bench.data import HEADS, SHAPES, Shape, trained
+from bench.methods import METHODS
 from cce_kernels.device import local_gpu
 from cce_torch import bridge
 
 CALLS = 4
 PAUSE = 0.03  # seconds of idling before each call
 WARM = 4
-IGNORED = (0.0, 0.75)
+LEAST = 0.02  # ms of a kernel that is printed
 
 
 class Event(NamedTuple):
@@ -84,50 +80,27 @@ def kernels(events: Sequence[Event]) -> dict[str, dict[str, float]]:
     return dict(sorted(found.items(), key=lambda item: -item[1]["ms"]))
 
 
-def profiled(inputs: Inputs, packages: Sequence[str], budgets: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The bare matmuls, then a call of each package and budget with none and with most of the tokens ignored."""
-    e, c, targets = inputs
-    for name, matmul in floor(e, c).items():
-        yield _row(name, "", 0.0, recorded(matmul))
-    for memory in budgets:
-        for package in packages:
-            for share in IGNORED:
-                call = call_of(package, memory, (e, c, ignoring(targets, share, runs=False)))
-                yield _row(package, memory or "default", share, recorded(call))
-
-
-def _row(method: str, budget: str, ignored: float, events: Sequence[Event]) -> dict[str, Any]:
-    return {"method": method, "budget": budget, "ignored": ignored, "idle_ms": max(idle(events), default=0.0),
-            "kernels": kernels(events)}  # fmt: skip
-
-
-def table(row: dict[str, Any], least: float = 0.02) -> Table:
-    """Kernels that take at least so many ms."""
-    what = f"{row['shape']} {row['method']} {row['budget']}, {row['ignored']:.0%} ignored"
-    printed = Table("ms", "launches", "kernel", title=f"{what}: idle {row['idle_ms']:.3f} ms")
-    for name, of in row["kernels"].items():
-        if of["ms"] >= least:
-            printed.add_row(f"{of['ms']:.3f}", f"{of['launches']:g}", name[:80])
-    return printed
-
-
 def main() -> None:
     parser = argparse.ArgumentParser("python -m bench.profile", description=__doc__)
-    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=["gemma2-2b", "llama3-8b"])
-    parser.add_argument("--package", choices=["cce_jax", "cce_torch"], nargs="+", default=["cce_jax", "cce_torch"])
-    parser.add_argument("--budget", choices=BUDGETS, nargs="+", default=["", "2NV", "all"])
+    parser.add_argument("--shape", type=Shape.parse, nargs="+", default=[SHAPES[x] for x in HEADS])
+    parser.add_argument("--method", choices=METHODS, nargs="+", default=["cce_jax", "cce_jax all", "cce_torch"])
     parser.add_argument("--out", type=Path, default=Path("out/profile.json"))
     asked = parser.parse_args()
     bridge.start()  # before JAX's backend, which would leave PyTorch too little memory
     if local_gpu() is None:
         parser.error("there is no GPU to profile")
-    console, rows = Console(width=110), []
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    rows = []
     for shape in asked.shape:
-        for row in profiled(trained(SHAPES[shape]), asked.package, asked.budget):
-            rows.append({"shape": shape, **row})
-            console.print(table(rows[-1]))
-            asked.out.write_text(json.dumps({**environment(), "calls": CALLS, "rows": rows}, indent=1) + "\n")
+        inputs = trained(shape)
+        calls = {name: step(METHODS[name].framework, METHODS[name].load(), *inputs) for name in asked.method}
+        for name, call in (floor(*inputs[:2]) | calls).items():
+            events = recorded(call)
+            idling, of = max(idle(events), default=0.0), kernels(events)
+            rows.append({"shape": list(shape), "method": name, "idle_ms": idling, "kernels": of})
+            report.write(asked.out, calls=CALLS, rows=rows)
+            shown = [{"kernel": kernel[:80], **x} for kernel, x in of.items() if x["ms"] >= LEAST]
+            print(f"\n{report.size(shape)} {name}: idle {idling:.3f} ms")
+            print(report.table(shown, ms=".3f", launches="g", kernel=""))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Where the figures come from, and how they are printed and written."""
 
 import json
-import math
 import os
 import platform
 import subprocess
@@ -11,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.table import Table
+import pandas as pd
 
 from bench.peers import PACKAGES
-from bench.run import Results, Row
+
+Row = dict[str, Any]
 
 
-def environment() -> dict[str, Any]:
+def environment() -> Row:
     """Where the figures come from. CCE_GIT_TREE names the code where there is no git checkout."""
     tree = os.environ.get("CCE_GIT_TREE")
     if not tree:
@@ -28,7 +28,6 @@ def environment() -> dict[str, Any]:
         "jax": jax.__version__,
         "python": platform.python_version(),
         "git_tree": tree,
-        "precision": jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
         "packages": {name: _version(name) for name in PACKAGES},
     }
 
@@ -40,54 +39,25 @@ def _version(package: str) -> str | None:
         return None
 
 
-def title(row: Row) -> str:
-    return f"{'×'.join(map(str, row['shape']))} {row['dtype']} {row['test_data']}"
+def write(out: Path, **found: Any) -> None:
+    """OUT.json: what was found, and where."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(environment() | found, indent=1, allow_nan=False) + "\n")
 
 
-def table(rows: Sequence[Row]) -> Table:
-    printed = Table(
-        *("method", "runtime_ms", "/ floor", "op_mem_mb", "besides", "test_data", "loss err", "de err", "dc err"),
-        title=title(rows[0]),
-        header_style="bold",
-        caption="floor: the three bare matmuls; besides: MiB besides the gradients; err: relative, against float64; "
-        "!: more than rounding explains (bench/errors.py)",
-    )
-    for column in printed.columns:
-        if column.header not in ("method", "test_data"):
-            column.justify = "right"
-    for row in rows:
-        held = row["op_mem_mb"]
-        printed.add_row(
-            row["method"],
-            *(f"{row[x]:.3f}" for x in ("runtime_ms", "ratio")),
-            *(("-", "-") if math.isnan(held) else (f"{held:.1f}", f"{held - gradients(row):.1f}")),
-            row["test_data"],
-            *(f"{row[f'{x}_error']:.1e}" for x in ("loss", "de")),
-            f"{row['dc_error']:.1e}{' !' if row['marked'] else ''}",
-            style="bold" if row["method"].startswith("cce_") else None,
-        )
-    return printed
+def table(rows: Sequence[Row], **formats: str) -> str:
+    """The columns of these names, each number in its format; "" for text."""
+    frame = pd.DataFrame(rows).reindex(columns=list(formats))
+    for name, of in formats.items():
+        cells = [f"{x:{of}}" if pd.notna(x) else "–" for x in frame[name]]
+        frame[name] = cells if of else [cell.ljust(max(map(len, cells))) for cell in cells]
+    return frame.to_string(index=False)
 
 
-def gradients(row: Row) -> float:
-    """MiB of the gradients of e and c, which every method returns."""
-    (tokens, width, vocabulary), size = row["shape"], 4 if row["dtype"] == "float32" else 2
-    return size * width * (tokens + vocabulary) / 2**20
+def size(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape))
 
 
-def absences(results: Results) -> list[str]:
-    """A line for each method that has no row, and why."""
-    lines = [f"missing: {x['method']} ({x['reason']})" for x in results.missing]
-    return lines + [f"failed: {x['method']} at {title(x)} ({x['reason']})" for x in results.failed]
-
-
-def write(out: Path, results: Results) -> None:
-    """OUT.json."""
-    rows = [{key: _plain(value) for key, value in row.items()} for row in results.rows]
-    kept = {**environment(), "rows": rows, "missing": results.missing, "failed": results.failed}
-    out.with_suffix(".json").write_text(json.dumps(kept, indent=1, allow_nan=False) + "\n")
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN: what could not be measured is null."""
-    return None if isinstance(value, float) and math.isnan(value) else value
+def first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0][:200] if text else ''}"

@@ -2,9 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,9 +13,7 @@ from bench.calls import Call, floor, step
 from bench.data import Inputs
 from bench.measure import steady
 from bench.methods import METHODS
-
-Row = dict[str, Any]
-Tick = Callable[[str], object]  # told what comes next
+from bench.report import Row, first_line
 
 
 class Results(NamedTuple):
@@ -25,23 +23,23 @@ class Results(NamedTuple):
 
 
 def measure(
-    inputs: Inputs, data: str, names: Sequence[str], rounds: int, tick: Tick, until: float = math.inf
-) -> Iterator[Results]:
-    """One row a method; what there is so far, after each method and once more with the floor of all the run.
+    inputs: Inputs, data: str, names: Sequence[str], rounds: int, until: float = math.inf
+) -> Iterator[tuple[str, Results]]:
+    """One row a method; what comes next with what there is so far, and at the end once more with the floor of all.
 
     A method that is missing or fails costs its own row alone. None is begun after `until`, by time.monotonic.
     """
     e, c, _ = inputs
     common = {"shape": [*e.shape, c.shape[0]], "dtype": e.dtype.name, "test_data": data}
     results = Results([], [], [])
-    tick("float64")
+    yield "float64", results
     expected = errors.expected(*inputs)
-    tick("compiling")
+    yield "compiling", results
     programs = _compiled(names, inputs) if time.monotonic() < until else {}
     matmuls = floor(e, c)
-    floors = [_floor(matmuls, rounds)]
+    floors = [_floor(matmuls.values(), rounds)]
     for name in names:
-        tick(name)
+        yield name, results
         if time.monotonic() > until:
             results.missing.append({"method": name, "reason": "the time for methods was over"})
             continue
@@ -60,10 +58,9 @@ def measure(
         call = None
         memory.release()
         _relate(results.rows, floors)
-        yield results
-    floors.append(_floor(matmuls, rounds))  # again, so that the floor is of the clocks of all of the run
+    floors.append(_floor(matmuls.values(), rounds))  # again, so that the floor is of the clocks of all of the run
     _relate(results.rows, floors)
-    yield results
+    yield "", results
 
 
 def _compiled(names: Sequence[str], inputs: Inputs) -> dict[str, Future[Call]]:
@@ -82,13 +79,13 @@ def _memory(call: Call) -> Row:
     """op_mem_mb. XLA says what a compiled program takes; of calls from PyTorch the frameworks' pools have to tell."""
     if call.scratch is not None and call.output is not None:
         return {"op_mem_mb": (call.scratch + call.output) / memory.MIB}
-    torch_mb, jax_mb = memory.of_torch(call), memory.of_jax(call)
-    return {"op_mem_mb": torch_mb + jax_mb, "torch_pool_mb": torch_mb, "jax_pool_mb": jax_mb}
+    of_torch, of_jax = memory.of_torch(call), memory.of_jax(call)
+    return {"op_mem_mb": None if of_torch is None or of_jax is None else of_torch + of_jax}
 
 
-def _floor(matmuls: dict[str, Call], rounds: int) -> float:
+def _floor(matmuls: Iterable[Call], rounds: int) -> float:
     """Milliseconds of the bare matmuls."""
-    return sum(steady(call, rounds) for call in matmuls.values())
+    return sum(steady(call, rounds) for call in matmuls)
 
 
 def _relate(rows: list[Row], floors: list[float]) -> None:
@@ -98,6 +95,7 @@ def _relate(rows: list[Row], floors: list[float]) -> None:
         row["ratio"] = row["runtime_ms"] / row["floor_ms"]
 
 
-def first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0][:200] if text else ''}"
+def gradients(row: Row) -> float:
+    """MiB of the gradients of e and c, which every method returns."""
+    (tokens, width, vocabulary), size = row["shape"], 4 if row["dtype"] == "float32" else 2
+    return size * width * (tokens + vocabulary) / 2**20

@@ -1,166 +1,148 @@
-"""Time candidate tile configurations of each kernel on this machine's GPU, and print and keep what was found.
+"""Time whole calls with other tiles, to fill in the tables of tiles: `python -m bench.tune`, on an NVIDIA GPU.
 
-    statistics   the forward pass              dz         dz of all groups of the vocabulary, from logits
-    de, dc       one product of all groups     saved dz   dz of all groups, from saved exponentials
-    ..., Hopper  the kernels for Hopper, on it alone; their groups are those of a call that these serve;
-                 saved de     of all, from saved exponentials
-
-Ratios are to the bare matmul of the same size in the same run. What is found goes by hand into triton/tiles.py and
-hopper/tiles.py in cce_kernels/engines: nothing is tuned at run time. Where Triton is installed, candidates that would
-spill registers on this GPU are not run.
+Each entry of a table is replaced by a candidate while a call is traced, and the call then takes turns with the call as
+it is shipped. `ratio` is the candidate's time over the shipped one's. What is found goes by hand into triton/tiles.py
+and hopper/tiles.py in cce_kernels/engines: nothing is tuned at run time.
 """
 
 import argparse
-import itertools
-import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
+import jax
 import jax.numpy as jnp
-import numpy as np
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
-from bench.__main__ import parse_shape
-from bench.calls import Call, compiled, floor
-from bench.data import SHAPES, Shape
-from bench.measure import steady
-from bench.report import environment
-from bench.roles import MATMUL, ROLES, Candidate, Given, buffer, candidates, program, shipped, spilled
-from bench.run import first_line
-from cce_kernels.device import INTERPRETER, Gpu, local_gpu
+from bench import report
+from bench.calls import Call, compiled
+from bench.data import HEADS, SHAPES, Inputs, Shape, trained
+from bench.losses import BUDGETS, budget
+from bench.measure import in_turns
+from cce_jax import linear_cross_entropy
+from cce_kernels.device import local_gpu
+from cce_kernels.engines import hopper, triton
 from cce_kernels.engines.hopper.tiles import PairTiles
+from cce_kernels.engines.triton.tiles import TileConfig
+from cce_kernels.plan import choose
 
-QUICK = Shape(48, 16, 96)
-Row = dict[str, Any]
-
-
-def measure(
-    shape: Shape, dtype, roles: Sequence[str], rounds: int, gpu: Gpu, tick: Callable[[str], object],
-    lost: dict[tuple[str, Candidate], int],
-) -> list[Row]:  # fmt: skip
-    """A row a candidate: ms and its ratio to the bare matmul, or why it has none.
-
-    lost: the bytes that a candidate spills; looked up, and noted where missing, so that one shape tells for all.
-    """
-    given = Given.of(shape, dtype, gpu)
-    bare = floor(given.inputs.e, given.inputs.c)
-    floors = [{name: steady(call, rounds) for name, call in bare.items()}]
-    rows = []
-    for role in roles:
-        for row in _role(role, given, rounds, gpu, lost):
-            tick(f"{role} {row['tiles']}")
-            rows.append({"shape": list(shape), "dtype": jnp.dtype(dtype).name, **row})
-    floors.append({name: steady(call, rounds) for name, call in bare.items()})  # of the clocks of all of the run
-    for row in rows:
-        if row["ms"] is not None:
-            row["matmul_ms"] = float(np.mean([found[MATMUL[row["role"]]] for found in floors]))
-            row["ratio"] = row["ms"] / row["matmul_ms"]
-    return rows
-
-
-def _role(role: str, given: Given, rounds: int, gpu: Gpu, lost: dict) -> Iterator[Row]:
-    listed = candidates(role, given.shape, given.inputs.e.dtype, gpu)
-    if not listed:
-        return
-    chosen, read = shipped(role, given, gpu), buffer(role, given, gpu)
-    if chosen not in listed:
-        listed = [chosen, *listed]
-    made = {tiles: program(role, given, read, tiles, gpu) for tiles in listed}
-    for tiles in listed:
-        if (role, tiles) not in lost:
-            lost[role, tiles] = spilled(*made[tiles], gpu)
-    worth = [tiles for tiles in listed if tiles == chosen or not lost[role, tiles]]
-    with ThreadPoolExecutor() as pool:  # most of what a sweep waits for is XLA
-        calls = {tiles: pool.submit(compiled, made[tiles][0], *made[tiles][1]) for tiles in worth}
-    for tiles in listed:
-        row: Row = {"role": role, "tiles": label(tiles), "shipped": tiles == chosen, "ms": None,
-                    "spilled": lost[role, tiles]}  # fmt: skip
-        if tiles in worth:
-            row |= _timed(calls[tiles], rounds)
-        yield row
+PAIRS = [
+    PairTiles(*x)
+    for x in (
+        (256, 4, 2, 0),
+        (256, 4, 2, 2),
+        (256, 4, 1, 2),
+        (256, 3, 2, 2),
+        (192, 4, 3, 0),
+        (192, 4, 3, 2),
+        (128, 5, 2, 0),
+        (128, 5, 2, 2),
+    )
+]
+SIXTEEN_BIT = [
+    TileConfig(*x)
+    for x in (
+        (128, 256, 64, 8, 3),
+        (128, 256, 64, 8, 4),
+        (128, 256, 128, 8, 2),
+        (256, 128, 64, 8, 3),
+        (128, 128, 64, 8, 3),
+        (128, 128, 64, 8, 4),
+        (128, 128, 64, 4, 3),
+        (64, 256, 64, 4, 3),
+    )
+]
+COLUMNS = {"entry": "", "tiles": "", "ms": ".3f", "ratio": ".3f", "failed": ""}
 
 
-def _timed(call: Future[Call], rounds: int) -> Row:
-    """ms, or why there is none."""
+class Candidate(NamedTuple):
+    """An entry of a table of tiles, and what it would be."""
+
+    engine: str
+    entry: str
+    tiles: Any
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Plans that are made meanwhile have these tiles."""
+        module = {"hopper": hopper.tiles, "triton": triton.tiles}[self.engine]
+        with mock.patch.object(module, self.entry, self.tiles):
+            _forget()
+            yield
+        _forget()
+
+
+def _forget() -> None:
+    choose.plan_of.cache_clear()
+    jax.clear_caches()
+
+
+def candidates(engine: str, capability: str) -> Iterator[Candidate]:
+    if engine == "hopper":
+        shipped = hopper.tiles
+        others = [x for x in PAIRS if x != shipped.LOGITS and x.columns != 192]  # Triton's kernels beside it take 2ⁿ
+        yield from (Candidate(engine, "LOGITS", x) for x in others)
+        for entry in ("DE", "DC", "SAVED_DE"):
+            yield from (Candidate(engine, entry, (x,)) for x in PAIRS)
+        for columns, tiles in shipped.SUMMED.items():
+            for other in (replace(tiles, lead=2 - tiles.lead), replace(tiles, stages=tiles.stages - 1)):
+                yield Candidate(engine, "SUMMED", {**shipped.SUMMED, columns: other})
+    else:
+        table, key = triton.tiles.TABLE, (capability, 2)
+        for role, shipped in table[key]._asdict().items():
+            others = [table[key]._replace(**{role: x}) for x in SIXTEEN_BIT if x != shipped]
+            yield from (Candidate(engine, "TABLE", {**table, key: x}) for x in others)
+
+
+def call_of(engine: str, memory: str, inputs: Inputs) -> Call:
+    """Loss and gradients. Triton's kernels serve a bias, which those for Hopper refuse."""
+    e, c, targets = inputs
+    bias = jnp.zeros(c.shape[0], c.dtype) if engine == "triton" else None
+    options = budget(memory, e.shape[0], c.shape[0])
+
+    def loss(e, c):
+        return linear_cross_entropy(e, c, targets, bias=bias, impl="cce", **options)
+
+    return compiled(jax.value_and_grad(loss, (0, 1)), e, c)
+
+
+def row_of(candidate: Candidate, shipped: Call, memory: str, inputs: Inputs, rounds: int) -> report.Row:
+    row = {"engine": candidate.engine, "entry": candidate.entry, "tiles": str(candidate.tiles)}
     try:
-        return {"ms": steady(call.result(), rounds)}
-    except Exception as error:
-        return {"failed": first_line(error)[:120]}
-
-
-def label(tiles: Candidate) -> str:
-    if isinstance(tiles, PairTiles):
-        return f"{tiles.columns} s{tiles.stages} w{tiles.slots} lead {tiles.lead}"
-    return f"{tiles.rows}x{tiles.columns}x{tiles.depth} w{tiles.warps} s{tiles.stages}"
-
-
-def table(rows: Sequence[Row]) -> Table:
-    """Of one shape, each role's fastest first."""
-    title = f"{'×'.join(map(str, rows[0]['shape']))} {rows[0]['dtype']}"
-    printed = Table("kernel", "tiles", "ms", "/ matmul", "", title=title, header_style="bold")
-    for role, group in itertools.groupby(rows, key=lambda row: row["role"]):
-        ordered = sorted(group, key=lambda row: np.inf if row["ms"] is None else row["ms"])
-        for i, row in enumerate(ordered):
-            numbers = ("", "") if row["ms"] is None else (f"{row['ms']:.3f}", f"{row['ratio']:.3f}")
-            printed.add_row("" if i else role, row["tiles"], *numbers, note(row),
-                            style="bold" if row["shipped"] else None, end_section=i == len(ordered) - 1)  # fmt: skip
-    return printed
-
-
-def note(row: Row) -> str:
-    notes = {
-        "shipped": row["shipped"],
-        f"spills {row['spilled']} bytes": row["spilled"],
-        row.get("failed", ""): "failed" in row,
-    }
-    return ", ".join(text for text, holds in notes.items() if holds)
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m bench.tune", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--shape", type=parse_shape, nargs="+", default=[SHAPES[x] for x in ("gemma2-2b", "llama3-8b", "gist")],
-        help=f"NxDxV (tokens, width, vocabulary) or one of {', '.join(SHAPES)}",
-    )  # fmt: skip
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    parser.add_argument("--role", choices=ROLES, nargs="+", default=list(ROLES), help="which kernels (all)")
-    parser.add_argument("--rounds", type=int, default=5, help="timed calls of each candidate (5)")
-    parser.add_argument("--quick", action="store_true", help="one tiny shape; without a GPU, in Pallas' interpreter")
-    parser.add_argument("--out", type=Path, default=Path("out/tune"), help="written: OUT.json")
-    asked = parser.parse_args()
-    if asked.quick:
-        asked.shape, asked.rounds = [QUICK], 1
-    elif local_gpu() is None:
-        parser.error("measuring needs a GPU; --quick shows that the sweep runs")
-    return asked
+        with candidate.in_place():
+            call = call_of(candidate.engine, memory, inputs)
+        found = in_turns({"shipped": shipped, "ms": call}, rounds)
+        return row | found | {"ratio": found["ms"] / found["shipped"]}
+    except Exception as error:  # tiles that do not fit, or that the kernel refuses
+        return row | {"failed": report.first_line(error)[:80]}
 
 
 def main() -> None:
-    asked = arguments()
-    gpu = local_gpu() or INTERPRETER
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    out = asked.out.with_suffix(".json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    rows: list[Row] = []
-    lost: dict[tuple[str, Candidate], int] = {}
-    with Progress(console=console, disable=not sys.stdout.isatty()) as progress:
-        each = (candidates(role, shape, asked.dtype, gpu) for shape in asked.shape for role in asked.role)
-        task = progress.add_task("", total=sum(map(len, each)))
-        for shape in asked.shape:
-            found = measure(shape, asked.dtype, asked.role, asked.rounds, gpu,
-                            lambda what: progress.update(task, advance=1, description=what), lost)  # fmt: skip
+    parser = argparse.ArgumentParser("python -m bench.tune", description=__doc__)
+    parser.add_argument("--shape", type=Shape.parse, nargs="+", default=[SHAPES[x] for x in HEADS])
+    parser.add_argument("--engine", choices=["hopper", "triton"], nargs="+", default=["hopper", "triton"])
+    parser.add_argument("--budget", choices=BUDGETS, nargs="+", default=["", "2NV"])
+    parser.add_argument("--entry", nargs="+", help="of the tables (all)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("out/tune.json"))
+    asked = parser.parse_args()
+    gpu = local_gpu()
+    if gpu is None:
+        parser.error("measuring needs a GPU")
+    rows: list[report.Row] = []
+    for shape in asked.shape:
+        inputs = trained(shape)
+        for engine, memory in ((x, y) for x in asked.engine for y in asked.budget):
+            shipped, found = call_of(engine, memory, inputs), []
+            for candidate in candidates(engine, gpu.compute_capability):
+                if not asked.entry or candidate.entry in asked.entry:
+                    row = row_of(candidate, shipped, memory, inputs, asked.rounds)
+                    found.append({"shape": list(shape), "budget": memory or "default", **row})
+                    report.write(asked.out, rows=rows + found)
             rows += found
-            if found:
-                progress.console.print(table(found))
-            kept = {**environment(), "rows": rows}
-            out.write_text(json.dumps(kept, indent=1, allow_nan=False) + "\n")
-    console.print(f"wrote {out}")
+            print(f"\n{report.size(shape)}, {engine}, {memory or 'default'}", report.table(found, **COLUMNS), sep="\n")
 
 
 if __name__ == "__main__":

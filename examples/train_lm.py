@@ -48,7 +48,6 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mesh", metavar="AXES", help="several devices, such as data=2,tensor=2")
     parser.add_argument("--evaluate", type=int, default=100, metavar="STEPS", help="steps between validations")
     parser.add_argument("--save", type=int, default=500, metavar="STEPS", help="steps between checkpoints")
-    parser.add_argument("--save-hidden", type=Path, metavar="NPZ", help="where to save the last batch's hidden states")
     choices = {"dtype": ("float32", "bfloat16"), "loss": ("cce", "full")}
     for field in dataclasses.fields(Settings):
         kind, help = type(field.default), f"{field.metadata['help']} (%(default)s)"
@@ -83,16 +82,6 @@ def make_trainer(framework: str, settings: Settings, vocabulary: int, mesh: str 
     from lm import jax_trainer
 
     return jax_trainer.Trainer(settings, vocabulary, mesh)
-
-
-def save_hidden(path: Path, trainer: Any, tokens: np.ndarray) -> None:
-    """What the loss is given on tokens (B, T), for `python -m bench --data hidden`: e (N, D), c (V, D), targets (N,).
-
-    As float32, which holds every bfloat16: numpy's files have no bfloat16.
-    """
-    hidden, c = trainer.head_inputs(tokens)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(path, e=hidden[:, :-1].reshape(-1, hidden.shape[-1]), c=c, targets=tokens[:, 1:].ravel())
 
 
 class Log:
@@ -152,8 +141,6 @@ def main(given: list[str] | None = None) -> None:
         (asked.out / "options.json").write_text(json.dumps(kept, default=str, indent=1) + "\n")
     log = Log(asked.out / "log.jsonl", trainer.count)
     train(trainer, text, settings, asked, log)
-    if asked.save_hidden:
-        save_hidden(Path(asked.save_hidden), trainer, text.batch(settings, settings.steps - 1)[-1])
     if processes.is_first():
         picture.of_training(log.rows, f"{asked.framework}, {text.vocabulary} tokens", asked.out / "training.png")
         print(f"{trainer.count} steps; the losses are in {asked.out}/log.jsonl and {asked.out}/training.png")

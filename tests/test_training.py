@@ -1,15 +1,17 @@
 """bench.training: what it computes from trainings, and its search for the largest batch."""
 
+from dataclasses import asdict, replace
+
 import numpy as np
 import pytest
 
-from bench.training import compare, largest, workers
+from bench.training import __main__ as command
+from bench.training import compare, largest
 from bench.training.jobs import OURS, REFERENCE, REFERENCES, Job, jobs
-from bench.training.losses import model_type
-from bench.training.run import run
+from bench.training.models import model_type
+from bench.training.run import train
 from examples.lm.settings import Settings
 from examples.lm.text import Text
-from tests.failing_jobs import label_unless_it_fails
 
 SETTINGS = Settings(64, 1, 16, 300, batch=4, steps=20, dtype="bfloat16")
 
@@ -31,7 +33,10 @@ def test_trainings_are_compared(tmp_path):
         Job("train", REFERENCE, 1),
         Job("train", REFERENCE, 0, "nudged"),
     )
-    rows = [run(job, SETTINGS, tmp_path, limit_gib=1, most=8)[0] for job in trained]
+    tokens, rows = Text.load(tmp_path / "text"), []
+    for job in trained:
+        found = train(job, replace(SETTINGS, seed=job.seed), tokens, tmp_path)
+        rows.append({**asdict(job), "label": job.label, **found})
     compare.compare(rows, tmp_path)
     first, ours, _, nudged = rows
     assert "beside_reference" not in first
@@ -46,7 +51,7 @@ def test_trainings_are_compared(tmp_path):
         assert 0 < beside["distance_of_weights"] < 0.1 < seeds["distance_of_weights"]
     compare.plot(rows, SETTINGS.steps, tmp_path / "training.png")
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
-    assert "cce_torch, seed 0" in compare.table(rows, seeds)
+    assert "cce_torch, seed 0" in compare.table(rows)
 
 
 class Training:
@@ -89,13 +94,7 @@ def test_rivals_without_a_gpu(monkeypatch):
 
 
 def test_a_job_that_fails_costs_only_itself():
-    found = {}
-
-    def done(job: Job, result: str | None, reason: str | None) -> None:
-        found[job.seed] = result or reason
-
-    given = [Job("train", "loss", seed) for seed in range(4)]
-    workers.spread(given, [None], 60, float("inf"), label_unless_it_fails, done)
-    assert found == {0: "loss, seed 0", 1: "missing: no such package", 2: "its process ended", 3: "loss, seed 3"}
-    workers.spread(given[:1], [None], 60, 0.0, label_unless_it_fails, done)
-    assert found[0] == "there was no time left"
+    row = command.row_of(Job("train", OURS), ["no settings"], 60)
+    assert (row["label"], row["failed"]) == ("cce_torch, seed 0", "exit code 1")
+    row = command.row_of(Job("train", OURS), ["no settings"], 0.1)
+    assert row["failed"] == "it took more than 0 s"

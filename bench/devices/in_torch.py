@@ -1,7 +1,6 @@
-"""cce_torch and its rivals on one GPU of a group of processes: `python -m bench.devices` starts one a GPU.
+"""cce_torch and torch's loss_parallel on one GPU of a group of processes: `python -m bench.devices` starts one a GPU.
 
-The first process prints a row a line. A time is that of the slowest process. With --profile a row also has the device
-time of each kernel that takes 0.05 ms or more, and the longest time for which the first GPU idles (bench/profile.py).
+The first process prints a row a line. A time is that of the slowest process.
 """
 
 import json
@@ -9,8 +8,6 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,12 +15,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench import memory
+from bench.calls import Call, wait_for_torch
 from bench.data import Shape, trained
-from bench.devices.layouts import BUDGETS, LAYOUTS, budget, collectives
+from bench.devices.layouts import BUDGETS, LAYOUTS, MATMULS, budget, collectives
 from bench.measure import HEATING, WARM
 
 ROUNDS = 10
-SHOWN = tuple(f"cce_torch, {name}" for name in BUDGETS)  # what --profile shows
 Step = Callable[[], Tensor]
 
 
@@ -51,17 +49,17 @@ def milliseconds(call: Callable[[], object]) -> float:
 def bare(layout: str, e: Tensor, c: Tensor, gpus: int) -> dict[str, float]:
     """e, c: a device's share. Milliseconds of each matmul and each collective of the layout."""
     z = e @ c.T
-    found = {name: milliseconds(run) for name, run in (
-        ("z", lambda: torch.mm(e, c.T, out=z)), ("de", lambda: z @ c), ("dc", lambda: z.T @ e),
-    )}  # fmt: skip
     wide, part = e.float(), c[: len(c) // gpus].contiguous()
     runs = {
+        "z": lambda: torch.mm(e, c.T, out=z),
+        "de": lambda: z @ c,
+        "dc": lambda: z.T @ e,
         "all-reduce of dc": lambda: dist.all_reduce(c),
         "all-reduce of de in float32": lambda: dist.all_reduce(wide),
         "all-gather of c": lambda: dist.all_gather_into_tensor(c, part),
         "reduce-scatter of dc": lambda: dist.reduce_scatter_tensor(part, c),
     }
-    return found | {name: milliseconds(runs[name]) for name in sorted(set(collectives(layout, gpus)))}
+    return {name: milliseconds(runs[name]) for name in (*MATMULS, *sorted(set(collectives(layout, gpus))))}
 
 
 def steps(layout: str, e: Tensor, c: Tensor, targets: Tensor, shape: Shape, gpus: int) -> dict[str, Step]:
@@ -100,19 +98,10 @@ def steps(layout: str, e: Tensor, c: Tensor, targets: Tensor, shape: Shape, gpus
 
         return step
 
-    found = {f"cce_torch, {name}": ours(name) for name in BUDGETS}
+    found = {name: ours(name) for name in BUDGETS}
     if shard is None:
         return found
-    found["loss_parallel of torch"] = _loss_parallel(e, c, targets)
-    try:
-        theirs: Any = import_module("cut_cross_entropy")
-        rows = theirs.VocabParallelOptions(shard.start, shard.stop, group=None)
-    except (ImportError, AttributeError):  # releases on PyPI have no vocabulary parallelism yet
-        return found
-    cut = partial(theirs.linear_cross_entropy, e, c, targets, vocab_parallel_options=rows)
-    found["cut_cross_entropy"] = lambda: done(cut())
-    found["cut_cross_entropy, exact"] = lambda: done(cut(filter_eps=None))
-    return found
+    return found | {"loss_parallel of torch": _loss_parallel(e, c, targets)}
 
 
 def _loss_parallel(e: Tensor, c: Tensor, targets: Tensor) -> Step:
@@ -132,31 +121,6 @@ def _loss_parallel(e: Tensor, c: Tensor, targets: Tensor) -> Step:
         return loss.to_local()
 
     return step
-
-
-def held(call: Step) -> float:
-    """MiB by which the memory pools of both frameworks rise in a call, results included; JAX's peak is the process'."""
-    from cce_torch import bridge
-
-    call()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    jax_pool = bridge.gpu(0).memory_stats()
-    rise = jax_pool["peak_bytes_in_use"] - jax_pool["bytes_in_use"]
-    return (torch.cuda.max_memory_allocated() - before + rise) / 2**20
-
-
-def profile(step: Step) -> dict[str, Any]:
-    from bench.profile import idle, kernels, recorded
-
-    def call() -> None:
-        step()
-        torch.cuda.synchronize()
-
-    events = recorded(call)
-    found = {name: of["ms"] for name, of in kernels(events).items() if of["ms"] >= 0.05}
-    return {"idle_ms": max(idle(events), default=0.0), "kernels": found}
 
 
 def main() -> None:
@@ -182,10 +146,10 @@ def main() -> None:
             if not split and gpus > 1:
                 dist.all_reduce(loss)
                 loss = loss / (gpus if layout == "fsdp" else 1)
-            found = {"ms": milliseconds(step), "held_mb": held(step), "loss": float(loss)}
-            if "--profile" in sys.argv and name in SHOWN:
-                found |= profile(step)
-            say(row | {"method": name.removeprefix("cce_torch, "), **found})
+            call = Call(step, wait_for_torch)
+            held = (memory.of_torch(call) or 0) + (memory.of_jax(call) or 0)
+            found = {"ms": milliseconds(step), "held_mb": held, "loss": float(loss)}
+            say(row | {"method": name, **found})
             torch.cuda.empty_cache()
     dist.destroy_process_group()
 

@@ -10,6 +10,7 @@ timed by itself: nothing that computes this gradient can leave one out, but it m
 
 from bench.data import Shape
 
+MATMULS = ("z", "de", "dc")
 LAYOUTS = ("tokens", "vocabulary", "fsdp")
 BUDGETS = {"default": False, "2NV in all": True}  # whether the devices together may save all exponentials
 
@@ -17,13 +18,6 @@ BUDGETS = {"default": False, "2NV in all": True}  # whether the devices together
 def budget(name: str, shape: Shape, gpus: int) -> dict[str, int]:
     """The argument memory_budget of a device."""
     return {"memory_budget": 2 * shape.tokens * shape.vocabulary // gpus} if BUDGETS[name] else {}
-
-
-def share(layout: str, shape: Shape, gpus: int) -> Shape:
-    """What a device multiplies."""
-    if layout == "vocabulary":
-        return shape._replace(vocabulary=shape.vocabulary // gpus)
-    return shape._replace(tokens=shape.tokens // gpus)
 
 
 def collectives(layout: str, gpus: int) -> tuple[str, ...]:

@@ -9,18 +9,18 @@ import argparse
 import json
 import os
 import sys
-from importlib import metadata
 from pathlib import Path
 from subprocess import PIPE, run
-from typing import Any
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-from bench.hugging_face.methods import LLAMA, METHODS, ON_CPU, OURS, TINY, Size
+from bench import report
+from bench.hugging_face.methods import LLAMA, METHODS, ON_CPU, OURS, TINY
+from bench.report import Row
 
-Row = dict[str, Any]
+COLUMNS = {"method": "", "tokens_per_second": ",.0f", "ms": ".1f", "peak_gib": ".2f"}
+COLUMNS |= {"first_loss": ".5f", "last_loss": ".4f"}
 
 
 def row_of(method: str, flags: list[str]) -> Row:
@@ -51,50 +51,27 @@ def differences(rows: list[Row]) -> list[str]:
     return found
 
 
-def table(rows: list[Row], size: Size) -> Table:
-    logits = 2 * size.batch * size.context * size.vocabulary / 2**30
-    caption = f"peak: of PyTorch's pool and JAX's together; the logits alone are {logits:.3g} GiB"
-    titles = ("method", "tokens/s", "ms", "peak GiB", "first loss", "last loss")
-    printed = Table(*titles, caption=caption, header_style="bold")
-    for column in printed.columns[1:]:
-        column.justify = "right"
-    for row in rows:
-        peak = f"{row['peak_gib']:.2f}" if "peak_gib" in row else "–"
-        printed.add_row(row["method"], f"{row['tokens_per_second']:,.0f}", f"{row['ms']:.1f}", peak,
-                        f"{row['first_loss']:.5f}", f"{row['last_loss']:.4f}")  # fmt: skip
-    return printed
-
-
 def main() -> None:
     parser = argparse.ArgumentParser("python -m bench.hugging_face", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--method", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU")
-    parser.add_argument("--checkpointing", action="store_true", help="recompute the layers in the backward pass")
     parser.add_argument("--out", type=Path, default=Path("out/hugging-face"))
     asked = parser.parse_args()
-    size, flags = TINY if asked.tiny else LLAMA, ["--tiny"] * asked.tiny + ["--checkpointing"] * asked.checkpointing
+    size, flags = TINY if asked.tiny else LLAMA, ["--tiny"] * asked.tiny
 
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # so that JAX leaves the GPU's memory to PyTorch
-    from bench.report import environment
-
-    kept: dict[str, Any] = {**environment(), "size": size._asdict(), "flags": flags, "rows": [], "without": []}
-    kept["packages"]["transformers"] = metadata.version("transformers")
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    for method in track(asked.method, "methods"):
+    rows, without = [], []
+    for method in track(asked.method, "methods", console=Console(stderr=True)):
         needs_gpu = asked.tiny and method not in ON_CPU
         row = {"method": method, "missing": "it needs a GPU"} if needs_gpu else row_of(method, flags)
-        kept["rows" if "ms" in row else "without"].append(row)
-        asked.out.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n")
-
-    console = Console(width=120)
-    console.print(table(kept["rows"], size))
-    for row in kept["without"]:
-        console.print(*(f"{key}: {value}" for key, value in row.items()), sep="; ", markup=False, highlight=False)
-    different = differences(kept["rows"])
-    console.print(*different, sep="\n", markup=False, highlight=False)
+        (rows if "ms" in row else without).append(row)
+        report.write(asked.out, size=size._asdict(), rows=rows, without=without)
+    print(report.table(rows, **COLUMNS), *without, sep="\n")
+    different = differences(rows)
+    print(*different, sep="\n")
     failed = [line for line in different if line.startswith(OURS)]
-    failed += [f"{row['method']}: {row['failed']}" for row in kept["without"] if "failed" in row]
+    failed += [f"{row['method']}: {row['failed']}" for row in without if "failed" in row]
     if failed:
         sys.exit("FAILED\n" + "\n".join(failed))
 

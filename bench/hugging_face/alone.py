@@ -21,17 +21,21 @@ from bench.hugging_face.methods import LLAMA, METHODS, OURS, TINY, Size
 GIB = 2**30
 
 
-def new_model(size: Size, device: str, checkpointing: bool) -> Any:
+def new_model(size: Size, device: str) -> Any:
     set_seed(0)
     config = LlamaConfig(
-        vocab_size=size.vocabulary, hidden_size=size.width, intermediate_size=size.intermediate,
-        num_hidden_layers=size.layers, num_attention_heads=size.heads, num_key_value_heads=size.kv_heads,
-        max_position_embeddings=size.context, tie_word_embeddings=True, use_cache=False,
-    )  # fmt: skip
+        vocab_size=size.vocabulary,
+        hidden_size=size.width,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        max_position_embeddings=size.context,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
-    if checkpointing:
-        model.gradient_checkpointing_enable()
     return model
 
 
@@ -42,8 +46,8 @@ def batches(size: Size) -> Tensor:
     return torch.from_numpy(np.searchsorted(cumulative, drawn))
 
 
-def measure(method: str, size: Size, device: str, checkpointing: bool = False) -> dict[str, Any]:
-    model, on_gpu = new_model(size, device, checkpointing), device == "cuda"
+def measure(method: str, size: Size, device: str) -> dict[str, Any]:
+    model, on_gpu = new_model(size, device), device == "cuda"
     METHODS[method](model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
 
@@ -83,7 +87,7 @@ def held(step: Call, with_jax: bool) -> dict[str, float]:
         import jax
 
         reserved += (jax.devices()[0].memory_stats() or {}).get("pool_bytes", 0)
-        of_jax = memory.of_jax(step) * memory.MIB
+        of_jax = (memory.of_jax(step) or 0) * memory.MIB
     sizes = {"peak": of_torch + of_jax, "torch": of_torch, "jax": of_jax, "reserved": reserved}
     return {f"{name}_gib": size / GIB for name, size in sizes.items()}
 
@@ -92,11 +96,10 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m bench.hugging_face.alone", description=__doc__)
     parser.add_argument("method", choices=METHODS)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--checkpointing", action="store_true")
     asked = parser.parse_args()
     size, device = (TINY, "cpu") if asked.tiny else (LLAMA, "cuda")
     try:
-        row = measure(asked.method, size, device, asked.checkpointing)
+        row = measure(asked.method, size, device)
     except ImportError as error:
         row = {"method": asked.method, "missing": str(error)}
     print("row", json.dumps(row))

@@ -17,20 +17,19 @@ import sys
 import sysconfig
 import tempfile
 import time
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bench.training import compare, workers
+from bench import report
+from bench.training import compare
 from bench.training.jobs import Job, jobs
-from bench.training.run import run
 from examples.lm.settings import Settings
 from examples.lm.text import Text
 
 SETTINGS = Settings(512, 8, 512, 32768, batch=32, steps=1000, learning_rate=1e-3, dtype="bfloat16")
 TINY = Settings(64, 1, 32, 1000, batch=8, steps=20, learning_rate=1e-3, dtype="bfloat16")
-JOB_SECONDS, STEP_SECONDS = 60, 0.1  # a job that takes more, for itself and for each step, is given up
+JOB_SECONDS, STEP_SECONDS = 120, 0.1  # a job that takes more, for itself and for each step, is given up
 
 
 def python_sources() -> list[Path]:
@@ -51,67 +50,55 @@ def prepare(settings: Settings, text_bytes: int, folder: Path) -> Text:
     return Text.load(folder / "text")
 
 
-def gpus_here() -> int:
+def row_of(job: Job, arguments: list[str], seconds: float) -> report.Row:
+    """What a process of the job's own finds. One that ends, or hangs, costs its own row alone."""
+    began, command = time.perf_counter(), [sys.executable, "-m", "bench.training.run", json.dumps(asdict(job))]
     try:
-        return len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines())
-    except FileNotFoundError:
-        return 0
+        done = subprocess.run([*command, *arguments], stdout=subprocess.PIPE, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return {"label": job.label, "failed": f"it took more than {seconds:.0f} s"}
+    rows = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("row ")]
+    row = rows[0] if rows else {"label": job.label, "failed": f"exit code {done.returncode}"}
+    return row | {"job_seconds": time.perf_counter() - began}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m bench.training", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--gpus", type=int, default=gpus_here(), help="jobs run on so many at a time (%(default)s)")
     parser.add_argument("--only", nargs="+", metavar="LOSS", help="the losses to train with, by name")
     parser.add_argument("--kind", nargs="+", choices=("train", "largest"), default=["train", "largest"])
-    parser.add_argument("--minutes", type=float, default=60, help="after so many no job is started (%(default)s)")
     parser.add_argument("--text-bytes", type=float, default=90e6)
     parser.add_argument("--memory-limit", type=float, default=24, help="GiB for the largest batch (%(default)s)")
     parser.add_argument("--tiny", action="store_true", help="a small model and few steps: a trial without a GPU")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "cce-training",
-                        help="for the tokens and the final weights, hundreds of MB each (%(default)s)")  # fmt: skip
+    folder = Path(tempfile.gettempdir()) / "cce-training"
+    parser.add_argument("--folder", type=Path, default=folder, help="for the text and the final weights (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("out/training"))
     asked = parser.parse_args()
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # PyTorch shares the GPUs
-    began, chosen = time.perf_counter(), TINY if asked.tiny else SETTINGS
-    settings = Settings(**{**asdict(chosen), "steps": asked.steps or chosen.steps})
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # PyTorch shares the GPU
+    settings = replace(TINY if asked.tiny else SETTINGS)
+    settings = replace(settings, steps=asked.steps or settings.steps)
     text_bytes, most = (300_000, 256) if asked.tiny else (int(asked.text_bytes), 4096)
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
     asked.folder.mkdir(parents=True, exist_ok=True)
-
-    kept: dict[str, Any] = {"settings": asdict(settings), "gpus": asked.gpus}
-    kept |= {"rows": [], "largest": [], "seeds": None, "missing": [], "failed": []}
+    kept: dict[str, Any] = {"settings": asdict(settings), "rows": [], "largest": [], "seeds": None, "without": []}
     if "train" in asked.kind:
         text, seen = prepare(settings, text_bytes, asked.folder), settings.steps * settings.batch * settings.context
         kept["text"] = {"tokens": len(text.tokens), "tokens_seen": seen, "passes": seen / len(text.tokens)}
-        print(f"{len(text.tokens):,} tokens of text, of which the trainings see {seen:,}; "
-              f"{time.perf_counter() - began:.0f} s until here", flush=True)  # fmt: skip
-
-    def done(job: Job, result: tuple | None, reason: str | None) -> None:
-        row, measured = result or (None, {})
-        kept.update(measured)
-        if row is None:
-            kind = "missing" if (reason or "").startswith("missing") else "failed"
-            kept[kind].append({"job": f"{job.kind}: {job.label}", "reason": reason})
-        else:
-            kept["rows" if job.kind == "train" else "largest"].append(row)
+    arguments = [json.dumps(asdict(settings)), *map(str, (asked.folder, asked.memory_limit, most))]
+    for job in jobs():
+        if job.kind in asked.kind and (not asked.only or job.loss in asked.only):
+            row = row_of(job, arguments, JOB_SECONDS + STEP_SECONDS * settings.steps)
+            found = "tokens_per_second" in row
+            kept["without" if not found else "rows" if job.kind == "train" else "largest"].append(row)
             compare.compare(kept["rows"], asked.folder)
             kept["seeds"] = compare.spread(kept["rows"], asked.folder)
-        kept["seconds"] = time.perf_counter() - began
-        asked.out.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n")
-        took = f"{row['job_seconds']:.0f} s" if row else reason
-        print(f"{kept['seconds']:4.0f} s  {job.kind}: {job.label}: {took}", flush=True)
-
-    asked_for = [job for job in jobs() if job.kind in asked.kind and (not asked.only or job.loss in asked.only)]
-    call = partial(run, settings=settings, folder=asked.folder, limit_gib=asked.memory_limit, most=most)
-    seconds = JOB_SECONDS + STEP_SECONDS * settings.steps
-    workers.spread(asked_for, workers.visible(asked.gpus), seconds, began + 60 * asked.minutes, call, done)
+            report.write(asked.out, **kept)
+            print(f"{job.kind}: {job.label}: {row.get('missing') or row.get('failed') or 'done'}", flush=True)
     if kept["rows"]:
         compare.plot(kept["rows"], settings.steps, asked.out.with_suffix(".png"))
-        print(compare.table(kept["rows"], kept["seeds"]))
+        print(compare.table(kept["rows"]), f"between seeds of the reference: {kept['seeds']}", sep="\n")
     if kept["largest"]:
-        print(f"within {asked.memory_limit:g} GiB:\n{compare.sizes_table(kept['largest'])}")
+        columns = {"loss": "", "sequences": "", "tokens": ",", "tokens_per_second": ",.0f"}
+        print(f"within {asked.memory_limit:g} GiB:", report.table(kept["largest"], **columns), sep="\n")
 
 
 if __name__ == "__main__":

@@ -2,14 +2,14 @@
 
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure  # without pyplot it draws with the Agg backend, which needs no display
 
+from bench import report
+from bench.report import Row
 from bench.training.jobs import REFERENCE, REFERENCES, Job
 
-Row = dict[str, Any]
 LEAST = 1e-7  # nats: where the logarithmic axis of differences begins
 
 
@@ -76,28 +76,16 @@ def spread(rows: list[Row], folder: Path) -> Row | None:
     }
 
 
-def table(rows: list[Row], seeds: Row | None) -> str:
-    header = f"{'training':42} {'validation':>10} {'− ref.':>9} {'largest |Δ|':>11} {'weights':>8} {'tokens/s':>10} "
-    lines = [f"{header}{'GiB':>6}"]
+def table(rows: list[Row]) -> str:
+    """Δ: the largest difference of the curves; weights: the distance of the final ones; both from the reference's."""
+    shown = []
     for row in rows:
-        beside, memory = row.get("beside_reference"), row["peak_gib"]
-        parts = [f"{row['label']:42} {last(row):10.5f}"]
-        parts += [f"{beside['validation_difference']:9.5f} {beside['largest_curve_difference']:11.5f} "
-                  f"{beside['distance_of_weights']:8.4f}" if beside else " " * 30]  # fmt: skip
-        parts += [f"{row['tokens_per_second']:10,.0f} {memory or float('nan'):6.2f}"]
-        lines.append(" ".join(parts))
-    if seeds:
-        lines.append(f"{'between the seeds of float32 logits':42} {'':10} {seeds['validation']:9.5f} "
-                     f"{seeds['largest_curve_difference']:11.5f} {seeds['distance_of_weights']:8.4f}")  # fmt: skip
-    return "\n".join(lines)
-
-
-def sizes_table(rows: list[Row]) -> str:
-    lines = [f"{'largest batch':42} {'sequences':>10} {'tokens':>10} {'tokens/s':>10}"]
-    for row in sorted(rows, key=lambda row: -row["sequences"]):
-        speed = row.get("tokens_per_second", float("nan"))
-        lines.append(f"{row['loss']:42} {row['sequences']:10} {row['tokens']:10,} {speed:10,.0f}")
-    return "\n".join(lines)
+        beside = row.get("beside_reference", {})
+        found = {"training": row["label"], "validation": last(row), "- reference": beside.get("validation_difference")}
+        found |= {"Δ": beside.get("largest_curve_difference"), "weights": beside.get("distance_of_weights")}
+        shown.append(found | {"tokens/s": row["tokens_per_second"], "GiB": row["peak_gib"]})
+    columns = {"training": "", "validation": ".5f", "- reference": ".5f", "Δ": ".5f", "weights": ".4f"}
+    return report.table(shown, **columns, **{"tokens/s": ",.0f", "GiB": ".2f"})
 
 
 def plot(rows: list[Row], steps: int, out: Path) -> None:
@@ -123,8 +111,13 @@ def plot(rows: list[Row], steps: int, out: Path) -> None:
             differences.plot(at, difference, style, color=color[row["loss"]], label=label, linewidth=1)
     references = np.array([row["curve"] for row in rows if row["loss"] == REFERENCE and not row["variant"]])
     if len(references) > 1:
-        differences.fill_between(at, LEAST, np.maximum(np.ptp(references, axis=0), LEAST), color="0.88",
-                                 label="spread of the seeds of float32 logits")  # fmt: skip
+        differences.fill_between(
+            at,
+            LEAST,
+            np.maximum(np.ptp(references, axis=0), LEAST),
+            color="0.88",
+            label="spread of the seeds of float32 logits",
+        )
     curves.set(ylabel="loss, nats per token", title="Training loss, mean of 10 steps")
     differences.set(
         xlabel="step", ylabel="nats per token", yscale="log", title="Difference from float32 logits of the same seed"

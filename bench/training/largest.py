@@ -2,11 +2,11 @@
 
 import time
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from bench.memory import release
+from bench.report import Row
 from bench.training.jobs import Job
 from bench.training.run import InTorch
 from examples.lm.settings import Settings
@@ -16,12 +16,12 @@ FINEST = 8  # sequences to which the result is right
 TIMED = 6  # steps
 
 
-def largest(job: Job, settings: Settings, limit_gib: float, most: int) -> dict[str, Any]:
+def largest(job: Job, settings: Settings, limit_gib: float, most: int) -> Row:
     """Doubles the batch while it fits, up to `most` sequences, then looks between the last two sizes.
 
     It fits if the peak of what both frameworks' pools have given out is at most limit_gib.
     """
-    began, random = time.perf_counter(), np.random.default_rng(0)
+    random = np.random.default_rng(0)
     training, tried = InTorch(job, replace(settings, batch=FIRST), settings.vocabulary), {}
 
     def batch(sequences: int) -> np.ndarray:
@@ -49,7 +49,7 @@ def largest(job: Job, settings: Settings, limit_gib: float, most: int) -> dict[s
     while not_fitting <= most and not_fitting - fitting > FINEST:
         middle = _between(fitting, not_fitting, tried, limit_gib)
         fitting, not_fitting = (middle, not_fitting) if fits(middle) else (fitting, middle)
-    found: dict[str, Any] = {"limit_gib": limit_gib, "sequences": fitting, "tokens": fitting * settings.context}
+    found: Row = {"limit_gib": limit_gib, "sequences": fitting, "tokens": fitting * settings.context}
     if fitting:
         release()
         training.trainer.step(batch(fitting))
@@ -59,7 +59,7 @@ def largest(job: Job, settings: Settings, limit_gib: float, most: int) -> dict[s
             training.trainer.step(batch(fitting))
         training.wait()
         found["tokens_per_second"] = TIMED * found["tokens"] / (time.perf_counter() - since)
-    return {**found, "tried_gib": tried, "job_seconds": time.perf_counter() - began}
+    return {**found, "tried_gib": tried}
 
 
 def _between(fitting: int, not_fitting: int, tried: dict[int, float | None], limit_gib: float) -> int:

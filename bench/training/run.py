@@ -1,15 +1,20 @@
-"""One job, in a process that has one GPU."""
+"""One job, in a process of its own: `python -m bench.training` starts it. Prints a row."""
 
-import gc
+import json
+import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+import torch
 
-from bench.memory import release
+from bench.report import Row
 from bench.training.jobs import REFERENCE_IN_JAX, REFERENCES, Job
+from bench.training.models import model_type
+from examples.lm import jax_model, jax_trainer, torch_model, torch_trainer
 from examples.lm.settings import Settings
 from examples.lm.text import Text
 
@@ -18,32 +23,10 @@ QUARTERS = 4  # how often the validation loss is computed
 THINNED = 10  # steps whose mean loss is one point of a curve
 
 
-def run(
-    job: Job, settings: Settings, folder: Path, limit_gib: float, most: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The row of a job, and where it was measured. folder: has the text, and gets the final weights of trainings."""
-    if job.kind == "train":
-        found = train(job, replace(settings, seed=job.seed), Text.load(folder / "text"), folder)
-    else:
-        from bench.training.largest import largest
-
-        found = largest(job, settings, limit_gib, most)
-    release()
-    from bench.report import environment
-
-    return {**asdict(job), "label": job.label, **found}, environment()
-
-
 class InTorch:
     """A training in PyTorch."""
 
     def __init__(self, job: Job, settings: Settings, vocabulary: int) -> None:
-        import torch
-
-        from bench.training.losses import model_type
-        from examples.lm import torch_model, torch_trainer
-
-        self.torch, self.full_logits_loss = torch, torch_model.full_logits_loss
         self.trainer = torch_trainer.Trainer(settings, vocabulary, model_type=model_type(job.loss))
         if job.variant == "nudged":
             with torch.no_grad():
@@ -53,32 +36,28 @@ class InTorch:
 
     def wait(self) -> None:
         if self.trainer.device.type == "cuda":
-            self.torch.cuda.synchronize()
+            torch.cuda.synchronize()
 
     def validate(self, batches: list[np.ndarray]) -> float:
         """The loss of float32 logits, whatever loss the model is trained with."""
         model, device = self.trainer.model, self.trainer.device
         found = []
         for batch in batches:
-            tokens = self.torch.from_numpy(batch).to(device, self.torch.int64)
-            with self.torch.no_grad(), self.torch.autocast(device.type, model.dtype):
-                found.append(self.full_logits_loss(model.hidden(tokens), model.head.weight, tokens, None).item())
+            tokens = torch.from_numpy(batch).to(device, torch.int64)
+            with torch.no_grad(), torch.autocast(device.type, model.dtype):
+                found.append(torch_model.full_logits_loss(model.hidden(tokens), model.head.weight, tokens, None).item())
         return float(np.mean(found))
 
     def weights(self) -> np.ndarray:
-        return self.torch.cat([x.detach().flatten() for x in self.trainer.model.parameters()]).cpu().numpy()
+        return torch.cat([x.detach().flatten() for x in self.trainer.model.parameters()]).cpu().numpy()
 
 
 class InJax:
     """A training in JAX. Its compiled step holds all memory."""
 
     def __init__(self, job: Job, settings: Settings, vocabulary: int) -> None:
-        import jax
-
-        from examples.lm import jax_model, jax_trainer
-
         full = "full" if job.loss == REFERENCE_IN_JAX else "cce"
-        self.jax, self.trainer = jax, jax_trainer.Trainer(replace(settings, loss=full), vocabulary)
+        self.trainer = jax_trainer.Trainer(replace(settings, loss=full), vocabulary)
 
         def yardstick(params: Any, tokens: Any) -> Any:
             hidden: Any = self.trainer.model.apply({"params": params}, tokens)
@@ -89,13 +68,13 @@ class InJax:
         self.memory = Memory()
 
     def wait(self) -> None:
-        self.jax.block_until_ready(self.trainer.state)
+        jax.block_until_ready(self.trainer.state)
 
     def validate(self, batches: list[np.ndarray]) -> float:
         return float(np.mean([float(self.yardstick(self.trainer.state["params"], x)) for x in batches]))
 
     def weights(self) -> np.ndarray:
-        arrays = self.jax.tree.leaves(self.jax.device_get(self.trainer.state["params"]))
+        arrays = jax.tree.leaves(jax.device_get(self.trainer.state["params"]))
         return np.concatenate([np.ravel(x) for x in arrays])
 
 
@@ -107,29 +86,24 @@ class Memory:
     """
 
     def __init__(self) -> None:
-        import jax
-        import torch
-
-        self.torch = torch if torch.cuda.is_available() else None
-        self.device = jax.devices()[0]
+        self.on_gpu, self.device = torch.cuda.is_available(), jax.devices()[0]
         self.restart()
 
     def restart(self) -> None:
-        if self.torch is not None:
-            self.torch.cuda.reset_peak_memory_stats()
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
             self.allocations = self.device.memory_stats()["num_allocs"]
 
     def gib(self) -> float | None:
         """None on a CPU."""
-        if self.torch is None:
+        if not self.on_gpu:
             return None
         stats = self.device.memory_stats()
         in_jax = stats["peak_bytes_in_use"] if stats["num_allocs"] > self.allocations else 0
-        return (self.torch.cuda.max_memory_allocated() + in_jax) / 2**30
+        return (torch.cuda.max_memory_allocated() + in_jax) / 2**30
 
 
-def train(job: Job, settings: Settings, text: Text, folder: Path) -> dict[str, Any]:
-    began = time.perf_counter()
+def train(job: Job, settings: Settings, text: Text, folder: Path) -> Row:
     training = {"torch": InTorch, "jax": InJax}[job.package](job, settings, text.vocabulary)
     start, order = training.weights(), replace(settings, seed=0)  # all trainings see the same batches
     held_out, losses, validation, seconds = text.validation(settings), [], {}, 0.0
@@ -151,8 +125,6 @@ def train(job: Job, settings: Settings, text: Text, folder: Path) -> dict[str, A
     np.save(folder / f"{job.file}.npy", end)
     if job.loss == REFERENCES[job.package] and not job.variant:
         np.save(folder / f"{job.file}-start.npy", start)
-    del training
-    gc.collect()
     return {
         "validation": validation,
         "curve": curve[: len(curve) // THINNED * THINNED].reshape(-1, THINNED).mean(1).round(6).tolist(),
@@ -160,5 +132,24 @@ def train(job: Job, settings: Settings, text: Text, folder: Path) -> dict[str, A
         "tokens_per_second": (settings.steps - warm) * settings.batch * settings.context / seconds,
         "peak_gib": peak,
         "parameters": len(end),
-        "job_seconds": time.perf_counter() - began,
     }
+
+
+def main() -> None:
+    """The arguments: the job, the settings, the folder that has the text and gets the final weights, limit and most."""
+    from bench.training.largest import largest
+
+    job, settings = Job(**json.loads(sys.argv[1])), Settings(**json.loads(sys.argv[2]))
+    folder, limit_gib, most = Path(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5])
+    try:
+        if job.kind == "train":
+            row = train(job, replace(settings, seed=job.seed), Text.load(folder / "text"), folder)
+        else:
+            row = largest(job, settings, limit_gib, most)
+    except ImportError as error:
+        row = {"missing": str(error)}
+    print("row", json.dumps({**asdict(job), "label": job.label, **row}))
+
+
+if __name__ == "__main__":
+    main()

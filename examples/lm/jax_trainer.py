@@ -99,13 +99,6 @@ class Trainer:
             ]
         return float(np.mean(jax.device_get(losses)))
 
-    def head_inputs(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What the loss is given on tokens (B, T): the hidden states (B, T, D) and the head's matrix (V, D)."""
-        params = jax.device_get(self.state["params"])
-        hidden = np.asarray(self.model.apply({"params": params}, tokens), np.float32)
-        embedding = params["tokens"]["embedding"].astype(jnp.dtype(self.settings.dtype))
-        return hidden, np.asarray(embedding, np.float32)
-
     def _checkpoints(self, folder: Path) -> Any:
         import orbax.checkpoint as ocp  # takes seconds, and only checkpoints need it
 

@@ -28,7 +28,7 @@ SMALL = 4 * 2**20  # bytes: a group of dc may have so many even if dc is small
 
 
 def engines(itemsize: int, impl: Impl) -> Sequence[Engine]:
-    """The engines that may compute a call, fastest first (docs/performance-diary.md). itemsize: of e, in bytes."""
+    """The engines that may compute a call, fastest first (bench/engines.py). itemsize: of e, in bytes."""
     if impl == "chunked":
         return (XLA,)
     if impl == "cce":

@@ -5,7 +5,7 @@
 Read: dz once per tile of columns, c_g or e once per tile of rows, from L2 where programs that run at the same time
 share them. Written: de once a group, dc once. Never made: a copy of c_g or dc_g.
 dz may also be saved exponentials (cce_kernels/exponentials.py). For the same number of tokens XLA's matmuls take less
-time (docs/performance-diary.md), but they always run for all tokens, and copy the group's part of c and of dc.
+time (kernels/NOTES.md), but they always run for all tokens, and copy the group's part of c and of dc.
 """
 
 from functools import partial

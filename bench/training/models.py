@@ -1,12 +1,13 @@
 """The model of examples/lm in PyTorch, with each loss."""
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from bench import peers
-from bench.losses_torch import full_logits
+from bench.calls import Loss
+from bench.torch_losses import full_logits
 from bench.training.jobs import ALL, CUT, LIGER_SETTINGS, OURS, REFERENCE, ROUNDED
 from cce_torch import LinearCrossEntropy
 from examples.lm.settings import Settings
@@ -21,7 +22,7 @@ class SaveAll(LanguageModel):
         self.head.loss = LinearCrossEntropy(shift=1, memory_budget="all")
 
 
-def _with(mean_loss: Callable[[Tensor, Tensor, Tensor], Tensor], in_16_bits: bool) -> type[LanguageModel]:
+def _with(mean_loss: Loss, in_16_bits: bool) -> type[LanguageModel]:
     """The model with a loss(e, c, targets). in_16_bits: c is given in e's type, else as the float32 parameter."""
 
     class Model(LanguageModel):
@@ -34,12 +35,11 @@ def _with(mean_loss: Callable[[Tensor, Tensor, Tensor], Tensor], in_16_bits: boo
 
 def model_type(name: str) -> type[LanguageModel]:
     """Raises ImportError for another package that is not installed, or has no kernels here."""
-    if name in (CUT, *LIGER_SETTINGS) and not torch.cuda.is_available():
-        raise ImportError("it needs a GPU")
-    if name == CUT:  # it does not know autocast
-        return _with(peers.cut_cross_entropy(), in_16_bits=True)
-    if name in LIGER_SETTINGS:  # it does, and then sums the gradient of c in float32
-        return _with(peers.liger(LIGER_SETTINGS[name]), in_16_bits=False)
+    others = {CUT: peers.cut_cross_entropy, **{x: partial(peers.liger, of) for x, of in LIGER_SETTINGS.items()}}
+    if name in others:
+        if not torch.cuda.is_available():
+            raise ImportError("it needs a GPU")
+        return _with(others[name](), in_16_bits=name == CUT)  # Liger knows autocast, and then sums dc in float32
     if name == ROUNDED:
         return _with(full_logits, in_16_bits=True)
     return {OURS: LanguageModel, ALL: SaveAll, REFERENCE: FullLogitsModel}[name]

@@ -1,18 +1,33 @@
-"""A compiled loss in chunks of tokens that takes its gradients in the forward pass: the recipe that many pass around.
-
-A chunk of 1024 tokens has its logits, loss and gradients computed by one function under torch.compile; de is kept a
-chunk at a time, dc accumulated in the type of c. The backward pass multiplies both by the cotangent. It saves dc and de
-where others save logits, and pays for the gradients even where none are needed.
-"""
+"""The mean loss in PyTorch, as people write it, and as a recipe of chunks that many pass around."""
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bench.calls import Loss
 
 CHUNK = 1024  # tokens
+
+
+def full_logits(e: Tensor, c: Tensor, targets: Tensor) -> Tensor:
+    """The matmul in the type of the model, its logits cast to float32 for the cross-entropy."""
+    return F.cross_entropy((e @ c.T).float(), targets)
+
+
+def compiled() -> Loss:
+    """Static shapes, so that a second shape in the same process is not compiled for all shapes at once."""
+    return torch.compile(full_logits, dynamic=False)
+
+
+def in_chunks() -> Loss:
+    """A compiled function computes the logits, loss and gradients of CHUNK tokens in the forward pass.
+
+    de is kept a chunk at a time, dc accumulated in the type of c. The backward pass multiplies both by the cotangent.
+    """
+    chunk = torch.compile(_chunk, dynamic=False)
+    return lambda e, c, targets: _InChunks.apply(e, c, targets, chunk)
 
 
 def _chunk(e: Tensor, c: Tensor, targets: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,8 +57,3 @@ class _InChunks(torch.autograd.Function):
     def backward(ctx: Any, of_loss: Tensor) -> tuple:  # type: ignore[override]
         de, dc = ctx.saved_tensors
         return de * of_loss, dc * of_loss, None, None
-
-
-def compiled() -> Loss:
-    chunk = torch.compile(_chunk, dynamic=False)
-    return lambda e, c, targets: _InChunks.apply(e, c, targets, chunk)
