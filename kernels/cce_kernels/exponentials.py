@@ -18,7 +18,7 @@ Let r_i = a_i·exp(ρ_i − lse_i), or SMALLEST·t̂_i·u_i,t_i if that is large
 These are matmuls of whole arrays: with a part of the columns XLA would copy that part of c and of dc.
 
 (Raising r adds at most SMALLEST·exp(LARGEST) = 2⁻²⁷ relative to the target's element, which is below every rounding.)
-With a weighted sum the backward pass forms dz from P. It cannot where a softcap is set too: then nothing is saved.
+With a weighted sum dz is formed from P. It cannot be where a softcap is set too: then nothing is saved.
 The backward pass overwrites P only at the targets and in the rows of ignored tokens. No result depends on
 the values that it overwrites, so that a second backward pass over the same P gives the same bits.
 """

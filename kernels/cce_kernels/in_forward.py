@@ -11,6 +11,8 @@ The backward pass multiplies by g: de elementwise, and dc where it is written an
 dc is left to the backward pass, whose matmul writes g · (sum + part). dc in float32 is multiplied elementwise.
 Kept tokens come first (cce_kernels/tokens.py), so that chunks at the end may have none.
 
+With a weighted sum of the logits, dz takes the place of P: de = dz·c and dc + dzᵀ·e.
+
 A chunk has two halves: `numbers_of`, and `gradients_of` with the cotangents of these numbers. Where the columns are a
 shard of the vocabulary, the numbers are exchanged with the other shards in between. P stays relative to a reference
 that all shards know; r takes the log-sum-exp of all columns. de is then a part of a sum over shards, in float32.

@@ -1,5 +1,7 @@
 """Layouts, types, options and implementations drawn at random give the loss and the gradients of one device."""
 
+from functools import partial
+
 import hypothesis
 import jax
 from hypothesis import strategies as st
@@ -10,6 +12,10 @@ from tests.devices.layouts import compare
 from tests.devices.meshes import MODES, Layout, arrays, gradient_of, leaves_of, mesh_of, on_one_device, uneven
 from tests.tolerance import error, roundoff
 
+# Without shrinking: a simpler layout that fails takes minutes of compilation.
+DRAWS = partial(
+    hypothesis.settings, suppress_health_check=list(hypothesis.HealthCheck), phases=[hypothesis.Phase.generate]
+)
 MESHES = [{"a": 8}, {"a": 2, "b": 4}, {"a": 4, "b": 2}, {"a": 2, "b": 2, "c": 2}, {"a": 1, "b": 8}]
 
 
@@ -50,7 +56,7 @@ def options_of(draw) -> dict:
     return options
 
 
-@hypothesis.settings(max_examples=18, suppress_health_check=list(hypothesis.HealthCheck))
+@DRAWS(max_examples=18)
 @hypothesis.given(
     layouts(),
     options_of(),
@@ -68,7 +74,7 @@ def test_drawn(drawn, options, impl, dtype, arrays, rows, memory_budget):
     compare(case, layout, mode, impl, dtype, axis, memory_budget=memory_budget)
 
 
-@hypothesis.settings(max_examples=3, suppress_health_check=list(hypothesis.HealthCheck))
+@DRAWS(max_examples=3)
 @hypothesis.given(layouts(), st.sampled_from(["cce", "chunked"]), st.integers(0, 1))
 def test_drawn_float32_parameters_beside_16_bits(drawn, impl, vocab_axis):
     """dz is rounded to 16 bits, of which some fall differently where sums are split; the gradients are not."""

@@ -16,12 +16,13 @@ from jax.sharding import PartitionSpec as P
 
 from cce_jax import linear_cross_entropy
 from cce_kernels import in_forward
+from cce_kernels.block_floats import block_of
 from cce_kernels.plan import Chunks, choose
 from cce_kernels.plan.budget import Bytes
 from cce_kernels.plan.chunks import sums_in_16_bits
 from cce_kernels.tokens import gathered_rows
 from tests.cases import ARRAYS, Case, Inputs
-from tests.devices.drawn import layouts, options_of
+from tests.devices.drawn import DRAWS, layouts, options_of
 from tests.devices.meshes import (
     LAYOUTS,
     PLAIN,
@@ -48,7 +49,9 @@ def chunks_of(count: Bytes, last: int | None) -> Chunks:
     tokens = gathered_rows(call.tokens)
     size = -(-tokens // (call.memory_budget - IN_CHUNKS))
     whole = -(-tokens // size) - sums_in_16_bits(call)
-    return Chunks(whole, size if whole else 0, tokens - whole * size if sums_in_16_bits(call) else 0, 256)
+    return Chunks(
+        whole, size if whole else 0, tokens - whole * size if sums_in_16_bits(call) else 0, block_of(call.width)
+    )
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -177,13 +180,13 @@ def check(drawn, formed, impl: str) -> None:
             assert x.sharding.is_equivalent_to(leaves[name].sharding, x.ndim), name
 
 
-@hypothesis.settings(max_examples=10, suppress_health_check=list(hypothesis.HealthCheck))
+@DRAWS(max_examples=10)
 @hypothesis.given(calls())
 def test_drawn(formed, drawn):
     check(drawn, formed, "chunked")
 
 
-@hypothesis.settings(max_examples=9, suppress_health_check=list(hypothesis.HealthCheck))
+@DRAWS(max_examples=9)
 @hypothesis.given(calls(dtypes=("bfloat16",), rows=(8,)))
 def test_drawn_with_kernels(formed, drawn):
     """In Pallas' interpreter; exponentials are stored unless there is a softcap beside label smoothing."""

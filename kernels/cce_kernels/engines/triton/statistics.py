@@ -54,6 +54,12 @@ def _run_of(inputs: Inputs, tokens: int, *, head: Head, tiles: TileConfig, split
     return row_block, split, split * column_tiles // splits, (split + 1) * column_tiles // splits
 
 
+def _of_vocabulary(columns: jax.Array, tokens: int, vocabulary: int, tiles: TileConfig) -> jax.Array | None:
+    """Whether each column is below V; None where all tiles are. The tiles also cover the columns of P beyond V."""
+    ends_with_p = saved_shape(tokens, vocabulary)[1] == vocabulary
+    return inside(columns, vocabulary, tiles.columns) if ends_with_p else columns < vocabulary
+
+
 def _store_exponentials(saved_ref, p: jax.Array, slope, rows: jax.Array, columns: jax.Array, rows_ok) -> None:
     """Stores p·slope up to the end of P's rows. p is 0 from column V on. slope: None for 1.
 
@@ -105,7 +111,7 @@ def _kernel(
     def tile(j, carry):
         reference, total, weighted = carry  # total: Σ exp2(z·log₂e − reference)
         columns = indices(j, tiles.columns)
-        columns_ok = inside(columns, vocabulary, tiles.columns)
+        columns_ok = _of_vocabulary(columns, tokens, vocabulary, tiles)
         z = logits_tile(inputs, source, columns, source_ok, columns_ok, head=head, tiles=tiles)
         if sum_ref is not None:
             valid = jnp.ones_like(columns, jnp.float32) if columns_ok is None else columns_ok.astype(jnp.float32)
@@ -180,7 +186,7 @@ def _replace_kernel(
 
     def tile(j, carry):
         columns = indices(j, tiles.columns)
-        columns_ok = inside(columns, vocabulary, tiles.columns)
+        columns_ok = _of_vocabulary(columns, tokens, vocabulary, tiles)
         z = logits_tile(inputs, rows, columns, rows_ok, columns_ok, head=head, tiles=tiles)
         slope = None if head.softcap is None else head.slope(z)
         if columns_ok is not None:
