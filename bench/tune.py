@@ -8,7 +8,7 @@ and hopper/tiles.py in cce_kernels/engines: nothing is tuned at run time.
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -54,21 +54,22 @@ SIXTEEN_BIT = [
         (64, 256, 64, 4, 3),
     )
 ]
-COLUMNS = {"entry": "", "tiles": "", "ms": ".3f", "ratio": ".3f", "failed": ""}
+COLUMNS = {"kernel": "", "tiles": "", "ms": ".3f", "ratio": ".3f", "failed": ""}
 
 
 class Candidate(NamedTuple):
-    """An entry of a table of tiles, and what it would be."""
+    """Other tiles for one kernel, and the entry of a module of tiles that then has them."""
 
     engine: str
-    entry: str
-    tiles: Any
+    kernel: str  # the entry, and of what in it
+    tiles: PairTiles | TileConfig
+    changed: Any
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Plans that are made meanwhile have these tiles."""
         module = {"hopper": hopper.tiles, "triton": triton.tiles}[self.engine]
-        with mock.patch.object(module, self.entry, self.tiles):
+        with mock.patch.object(module, self.kernel.split()[0], self.changed):
             _forget()
             yield
         _forget()
@@ -83,17 +84,18 @@ def candidates(engine: str, capability: str) -> Iterator[Candidate]:
     if engine == "hopper":
         shipped = hopper.tiles
         others = [x for x in PAIRS if x != shipped.LOGITS and x.columns != 192]  # Triton's kernels beside it take 2ⁿ
-        yield from (Candidate(engine, "LOGITS", x) for x in others)
+        yield from (Candidate(engine, "LOGITS", x, x) for x in others)
         for entry in ("DE", "DC", "SAVED_DE"):
-            yield from (Candidate(engine, entry, (x,)) for x in PAIRS)
+            yield from (Candidate(engine, entry, x, (x,)) for x in PAIRS)
         for columns, tiles in shipped.SUMMED.items():
-            for other in (replace(tiles, lead=2 - tiles.lead), replace(tiles, stages=tiles.stages - 1)):
-                yield Candidate(engine, "SUMMED", {**shipped.SUMMED, columns: other})
+            for x in (replace(tiles, lead=2 - tiles.lead), replace(tiles, stages=tiles.stages - 1)):
+                yield Candidate(engine, f"SUMMED {columns}", x, {**shipped.SUMMED, columns: x})
     else:
         table, key = triton.tiles.TABLE, (capability, 2)
         for role, shipped in table[key]._asdict().items():
-            others = [table[key]._replace(**{role: x}) for x in SIXTEEN_BIT if x != shipped]
-            yield from (Candidate(engine, "TABLE", {**table, key: x}) for x in others)
+            for x in SIXTEEN_BIT:
+                if x != shipped:
+                    yield Candidate(engine, f"TABLE {role}", x, {**table, key: table[key]._replace(**{role: x})})
 
 
 def call_of(engine: str, memory: str, inputs: Inputs) -> Call:
@@ -109,7 +111,7 @@ def call_of(engine: str, memory: str, inputs: Inputs) -> Call:
 
 
 def row_of(candidate: Candidate, shipped: Call, memory: str, inputs: Inputs, rounds: int) -> report.Row:
-    row = {"engine": candidate.engine, "entry": candidate.entry, "tiles": str(candidate.tiles)}
+    row = {"engine": candidate.engine, "kernel": candidate.kernel, "tiles": str(astuple(candidate.tiles))}
     try:
         with candidate.in_place():
             call = call_of(candidate.engine, memory, inputs)
@@ -124,7 +126,7 @@ def main() -> None:
     parser.add_argument("--shape", type=Shape.parse, nargs="+", default=[SHAPES[x] for x in HEADS])
     parser.add_argument("--engine", choices=["hopper", "triton"], nargs="+", default=["hopper", "triton"])
     parser.add_argument("--budget", choices=BUDGETS, nargs="+", default=["", "2NV"])
-    parser.add_argument("--entry", nargs="+", help="of the tables (all)")
+    parser.add_argument("--kernel", nargs="+", help='parts of names, as "LOGITS" or "dz" (all)')
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("out/tune.json"))
     asked = parser.parse_args()
@@ -137,7 +139,7 @@ def main() -> None:
         for engine, memory in ((x, y) for x in asked.engine for y in asked.budget):
             shipped, found = call_of(engine, memory, inputs), []
             for candidate in candidates(engine, gpu.compute_capability):
-                if not asked.entry or candidate.entry in asked.entry:
+                if not asked.kernel or any(x in candidate.kernel for x in asked.kernel):
                     row = row_of(candidate, shipped, memory, inputs, asked.rounds)
                     found.append({"shape": list(shape), "budget": memory or "default", **row})
                     report.write(asked.out, rows=rows + found)

@@ -16,7 +16,7 @@ from cce_kernels.plan import plan_of
 
 @pytest.mark.parametrize("engine", ["hopper", "triton"])
 def test_candidates_are_planned_with(engine, monkeypatch):
-    """Each entry of the tables, in a call of some budget; afterwards what is shipped is planned with again."""
+    """Each kernel's tiles, in a call of one of two budgets; afterwards what is shipped is planned with again."""
     monkeypatch.setattr(hopper, "MOSAIC", True)
     shape, listed, changed = (8192, 2304, 256000), list(tune.candidates(engine, "9.0")), set()
     for budget in (2**29, 2 * shape[0] * shape[2]):
@@ -25,9 +25,10 @@ def test_candidates_are_planned_with(engine, monkeypatch):
         shipped = plan_of(call, H200, "cce")
         for candidate in listed:
             with candidate.in_place():
-                changed |= {candidate.entry} if plan_of(call, H200, "cce") != shipped else set()
+                changed |= {candidate.kernel} if plan_of(call, H200, "cce") != shipped else set()
         assert plan_of(call, H200, "cce") == shipped
-    assert changed == {candidate.entry for candidate in listed}
+    of_other_widths = {"SUMMED 128", "SUMMED 192"}
+    assert changed == {candidate.kernel for candidate in listed} - of_other_widths
 
 
 def test_a_candidate_that_fails_costs_its_row_alone(monkeypatch):
