@@ -7,6 +7,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -59,28 +60,15 @@ def _panel(axes: Axes, rows: Sequence[Row]) -> None:
             continue
         ours = package.startswith("cce")
         label = f"{package} ({settings})" if settings else package
-        axes.plot(
-            *zip(*front([places[x] for x in of]), strict=True),
-            color=color,
-            linewidth=2.4 if ours else 1.2,
-            alpha=0.6,
-            label=label,
-            marker="o",
-            zorder=3 if ours else 2,
-        )
+        line = front([places[x] for x in of])
+        style: dict[str, Any] = {"color": color, "marker": "o"}
+        axes.plot(*zip(*line, strict=True), **style, linewidth=2.4 if ours else 1.2, alpha=0.6, label=label, zorder=2)
         for name, row in of.items():
-            axes.plot(*places[name], "o", color=color, markerfacecolor="white" if row["marked"] else color, zorder=4)
+            axes.plot(*places[name], **style, markerfacecolor="white" if row["marked"] else color, zorder=4)
             setting = name.removeprefix(package).strip() or DEFAULTS.get(package, "")
-            axes.annotate(
-                setting,
-                places[name],
-                (0, -11 if ours else 5),
-                textcoords="offset points",
-                fontsize=8,
-                color=color,
-                ha="center",
-                weight="bold" if ours else None,
-            )
+            at, side = ((0, -11 if ours else 5), "center") if places[name] in line else ((6, -3), "left")
+            text: dict[str, Any] = {"fontsize": 8, "color": color, "weight": "bold" if ours else None, "ha": side}
+            axes.annotate(setting, places[name], at, textcoords="offset points", **text)
     floor = rows[0]["floor_ms"]
     axes.axhline(floor, color="#2b2d42", linewidth=1.2, linestyle=(0, (4, 3)), label="three matrix products alone")
     held, times = (np.array(numbers) for numbers in zip(*places.values(), strict=True))
