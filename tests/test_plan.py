@@ -22,6 +22,7 @@ from cce_kernels.engines.hopper import HOPPER, tiles
 from cce_kernels.engines.triton.tiles import TABLE
 from cce_kernels.engines.xla import XLA
 from cce_kernels.engines.xla.splitk import multiple
+from cce_kernels.exponentials import saved_shape
 from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs, Wanted
 from cce_kernels.plan import Plan, plan_of
@@ -76,7 +77,10 @@ def groups_cover_each_column_once(plan: Plan) -> None:
     vocabulary = plan.call.vocabulary
     for groups, may_go_beyond in all_groups(plan):
         visits = Visits.of(groups)
-        assert groups.vocabulary == vocabulary
+        if may_go_beyond:  # dz is whole tiles of TMA
+            vocabulary = -(-plan.call.vocabulary // tiles.TMA_COLUMNS) * tiles.TMA_COLUMNS
+        assert groups.vocabulary in (plan.call.vocabulary, vocabulary)
+        vocabulary = groups.vocabulary
         assert (visits.start >= 0).all()
         assert (visits.start <= visits.owned).all()
         order = np.argsort(visits.owned)
@@ -176,7 +180,7 @@ def tma_arrays(plan: Plan) -> Iterator[Array]:
         yield Array("e", plan.rows if plan.forward.gathered else call.tokens, width)
         yield Array("c", *c)
         if plan.saved:
-            yield Array("P", plan.saved, vocabulary)
+            yield Array("P", *saved_shape(plan.saved, vocabulary))
     if (how := plan.backward) is None:
         return
     read = Array("dz", plan.rows, how.groups.columns)
@@ -184,10 +188,11 @@ def tma_arrays(plan: Plan) -> Iterator[Array]:
         yield from (Array("e", plan.rows, width), Array("c", *c), read)
     if any(x.engine is HOPPER for x in products_of(how)):
         yield from (Array("e", plan.rows, width), Array("c or dc", *c))
-        yield Array("P", plan.rows, vocabulary) if how.dz is None else read
+        yield Array("P", *saved_shape(plan.rows, vocabulary)) if how.dz is None else read
         yield Array("de", plan.rows, width, 4)
     if how.de is not None:
-        yield from (Array("P", plan.saved, vocabulary), Array("the place of de", plan.rows, width), Array("c", *c))
+        yield Array("P", *saved_shape(plan.saved, vocabulary))
+        yield from (Array("the place of de", plan.rows, width), Array("c", *c))
 
 
 def what_tma_moves_is_aligned_and_wide(plan: Plan) -> None:

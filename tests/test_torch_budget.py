@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from cce_kernels.exponentials import saved_shape
 from cce_torch import LinearCrossEntropy, in_forward, linear_cross_entropy, ops, programs
 from tests import call, call_torch
 from tests.call_torch import tensor
@@ -16,6 +17,7 @@ from tests.test_budget import ALL, TOKENS, V, Way
 from tests.tolerance import assert_rounded
 from tests.truth import truth
 
+COLUMNS = saved_shape(1, V)[1]  # of saved exponentials
 EACH = {"reduction": "none", "return_lse": True}
 
 
@@ -62,7 +64,7 @@ def saved(monkeypatch) -> list[tuple[int, int] | None]:
 def test_the_bits_are_those_of_cce_jax(budget, saved):
     given = some(("bias",), EACH)
     theirs, ours = (run(given, EACH, "cce", memory_budget=budget) for run in (call.run, call_torch.run))
-    assert saved == [(TOKENS, V) if budget else None]
+    assert saved == [(TOKENS, COLUMNS) if budget else None]
     np.testing.assert_array_equal(theirs[0], ours[0])
     np.testing.assert_array_equal(theirs[1], ours[1])
     for name, gradient in ours[2].items():
@@ -77,7 +79,7 @@ def test_padded_to_another_size(options, saved, monkeypatch):
     given = some(("bias",), options)
     expected, reference = truth(given, options), call_torch.run(given, options, "reference")
     actual = call_torch.run(given, options, "cce", memory_budget=ALL)
-    assert saved == [(48, V)]
+    assert saved == [(48, COLUMNS)]
     for k, what in enumerate(("loss", "lse")):
         assert_rounded(actual[k], expected[k], reference[k], what, roundings=2)
     for name, gradient in actual[2].items():
@@ -118,8 +120,8 @@ def test_only_what_a_backward_pass_will_read_is_saved(saved):
     linear_cross_entropy(e.detach(), c.detach(), t, token_weight=weight, impl="cce", memory_budget=ALL).backward()
     loss(e.detach(), c, t)
     loss(e, c.detach(), t)
-    assert saved == [(TOKENS, V)] + 4 * [None] + 2 * [(TOKENS, V)]
-    assert loss(e, c, t).grad_fn.saved_tensors[-1].shape == (TOKENS, V)
+    assert saved == [(TOKENS, COLUMNS)] + 4 * [None] + 2 * [(TOKENS, COLUMNS)]
+    assert loss(e, c, t).grad_fn.saved_tensors[-1].shape == (TOKENS, COLUMNS)
 
 
 def test_compiled_code_saves_nothing_and_is_right(saved):
@@ -145,7 +147,7 @@ def test_opcheck(budget):
     inputs = (e, c, None, t, None, None, None, torch.tensor([0.0, 0.0, 1.0]))
     torch.library.opcheck(torch.ops.cce_torch.loss.default, (*inputs, [True] * 3, *options))
     _, numbers, saved = torch.ops.cce_torch.loss.default(*inputs, [True] * 3, *options)
-    assert saved.shape == (TOKENS * (budget > 0), V)
+    assert saved.shape == (TOKENS * (budget > 0), COLUMNS)
     wanted = True, True, False, False
     arguments = torch.ones(()), None, *inputs, numbers, saved, *wanted, *options
     for x, y in zip(ops._run_gradients(*arguments), ops._fake_gradients(*arguments), strict=True):
@@ -156,7 +158,7 @@ def test_the_module_has_the_option(saved):
     e, c, t = example()
     module = LinearCrossEntropy(impl="cce", memory_budget=ALL)
     assert_equal(gradients(module(e, c, t), e, c), gradients(loss(e, c, t), e, c))
-    assert saved == [(TOKENS, V)] * 2
+    assert saved == [(TOKENS, COLUMNS)] * 2
     assert f"memory_budget={ALL}" in repr(module)
     for wrong, error in ((-1, ValueError), (1.5, ValueError), (True, TypeError)):
         with pytest.raises(error, match="memory_budget"):

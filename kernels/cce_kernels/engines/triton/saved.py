@@ -60,7 +60,7 @@ def _dz_kernel(
     if groups.overlap:
         dz = jnp.where((columns >= window_ref[1])[None, :], dz, 0.0)
     if groups.beyond:  # columns of P from V on, which stay 0
-        dz = jnp.where(named[None, :], dz, 0.0)
+        dz = jnp.where((columns < groups.vocabulary)[None, :], dz, 0.0)
     store_dz(dz_ref, sums_ref, dz, row_block, rows, local, rows_ok, local_ok)
 
 
