@@ -89,7 +89,7 @@ def test_gradients_formed_in_the_forward_pass_by_the_kernels_for_hopper(number, 
 
     def chunks(count, _):
         tokens, last = gathered_rows(count.call.tokens), size * sums_in_16_bits(count.call)
-        return Chunks(-(-(tokens - last) // size), size, last, hopper.HOPPER.block(count.call))
+        return Chunks(-(-(tokens - last) // size), size, last, hopper.block_of(count.call.width))
 
     def in_forward(x, chosen):
         formed.append(x.engine.name)
