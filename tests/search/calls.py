@@ -170,7 +170,7 @@ def _shape(rng: np.random.Generator, where: str, for_hopper: bool) -> tuple[int,
                 _size(rng, 1, 300, (8, 64), aligned))  # fmt: skip
     if where == "hopper":
         tokens = 256 if rng.uniform() < 0.5 else 512 - int(rng.integers(8))
-        return tokens, 64 * int(rng.integers(2, 6)), _aligned(rng, 2, 12)
+        return tokens, 64 * int(rng.integers(2, 6)), 64 * int(rng.integers(2, 12))
     if for_hopper:
         tokens = _size(rng, 256, 16384, (8, 64, 256), 0.6)
         width = int(rng.choice([128, 192, 256, 320, 512, 768, 896, 1152, 2048, 2304, 2560, 4096]))
