@@ -130,9 +130,10 @@ def _program(rng: np.random.Generator, where: str) -> Program:
         num_items = 0.0 if rng.uniform() < 0.1 else round(_log_uniform(rng, 0.1, 1e4), 3)
     on_a_gpu, elsewhere = {"auto": 0.7, "cce": 0.2, "chunked": 0.1}, {"cce": 0.6, "chunked": 0.15, "plain": 0.25}
     impl = _chosen(rng, **(on_a_gpu if where == "gpu" else elsewhere))
+    impl = "cce" if where == "hopper" else impl
     program = Program(
         package=_chosen(rng, jax=0.6, torch=0.4) if where != "hopper" else "jax",
-        impl="cce" if where == "hopper" else impl,
+        impl=impl,
         leading=leading,
         width=width,
         vocabulary=vocabulary,
@@ -157,6 +158,8 @@ def _program(rng: np.random.Generator, where: str) -> Program:
     if impl == "plain":  # without kernels
         impl = "torch_compile" if program.package == "torch" and more.uniform() < 0.6 else "reference"
         program = replace(program, impl=impl)
+    if for_hopper and program.vocab_axis == 0 and more.uniform() < 0.3:  # (D, V) needs a multiple of 64
+        program = replace(program, vocabulary=program.vocabulary + 8 * int(more.integers(1, 8)))
     if where == "small" and impl == "chunked" and more.uniform() < 0.5:  # several groups, of 1024 columns or more
         program = replace(program, vocabulary=program.vocabulary * 10)
     return _with_budget(rng, replace(program, mixed=mixed, offloaded=offloaded), where)
@@ -175,7 +178,7 @@ def _shape(rng: np.random.Generator, where: str, for_hopper: bool) -> tuple[int,
         tokens = _size(rng, 256, 16384, (8, 64, 256), 0.6)
         width = int(rng.choice([128, 192, 256, 320, 512, 768, 896, 1152, 2048, 2304, 2560, 4096]))
         vocabulary = _size(rng, 128, 2**18, (64, 128, 256, 1024), 1.0)
-        vocabulary = max(128, vocabulary // 64 * 64 - 64) + _aligned(rng, 0, 2)
+        vocabulary = max(128, vocabulary // 64 * 64)
     else:
         tokens = _size(rng, 1, 4096, (8, 64, 256), 0.5)
         width = _size(rng, 1, 2304, (16, 64, 256), 0.5)
@@ -186,11 +189,6 @@ def _shape(rng: np.random.Generator, where: str, for_hopper: bool) -> tuple[int,
     while vocabulary * width > (2**29 if large else 2**27):
         vocabulary = max(128, vocabulary // 128 * 64)
     return tokens, width, vocabulary
-
-
-def _aligned(rng: np.random.Generator, least: int, most: int) -> int:
-    """A multiple of 64, or of 8, which the Hopper engine takes if the classifier is (V, D)."""
-    return 64 * int(rng.integers(least, most)) + 8 * int(rng.integers(8)) * (rng.uniform() < 0.3)
 
 
 def _leading(rng: np.random.Generator, tokens: int, batches: bool) -> tuple[tuple[int, ...], int]:
