@@ -269,6 +269,7 @@ def test_a_group_of_dz_and_its_part_of_dc(group):
     wanted = cotangents[0][:, None] * p + cotangents[1][:, None] * is_target
     here = dz[:, : columns.stop - columns.start]
     assert error(here[:count], wanted[:count, columns]) < 2.0**-9
+    assert not np.any(dz[:count, columns.stop - columns.start : PADDED - columns.start]), "what multiplies no row of c"
     dc = products(inputs, few, Head()).put_dc(jnp.full_like(inputs.c, 7), dz, window)
     assert error(dc[columns], here.astype(jnp.float32).T @ inputs.e.astype(jnp.float32)) < 2.0**-9
     others = np.delete(np.arange(vocabulary), np.arange(vocabulary)[columns])
