@@ -91,12 +91,12 @@ def test_beside_its_kernels_a_group_computes_single_numbers():
 
 
 def test_what_is_saved_is_multiplied_too(monkeypatch):
-    """By XLA where everything is saved and there is memory for what it holds beside."""
+    """By XLA where there is memory for what it holds beside; but few kept tokens by kernels that stop at the last."""
     monkeypatch.setattr(api, "local_gpu", lambda: H200)
     shape = 2048, 128, 65536
     exponentials = 2 * 2048 * 65536
     by_xla = exponentials + 2 * 2048 * 128 + 256 * 2048 + 32 * 2**20
-    assert launched(shape, memory_budget=by_xla) == ["statistics"]
+    assert launched(shape, memory_budget=by_xla) == ["statistics", "de", "dc"]
     assert launched(shape, memory_budget=by_xla - 1) == ["statistics", "dc", "saved_de"]
     assert launched(shape, memory_budget=exponentials) == ["statistics", "dc", "saved_de"]
     assert launched(shape, memory_budget=exponentials - 1) == GROUP

@@ -170,7 +170,8 @@ def _ready(run: _Pass, p: jax.Array) -> tuple[jax.Array, jax.Array]:
     elif how.de is not None:
         clear = run.count + (how.products.engine.depth - 1)
     elif not how.products.engine.stops:
-        clear = jnp.where(run.few, 0, p.shape[0]).astype(jnp.int32).reshape(1)
+        assert how.few is not None
+        clear = jnp.where(run.few, run.count + (how.few.engine.depth - 1), p.shape[0]).astype(jnp.int32)
     assert run.reference is not None
     r, at_target = factors(run.reference, run.numbers, run.cotangents, run.head)
     step = plan.forward.rescue

@@ -6,6 +6,7 @@ A run is a range of consecutive tiles of columns that one program walks through.
 import jax.numpy as jnp
 
 SCRATCH_BYTES = 3 * 2**20  # the most that partial statistics may take
+FEW_BLOCKS = 0.03  # how often two row blocks hold all tokens that are kept, to each time that all row blocks are full
 SHARED_BYTES = 20 * 2**20  # the rows of e that programs running at the same time read: a third of an H200's L2
 
 
@@ -31,6 +32,12 @@ def vocabulary_splits(row_blocks: int, column_tiles: int, tokens: int, multiproc
 
     A multiprocessor runs one program at a time. So a launch takes (programs / multiprocessors, rounded up) times the
     tiles of one program, and about a third of a tile more to start and end each program.
+    Where many tokens are ignored, the last chunk with a kept token may have few of them. With runs for exactly one
+    program on each multiprocessor, two row blocks would take as long as all.
     """
     most = min(column_tiles, max(1, SCRATCH_BYTES // (4 * max(tokens, 1))), 1024)
-    return min(range(1, most + 1), key=lambda s: cdiv(row_blocks * s, multiprocessors) * (column_tiles / s + 0.3))
+
+    def time(blocks: int, splits: int) -> float:
+        return cdiv(blocks * splits, multiprocessors) * (column_tiles / splits + 0.3)
+
+    return min(range(1, most + 1), key=lambda s: time(row_blocks, s) + FEW_BLOCKS * time(min(row_blocks, 2), s))

@@ -252,7 +252,7 @@ def _of_exponentials(x: _Setting) -> Backward:
     if in_place:
         de = Step(x.engine, x.engine.tile("de_of_saved", call, x.gpu, tokens))
         return Backward(everything, None, _multiplying(x, x.engine, everything), de=de)
-    few = _multiplying(x, x.offering("ready"), everything)
+    few = _multiplying(x, x.engine, everything)
     if not by_xla:
         return Backward(everything, None, few)
     return Backward(everything, None, _multiplying(x, XLA, everything), few if x.looks else None)

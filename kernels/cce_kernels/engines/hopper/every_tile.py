@@ -25,8 +25,8 @@ def padded(x: jax.Array) -> jax.Array:
 
 
 def live_pairs(count: jax.Array) -> jax.Array:
-    """How many pairs of row blocks hold the first `count` tokens; at least one."""
-    return jnp.maximum(quotient(count + (PAIR_ROWS - 1), PAIR_ROWS), 1)
+    """How many pairs of row blocks hold the first `count` tokens."""
+    return quotient(count + (PAIR_ROWS - 1), PAIR_ROWS)
 
 
 def spread(unit, units: int, pairs, column_tiles: int | jax.Array, group: int):
