@@ -47,8 +47,8 @@ from cce_jax import devices, losses, passes, settings
 from cce_jax.devices import Held, in_type_of_e
 from cce_jax.passes import Core
 from cce_jax.sharding import Layout
-from cce_kernels.in_forward import Begun, Left
 from cce_kernels.numbers import Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
+from cce_kernels.residuals import Left, Residuals
 
 
 def statistics(inputs: Inputs, core: Core, layout: Layout | None) -> Statistics:
@@ -174,16 +174,16 @@ def _formed(
     """S; total and lse of each token; and what is left for `_gradients_of_sum`."""
 
     def run(inputs: Inputs, terms: Terms, common: Common, core: Core):
-        totals, begun, held = totals_of(_vocabulary(inputs, core, layout), loss, common), None, None
+        totals = totals_of(_vocabulary(inputs, core, layout), loss, common)
         if not (wanted.e or wanted.c or wanted.bias):
-            numbers, _ = _numbers(inputs, core, layout, None)
+            numbers, held = _numbers(inputs, core, layout, None)
         elif passes.plan_for(inputs, core, wanted, one_factor=True).in_forward is None:
             numbers, held = _numbers(inputs, core, layout, wanted)
-        elif layout is None:
-            numbers, begun = passes.begin(inputs, terms, cotangents_of(totals), core, wanted)
         else:
-            numbers, begun = devices.form_gradients(inputs, terms, cotangents_of(totals), core, layout, wanted)
-        return *totals(numbers, terms), (numbers, _filled(begun, held))
+            form = passes.begin if layout is None else partial(devices.form_gradients, layout=layout)
+            numbers, residuals = form(inputs, terms, cotangents_of(totals), core=core, wanted=wanted)
+            held = Held(numbers, residuals, None)
+        return *totals(numbers, terms), (numbers, _filled(held))
 
     if layout is not None:
         return devices.sum_over_tokens(run, inputs, terms, common, core, layout)
@@ -199,10 +199,11 @@ def _gradients_of_sum(
 
     def run(inputs: Inputs, terms: Terms, common: Common, of_sum, of_lse, left, core: Core) -> Gradients:
         numbers, filled = left
-        (begun, held), found = _emptied(numbers, filled), None
+        held, found = _emptied(numbers, filled), None
+        formed = (held.residuals.de, held.residuals.dc, held.residuals.dbias) != (None,) * 3
         of = Cotangents(*[None if x is None else jnp.zeros_like(x) for x in numbers])  # type: ignore[arg-type]
-        if begun is not None and of_sum is not None:
-            found = passes.finish(inputs, begun, of_sum, core, wanted)
+        if formed and of_sum is not None:
+            found = passes.finish(inputs, held.residuals, of_sum, core, wanted)
             if of_lse is None:
                 return found
         elif of_sum is not None:
@@ -210,7 +211,8 @@ def _gradients_of_sum(
             of = jax.tree.map(lambda x: x * of_sum, of)
         if of_lse is not None:
             of = of._replace(lse=of.lse + jnp.where(terms.columns < 0, 0, of_lse))
-        more, _ = passes.gradients(inputs, held.numbers, held.saved, of, core, wanted, held.shard)
+        left_over = Residuals() if formed else held.residuals
+        more, _ = passes.gradients(inputs, held.numbers, left_over, of, core, wanted, held.shard)
         return more if found is None else jax.tree.map(jnp.add, found, more)
 
     if layout is not None:
@@ -224,8 +226,8 @@ def _numbers(
     """The numbers over all columns, on one device."""
     if layout is not None:
         return devices.of_columns(inputs, core, layout, wanted)
-    numbers, saved = passes.forward_pass(inputs, core, wanted)
-    return numbers, Held(numbers, saved, None)
+    numbers, residuals = passes.forward_pass(inputs, core, wanted)
+    return numbers, Held(numbers, residuals, None)
 
 
 def _vocabulary(inputs: Inputs, core: Core, layout: Layout | None) -> int:
@@ -256,32 +258,26 @@ def cotangents_of(totals: Callable) -> Callable:
 ABSENT = 1, 1, 1, 1  # no residual has so many axes
 
 
-def _filled(begun: Begun | None, held: Held | None) -> tuple[jax.Array, ...]:
-    """The arrays of both, with arrays ABSENT in place of None, so that all residuals have one tree: see `_as_shape`.
+def _filled(held: Held) -> tuple[jax.Array, ...]:
+    """The arrays of held, with arrays ABSENT in place of None, so that all residuals have one tree: see `_as_shape`.
 
     No array is a scalar, as devices keep their parts of an array one after another; and none is empty, as XLA of JAX
     0.11 crashes on an empty array that several devices share.
     """
-    of_begun = (None,) * 8 if begun is None else (*begun[:4], *(begun.last or (None,) * 4))
-    saved, own, reference = None, (None, None), None
-    if held is not None:
-        saved = held.saved
-    if held is not None and held.shard is not None:
-        own, reference = held.numbers[:2], held.shard.reference
-    arrays = *of_begun, saved, *own, reference
+    *residuals, last = held.residuals
+    of_shard = (None,) * 3 if held.shard is None else (*held.numbers[:2], held.shard.reference)
+    arrays = *residuals, *(last or (None,) * len(Left._fields)), *of_shard
     return tuple(jnp.zeros(ABSENT, bool) if x is None else jnp.atleast_1d(x) for x in arrays)
 
 
-def _emptied(numbers: Statistics, arrays: tuple[jax.Array, ...]) -> tuple[Begun | None, Held]:
+def _emptied(numbers: Statistics, arrays: tuple[jax.Array, ...]) -> Held:
     """The inverse of `_filled`. numbers: over all columns."""
-    *of_begun, saved, lse, target, reference = (None if x.ndim == len(ABSENT) else x for x in arrays)
-    begun, held = None, Held(numbers, saved, None)
-    if lse is not None:
-        held = Held(Statistics(lse, target, None), saved, Shard(numbers.lse, reference))  # type: ignore[arg-type]
-    if of_begun != [None] * 8:
-        last = None if of_begun[4] is None else Left(*of_begun[4:])  # type: ignore[arg-type]
-        begun = Begun(*of_begun[:4], last)  # type: ignore[arg-type]
-    return begun, held
+    *residuals, left, e, unit, count, lse, target, reference = (None if x.ndim == len(ABSENT) else x for x in arrays)
+    last = None if left is None else Left(left, e, unit, count)  # type: ignore[arg-type]
+    of_device = Residuals(*residuals, last)  # type: ignore[arg-type]
+    if lse is None:
+        return Held(numbers, of_device, None)
+    return Held(Statistics(lse, target, None), of_device, Shard(numbers.lse, reference))  # type: ignore[arg-type]
 
 
 def _as_shape(wanted: Wanted) -> jax.Array:

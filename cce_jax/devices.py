@@ -40,16 +40,17 @@ from jax.sharding import PartitionSpec as P
 from cce_jax import passes, reference
 from cce_jax.passes import Core
 from cce_jax.sharding import Axes, Layout, varying
-from cce_kernels.in_forward import Begun, CotangentsOf
+from cce_kernels.in_forward import CotangentsOf
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
 from cce_kernels.plan import needs_reference
+from cce_kernels.residuals import Residuals
 
 
 class Held(NamedTuple):
     """What a device's forward pass leaves for its backward pass. N: the tokens that the device computes."""
 
     numbers: Statistics  # (N,) each, of the device's columns
-    saved: jax.Array | None  # as passes.forward_pass returns it
+    residuals: Residuals
     shard: Shard | None  # None: the device has all columns
 
 
@@ -151,7 +152,7 @@ def gradients_of_sum(
 
 def form_gradients(
     inputs: Inputs, terms: Any, cotangents_of: CotangentsOf, core: Core, layout: Layout, wanted: Wanted
-) -> tuple[Statistics, Begun]:  # fmt: skip
+) -> tuple[Statistics, Residuals]:  # fmt: skip
     """passes.begin on a device: the numbers over all columns, and the gradients of its own; e: (N, D)."""
     if layout.size(layout.columns) == 1:
         return passes.begin(inputs, terms, cotangents_of, core, wanted)
@@ -205,13 +206,13 @@ def of_columns(
 ) -> tuple[Statistics, Held]:  # fmt: skip
     """The numbers over all columns, from those over the device's own columns; e: (N, D)."""
     if layout is None or layout.size(layout.columns) == 1:
-        numbers, saved = passes.forward_pass(inputs, core, wanted)
-        return numbers, Held(numbers, saved, None)
+        numbers, residuals = passes.forward_pass(inputs, core, wanted)
+        return numbers, Held(numbers, residuals, None)
     own, reference = _own_columns(inputs, core, layout, wanted)
     of_shard = replace(core, wide_de=True)  # de is a part of a sum over devices
-    of_own, saved = passes.forward_pass(own, of_shard, wanted, reference)
+    of_own, residuals = passes.forward_pass(own, of_shard, wanted, reference)
     numbers = _of_all_columns(of_own, layout)
-    return numbers, Held(of_own, saved, Shard(numbers.lse, reference))
+    return numbers, Held(of_own, residuals, Shard(numbers.lse, reference))
 
 
 def _own_columns(
@@ -240,7 +241,7 @@ def _backward(inputs: Inputs, held: Held, cotangents: Cotangents, *, core: Core,
         flat = flat._replace(targets=_columns_of(flat, core, layout))
         cotangents = _added(jax.tree.map(lambda x: _all_tokens(x, layout), cotangents), layout)
     cotangents = jax.tree.map(lambda x: x.reshape(-1), cotangents)
-    found, _ = passes.gradients(flat, held.numbers, held.saved, cotangents, core, wanted, held.shard)
+    found, _ = passes.gradients(flat, held.numbers, held.residuals, cotangents, core, wanted, held.shard)
     return _exchanged(found, whole.e.shape, inputs.e.dtype, core, layout, sums)
 
 

@@ -20,6 +20,7 @@ from cce_kernels.engines.xla import XLA
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
 from cce_kernels.plan import Chunks, Explanation, Plan, explained, logged, plan_of
+from cce_kernels.residuals import Residuals, shapes_of
 
 Impl = Literal["auto", "cce", "chunked", "reference"]
 NAMES = ("e", "c", "bias")  # what has a gradient, as in Wanted
@@ -95,8 +96,8 @@ def target_logits(inputs: Inputs, core: Core, wanted: Wanted | None) -> jax.Arra
 
 def forward_pass(
     inputs: Inputs, core: Core, wanted: Wanted | None, reference: jax.Array | None = None
-) -> tuple[Statistics, jax.Array | None]:
-    """Equations (1)-(3), and what is saved for `gradients`, in e's type: None, or an array of Plan.saved_shape.
+) -> tuple[Statistics, Residuals]:
+    """Equations (1)-(3), and what is left for `gradients`.
 
     wanted: the gradients that will be asked for; None if there will be none. reference: for a shard of the vocabulary,
     numbers.Shard.reference.
@@ -107,50 +108,50 @@ def forward_pass(
 
         def form_de(plan: Plan, inputs: Inputs):
             numbers, m = in_forward.of_any_cotangents(inputs, plan, core.debug_nans)
-            return numbers, m[None]
+            return numbers, Residuals(m=m)
 
         return _on_platform(form_de, inputs, core, wanted, Decided(0, plan.in_forward.chunks.last))(inputs)
-    shape = plan.saved_shape
+    shape = shapes_of(plan).exponentials
 
     def run(plan: Plan, inputs: Inputs, reference: jax.Array | None):
         numbers, exponentials = forward.statistics(inputs, plan, reference, core.debug_nans)
-        if shape[0] and exponentials is None:  # this platform saves nothing, but all platforms return one shape
-            exponentials = (jnp.zeros if core.debug_nans else lax.empty)(shape, inputs.e.dtype)
-        return numbers, exponentials
+        if shape is not None and exponentials is None:  # this platform saves nothing, but all return one shape
+            exponentials = (jnp.zeros if core.debug_nans else lax.empty)(shape.shape, shape.dtype)
+        return numbers, Residuals(exponentials=exponentials)
 
     return _on_platform(run, inputs, core, wanted, Decided(plan.saved))(inputs, reference)
 
 
 def gradients(
-    inputs: Inputs, numbers: Statistics, saved: jax.Array | None, cotangents: Cotangents, core: Core, wanted: Wanted,
+    inputs: Inputs, numbers: Statistics, residuals: Residuals, cotangents: Cotangents, core: Core, wanted: Wanted,
     shard: Shard | None = None,
-) -> tuple[Gradients, jax.Array | None]:  # fmt: skip
+) -> tuple[Gradients, Residuals]:  # fmt: skip
     """Equations (6) and (7): de, dc and dbias in e's type (float32 if core.wide_de, core.wide_dc), None where not
-    wanted; and saved.
+    wanted; and the residuals.
 
-    numbers and saved: the results of `forward_pass`. The returned saved may have been overwritten in part; it still
-    gives the same gradients in another call of this function. shard: for a shard of the vocabulary, what the device
-    must know of the other columns.
+    numbers and residuals: the results of `forward_pass`. The returned residuals may have been overwritten in part; they
+    still give the same gradients in another call of this function. shard: for a shard of the vocabulary, what the
+    device must know of the other columns.
     """
-
-    if saved is not None and saved.ndim == 3:
-        de = in_forward.de_of(inputs, numbers, saved[0], cotangents, core.head, inputs.e.dtype)
-        return Gradients(de, None, None), saved
+    if residuals.m is not None:
+        de = in_forward.de_of(inputs, numbers, residuals.m, cotangents, core.head, inputs.e.dtype)
+        return Gradients(de, None, None), residuals
 
     def run(plan: Plan, *arrays):
-        inputs, numbers, saved, cotangents, shard = arrays
-        saved_here = saved if plan.saved else None
-        found, overwritten = backward.gradients(inputs, numbers, saved_here, cotangents, plan, shard)
-        return found, saved if overwritten is None else overwritten
+        inputs, numbers, exponentials, cotangents, shard = arrays
+        of_plan = exponentials if plan.saved else None
+        found, overwritten = backward.gradients(inputs, numbers, of_plan, cotangents, plan, shard)
+        return found, Residuals(exponentials=exponentials if overwritten is None else overwritten)
 
-    held = 0 if saved is None else saved.shape[0]  # fewer than planned if the forward pass could not save
-    return _on_platform(run, inputs, core, wanted, Decided(held))(inputs, numbers, saved, cotangents, shard)
+    saved = residuals.exponentials
+    rows = 0 if saved is None else saved.shape[0]  # fewer than planned if the forward pass could not save
+    return _on_platform(run, inputs, core, wanted, Decided(rows))(inputs, numbers, saved, cotangents, shard)
 
 
 def begin(
     inputs: Inputs, of_tokens: Any, cotangents_of: in_forward.CotangentsOf, core: Core, wanted: Wanted,
     reference: jax.Array | None = None, of_all_columns: in_forward.OfAllColumns | None = None,
-) -> tuple[Statistics, in_forward.Begun]:  # fmt: skip
+) -> tuple[Statistics, Residuals]:  # fmt: skip
     """in_forward.begin, where `plan_for` says so."""
     plan = plan_for(inputs, core, wanted, one_factor=True)
     assert plan.in_forward is not None
@@ -163,17 +164,17 @@ def begin(
 
 
 def finish(
-    inputs: Inputs, begun: in_forward.Begun, factor: jax.Array, core: Core, wanted: Wanted
+    inputs: Inputs, residuals: Residuals, factor: jax.Array, core: Core, wanted: Wanted
 ) -> Gradients:  # fmt: skip
-    """in_forward.finish. begun: of `begin` with the same inputs."""
+    """in_forward.finish. residuals: of `begin` with the same inputs."""
     plan = plan_for(inputs, core, wanted, one_factor=True)
     assert plan.in_forward is not None
 
-    def run(plan: Plan, inputs: Inputs, begun: in_forward.Begun, factor: jax.Array):
-        return in_forward.finish(begun, factor, inputs.targets >= 0, plan)
+    def run(plan: Plan, inputs: Inputs, residuals: Residuals, factor: jax.Array):
+        return in_forward.finish(residuals, factor, inputs.targets >= 0, plan)
 
     shared = Decided(0, plan.in_forward.chunks.last)
-    return _on_platform(run, inputs, core, wanted, shared, one_factor=True)(inputs, begun, factor)
+    return _on_platform(run, inputs, core, wanted, shared, one_factor=True)(inputs, residuals, factor)
 
 
 def _on_platform(

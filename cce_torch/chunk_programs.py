@@ -28,9 +28,9 @@ from cce_jax.core import Common, Terms, cotangents_of, totals_of
 from cce_kernels import in_forward
 from cce_kernels.block_floats import steps_shape
 from cce_kernels.exponentials import saved_shape
-from cce_kernels.in_forward import Begun, Left
 from cce_kernels.numbers import FLOAT32_MAX, Inputs, Statistics, Wanted
 from cce_kernels.plan import Chunks, Plan
+from cce_kernels.residuals import Left, Residuals
 from cce_torch import bridge
 from cce_torch.in_forward import viewed
 from cce_torch.programs import (
@@ -70,7 +70,7 @@ class Way:
 class Formed(NamedTuple):
     """The gradients of a shard's columns that the forward pass leaves; None where there is nothing to leave."""
 
-    dc: Tensor | None  # as cce_kernels.in_forward.Begun has it, in c's order of memory
+    dc: Tensor | None  # as cce_kernels.residuals.Residuals has it, in c's order of memory
     steps: Tensor | None
     dbias: Tensor | None  # (V,) float32
     left: Tensor | None  # the last chunk's fields of cce_kernels.in_forward.Left
@@ -281,7 +281,7 @@ def _gradients_program(way: Way, size: int, present: tuple[bool, ...]) -> Callab
 def _finish_program(way: Way, rows: int, in_place: bool) -> Callable:
     def torch_chunk_finish(memory, dc, factor, steps, *last):
         dc = memory if in_place else dc
-        begun = Begun(None, dc, steps, None, Left(*last))  # type: ignore[arg-type]
+        begun = Residuals(dc=dc, steps=steps, last=Left(*last))  # type: ignore[arg-type]
         found = in_forward.finish(begun, factor, jnp.zeros(0, bool), way.plan)
         return (lax.bitcast_convert_type(found.c, jnp.int16),)  # type: ignore[arg-type]
 

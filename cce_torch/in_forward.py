@@ -2,9 +2,9 @@
 
 Let S be the sum of the tokens' losses, and let the loss be a function of S alone besides numbers that are no part of
 the derivative rule, such as the number of items. The forward program forms the gradients of S, and leaves them as
-`Begun` (cce_kernels/in_forward.py). The backward program computes factor = of_loss · ∂loss/∂S and multiplies by it.
+`Residuals` (cce_kernels/in_forward.py). The backward program computes factor = of_loss · ∂loss/∂S and multiplies by it.
 
-What lies between the programs are tensors of PyTorch, the leaves of Begun:
+What lies between the programs are tensors of PyTorch, the leaves of Residuals:
 
     de        (N, D), of e's type
     dc        in c's shape: float32; or if dc has 16 bits the sum over all chunks but the last, as int16, with `steps`
@@ -17,7 +17,6 @@ The backward program writes its de and dc into the memory of these, if the calle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +26,9 @@ from torch import Tensor
 
 from cce_jax import losses, passes
 from cce_jax.core import Common, Terms, cotangents_of, totals_of
-from cce_kernels.block_floats import steps_shape
 from cce_kernels.contract import default_budget
-from cce_kernels.exponentials import saved_shape
-from cce_kernels.in_forward import Begun, Left
 from cce_kernels.numbers import Statistics, Wanted
+from cce_kernels.residuals import Residuals, shapes_of
 from cce_torch import bridge
 from cce_torch.programs import (
     PROGRAMS,
@@ -50,7 +47,7 @@ from cce_torch.programs import (
 
 
 @lru_cache(maxsize=PROGRAMS)
-def begun_of(kind: Kind, size: int, with_bias: bool, wanted: Wanted) -> Begun | None:
+def begun_of(kind: Kind, size: int, with_bias: bool, wanted: Wanted) -> Residuals | None:
     """The shapes and types of what the forward program leaves; None where its plan forms no gradients.
 
     size: the number of tokens that the program is compiled for.
@@ -58,27 +55,11 @@ def begun_of(kind: Kind, size: int, with_bias: bool, wanted: Wanted) -> Begun | 
     if not size or kind.call.loss.reduction == "none":
         return None
     inputs = kind.shapes(size, with_bias)
-    how = passes.plan_for(inputs, kind.static, wanted, one_factor=True).in_forward
-    if how is None:
-        return None
-    shaped: Any = jax.ShapeDtypeStruct
-    dtype, last, steps = inputs.e.dtype, None, None
-    (_, width), vocabulary, rows = inputs.e.shape, kind.vocabulary, how.chunks.last
-    if rows:  # dc has 16 bits
-        unit = shaped((), jnp.float32) if dtype == jnp.float16 and how.forward is None else None
-        left = shaped((rows, saved_shape(1, vocabulary)[1]), dtype)
-        last = Left(left, shaped((rows, width), dtype), unit, shaped((1,), jnp.int32))
-        steps = shaped(steps_shape(vocabulary, width, how.chunks.block), jnp.float32)
-    return Begun(
-        inputs.e if wanted.e else None,
-        shaped(inputs.c.shape, jnp.int16 if rows else jnp.float32) if wanted.c else None,
-        steps,
-        shaped((vocabulary,), jnp.float32) if wanted.bias else None,
-        last,
-    )
+    plan = passes.plan_for(inputs, kind.static, wanted, one_factor=True)
+    return None if plan.in_forward is None else shapes_of(plan)
 
 
-def begun_of_tensors(e: Tensor, c: Tensor, bias: Tensor | None, wanted: Sequence[bool], call: Call) -> Begun | None:
+def begun_of_tensors(e: Tensor, c: Tensor, bias: Tensor | None, wanted: Sequence[bool], call: Call) -> Residuals | None:
     """`begun_of` for a call on these tensors, which may be fake."""
     kind = kind_of_tensors(e, c, call)
     return begun_of(kind, kind.sizes(int(e.shape[0])), bias is not None, Wanted(*wanted))
@@ -223,7 +204,7 @@ def _finish_program(
         )  # the first `count` are the results' memory
         formed, left, (of_loss, stacked, *others) = rest[:large], rest[large : large + small], rest[large + small :]
         formed = iter(formed)
-        begun: Begun = jax.tree.unflatten(jax.tree.structure(shapes._replace(de=None, dc=None)), left)
+        begun: Residuals = jax.tree.unflatten(jax.tree.structure(shapes._replace(de=None, dc=None)), left)
         begun = begun._replace(de=next(formed) if wanted.e else None, dc=next(formed) if wanted.c else None)
         inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kind.shapes(size, with_bias))  # not read
         problem = Problem.of(kind, inputs.e, inputs.c, inputs.bias, *others)

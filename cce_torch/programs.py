@@ -26,6 +26,7 @@ from cce_jax import losses, passes
 from cce_kernels.device import gpu_of
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
+from cce_kernels.residuals import Residuals
 from cce_torch import bridge
 
 # The backward pass chooses between kernels by the number of kept tokens. With these options XLA makes them one CUDA
@@ -369,6 +370,16 @@ def rows_of(statistics: Statistics) -> jax.Array:
     return jnp.stack([x for x in statistics if x is not None])
 
 
+def saved_of(residuals: Residuals) -> list[jax.Array]:
+    """What is saved, as one array of Plan.saved_shape; [] for nothing."""
+    return jax.tree.leaves(residuals._replace(m=None if residuals.m is None else residuals.m[None]))
+
+
+def residuals_of(saved: jax.Array | None) -> Residuals:
+    """The inverse of `saved_of`."""
+    return Residuals(m=saved[0]) if saved is not None and saved.ndim == 3 else Residuals(exponentials=saved)
+
+
 def jitted(program: Callable, outputs: int, options: dict[str, Any] | None = None) -> Callable:
     """jax.jit(program), whose first arguments are the memory of `outputs` results.
 
@@ -394,9 +405,9 @@ def _loss_program(kind: Kind, size: int, wanted: Wanted | None, saves: bool) -> 
 
     def torch_loss(*arrays):
         problem = Problem.of(kind, *arrays[count:])  # the first `count` are the results' memory
-        statistics, saved = passes.forward_pass(problem.inputs, kind.static, wanted)
+        statistics, residuals = passes.forward_pass(problem.inputs, kind.static, wanted)
         value, rows = problem.results(statistics)
-        return value, rows, *([saved] if saves else [])
+        return value, rows, *saved_of(residuals)
 
     return jitted(torch_loss, count)
 
@@ -421,10 +432,11 @@ def _gradients_program(kind: Kind, wanted: Wanted, of_token_weight: bool, with_s
             cotangents, of_weight = jax.vjp(value, stacked, problem.token_weight)[1](of_loss)
         if of_statistics is not None:
             cotangents += of_statistics
-        found, saved = passes.gradients(
-            problem.inputs, named(Statistics, stacked), saved, named(Cotangents, cotangents), kind.static, wanted
-        )
+        found, residuals = passes.gradients(
+            problem.inputs, named(Statistics, stacked), residuals_of(saved), named(Cotangents, cotangents), kind.static,
+            wanted,
+        )  # fmt: skip
         results = *(x for x in found if x is not None), *([problem.moved_back(of_weight)] if of_token_weight else [])
-        return (saved, *results) if with_saved else results
+        return *saved_of(residuals), *results
 
     return jitted(torch_gradients, count, ON_GPU if kind.device.platform != "cpu" else None)

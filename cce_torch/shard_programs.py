@@ -30,7 +30,9 @@ from cce_torch.programs import (
     kind_of_tensors,
     named,
     real,
+    residuals_of,
     rows_of,
+    saved_of,
     saved_shape_of,
 )
 
@@ -137,8 +139,8 @@ def _statistics_program(kind: Kind, size: int, wanted: Wanted | None, saves: boo
 
     def torch_shard_statistics(*arrays):
         reference, *rest = arrays[count:]  # the first `count` are the results' memory
-        numbers, saved = passes.forward_pass(_inputs(*rest), kind.static, wanted, _finite(reference))
-        return rows_of(numbers), *([saved] if saves else [])
+        numbers, residuals = passes.forward_pass(_inputs(*rest), kind.static, wanted, _finite(reference))
+        return rows_of(numbers), *saved_of(residuals)
 
     return jitted(torch_shard_statistics, count)
 
@@ -150,12 +152,12 @@ def _gradients_program(kind: Kind, wanted: Wanted, with_saved: bool, size: int) 
     def torch_shard_gradients(*arrays):
         saved = arrays[0] if with_saved else None
         cotangents, own, lse, reference, *rest = arrays[count:]  # the first `count` are the results' memory
-        found, saved = passes.gradients(
-            _inputs(*rest), named(Statistics, own), saved, named(Cotangents, cotangents), kind.static, wanted,
-            Shard(lse, _finite(reference)),
+        found, residuals = passes.gradients(
+            _inputs(*rest), named(Statistics, own), residuals_of(saved), named(Cotangents, cotangents), kind.static,
+            wanted, Shard(lse, _finite(reference)),
         )  # fmt: skip
         results = [x for x in found if x is not None]
-        return (saved, *results) if with_saved else tuple(results)
+        return *saved_of(residuals), *results
 
     return jitted(torch_shard_gradients, count, ON_GPU if kind.device.platform != "cpu" else None)
 

@@ -17,9 +17,10 @@ from cce_kernels.block_floats import steps_shape
 from cce_kernels.call import Call
 from cce_kernels.device import INTERPRETER, local_gpu
 from cce_kernels.head import Head
-from cce_kernels.in_forward import Begun, Chunk, add_dc, finish, gradients_of, numbers_of
+from cce_kernels.in_forward import Chunk, add_dc, finish, gradients_of, numbers_of
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Shard, Statistics, Wanted
 from cce_kernels.plan import Chunks, Plan, plan_of
+from cce_kernels.residuals import Residuals
 from cce_kernels.tokens import Kept
 
 ALL = 2**40  # bytes: all exponentials are saved
@@ -146,7 +147,7 @@ def in_chunks(x: Problem, bounds, impl, gpu, size: int) -> dict[str, np.ndarray]
                 total, steps = add_dc(jax.lax.bitcast_convert_type(total, dtype), steps, left, plan)
                 total = jax.lax.bitcast_convert_type(total, jnp.int16)
             else:
-                begun = Begun(None, total, steps, None, left)
+                begun = Residuals(dc=total, steps=steps, last=left)
                 dc.append(finish(begun, jnp.float32(1), own.lse > 0, plan).c)
             sums[k] = total, steps, bias + dbias if inputs.bias is not None else 0.0
         de.append(sum(parts))

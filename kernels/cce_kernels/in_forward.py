@@ -41,21 +41,13 @@ from cce_kernels.gradients import ALL_COLUMNS
 from cce_kernels.head import Head
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Shard, Statistics
 from cce_kernels.plan.plan import Plan
+from cce_kernels.residuals import Left, Residuals
 from cce_kernels.tokens import Kept, Rows
 
 # (the numbers of some tokens, what belongs to these tokens) -> the cotangents of the numbers, 0 for ignored tokens
 CotangentsOf = Callable[[Statistics, Any], Cotangents]
 # the numbers of a shard of the vocabulary, (n,) each -> the numbers of all columns
 OfAllColumns = Callable[[Statistics], Statistics]
-
-
-class Left(NamedTuple):
-    """A matmul that is left to be done: factor · (dc + unit · leftᵀ·e), over the first `count` rows."""
-
-    left: jax.Array  # (n, V): exponentials, or dz
-    e: jax.Array  # (n, D)
-    unit: jax.Array | None
-    count: jax.Array  # type: ignore[assignment]  # (1,) int32
 
 
 class Chunk(NamedTuple):
@@ -78,20 +70,10 @@ class Chunk(NamedTuple):
         return self.inputs.targets >= 0
 
 
-class Begun(NamedTuple):
-    """The gradients of S that the forward pass leaves for the backward pass; None where not wanted."""
-
-    de: jax.Array | None  # (N, D)
-    dc: jax.Array | None  # in c's shape: of the result's type, or int16 if there are steps
-    steps: jax.Array | None
-    dbias: jax.Array | None  # (V,) float32
-    last: Left | None
-
-
 def begin(
     inputs: Inputs, of_tokens: Any, cotangents_of: CotangentsOf, plan: Plan, cleared: bool = False,
     reference: jax.Array | None = None, of_all_columns: OfAllColumns | None = None,
-) -> tuple[Statistics, Begun]:  # fmt: skip
+) -> tuple[Statistics, Residuals]:  # fmt: skip
     """The numbers of all tokens, and the gradients of S. of_tokens: a tree of arrays with a row for each token.
 
     cleared: what is left for the backward pass is 0, not arbitrary, where a token is ignored.
@@ -132,10 +114,12 @@ def begin(
         dc, steps = begun.dc, begun.steps
         if wanted.c:
             dc, steps = add_dc(dc, steps, left, plan)
-        return put(numbers, found, start), Begun(
-            None if de is None else put(begun.de, de, start), dc, steps,
-            None if begun.dbias is None else begun.dbias + dbias, None,
-        )  # fmt: skip
+        return put(numbers, found, start), Residuals(
+            de=None if de is None else put(begun.de, de, start),
+            dc=dc,
+            steps=steps,
+            dbias=None if begun.dbias is None else begun.dbias + dbias,
+        )
 
     numbers = Statistics(zeros, zeros, zeros if call.with_sum else None)
     dc = steps = None
@@ -144,10 +128,12 @@ def begin(
     elif wanted.c:
         dc = lax.empty(inputs.c.shape, type_of_dc)
         steps = jnp.zeros(steps_shape(vocabulary, width, how.chunks.block), jnp.float32)  # any integers times 0 are 0
-    begun = Begun(
-        jnp.zeros((rows_of_de, width), type_of_de) if wanted.e else None, dc, steps,
-        jnp.zeros((vocabulary,), wide) if wanted.bias else None, None,
-    )  # fmt: skip
+    begun = Residuals(
+        de=jnp.zeros((rows_of_de, width), type_of_de) if wanted.e else None,
+        dc=dc,
+        steps=steps,
+        dbias=jnp.zeros((vocabulary,), wide) if wanted.bias else None,
+    )
     if how.chunks.whole:
         numbers, begun = lax.fori_loop(0, how.chunks.whole, step, (numbers, begun))
     last = None
@@ -178,7 +164,7 @@ def begin(
     return jax.tree.map(kept.restored, numbers), begun
 
 
-def finish(begun: Begun, factor: jax.Array, live: jax.Array, plan: Plan) -> Gradients:
+def finish(begun: Residuals, factor: jax.Array, live: jax.Array, plan: Plan) -> Gradients:
     """The gradients of factor · S. live: (N,), the tokens that are not ignored."""
     how, call = plan.in_forward, plan.call
     assert how is not None
