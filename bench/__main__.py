@@ -96,7 +96,7 @@ def absences(results: Results) -> list[str]:
 
 
 def main() -> None:
-    # PyTorch needs memory beside JAX's pool, and after it XLA's full logits need much in one piece.
+    # PyTorch needs memory besides JAX's pool, and after it XLA's full logits need much in one piece.
     jax.config.update("jax_pjrt_client_create_options", {"preallocate": False, "memory_fraction": 0.95})
     asked = arguments()
     if asked.precision:

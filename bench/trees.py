@@ -1,4 +1,4 @@
-"""Time this checkout beside another one of the project, in one run, taking turns: `python -m bench.trees OTHER`.
+"""Time this checkout and another one of the project, in turns in one run: `python -m bench.trees OTHER`.
 
 Each checkout runs in a process of its own on the same GPU, and one of them works at a time. What is printed and kept is
 the time of forward and backward of this one over that of the other.

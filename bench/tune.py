@@ -65,7 +65,7 @@ def _forget() -> None:
 def candidates(engine: str, capability: str) -> Iterator[Candidate]:
     if engine == "hopper":
         shipped = hopper.tiles
-        others = [x for x in PAIRS if x != shipped.LOGITS and x.columns != 192]  # Triton's kernels beside it take 2ⁿ
+        others = [x for x in PAIRS if x != shipped.LOGITS and x.columns != 192]  # Triton's kernels take 2ⁿ
         yield from (Candidate(engine, "LOGITS", x, x) for x in others)
         for entry in ("DE", "DC", "SAVED_DE"):
             yield from (Candidate(engine, entry, x, (x,)) for x in PAIRS)

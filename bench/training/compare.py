@@ -1,4 +1,4 @@
-"""What the trainings show: how far each is from the reference of its seed, beside how far references are apart."""
+"""What the trainings show: how far each is from the reference of its seed, and how far references are apart."""
 
 from functools import cache
 from pathlib import Path
@@ -43,13 +43,13 @@ def last(row: Row) -> float:
 
 
 def compare(rows: list[Row], folder: Path) -> None:
-    """Adds to each training what separates it from its reference: the key "beside_reference"."""
+    """Adds to each training what separates it from its reference: the key "from_reference"."""
     for row in rows:
         reference = reference_of(row, rows)
         if reference is None or reference is row:
             continue
         difference = np.abs(np.subtract(row["curve"], reference["curve"]))
-        row["beside_reference"] = {
+        row["from_reference"] = {
             "validation_difference": last(row) - last(reference),
             "largest_curve_difference": float(difference.max()),
             "distance_of_weights": distance(row, reference, folder),
@@ -74,16 +74,16 @@ def table(rows: list[Row]) -> str:
     """Δ: the largest difference of the curves; weights: the distance of the final ones; both from the reference's."""
     shown = []
     for row in rows:
-        beside = row.get("beside_reference", {})
-        found = {"training": row["label"], "validation": last(row), "- reference": beside.get("validation_difference")}
-        found |= {"Δ": beside.get("largest_curve_difference"), "weights": beside.get("distance_of_weights")}
+        apart = row.get("from_reference", {})
+        found = {"training": row["label"], "validation": last(row), "- reference": apart.get("validation_difference")}
+        found |= {"Δ": apart.get("largest_curve_difference"), "weights": apart.get("distance_of_weights")}
         shown.append(found | {"tokens/s": row["tokens_per_second"], "GiB": row["peak_gib"]})
     columns = {"training": "", "validation": ".5f", "- reference": ".5f", "Δ": ".5f", "weights": ".4f"}
     return report.table(shown, **columns, **{"tokens/s": ",.0f", "GiB": ".2f"})
 
 
 def plot(rows: list[Row], steps: int, out: Path) -> None:
-    """Curves; their differences from the reference of the same seed beside the spread of its seeds; weights."""
+    """Curves; their differences from the reference of the same seed, and the spread of seeds; weights."""
     figure = Figure(figsize=(10, 11), layout="constrained", dpi=150)
     curves, differences, weights = figure.subplots(3, 1, height_ratios=[3, 4, 3])
     names = list(dict.fromkeys(row["loss"] for row in rows))
@@ -114,9 +114,9 @@ def plot(rows: list[Row], steps: int, out: Path) -> None:
     curves.legend(fontsize=8, ncols=2)
     if differences.get_legend_handles_labels()[0]:
         differences.legend(fontsize=7, ncols=2, loc="lower right")
-    beside = [row for row in rows if "beside_reference" in row][::-1]
-    lengths = [row["beside_reference"]["distance_of_weights"] for row in beside]
-    bars = weights.barh([row["label"] for row in beside], lengths, color=[color[row["loss"]] for row in beside])
+    compared = [row for row in rows if "from_reference" in row][::-1]
+    lengths = [row["from_reference"]["distance_of_weights"] for row in compared]
+    bars = weights.barh([row["label"] for row in compared], lengths, color=[color[row["loss"]] for row in compared])
     weights.bar_label(bars, fmt="%.3f", padding=3, fontsize=8)
     weights.margins(x=0.12)
     weights.set(title="Distance of the final weights from those of float32 logits, relative to the way of these")
