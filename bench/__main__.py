@@ -28,9 +28,6 @@ COLUMNS = {"method": "", "runtime_ms": ".3f", "ratio": ".3f", "op_mem_mb": ".1f"
 COLUMNS |= {"loss_error": ".1e", "de_error": ".1e", "dc_error": ".1e", "wrong": ""}
 
 
-Seconds = dict[str, dict[str, float]]
-
-
 class Job(NamedTuple):
     data: str
     shape: Shape
@@ -65,23 +62,21 @@ def arguments() -> argparse.Namespace:
     return asked
 
 
-def run(asked: argparse.Namespace) -> Iterator[tuple[Results, Seconds]]:
-    """The results so far, after each method, and how long each step of each shape took."""
-    before, todo, took = Results([], [], []), jobs(asked), {}
+def run(asked: argparse.Namespace) -> Iterator[Results]:
+    """The results so far, after each method."""
+    before, todo = Results([], [], []), jobs(asked)
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("", total=sum(3 + len(job.methods) for job in todo))
         for job in todo:
-            began, of, found = time.monotonic(), f"{report.size(job.shape)} {job.data}", Results([], [], [])
-            inputs, step, took[of] = DATA[job.data](job.shape, jnp.dtype(asked.dtype)), "data", {}
-            since = began
-            for comes, found in measure(inputs, job.data, job.methods, asked.rounds, began + asked.seconds):
-                took[of][step] = round(time.monotonic() - since, 1)
-                step, since = comes, time.monotonic()
+            until, found, after = time.monotonic() + asked.seconds, Results([], [], []), before
+            inputs = DATA[job.data](job.shape, jnp.dtype(asked.dtype))
+            for comes, found in measure(inputs, job.data, job.methods, asked.rounds, until):
                 progress.update(task, advance=1, description=comes)
-                yield Results(*(a + b for a, b in zip(before, found, strict=True))), took
-            before = Results(*(a + b for a, b in zip(before, found, strict=True)))
+                after = Results(*(a + b for a, b in zip(before, found, strict=True)))
+                yield after
+            before = after
             if found.rows:
-                print(f"\n{of} data, {asked.dtype}", table(found.rows), sep="\n")
+                print(f"\n{report.size(job.shape)} {job.data} data, {asked.dtype}", table(found.rows), sep="\n")
 
 
 def table(rows: Sequence[report.Row]) -> str:
@@ -101,14 +96,14 @@ def absences(results: Results) -> list[str]:
 
 
 def main() -> None:
-    # PyTorch needs memory beside JAX's pool, and after it XLA's full logits need much in one piece.
+    # PyTorch needs memory besides JAX's pool, and after it XLA's full logits need much in one piece.
     jax.config.update("jax_pjrt_client_create_options", {"preallocate": False, "memory_fraction": 0.95})
     asked = arguments()
     if asked.precision:
         set_precision(asked.precision)
     results = Results([], [], [])
-    for results, took in run(asked):  # what there is is kept, whatever becomes of the rest
-        report.write(asked.out, precision=asked.precision, **results._asdict(), seconds=took)
+    for results in run(asked):  # what there is is kept, whatever becomes of the rest
+        report.write(asked.out, precision=asked.precision, **results._asdict())
     plot.draw(results.rows, asked.out.with_suffix(".png"))
     print("", *absences(results), f"wrote {asked.out.with_suffix('.json')}", sep="\n")
 

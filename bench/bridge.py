@@ -1,6 +1,6 @@
 """What calling the kernels from PyTorch costs: `python -m bench.bridge`, on an NVIDIA GPU. Prints and writes JSON.
 
-host     microseconds of the host for a small call, each in a loop of its own, beside PyTorch's own loss
+host     microseconds of the host for a small call, each in a loop of its own; the same of PyTorch's own loss
 memory   the peaks of both frameworks' pools in a call, and what JAX's keeps afterwards
 busy     milliseconds until a call returns, and until it is done, with a second of other work queued before it
 speed    milliseconds of the same call from JAX and from PyTorch, in turns

@@ -1,4 +1,4 @@
-"""A method's result beside the float64 truth: how far off it is, and whether rounding explains that."""
+"""How far a method's result is from the float64 truth, and whether rounding explains that."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""Time this checkout beside another one of the project, in one run, taking turns: `python -m bench.trees OTHER`.
+"""Time this checkout and another one of the project, in turns in one run: `python -m bench.trees OTHER`.
 
 Each checkout runs in a process of its own on the same GPU, and one of them works at a time. What is printed and kept is
 the time of forward and backward of this one over that of the other.
@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-HEADS = {"gemma2-2b": (8192, 2304, 256000), "llama3-8b": (8192, 4096, 128256), "gist": (32768, 768, 128256)}
 BURST = 5  # calls of a turn, the first not counted
 HERE = Path(__file__).resolve().parent.parent
 # The other checkout's process runs this file too, with that checkout's packages.
@@ -88,22 +87,23 @@ class Checkout:
 
 
 def main() -> None:
+    from bench import report
+    from bench.data import HEADS, SHAPES
+
     parser = argparse.ArgumentParser("python -m bench.trees", description=__doc__)
     parser.add_argument("other", type=Path, help="the other checkout's folder")
-    parser.add_argument("--head", choices=HEADS, nargs="+", default=list(HEADS))
+    parser.add_argument("--head", choices=HEADS, nargs="+", default=HEADS)
     parser.add_argument("--package", choices=["cce_jax", "cce_torch"], nargs="+", default=["cce_jax", "cce_torch"])
     parser.add_argument("--memory-budget", nargs="+", default=["default", "all"], help='"default", "all" or bytes')
     parser.add_argument("--rounds", type=int, default=10, help="turns of each (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("out/trees.json"))
     asked = parser.parse_args()
-    from bench import report
-
     rows: list[report.Row] = []
     budgets = [{} if x == "default" else {"memory_budget": x if x == "all" else int(x)} for x in asked.memory_budget]
     checkouts = [Checkout(folder) for folder in (HERE, asked.other.resolve())]
     for head in asked.head:
         for package, options in ((x, y) for x in asked.package for y in budgets):
-            what = {"shape": HEADS[head], "package": package, "options": options}
+            what = {"shape": SHAPES[head], "package": package, "options": options}
             turns = [[checkout.times(what) for checkout in checkouts] for _ in range(asked.rounds)]
             this, other = np.median(turns, axis=(0, 2)).tolist()
             rows.append({"head": head, **what, "this": this, "other": other, "ratio": this / other})

@@ -28,32 +28,14 @@ from cce_kernels.engines.hopper.tiles import PairTiles
 from cce_kernels.engines.triton.tiles import TileConfig
 from cce_kernels.plan import choose
 
-PAIRS = [
-    PairTiles(*x)
-    for x in (
-        (256, 4, 2, 0),
-        (256, 4, 2, 2),
-        (256, 4, 1, 2),
-        (256, 3, 2, 2),
-        (192, 4, 3, 0),
-        (192, 4, 3, 2),
-        (128, 5, 2, 0),
-        (128, 5, 2, 2),
-    )
-]
-SIXTEEN_BIT = [
-    TileConfig(*x)
-    for x in (
-        (128, 256, 64, 8, 3),
-        (128, 256, 64, 8, 4),
-        (128, 256, 128, 8, 2),
-        (256, 128, 64, 8, 3),
-        (128, 128, 64, 8, 3),
-        (128, 128, 64, 8, 4),
-        (128, 128, 64, 4, 3),
-        (64, 256, 64, 4, 3),
-    )
-]
+
+def listed(kind: type, text: str) -> list[Any]:
+    return [kind(*map(int, tiles.split(","))) for tiles in text.split()]
+
+
+PAIRS = listed(PairTiles, "256,4,2,0 256,4,2,2 256,4,1,2 256,3,2,2 192,4,3,0 192,4,3,2 128,5,2,0 128,5,2,2")
+SIXTEEN_BIT = listed(TileConfig, "128,256,64,8,3 128,256,64,8,4 128,256,128,8,2 256,128,64,8,3")
+SIXTEEN_BIT += listed(TileConfig, "128,128,64,8,3 128,128,64,8,4 128,128,64,4,3 64,256,64,4,3")
 COLUMNS = {"kernel": "", "tiles": "", "ms": ".3f", "ratio": ".3f", "failed": ""}
 
 
@@ -83,7 +65,7 @@ def _forget() -> None:
 def candidates(engine: str, capability: str) -> Iterator[Candidate]:
     if engine == "hopper":
         shipped = hopper.tiles
-        others = [x for x in PAIRS if x != shipped.LOGITS and x.columns != 192]  # Triton's kernels beside it take 2ⁿ
+        others = [x for x in PAIRS if x != shipped.LOGITS and x.columns != 192]  # Triton's kernels take 2ⁿ
         yield from (Candidate(engine, "LOGITS", x, x) for x in others)
         for entry in ("DE", "DC", "SAVED_DE"):
             yield from (Candidate(engine, entry, x, (x,)) for x in PAIRS)

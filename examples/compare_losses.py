@@ -135,10 +135,9 @@ def main() -> None:
             runs[name] = *train(trainer, text, name), np.nan
     else:
         full = replace(settings, loss="full")
-        for name, of, mesh in [
-            ("linear cross-entropy", settings, None), ("full logits", full, None),
-            *([(f"the same, {args.mesh}", settings, args.mesh)] if args.mesh else []),
-        ]:  # fmt: skip
+        trainings = [("linear cross-entropy", settings, None), ("full logits", full, None)]
+        trainings += [(f"the same, {args.mesh}", settings, args.mesh)] if args.mesh else []
+        for name, of, mesh in trainings:
             trainer = jax_trainer.Trainer(of, text.vocabulary, mesh, params)
             runs[name] = *train(trainer, text, name), np.nan if mesh else jax_mib(of, text.vocabulary)
         trainer, name = torch_trainer.Trainer(settings, text.vocabulary, None, params), "linear cross-entropy, PyTorch"

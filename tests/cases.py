@@ -27,6 +27,7 @@ class Case:
         return self.name
 
 
+EVERY_OPTION = {"softcap": 5.0, "logit_scale": 1.3, "label_smoothing": 0.2, "z_loss": 0.02, "shift": 1}
 CASES = [
     Case("plain"),
     Case("none ignored", ignored=0.0),
@@ -41,15 +42,12 @@ CASES = [
     Case("none", options={"reduction": "none"}),
     Case("lse", options={"return_lse": True, "reduction": "none"}),
     Case("shift", leading=(3, 11), options={"shift": True}),
-    Case("shift by 4 with weights", leading=(2, 13), arrays=("token_weight",),
-         options={"shift": 4, "reduction": "none"}),
+    Case("shift by 4, weights", leading=(2, 13), arrays=("token_weight",), options={"shift": 4, "reduction": "none"}),
     Case("label smoothing", options={"label_smoothing": 0.1}),
     Case("smoothing and class weights", arrays=("class_weight",), options={"label_smoothing": 0.3}),
     Case("num_items", options={"num_items": 12.5}),
-    Case("everything", leading=(3, 9), arrays=ARRAYS,
-         options={"softcap": 5.0, "logit_scale": 1.3, "label_smoothing": 0.2, "z_loss": 0.02, "shift": 1,
-                  "return_lse": True}),
-]  # fmt: skip
+    Case("everything", leading=(3, 9), arrays=ARRAYS, options=EVERY_OPTION | {"return_lse": True}),
+]
 
 
 @dataclass(frozen=True)
@@ -88,5 +86,5 @@ def inputs(case: Case, dtype: str = "float32", seed: int = 0, ignore_index: int 
     shift = int(case.options.get("shift", 0))
     result = (*case.leading[:-1], case.leading[-1] - shift) if shift else case.leading
     whole = case.options.get("reduction", "mean") == "none"
-    return Inputs(e, c, targets, {k: made[k] for k in case.arrays},
-                  of_loss=normal(*(result if whole else ())), of_lse=normal(*result))  # fmt: skip
+    of_loss, of_lse = normal(*(result if whole else ())), normal(*result)
+    return Inputs(e, c, targets, {k: made[k] for k in case.arrays}, of_loss, of_lse)

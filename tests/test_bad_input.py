@@ -161,10 +161,10 @@ def test_an_option_that_jax_traces_is_to_be_static(name):
             jax.grad(call)(1.0)
 
 
-@pytest.mark.parametrize("precision", [
-    None, "highest", "tensorfloat32", "BF16_BF16_F32", jax.lax.Precision.HIGH, ("highest", "highest"),
-    jax.lax.DotAlgorithmPreset.BF16_BF16_F32,
-])  # fmt: skip
+PRECISIONS = [None, "highest", "tensorfloat32", "BF16_BF16_F32", jax.lax.Precision.HIGH, ("highest", "highest")]
+
+
+@pytest.mark.parametrize("precision", [*PRECISIONS, jax.lax.DotAlgorithmPreset.BF16_BF16_F32])
 def test_every_precision_of_jax_is_taken(precision):
     assert np.isfinite(linear_cross_entropy(E, C, T, precision=precision, impl="chunked"))
 
@@ -208,8 +208,8 @@ def test_an_integer_that_int32_does_not_hold_is_a_number_of_items(impl):
 
 @pytest.mark.parametrize("name", ["e", "c", "targets", "bias", "class_weight", "token_weight", "num_items"])
 def test_an_array_of_the_other_framework_is_named(name):
-    arrays = {"e": E, "c": C, "targets": T, "bias": C[:, 0], "class_weight": C[:, 0], "token_weight": E[:, :, 0],
-              "num_items": np.ones((), np.float32)}  # fmt: skip
+    arrays = {"e": E, "c": C, "targets": T, "bias": C[:, 0], "class_weight": C[:, 0]}
+    arrays |= {"token_weight": E[:, :, 0], "num_items": np.ones((), np.float32)}
     tensors = {key: torch.tensor(x) for key, x in arrays.items()}
     with pytest.raises(TypeError, match=rf"^{name} is a torch\.Tensor: cce_torch\.linear_cross_entropy takes those"):
         linear_cross_entropy(**{**arrays, name: tensors[name]})
@@ -222,8 +222,8 @@ def test_an_array_of_the_other_framework_is_named(name):
 
 @pytest.mark.parametrize("name", ["e", "c", "targets", "bias", "class_weight", "token_weight", "num_items"])
 def test_a_tensor_without_plain_numbers_is_named(name):
-    tensors = {"e": E, "c": C, "targets": T, "bias": C[:, 0], "class_weight": C[:, 0], "token_weight": E[:, :, 0],
-               "num_items": np.ones(())}  # fmt: skip
+    tensors = {"e": E, "c": C, "targets": T, "bias": C[:, 0], "class_weight": C[:, 0]}
+    tensors |= {"token_weight": E[:, :, 0], "num_items": np.ones(())}
     tensors = {key: torch.tensor(x) for key, x in tensors.items()}
     shape = re.escape(str(tuple(tensors[name].shape)))
     with pytest.raises(TypeError, match=rf"^{name} of shape {shape} on meta has no memory"):

@@ -95,8 +95,8 @@ def test_under_torchrun_the_curve_is_that_of_one_process(tmp_path, novel):
     environment = {"PYTHONPATH": os.pathsep.join((".", "kernels")), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    one, four = ([row[k] for row in log(tmp_path / x) for k in ("loss", "validation") if k in row]
-                 for x in ("one", "four"))  # fmt: skip
+    logs = log(tmp_path / "one"), log(tmp_path / "four")
+    one, four = ([row[k] for row in rows for k in ("loss", "validation") if k in row] for rows in logs)
     assert len(one) == 3  # of steps 2 and 3
     np.testing.assert_allclose(four, one, rtol=1e-6)
 

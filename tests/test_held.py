@@ -86,21 +86,22 @@ class Call:
         vocabulary -= draw.choice([0, vocabulary % 8, vocabulary % 128, vocabulary % 256])
         dtype = draw.choice(["float32", "float32", "float32", "bfloat16", "float16"])
         some = int(draw.random() * 4 * tokens * (vocabulary + 4 * width)) + 64 * MIB
-        call = replace(cls.drawn(draw), tokens=tokens, width=width, vocabulary=vocabulary, dtype=dtype,
-                       memory_budget=draw.choice([None, None, 0, 300 * MIB, some]))  # fmt: skip
+        call, budget = cls.drawn(draw), draw.choice([None, None, 0, 300 * MIB, some])
+        call = replace(call, tokens=tokens, width=width, vocabulary=vocabulary, dtype=dtype, memory_budget=budget)
         mixed, impl = dtype != "float32" and draw.random() < 0.5, "auto" if dtype == "float32" else "chunked"
         return replace(call, mixed=mixed, impl=impl, precision=draw.choice([None, "highest"]))
 
     @classmethod
     def drawn_in_forward(cls, draw: random.Random) -> "Call":
         """A "mean" or "sum" in bfloat16: in half of the calls the Hopper engine can sum dc. Some have a float32 c."""
-        call = replace(cls.drawn(draw), dtype="bfloat16", reduction=draw.choice(["mean", "sum"]),
-                       wanted=draw.choice([(0, 1), (0, 1), (0,), (1,)]))  # fmt: skip
+        call, reduction = cls.drawn(draw), draw.choice(["mean", "sum"])
+        wanted = draw.choice([(0, 1), (0, 1), (0,), (1,)])
+        call = replace(call, dtype="bfloat16", reduction=reduction, wanted=wanted)
         more = random.Random(call.tokens * call.width)
         call = replace(call, vocab_axis=more.choice([0, 0, 1]), mixed=more.random() < 0.33)
         if draw.random() < 0.8:
-            call = replace(call, tokens=max(call.tokens, 2048), vocabulary=max(call.vocabulary // 64 * 64, 2**15),
-                           bias=False, label_smoothing=0.0)  # fmt: skip
+            tokens, vocabulary = max(call.tokens, 2048), max(call.vocabulary // 64 * 64, 2**15)
+            call = replace(call, tokens=tokens, vocabulary=vocabulary, bias=False, label_smoothing=0.0)
         if call.bias:
             call = replace(call, wanted=(*call.wanted, 3))
         chunk, everything = 512 * (call.vocabulary + 12 * call.width), 2 * call.tokens * call.vocabulary
@@ -122,12 +123,11 @@ class Call:
         return (2 * self.vocabulary * (self.width + self.bias) + 64 * self.tokens) * self.mixed
 
     def held(self) -> int:
+        names = ("vocab_axis", "softcap", "label_smoothing", "memory_budget", "impl", "precision", "reduction")
+        options: dict[str, Any] = {name: getattr(self, name) for name in names}
+
         def loss(e, c, targets, bias):
-            return jnp.sum(linear_cross_entropy(
-                e, c, targets, bias=bias, vocab_axis=self.vocab_axis, softcap=self.softcap,
-                label_smoothing=self.label_smoothing, memory_budget=self.memory_budget, impl=self.impl,
-                precision=self.precision, reduction=self.reduction,
-            ))  # fmt: skip
+            return jnp.sum(linear_cross_entropy(e, c, targets, bias=bias, **options))
 
         c_shape = (self.vocabulary, self.width) if self.vocab_axis == 0 else (self.width, self.vocabulary)
         of_c = "float32" if self.mixed else self.dtype
@@ -317,12 +317,12 @@ def drawn_with_token_weights(count: int, reduction: str) -> Iterator[calls.Progr
     for x in drawn:
         if x.package == "torch" or x.tokens <= 300:
             continue
-        x = replace(x, reduction=reduction, num_items=None, wanted=tuple(sorted({*x.wanted, "e", "token_weight"})),
-                    arrays=tuple(sorted({*x.arrays, "token_weight"})), return_lse=True)  # fmt: skip
+        x = replace(x, wanted=tuple(sorted({*x.wanted, "e", "token_weight"})), num_items=None, return_lse=True)
+        x = replace(x, arrays=tuple(sorted({*x.arrays, "token_weight"})), reduction=reduction)
         if reduction != "none":
-            x = replace(x, dtype="bfloat16", mixed=False, impl="auto", vocab_axis=0, label_smoothing=0.0,
-                        arrays=tuple(name for name in x.arrays if name != "bias"), memory_budget=calls.DEFAULT,
-                        wanted=tuple(name for name in x.wanted if name != "bias"))  # fmt: skip
+            arrays, wanted = (tuple(name for name in names if name != "bias") for names in (x.arrays, x.wanted))
+            x = replace(x, arrays=arrays, wanted=wanted, memory_budget=calls.DEFAULT)
+            x = replace(x, dtype="bfloat16", mixed=False, impl="auto", vocab_axis=0, label_smoothing=0.0)
             if x.tokens < 512 or x.width % 64 or x.vocabulary % 64 or min(x.width, x.vocabulary) <= 64:
                 continue
         yield x
@@ -331,16 +331,19 @@ def drawn_with_token_weights(count: int, reduction: str) -> Iterator[calls.Progr
             return
 
 
-@pytest.mark.parametrize("program", [x for reduction, count in (("none", 8), ("mean", 3), ("sum", 2))
-                                     for x in drawn_with_token_weights(count, reduction)], ids=str)  # fmt: skip
+COUNTS = (("none", 8), ("mean", 3), ("sum", 2))
+WEIGHTED = [x for reduction, count in COUNTS for x in drawn_with_token_weights(count, reduction)]
+
+
+@pytest.mark.parametrize("program", WEIGHTED, ids=str)
 def test_no_fusion_gets_one_array_twice(program, monkeypatch):
     """Else results of one call in twenty were wrong: lse was overwritten while another thread looked lse up."""
     formed, decided = program.reduction != "none", []
     monkeypatch.setattr(choose, "_is_fastest_in_forward", lambda times: decided.append(times) or formed)
     plan_of.cache_clear()
     v, d = program.vocabulary, program.width
-    shapes = {"e": (*program.leading, d), "c": (v, d) if program.vocab_axis == 0 else (d, v), "bias": (v,),
-              "class_weight": (v,), "token_weight": program.leading}  # fmt: skip
+    shapes = {"e": (*program.leading, d), "c": (v, d) if program.vocab_axis == 0 else (d, v)}
+    shapes |= {"bias": (v,), "class_weight": (v,), "token_weight": program.leading}
     given = {x: jax.ShapeDtypeStruct(shapes[x], program.type_of(x)) for x in ("e", "c", *program.arrays)}
     wanted = {x: given.pop(x) for x in program.wanted}
     given["targets"] = jax.ShapeDtypeStruct(program.leading, jnp.int32)

@@ -49,9 +49,11 @@ def check(numbers, where: str) -> None:
 def same_again(call: Call) -> bool:
     """Whether the same call has the same bits."""
     run = search_run.run_torch if call.program.package == "torch" else search_run.run_jax
-    found = (jax.tree.map(lambda x: np.ascontiguousarray(x).view(np.uint8), run(call.program, drawn_arrays(call)))
-             for _ in range(2))  # fmt: skip
-    return bool(jax.tree.all(jax.tree.map(np.array_equal, *found)))
+
+    def bits():
+        return jax.tree.map(lambda x: np.ascontiguousarray(x).view(np.uint8), run(call.program, drawn_arrays(call)))
+
+    return bool(jax.tree.all(jax.tree.map(np.array_equal, bits(), bits())))
 
 
 @pytest.mark.parametrize("first", range(0, PROGRAMS, TOGETHER))
@@ -143,8 +145,8 @@ def test_the_truth_is_that_of_the_other_tests():
         program, given = call.program, drawn_arrays(call)
         if call.data.out_of_range or program.objective == "lse" or (program.softcap or 1e9) < 1:
             continue
-        options = {k: v for k, v in program.options().items()
-                   if k not in ("vocab_axis", "precision", "memory_budget")}  # fmt: skip
+        others = ("vocab_axis", "precision", "memory_budget")
+        options = {k: v for k, v in program.options().items() if k not in others}
         found = truth(given, program)
 
         def finite(x):

@@ -32,8 +32,8 @@ def drawn(number: int, impl: str) -> Call:
     """A call of cce_jax without NaN in what is given: jax_debug_nans raises for that, before the call."""
     call = draw(SEED, SHARED * number, "small")
     poison = call.data.poison and "inf"
-    return Call(replace(call.program, package="jax", impl=impl),
-                replace(call.data, out_of_range=0, poison=poison))  # fmt: skip
+    data = replace(call.data, out_of_range=0, poison=poison)
+    return Call(replace(call.program, package="jax", impl=impl), data)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -75,8 +75,8 @@ def test_debug_nans_finds_no_nan_of_an_ignored_token(transform, impl):
     want = jax.value_and_grad(loss, (0, 1))(e, C, GIVEN.targets)
     with jax.debug_nans(True):
         found = jax.value_and_grad(transform(loss), (0, 1))(e, C, GIVEN.targets)
-        over = jax.grad(lambda c: jax.lax.scan(lambda s, t: (s + transform(loss)(e, c, t), None), 0.0,
-                                               jnp.stack([GIVEN.targets] * 2))[0])  # fmt: skip
+        twice = jnp.stack([GIVEN.targets] * 2)
+        over = jax.grad(lambda c: jax.lax.scan(lambda s, t: (s + transform(loss)(e, c, t), None), 0.0, twice)[0])
         twice = over(C)
     jax.tree.map(np.testing.assert_array_equal, found, want)
     of_c = jax.grad(loss, 1)(e, C, GIVEN.targets)  # e is frozen there too, so that the chunks may be others

@@ -39,16 +39,16 @@ def test_trainings_are_compared(tmp_path):
         rows.append({**asdict(job), "label": job.label, **found})
     compare.compare(rows, tmp_path)
     first, ours, _, nudged = rows
-    assert "beside_reference" not in first
+    assert "from_reference" not in first
     assert len(first["curve"]) == 2
     assert list(first["validation"]) == [5, 10, 15, 20]
     assert first["curve"][0] - first["curve"][1] > 0.1  # it learns
     seeds = compare.spread(rows, tmp_path)
     assert seeds is not None
     for row in (ours, nudged):  # nearer to the reference than its other seed is, but not it
-        beside = row["beside_reference"]
-        assert 0 < beside["largest_curve_difference"] < seeds["largest_curve_difference"] / 5
-        assert 0 < beside["distance_of_weights"] < 0.1 < seeds["distance_of_weights"]
+        apart = row["from_reference"]
+        assert 0 < apart["largest_curve_difference"] < seeds["largest_curve_difference"] / 5
+        assert 0 < apart["distance_of_weights"] < 0.1 < seeds["distance_of_weights"]
     compare.plot(rows, SETTINGS.steps, tmp_path / "training.png")
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
     assert "cce_torch, seed 0" in compare.table(rows)

@@ -60,8 +60,8 @@ def test_what_the_module_returns():
 def test_what_the_head_returns():
     h, t = torch.tensor(E), torch.tensor(T)
     linear = torch.nn.Linear(4, 9)
-    head, with_lse = (cce_torch.LinearCrossEntropyHead.from_linear(linear, return_lse=False),
-                      cce_torch.LinearCrossEntropyHead.from_linear(linear, return_lse=True))  # fmt: skip
+    from_linear = cce_torch.LinearCrossEntropyHead.from_linear
+    head, with_lse = from_linear(linear, return_lse=False), from_linear(linear, return_lse=True)
     assert assert_type(head(h), Tensor).shape == (2, 9)
     loss, lse = assert_type(with_lse(h, t), tuple[Tensor, Tensor])
     assert torch.equal(assert_type(head(h, t), Tensor), loss)

@@ -1,7 +1,7 @@
 """Time the loss and its gradients on several GPUs: `python -m bench.devices`. Writes OUT.json and a picture, OUT.png.
 
 See bench/devices/layouts.py for the layouts, and for the bare time to which times are related. cce_jax runs in one
-process, cce_torch in one process a GPU, beside torch's loss_parallel.
+process, cce_torch in one process a GPU, and so does torch's loss_parallel.
 """
 
 import argparse

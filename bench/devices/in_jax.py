@@ -46,15 +46,15 @@ def bare(layout: str, e: jax.Array, c: jax.Array, gpus: int) -> dict[str, float]
     total = partial(lax.psum, axis_name="x")
     gather = partial(lax.all_gather, axis_name="x", tiled=True)
     scatter = partial(lax.psum_scatter, axis_name="x", tiled=True)
+    runs = {
+        "all-reduce of dc": (total, P(), P(), c),
+        "all-reduce of de in float32": (total, P(), P(), e.astype(jnp.float32)),
+        "all-gather of c": (gather, split, P(), c),
+        "reduce-scatter of dc": (scatter, P(), split, c),
+    }
     for name in set(collectives(layout, gpus)):
-        if name == "all-reduce of dc":
-            found[name] = timed(on_devices(total, (P(),), P()), jax.device_put(c, whole(P())))
-        elif name == "all-reduce of de in float32":
-            found[name] = timed(on_devices(total, (P(),), P()), jax.device_put(e.astype(jnp.float32), whole(P())))
-        elif name == "all-gather of c":
-            found[name] = timed(on_devices(gather, (split,), P()), jax.device_put(c, whole(split)))
-        else:
-            found[name] = timed(on_devices(scatter, (P(),), split), jax.device_put(c, whole(P())))
+        run, given, out, x = runs[name]
+        found[name] = timed(on_devices(run, (given,), out), jax.device_put(x, whole(given)))
     return found
 
 

@@ -12,7 +12,7 @@ from bench.data import Shape
 
 MATMULS = ("z", "de", "dc")
 LAYOUTS = ("tokens", "vocabulary", "fsdp")
-BUDGETS = {"default": False, "2NV in all": True}  # whether the devices together may save all exponentials
+BUDGETS = {"default": False, "2NV in all": True}  # whether the devices may save all exponentials
 
 
 def budget(name: str, shape: Shape, gpus: int) -> dict[str, int]:

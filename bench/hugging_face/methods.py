@@ -57,15 +57,12 @@ def cut_cross_entropy(model: Any, **options: Any) -> None:
 METHODS: dict[str, Callable[[Any], None]] = {
     "unpatched": lambda model: None,
     "cce_patch": ours,
-    "cce_patch, memory_budget=3e8": partial(ours, memory_budget=3e8),
     "cce_patch, memory_budget=1.2e9": partial(ours, memory_budget=1.2e9),
     **{
         f"Liger, the loss alone, chunk_mem_const={x}": partial(liger, loss=True, others=False, chunk_mem_const=x)
         for x in (1, 4, 16)
     },
-    "Liger, all of its patch": partial(liger, loss=True, others=True),
     "Liger, all of its patch, chunk_mem_const=16": partial(liger, loss=True, others=True, chunk_mem_const=16),
-    "cce_patch and Liger's other kernels": ours_and_liger,
     "cce_patch, memory_budget=1.2e9, and Liger's other kernels": partial(ours_and_liger, memory_budget=1.2e9),
     "cut_cross_entropy": cut_cross_entropy,
     "cut_cross_entropy, exact": partial(cut_cross_entropy, filter_eps=None),

@@ -1,4 +1,4 @@
-"""What the trainings show: how far each is from the reference of its seed, beside how far references are apart."""
+"""What the trainings show: how far each is from the reference of its seed, and how far references are apart."""
 
 from functools import cache
 from pathlib import Path
@@ -26,10 +26,6 @@ def reference_of(row: Row, rows: list[Row]) -> Row | None:
     return None
 
 
-def _norm(x: np.ndarray) -> float:
-    return float(np.sqrt(np.sum(np.square(x, dtype=np.float64))))
-
-
 def distance(row: Row, other: Row, folder: Path) -> float:
     """Between the final weights of two trainings, relative to how far the second one moved its weights."""
     return _distance(job_of(row).file, job_of(other).file, folder)
@@ -38,7 +34,8 @@ def distance(row: Row, other: Row, folder: Path) -> float:
 @cache
 def _distance(name: str, other: str, folder: Path) -> float:
     end, other_end, start = (np.load(folder / f"{x}.npy") for x in (name, other, f"{other}-start"))
-    return _norm(end - other_end) / _norm(other_end - start)
+    apart, moved = (np.subtract(x, other_end, dtype=np.float64) for x in (end, start))
+    return float(np.linalg.norm(apart) / np.linalg.norm(moved))
 
 
 def last(row: Row) -> float:
@@ -46,16 +43,15 @@ def last(row: Row) -> float:
 
 
 def compare(rows: list[Row], folder: Path) -> None:
-    """Adds to each training what separates it from its reference: the key "beside_reference"."""
+    """Adds to each training what separates it from its reference: the key "from_reference"."""
     for row in rows:
         reference = reference_of(row, rows)
         if reference is None or reference is row:
             continue
         difference = np.abs(np.subtract(row["curve"], reference["curve"]))
-        row["beside_reference"] = {
+        row["from_reference"] = {
             "validation_difference": last(row) - last(reference),
             "largest_curve_difference": float(difference.max()),
-            "mean_curve_difference": float(difference.mean()),
             "distance_of_weights": distance(row, reference, folder),
         }
 
@@ -69,9 +65,7 @@ def spread(rows: list[Row], folder: Path) -> Row | None:
     return {
         "seeds": len(references),
         "validation": max(validations) - min(validations),
-        "validation_deviation": float(np.std(validations, ddof=1)),
         "largest_curve_difference": float(np.ptp(curves, axis=0).max()),
-        "mean_curve_difference": float(np.ptp(curves, axis=0).mean()),
         "distance_of_weights": distance(references[1], references[0], folder),
     }
 
@@ -80,16 +74,16 @@ def table(rows: list[Row]) -> str:
     """Δ: the largest difference of the curves; weights: the distance of the final ones; both from the reference's."""
     shown = []
     for row in rows:
-        beside = row.get("beside_reference", {})
-        found = {"training": row["label"], "validation": last(row), "- reference": beside.get("validation_difference")}
-        found |= {"Δ": beside.get("largest_curve_difference"), "weights": beside.get("distance_of_weights")}
+        apart = row.get("from_reference", {})
+        found = {"training": row["label"], "validation": last(row), "- reference": apart.get("validation_difference")}
+        found |= {"Δ": apart.get("largest_curve_difference"), "weights": apart.get("distance_of_weights")}
         shown.append(found | {"tokens/s": row["tokens_per_second"], "GiB": row["peak_gib"]})
     columns = {"training": "", "validation": ".5f", "- reference": ".5f", "Δ": ".5f", "weights": ".4f"}
     return report.table(shown, **columns, **{"tokens/s": ",.0f", "GiB": ".2f"})
 
 
 def plot(rows: list[Row], steps: int, out: Path) -> None:
-    """Curves; their differences from the reference of the same seed beside the spread of its seeds; weights."""
+    """Curves; their differences from the reference of the same seed, and the spread of seeds; weights."""
     figure = Figure(figsize=(10, 11), layout="constrained", dpi=150)
     curves, differences, weights = figure.subplots(3, 1, height_ratios=[3, 4, 3])
     names = list(dict.fromkeys(row["loss"] for row in rows))
@@ -111,13 +105,8 @@ def plot(rows: list[Row], steps: int, out: Path) -> None:
             differences.plot(at, difference, style, color=color[row["loss"]], label=label, linewidth=1)
     references = np.array([row["curve"] for row in rows if row["loss"] == REFERENCE and not row["variant"]])
     if len(references) > 1:
-        differences.fill_between(
-            at,
-            LEAST,
-            np.maximum(np.ptp(references, axis=0), LEAST),
-            color="0.88",
-            label="spread of the seeds of float32 logits",
-        )
+        seeds = np.maximum(np.ptp(references, axis=0), LEAST)
+        differences.fill_between(at, LEAST, seeds, color="0.88", label="spread of the seeds of float32 logits")
     curves.set(ylabel="loss, nats per token", title="Training loss, mean of 10 steps")
     differences.set(
         xlabel="step", ylabel="nats per token", yscale="log", title="Difference from float32 logits of the same seed"
@@ -125,9 +114,9 @@ def plot(rows: list[Row], steps: int, out: Path) -> None:
     curves.legend(fontsize=8, ncols=2)
     if differences.get_legend_handles_labels()[0]:
         differences.legend(fontsize=7, ncols=2, loc="lower right")
-    beside = [row for row in rows if "beside_reference" in row][::-1]
-    lengths = [row["beside_reference"]["distance_of_weights"] for row in beside]
-    bars = weights.barh([row["label"] for row in beside], lengths, color=[color[row["loss"]] for row in beside])
+    compared = [row for row in rows if "from_reference" in row][::-1]
+    lengths = [row["from_reference"]["distance_of_weights"] for row in compared]
+    bars = weights.barh([row["label"] for row in compared], lengths, color=[color[row["loss"]] for row in compared])
     weights.bar_label(bars, fmt="%.3f", padding=3, fontsize=8)
     weights.margins(x=0.12)
     weights.set(title="Distance of the final weights from those of float32 logits, relative to the way of these")

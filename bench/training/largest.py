@@ -17,7 +17,7 @@ TIMED = 6  # steps
 
 
 def largest(job: Job, settings: Settings, limit_gib: float, most: int) -> Row:
-    """Doubles the batch while it fits, up to `most` sequences, then looks between the last two sizes.
+    """Doubles the batch while it fits, up to `most` sequences, then tries sizes between the last two.
 
     It fits if the peak of what both frameworks' pools have given out is at most limit_gib.
     """

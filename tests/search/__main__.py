@@ -83,10 +83,10 @@ class Summary:
         self.calls += 1
         self.programs.add(of.number // SHARED)
         program, data = (call := draw(self.seed, of.number, self.where)).program, call.data
-        kinds = {"package": program.package, "engine": of.engine, "type": program.dtype + ", c float32" * program.mixed,
-                 "reduction": program.reduction,
-                 "layout": ("(V, D)", "(D, V)")[program.vocab_axis], "data": data.kind, "ignored": data.ignored,
-                 "gradients": ", ".join(program.wanted) or "none", "differentiated": program.objective}  # fmt: skip
+        kinds = {"package": program.package, "engine": of.engine, "type": program.dtype + ", c float32" * program.mixed}
+        kinds |= {"reduction": program.reduction, "layout": ("(V, D)", "(D, V)")[program.vocab_axis]}
+        kinds |= {"data": data.kind, "ignored": data.ignored, "gradients": ", ".join(program.wanted) or "none"}
+        kinds |= {"differentiated": program.objective}
         for name, value in kinds.items():
             self.counts.setdefault(name, Counter())[value] += 1
         for name, ratio in of.ratios.items():

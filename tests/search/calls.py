@@ -7,6 +7,8 @@ import numpy as np
 
 SHARED = 4  # calls of one program, which differ in their data
 DTYPES = ("bfloat16", "float16", "float32")
+OPTIONS = ("vocab_axis", "reduction", "softcap", "logit_scale", "label_smoothing", "z_loss", "num_items")
+OPTIONS += ("shift", "ignore_index")
 DEFAULT = -1  # the memory_budget of a call that gives none
 
 
@@ -61,11 +63,7 @@ class Program(_Literal):
     def options(self) -> dict[str, Any]:
         """The keyword arguments but for arrays and impl."""
         budget = self.memory_budget
-        given = {
-            name: getattr(self, name)
-            for name in ("vocab_axis", "reduction", "softcap", "logit_scale", "label_smoothing", "z_loss", "num_items",
-                         "shift", "ignore_index")
-        }  # fmt: skip
+        given = {name: getattr(self, name) for name in OPTIONS}
         return given | ({} if budget == DEFAULT else {"memory_budget": budget}) | {"precision": "highest"}
 
 
@@ -168,9 +166,8 @@ def _program(rng: np.random.Generator, where: str) -> Program:
 def _shape(rng: np.random.Generator, where: str, for_hopper: bool) -> tuple[int, int, int]:
     """N, D and V, of which a GPU and the truth can hold what they need."""
     if where == "small":
-        aligned = 0.3
-        return (_size(rng, 1, 100, (8, 16), aligned), _size(rng, 1, 64, (16,), aligned),
-                _size(rng, 1, 300, (8, 64), aligned))  # fmt: skip
+        n, d, v = (_size(rng, 1, most, of, 0.3) for most, of in ((100, (8, 16)), (64, (16,)), (300, (8, 64))))
+        return n, d, v
     if where == "hopper":
         tokens = 256 if rng.uniform() < 0.5 else 512 - int(rng.integers(8))
         return tokens, 64 * int(rng.integers(2, 6)), 64 * int(rng.integers(2, 12))
@@ -239,8 +236,8 @@ def _with_budget(rng: np.random.Generator, program: Program, where: str) -> Prog
 def _data(rng: np.random.Generator, program: Program) -> Data:
     kind = _chosen(rng, flat=0.4, trained=0.25, confident=0.2, far=0.15)
     sizes = {"flat": (0.03, 10.0), "trained": (1.0, 1.0), "confident": (5.0, 80.0), "far": (30.0, 1e4)}[kind]
-    ignored = _chosen(rng, **{"none": 0.3, "one": 0.1, "few": 0.2, "most": 0.12, "runs": 0.12, "all but one": 0.1,
-                              "all": 0.06})  # fmt: skip
+    shares = {"none": 0.3, "one": 0.1, "few": 0.2, "most": 0.12, "runs": 0.12, "all but one": 0.1, "all": 0.06}
+    ignored = _chosen(rng, **shares)
     poison = str(rng.choice(["nan", "inf"])) if ignored != "none" and rng.uniform() < 0.4 else ""
     bad = 0
     defined = "class_weight" not in program.arrays or program.reduction != "mean" or program.num_items is not None
