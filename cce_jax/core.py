@@ -26,9 +26,14 @@ is the cotangent of the raw product e_i·c_v + b_v. Since the product is bilinea
     de_i = Σ_v dz_iv c_v           dc_v = Σ_i dz_iv e_i           db_v = Σ_i dz_iv.                          (7)
 
 By (4) no array of size (N, V) need be kept: the backward pass computes the logits again and gets p from them and the
-saved lse. The residuals are the inputs and two or three numbers a token. The columns v are independent in (6) and (7),
-so they are computed one group at a time (cce_kernels/gradients.py), and every group reuses one buffer. Where the memory
-budget allows it, exponentials of some or all tokens are residuals too (cce_kernels/exponentials.py).
+saved lse. The plan chooses one of three ways to (7):
+
+    recomputed                 the residuals are the inputs and two or three numbers a token. The columns v are
+                               independent in (6) and (7), so they are computed one group at a time
+    saved                      where the memory budget allows it, the exponentials of all tokens are a residual too
+                               (cce_kernels/exponentials.py)
+    in the forward pass        where (6) is known up to one factor, the forward pass forms (7), one chunk of tokens
+                               after another, and the gradients are the residuals (cce_kernels/in_forward.py)
 
 On several devices each computes its own tokens and columns (cce_jax/devices.py).
 
@@ -43,12 +48,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from cce_jax import devices, losses, passes, settings
-from cce_jax.devices import Held, in_type_of_e
-from cce_jax.passes import Core
+from cce_jax import devices, losses, passes, reference, settings
+from cce_jax.devices import Held
+from cce_jax.losses import Common, Loss, Terms
+from cce_jax.plans import Core, plan_for
 from cce_jax.sharding import Layout
 from cce_kernels.numbers import Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
 from cce_kernels.residuals import Left, Residuals
+
+NOTHING = Wanted(e=False, c=False, bias=False)
 
 
 def statistics(inputs: Inputs, core: Core, layout: Layout | None) -> Statistics:
@@ -56,22 +64,22 @@ def statistics(inputs: Inputs, core: Core, layout: Layout | None) -> Statistics:
 
     The sum is None unless core.with_sum.
     """
-    if core.impl == "reference":
+    if core.impl != "reference":
+        return _statistics(core, layout, inputs)
+    if layout is not None:
         return devices.whole_numbers(inputs, core, layout)
-    return _statistics(core, layout, inputs)
+    return _shaped(reference.statistics(passes.flat(inputs), head=core.head, with_sum=core.with_sum), inputs)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _statistics(core: Core, layout: Layout | None, inputs: Inputs) -> Statistics:
-    return devices.forward_pass(inputs, core, layout, None)[0]
+    return _forward(inputs, core, layout, None)[0]
 
 
 @settings.defaults()
 def _statistics_fwd(core: Core, layout: Layout | None, inputs):
-    e, c, bias = inputs.e, inputs.c, inputs.bias
-    wanted = Wanted(e=e.perturbed, c=c.perturbed, bias=bias is not None and bias.perturbed)
-    inputs = jax.tree.map(lambda x: x.value, inputs, is_leaf=lambda x: hasattr(x, "perturbed"))
-    run = partial(devices.forward_pass, core=core, layout=layout, wanted=wanted)
+    wanted, inputs = _wanted(inputs), _values(inputs)
+    run = partial(_forward, core=core, layout=layout, wanted=wanted)
     out, held = _first_order_only(run)(inputs)
     return out, (_as_shape(wanted), inputs, out, held)
 
@@ -81,48 +89,67 @@ def _statistics_bwd(core: Core, layout: Layout | None, residuals, cotangents):
     shape_of_wanted, inputs, numbers, held = residuals
     zeros = jnp.zeros_like(numbers.lse)
     of = Cotangents(*[zeros if _is_symbolic_zero(x) else x for x in cotangents])
-    wanted = _from_shape(shape_of_wanted)
-    found = _first_order_only(partial(devices.gradients, core=core, layout=layout, wanted=wanted))(inputs, held, of)
+    run = partial(_backward, core=core, layout=layout, wanted=_from_shape(shape_of_wanted))
+    found = _first_order_only(run)(inputs, held, of)
     return (Inputs(found.e, found.c, found.bias, None, None, None),)  # type: ignore[arg-type]
 
 
 _statistics.defvjp(_statistics_fwd, _statistics_bwd, symbolic_zeros=True)
 
 
-class Terms(NamedTuple):
-    """What the loss of each token depends on besides the core's numbers, of the shape of targets; None: not used."""
-
-    columns: jax.Array  # int32, as in losses.py
-    target_weight: jax.Array | None
-    weight: jax.Array
-
-
-class Common(NamedTuple):
-    """What the losses of all tokens depend on: scalar arrays or numbers, and an array (V,), as in losses.totals."""
-
-    label_smoothing: Any
-    z_loss: Any
-    class_weight: jax.Array | None
+def _forward(inputs: Inputs, core: Core, layout: Layout | None, wanted: Wanted | None) -> tuple[Statistics, Held]:
+    """The numbers, of the shape of targets, and what `_backward` needs. e: (..., D)."""
+    if layout is not None:
+        return devices.forward_pass(inputs, core, layout, wanted)
+    numbers, held = _on_one_device(passes.in_type_of_e(passes.flat(inputs)), core, wanted)
+    return _shaped(numbers, inputs), held
 
 
-def summed(
-    inputs: Inputs, terms: Terms, common: Common, core: Core, loss: losses.Loss, layout: Layout | None
-) -> tuple[jax.Array, jax.Array]:
+def _backward(
+    inputs: Inputs, held: Held, of: Cotangents, core: Core, layout: Layout | None, wanted: Wanted
+) -> Gradients:
+    """de, dc and dbias, each with the shape and layout of its input; None where not wanted."""
+    if layout is not None:
+        return devices.gradients(inputs, held, of, core, layout, wanted)
+    of = jax.tree.map(lambda x: x.reshape(-1), of)
+    given = passes.in_type_of_e(passes.flat(inputs))
+    found, _ = passes.gradients(given, held.numbers, held.residuals, of, core, wanted, held.shard)
+    return found._replace(e=None if found.e is None else found.e.reshape(inputs.e.shape))
+
+
+def _on_one_device(inputs: Inputs, core: Core, wanted: Wanted | None) -> tuple[Statistics, Held]:
+    numbers, residuals = passes.forward_pass(inputs, core, wanted)
+    return numbers, Held(numbers, residuals, None)
+
+
+def _shaped(numbers: Statistics, inputs: Inputs) -> Statistics:
+    return jax.tree.map(lambda x: x.reshape(inputs.targets.shape), numbers)
+
+
+class Summands(NamedTuple):
+    """What S is a sum over."""
+
+    inputs: Inputs
+    terms: Terms
+    common: Common
+
+
+def summed(of: Summands, core: Core, loss: Loss, layout: Layout | None) -> tuple[jax.Array, jax.Array]:
     """S = Σ_i weight_i · total_i, and lse, differentiable in e, c, bias and weight. e: (..., D), at least one token.
 
     Where the cotangent of S arrives, those of the numbers are that factor times what the forward pass knows already. So
     the forward pass may form the gradients (cce_kernels/in_forward.py). If a cotangent of lse arrives too, its part is
     computed from logits that are computed again. devices.sum_over_tokens says over which devices S extends.
     """
+    inputs, terms, common = of
     shape = inputs.targets.shape
     if layout is not None:
         terms = devices.terms_of_numbers(terms, inputs, layout)
     else:
-        inputs = inputs._replace(e=inputs.e.reshape(-1, inputs.e.shape[-1]), targets=inputs.targets.reshape(-1))
-        terms = jax.tree.map(lambda x: x.reshape(-1), terms)
+        inputs, terms = passes.flat(inputs), jax.tree.map(lambda x: x.reshape(-1), terms)
     given = terms._replace(weight=jax.lax.stop_gradient(terms.weight))
     run: Any = partial(_summed, core, loss, layout)
-    value, lse, total = run(inputs, given, common)
+    value, lse, total = run(Summands(inputs, given, common))
     return _of_weights(value, terms.weight, total), lse.reshape(shape)
 
 
@@ -139,120 +166,88 @@ def _(primals, tangents):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _summed(core: Core, loss: losses.Loss, layout: Layout | None, inputs, terms, common):
+def _summed(core: Core, loss: Loss, layout: Layout | None, of: Summands):
     """S, lse, and total, which has no derivative here."""
-    value, total, lse, _ = _formed(inputs, terms, common, core, loss, layout, Wanted(False, False, False))
+    value, total, lse, _ = _formed(of, core, loss, layout, NOTHING)
     return value, lse, total
 
 
 @settings.defaults()
-def _summed_fwd(core: Core, loss: losses.Loss, layout: Layout | None, inputs, terms, common):
-    wanted = Wanted(*(x is not None and x.perturbed for x in (inputs.e, inputs.c, inputs.bias)))
-    given = jax.tree.map(lambda x: x.value, (inputs, terms, common), is_leaf=lambda x: hasattr(x, "perturbed"))
+def _summed_fwd(core: Core, loss: Loss, layout: Layout | None, of: Summands):
+    wanted, given = _wanted(of.inputs), _values(of)
     run = partial(_formed, core=core, loss=loss, layout=layout, wanted=wanted)
-    value, total, lse, left = _first_order_only(run)(*given)
+    value, total, lse, left = _first_order_only(run)(given)
     return (value, lse, total), (_as_shape(wanted), given, left)
 
 
 @settings.defaults()
-def _summed_bwd(core: Core, loss: losses.Loss, layout: Layout | None, residuals, cotangents):
-    shape_of_wanted, (inputs, terms, common), left = residuals
+def _summed_bwd(core: Core, loss: Loss, layout: Layout | None, residuals, cotangents):
+    shape_of_wanted, given, left = residuals
     of_sum, of_lse, _ = (None if _is_symbolic_zero(x) else x for x in cotangents)
     wanted, found = _from_shape(shape_of_wanted), Gradients(None, None, None)
-    if wanted.e or wanted.c or wanted.bias:
+    if wanted != NOTHING:
         run = partial(_gradients_of_sum, core=core, loss=loss, layout=layout, wanted=wanted)
-        found = _first_order_only(run)(inputs, terms, common, of_sum, of_lse, left)
-    return Inputs(found.e, found.c, found.bias, None, None, None), None, None  # type: ignore[arg-type]
+        found = _first_order_only(run)(given, (of_sum, of_lse), left)
+    return (Summands(Inputs(found.e, found.c, found.bias, None, None, None), None, None),)  # type: ignore[arg-type]
 
 
 _summed.defvjp(_summed_fwd, _summed_bwd, symbolic_zeros=True)
 
 
-def _formed(
-    inputs: Inputs, terms: Terms, common: Common, core: Core, loss: losses.Loss, layout: Layout | None, wanted: Wanted
-):
+def _formed(of: Summands, core: Core, loss: Loss, layout: Layout | None, wanted: Wanted):
     """S; total and lse of each token; and what is left for `_gradients_of_sum`."""
 
-    def run(inputs: Inputs, terms: Terms, common: Common, core: Core):
-        totals = totals_of(_vocabulary(inputs, core, layout), loss, common)
-        if not (wanted.e or wanted.c or wanted.bias):
-            numbers, held = _numbers(inputs, core, layout, None)
-        elif passes.plan_for(inputs, core, wanted, one_factor=True).in_forward is None:
-            numbers, held = _numbers(inputs, core, layout, wanted)
-        else:
+    def run(of: Summands, core: Core):
+        inputs, terms, common = of
+        vocabulary = _vocabulary(inputs, core, layout)
+        if wanted != NOTHING and plan_for(inputs, core, wanted, one_factor=True).in_forward is not None:
             form = passes.begin if layout is None else partial(devices.form_gradients, layout=layout)
-            numbers, residuals = form(inputs, terms, cotangents_of(totals), core=core, wanted=wanted)
+            cotangents = losses.cotangents_of(common, loss, vocabulary)
+            numbers, residuals = form(inputs, terms, cotangents, core=core, wanted=wanted)
             held = Held(numbers, residuals, None)
-        return *totals(numbers, terms), (numbers, _filled(held))
+        else:
+            forward = _on_one_device if layout is None else partial(devices.of_columns, layout=layout)
+            numbers, held = forward(inputs, core=core, wanted=None if wanted == NOTHING else wanted)
+        return *losses.totals(numbers, terms, common, loss, vocabulary), (numbers, _filled(held))
 
     if layout is not None:
-        return devices.sum_over_tokens(run, inputs, terms, common, core, layout)
-    total, lse, left = run(in_type_of_e(inputs), terms, common, core)
-    return jnp.sum(terms.weight * total), total, lse, left
+        return devices.sum_over_tokens(run, of, core, layout)
+    total, lse, left = run(of._replace(inputs=passes.in_type_of_e(of.inputs)), core)
+    return jnp.sum(of.terms.weight * total), total, lse, left
 
 
 def _gradients_of_sum(
-    inputs: Inputs, terms: Terms, common: Common, of_sum, of_lse, left, core: Core, loss: losses.Loss,
-    layout: Layout | None, wanted: Wanted,
-) -> Gradients:  # fmt: skip
-    """de, dc and dbias, from the cotangents of S and of lse; None: it is 0."""
+    given: Summands, of: tuple, left: Any, core: Core, loss: Loss, layout: Layout | None, wanted: Wanted
+) -> Gradients:
+    """de, dc and dbias. of: the cotangents of S and of lse; None: it is 0."""
 
-    def run(inputs: Inputs, terms: Terms, common: Common, of_sum, of_lse, left, core: Core) -> Gradients:
-        numbers, filled = left
+    def run(given: Summands, of: tuple, left: Any, core: Core) -> Gradients:
+        (inputs, terms, common), (of_sum, of_lse), (numbers, filled) = given, of, left
         held, found = _emptied(numbers, filled), None
-        formed = (held.residuals.de, held.residuals.dc, held.residuals.dbias) != (None,) * 3
-        of = Cotangents(*[None if x is None else jnp.zeros_like(x) for x in numbers])  # type: ignore[arg-type]
-        if formed and of_sum is not None:
-            found = passes.finish(inputs, held.residuals, of_sum, core, wanted)
-            if of_lse is None:
-                return found
+        residuals, shard = held.residuals, held.shard
+        of_numbers = Cotangents(*[None if x is None else jnp.zeros_like(x) for x in numbers])  # type: ignore[arg-type]
+        if residuals.of_one_factor:
+            if of_sum is not None:
+                found = passes.finish(inputs, residuals, of_sum, core, wanted)
+                if of_lse is None:
+                    return found
+            residuals = Residuals()
         elif of_sum is not None:
-            of = cotangents_of(totals_of(_vocabulary(inputs, core, layout), loss, common))(numbers, terms)
-            of = jax.tree.map(lambda x: x * of_sum, of)
+            of_numbers = losses.cotangents_of(common, loss, _vocabulary(inputs, core, layout))(numbers, terms)
+            of_numbers = jax.tree.map(lambda x: x * of_sum, of_numbers)
         if of_lse is not None:
-            of = of._replace(lse=of.lse + jnp.where(terms.columns < 0, 0, of_lse))
-        left_over = Residuals() if formed else held.residuals
-        more, _ = passes.gradients(inputs, held.numbers, left_over, of, core, wanted, held.shard)
+            of_numbers = of_numbers._replace(lse=of_numbers.lse + jnp.where(terms.columns < 0, 0, of_lse))
+        more, _ = passes.gradients(inputs, held.numbers, residuals, of_numbers, core, wanted, shard)
         return more if found is None else jax.tree.map(jnp.add, found, more)
 
     if layout is not None:
-        return devices.gradients_of_sum(run, inputs, terms, common, of_sum, of_lse, left, core, layout, wanted)
-    return run(in_type_of_e(inputs), terms, common, of_sum, of_lse, left, core)
-
-
-def _numbers(
-    inputs: Inputs, core: Core, layout: Layout | None, wanted: Wanted | None
-) -> tuple[Statistics, Held]:  # fmt: skip
-    """The numbers over all columns, on one device."""
-    if layout is not None:
-        return devices.of_columns(inputs, core, layout, wanted)
-    numbers, residuals = passes.forward_pass(inputs, core, wanted)
-    return numbers, Held(numbers, residuals, None)
+        return devices.gradients_of_sum(run, given, of, left, core, layout, wanted)
+    return run(given._replace(inputs=passes.in_type_of_e(given.inputs)), of, left, core)
 
 
 def _vocabulary(inputs: Inputs, core: Core, layout: Layout | None) -> int:
     """V, from the columns of one device."""
     return core.head.vocabulary(inputs.c) * (1 if layout is None else layout.size(layout.columns))
-
-
-def totals_of(vocabulary: int, loss: losses.Loss, common: Common) -> Callable:
-    """(numbers, terms) -> losses.totals."""
-
-    def totals(numbers: Statistics, terms: Terms) -> tuple[jax.Array, jax.Array]:
-        return losses.totals(numbers, terms.columns, common.class_weight, terms.target_weight, vocabulary=vocabulary,
-                             options=loss, label_smoothing=common.label_smoothing,
-                             z_loss=common.z_loss)  # fmt: skip
-
-    return totals
-
-
-def cotangents_of(totals: Callable) -> Callable:
-    """(numbers, terms) -> the cotangents of the numbers where that of S is 1."""
-
-    def cotangents(numbers: Statistics, terms: Terms) -> Cotangents:
-        return Cotangents(*jax.grad(lambda x: jnp.sum(terms.weight * totals(x, terms)[0]))(numbers))
-
-    return cotangents
 
 
 ABSENT = 1, 1, 1, 1  # no residual has so many axes
@@ -291,6 +286,15 @@ def _as_shape(wanted: Wanted) -> jax.Array:
 
 def _from_shape(x: jax.Array) -> Wanted:
     return Wanted(*(n == 2 for n in x.shape))
+
+
+def _wanted(inputs: Inputs) -> Wanted:
+    """Which gradients JAX asks for, in a rule with symbolic zeros."""
+    return Wanted(*(x is not None and x.perturbed for x in (inputs.e, inputs.c, inputs.bias)))  # type: ignore[attr-defined]
+
+
+def _values(arrays: Any) -> Any:
+    return jax.tree.map(lambda x: x.value, arrays, is_leaf=lambda x: hasattr(x, "perturbed"))
 
 
 def _is_symbolic_zero(x) -> bool:

@@ -38,7 +38,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from cce_jax import passes, reference
-from cce_jax.passes import Core
+from cce_jax.plans import Core
 from cce_jax.sharding import Axes, Layout, varying
 from cce_kernels.in_forward import CotangentsOf
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
@@ -62,28 +62,36 @@ class _Sums(NamedTuple):
     bias: Axes
 
 
-def forward_pass(
-    inputs: Inputs, core: Core, layout: Layout | None, wanted: Wanted | None
-) -> tuple[Statistics, Held]:  # fmt: skip
+def forward_pass(inputs: Inputs, core: Core, layout: Layout, wanted: Wanted | None) -> tuple[Statistics, Held]:
     """The core's numbers, of the shape of targets, and what `gradients` needs. e: (..., D)."""
-    if layout is None:
-        return _forward(inputs, core=core, layout=layout, wanted=wanted)
-    run = partial(_forward, core=_summing(core, inputs, layout), layout=layout, wanted=wanted)
-    numbers, held = _on_devices(run, layout, (_specs(core, layout),), (layout.spec_of_tokens, _each(layout)))(inputs)
+    core = _summing(core, inputs, layout)
+
+    def on_device(inputs: Inputs) -> tuple[Statistics, Held]:
+        whole = _gathered(passes.in_type_of_e(inputs), core, layout)
+        numbers, held = of_columns(passes.flat(whole), core, layout, wanted)
+        return jax.tree.map(lambda x: _own_tokens(x.reshape(whole.targets.shape), layout), numbers), held
+
+    run = _on_devices(on_device, layout, (_specs(core, layout),), (layout.spec_of_tokens, _each(layout)))
+    numbers, held = run(inputs)
     return _typed(numbers, _of_numbers(inputs, layout)), _typed(held, _union(layout, inputs))
 
 
 def gradients(
-    inputs: Inputs, held: Held, cotangents: Cotangents, core: Core, layout: Layout | None, wanted: Wanted
+    inputs: Inputs, held: Held, cotangents: Cotangents, core: Core, layout: Layout, wanted: Wanted
 ) -> Gradients:
     """de, dc and dbias, each with the shape, type and layout of its input; None where not wanted."""
-    if layout is None:
-        return _backward(inputs, held, cotangents, core=core, layout=None, wanted=wanted, sums=_Sums((), (), ()))
-    run = partial(_backward, core=_summing(core, inputs, layout), layout=layout, wanted=wanted,
-                  sums=_sums(inputs, layout))  # fmt: skip
+    sums, core = _sums(inputs, layout), _summing(core, inputs, layout)
+
+    def on_device(inputs: Inputs, held: Held, of: Cotangents) -> Gradients:
+        whole, flat = _inputs_of_device(inputs, core, layout)
+        of = _added(jax.tree.map(lambda x: _all_tokens(x, layout), of), layout)
+        of = jax.tree.map(lambda x: x.reshape(-1), of)
+        found, _ = passes.gradients(flat, held.numbers, held.residuals, of, core, wanted, held.shard)
+        return _exchanged(found, whole.e.shape, inputs.e.dtype, core, layout, sums)
+
     specs = _specs(core, layout), _each(layout), layout.spec_of_tokens
-    found = _on_devices(run, layout, specs, _specs_of_gradients(core, layout, wanted))(inputs, held, cotangents)
-    return _typed_gradients(found, inputs, layout)
+    run = _on_devices(on_device, layout, specs, _specs_of_gradients(core, layout, wanted))
+    return _typed_gradients(run(inputs, held, cotangents), inputs, layout)
 
 
 def knows_cotangents(inputs: Inputs, token_weight: jax.Array | None, layout: Layout) -> bool:
@@ -101,58 +109,54 @@ def terms_of_numbers(terms: Any, inputs: Inputs, layout: Layout) -> Any:
     return _typed(terms, _of_numbers(inputs, layout))
 
 
-def sum_over_tokens(
-    run: Callable, inputs: Inputs, terms: Any, common: Any, core: Core, layout: Layout
-) -> tuple[jax.Array, jax.Array, jax.Array, Any]:  # fmt: skip
+def sum_over_tokens(run: Callable, of: Any, core: Core, layout: Layout) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
     """The sum of weight · total over the tokens; total and lse, of the shape of targets; what the devices leave.
 
-    run(inputs, terms, common, core) -> total, lse, and what is left for `gradients_of_sum`, all of (N,) tokens.
+    of: core.Summands. run(of, core) -> total, lse, and what is left for `gradients_of_sum`, all of (N,) tokens.
     The sum extends over the devices of the axes that the call maps. Over the caller's Manual axes it is the device's.
     """
-    over = tuple(a for a in layout.all_tokens if a in layout.mapped)
+    over, inputs = tuple(a for a in layout.all_tokens if a in layout.mapped), of.inputs
     core = _summing(core, inputs, layout)
 
-    def on_device(inputs: Inputs, terms: Any, common: Any):
-        whole = _gathered(in_type_of_e(inputs), core, layout)
-        flat = jax.tree.map(lambda x: _all_tokens(x, layout).reshape(-1), terms)
-        total, lse, left = run(_flat(whole), flat, common, core)
+    def on_device(of: Any):
+        whole = _gathered(passes.in_type_of_e(of.inputs), core, layout)
+        flat = jax.tree.map(lambda x: _all_tokens(x, layout).reshape(-1), of.terms)
+        total, lse, left = run(of._replace(inputs=passes.flat(whole), terms=flat), core)
         total, lse = (_own_tokens(x.reshape(whole.targets.shape), layout) for x in (total, lse))
-        return _summed(jnp.sum(terms.weight * total), over), total, lse, left
+        return _summed(jnp.sum(of.terms.weight * total), over), total, lse, left
 
     of_tokens = layout.spec_of_tokens
-    specs, out_specs = (_specs(core, layout), of_tokens, P()), (P(), of_tokens, of_tokens, _each(layout))
-    *found, left = _on_devices(on_device, layout, specs, out_specs)(inputs, terms, common)
+    out_specs = P(), of_tokens, of_tokens, _each(layout)
+    *found, left = _on_devices(on_device, layout, (_specs_of_summands(of, core, layout),), out_specs)(of)
     value, total, lse = _typed(found, _of_numbers(inputs, layout))
     return value, total, lse, _typed(left, _union(layout, inputs))
 
 
 def gradients_of_sum(
-    run: Callable, inputs: Inputs, terms: Any, common: Any, of_sum: jax.Array | None, of_lse: jax.Array | None,
-    left: Any, core: Core, layout: Layout, wanted: Wanted,
-) -> Gradients:  # fmt: skip
-    """de, dc and dbias as in `gradients`, from the cotangents of the sum and of lse; None: it is 0.
+    run: Callable, given: Any, of: tuple, left: Any, core: Core, layout: Layout, wanted: Wanted
+) -> Gradients:
+    """de, dc and dbias as in `gradients`. of: the cotangents of the sum and of lse; None: it is 0.
 
-    run(inputs, terms, common, of_sum, of_lse, left, core) -> the gradients of the device's columns.
+    given: core.Summands. run(given, of, left, core) -> the gradients of the device's columns.
     """
+    inputs = given.inputs
     sums, core = _sums(inputs, layout), _summing(core, inputs, layout)
 
-    def on_device(inputs: Inputs, terms: Any, common: Any, of_sum: Any, of_lse: Any, left: Any) -> Gradients:
-        whole = _gathered(in_type_of_e(inputs), core, layout)
-        flat = _flat(whole)
-        flat = flat._replace(targets=_columns_of(flat, core, layout))
-        terms, of_lse = jax.tree.map(lambda x: _all_tokens(x, layout).reshape(-1), (terms, of_lse))
-        found = run(flat, terms, common, *_added((of_sum, of_lse), layout), left, core)
-        return _exchanged(found, whole.e.shape, inputs.e.dtype, core, layout, sums)
+    def on_device(given: Any, of: tuple, left: Any) -> Gradients:
+        whole, flat = _inputs_of_device(given.inputs, core, layout)
+        of_sum, of_lse = of
+        terms, of_lse = jax.tree.map(lambda x: _all_tokens(x, layout).reshape(-1), (given.terms, of_lse))
+        found = run(given._replace(inputs=flat, terms=terms), _added((of_sum, of_lse), layout), left, core)
+        return _exchanged(found, whole.e.shape, given.inputs.e.dtype, core, layout, sums)
 
-    of_tokens = layout.spec_of_tokens
-    specs = _specs(core, layout), of_tokens, P(), P(), of_tokens, _each(layout)
+    specs = _specs_of_summands(given, core, layout), (P(), layout.spec_of_tokens), _each(layout)
     mapped = _on_devices(on_device, layout, specs, _specs_of_gradients(core, layout, wanted))
-    return _typed_gradients(mapped(inputs, terms, common, of_sum, of_lse, left), inputs, layout)
+    return _typed_gradients(mapped(given, of, left), inputs, layout)
 
 
 def form_gradients(
     inputs: Inputs, terms: Any, cotangents_of: CotangentsOf, core: Core, layout: Layout, wanted: Wanted
-) -> tuple[Statistics, Residuals]:  # fmt: skip
+) -> tuple[Statistics, Residuals]:
     """passes.begin on a device: the numbers over all columns, and the gradients of its own; e: (N, D)."""
     if layout.size(layout.columns) == 1:
         return passes.begin(inputs, terms, cotangents_of, core, wanted)
@@ -160,17 +164,15 @@ def form_gradients(
     return passes.begin(own, terms, cotangents_of, core, wanted, reference, partial(_of_all_columns, layout=layout))
 
 
-def whole_numbers(inputs: Inputs, core: Core, layout: Layout | None) -> Statistics:
+def whole_numbers(inputs: Inputs, core: Core, layout: Layout) -> Statistics:
     """The core's numbers from the full logits (cce_jax/reference.py), which JAX differentiates."""
-    if layout is None:
-        return _shaped(reference.statistics(_flat(inputs), head=core.head, with_sum=core.with_sum), inputs.targets)
     local = layout.local()
 
     def run(inputs: Inputs) -> Statistics:
         whole = _gathered(inputs, core, local)
-        flat = _flat(whole._replace(targets=_columns_of(whole, core, local)))
+        flat = passes.flat(whole._replace(targets=_columns_of(whole, core, local)))
         numbers = reference.statistics(flat, head=core.head, with_sum=core.with_sum, over=local.columns)
-        return jax.tree.map(lambda x: _own_tokens(x, local), _shaped(numbers, whole.targets))
+        return jax.tree.map(lambda x: _own_tokens(x.reshape(whole.targets.shape), local), numbers)
 
     if not layout.explicit:
         if layout.mapped:  # so that gradients lie as their inputs do
@@ -182,10 +184,10 @@ def whole_numbers(inputs: Inputs, core: Core, layout: Layout | None) -> Statisti
     return over_auto(inputs)
 
 
-def whole_weights(weights: jax.Array | None, layout: Layout | None) -> jax.Array | None:
+def whole_weights(weights: jax.Array | None, layout: Layout) -> jax.Array | None:
     """class_weight of the whole vocabulary, on every device: XLA then does not split the look-up of targets in it."""
-    if weights is None or layout is None:
-        return weights
+    if weights is None:
+        return None
     if axes := tuple(a for a in layout.vocabulary if a not in layout.mapped):
         place = jnp.zeros(weights.size * layout.size(axes), weights.dtype)
         start = lax.axis_index(axes) * weights.size
@@ -193,19 +195,9 @@ def whole_weights(weights: jax.Array | None, layout: Layout | None) -> jax.Array
     return layout.pinned(weights, P())
 
 
-def _forward(
-    inputs: Inputs, *, core: Core, layout: Layout | None, wanted: Wanted | None
-) -> tuple[Statistics, Held]:  # fmt: skip
-    whole = _gathered(in_type_of_e(inputs), core, layout)
-    numbers, held = of_columns(_flat(whole), core, layout, wanted)
-    return jax.tree.map(lambda x: _own_tokens(x, layout), _shaped(numbers, whole.targets)), held
-
-
-def of_columns(
-    inputs: Inputs, core: Core, layout: Layout | None, wanted: Wanted | None
-) -> tuple[Statistics, Held]:  # fmt: skip
+def of_columns(inputs: Inputs, core: Core, layout: Layout, wanted: Wanted | None) -> tuple[Statistics, Held]:
     """The numbers over all columns, from those over the device's own columns; e: (N, D)."""
-    if layout is None or layout.size(layout.columns) == 1:
+    if layout.size(layout.columns) == 1:
         numbers, residuals = passes.forward_pass(inputs, core, wanted)
         return numbers, Held(numbers, residuals, None)
     own, reference = _own_columns(inputs, core, layout, wanted)
@@ -215,9 +207,7 @@ def of_columns(
     return numbers, Held(of_own, residuals, Shard(numbers.lse, reference))
 
 
-def _own_columns(
-    inputs: Inputs, core: Core, layout: Layout, wanted: Wanted | None
-) -> tuple[Inputs, jax.Array | None]:  # fmt: skip
+def _own_columns(inputs: Inputs, core: Core, layout: Layout, wanted: Wanted | None) -> tuple[Inputs, jax.Array | None]:
     """The inputs with targets as columns of the device, and numbers.Shard.reference."""
     named = inputs.targets < core.head.vocabulary(inputs.c) * layout.size(layout.columns)
     own = inputs._replace(targets=_columns_of(inputs, core, layout))
@@ -233,44 +223,25 @@ def _of_all_columns(of_own: Statistics, layout: Layout) -> Statistics:
     return Statistics(lse, target, *(total or [None]))
 
 
-def _backward(inputs: Inputs, held: Held, cotangents: Cotangents, *, core: Core, layout: Layout | None,
-              wanted: Wanted, sums: _Sums) -> Gradients:  # fmt: skip
-    whole = _gathered(in_type_of_e(inputs), core, layout)
-    flat = _flat(whole)
-    if layout is not None:
-        flat = flat._replace(targets=_columns_of(flat, core, layout))
-        cotangents = _added(jax.tree.map(lambda x: _all_tokens(x, layout), cotangents), layout)
-    cotangents = jax.tree.map(lambda x: x.reshape(-1), cotangents)
-    found, _ = passes.gradients(flat, held.numbers, held.residuals, cotangents, core, wanted, held.shard)
-    return _exchanged(found, whole.e.shape, inputs.e.dtype, core, layout, sums)
+def _inputs_of_device(inputs: Inputs, core: Core, layout: Layout) -> tuple[Inputs, Inputs]:
+    """The inputs after the gathers; and the same as (N, D), with targets as columns of the device."""
+    whole = _gathered(passes.in_type_of_e(inputs), core, layout)
+    flat = passes.flat(whole)
+    return whole, flat._replace(targets=_columns_of(flat, core, layout))
 
 
 def _exchanged(
-    found: Gradients, shape: tuple[int, ...], dtype: Any, core: Core, layout: Layout | None, sums: _Sums
-) -> Gradients:  # fmt: skip
+    found: Gradients, shape: tuple[int, ...], dtype: Any, core: Core, layout: Layout, sums: _Sums
+) -> Gradients:
     """The gradients of the device's tokens and columns, summed over the devices. shape, dtype: of de."""
-    de, dc, dbias = found
+    (de, dc, dbias), axis = found, core.head.vocab_axis
     if de is not None:
-        de = de.reshape(shape)
-    if layout is not None:
-        axis = core.head.vocab_axis
-        if de is not None:
-            de = _summed(_scattered_tokens(de, layout), sums.e).astype(dtype)
-        if dc is not None:
-            dc = _summed(_scattered(_scattered(dc, layout.width, 1 - axis), layout.gathered_columns, axis), sums.c)
-        if dbias is not None:
-            dbias = _summed(_scattered(dbias, layout.gathered_columns, 0), sums.bias)
+        de = _summed(_scattered_tokens(de.reshape(shape), layout), sums.e).astype(dtype)
+    if dc is not None:
+        dc = _summed(_scattered(_scattered(dc, layout.width, 1 - axis), layout.gathered_columns, axis), sums.c)
+    if dbias is not None:
+        dbias = _summed(_scattered(dbias, layout.gathered_columns, 0), sums.bias)
     return Gradients(de, dc, dbias)
-
-
-def in_type_of_e(inputs: Inputs) -> Inputs:
-    """The inputs with c and bias rounded to e's type, which halves the bytes that are gathered afterwards."""
-    of_e = inputs.e.dtype
-
-    def in_it(x: Any) -> Any:
-        return x if x is None or x.dtype == of_e else reference.nearest(x, of_e).astype(of_e)
-
-    return inputs._replace(c=in_it(inputs.c), bias=in_it(inputs.bias))
 
 
 def _columns_of(inputs: Inputs, core: Core, layout: Layout) -> jax.Array:
@@ -283,10 +254,8 @@ def _columns_of(inputs: Inputs, core: Core, layout: Layout) -> jax.Array:
     return jnp.where(inputs.targets < 0, -1, jnp.where(here, local, columns))
 
 
-def _gathered(inputs: Inputs, core: Core, layout: Layout | None) -> Inputs:
+def _gathered(inputs: Inputs, core: Core, layout: Layout) -> Inputs:
     """The inputs after the gathers: of e and targets, or of c, bias and weights."""
-    if layout is None:
-        return inputs
     axis, columns = core.head.vocab_axis, layout.gathered_columns
     return inputs._replace(
         e=_all_tokens(inputs.e, layout),
@@ -307,10 +276,10 @@ def _all_tokens(x: jax.Array, layout: Layout) -> jax.Array:
     return x
 
 
-def _own_tokens(x: jax.Array, layout: Layout | None) -> jax.Array:
+def _own_tokens(x: jax.Array, layout: Layout) -> jax.Array:
     """The inverse of _all_tokens."""
-    for axis, axes in () if layout is None else layout.gathered_of_tokens:
-        size = x.shape[axis] // layout.size(axes)  # type: ignore[union-attr]
+    for axis, axes in layout.gathered_of_tokens:
+        size = x.shape[axis] // layout.size(axes)
         x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, axis)
     return x
 
@@ -328,14 +297,6 @@ def _scattered_tokens(x: jax.Array, layout: Layout) -> jax.Array:
 
 def _summed(x: jax.Array, axes: Axes) -> jax.Array:
     return lax.psum(x, axes) if axes else x
-
-
-def _flat(inputs: Inputs) -> Inputs:
-    return inputs._replace(e=inputs.e.reshape(-1, inputs.e.shape[-1]), targets=inputs.targets.reshape(-1))
-
-
-def _shaped(numbers: Statistics, targets: jax.Array) -> Statistics:
-    return jax.tree.map(lambda x: x.reshape(targets.shape), numbers)
 
 
 def _on_devices(run: Any, layout: Layout, in_specs: Any, out_specs: Any) -> Any:
@@ -356,6 +317,10 @@ def _specs(core: Core, layout: Layout) -> Any:
     c, of_columns = layout.spec_of_c(core.head.vocab_axis), layout.spec_of_columns
     specs: tuple[Any, ...] = layout.spec_of_e, c, of_columns, layout.spec_of_tokens, of_columns, P()
     return Inputs(*specs)
+
+
+def _specs_of_summands(of: Any, core: Core, layout: Layout) -> Any:
+    return of._replace(inputs=_specs(core, layout), terms=layout.spec_of_tokens, common=P())
 
 
 def _specs_of_gradients(core: Core, layout: Layout, wanted: Wanted) -> Gradients:

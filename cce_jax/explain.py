@@ -5,8 +5,9 @@ from typing import Any, Literal
 
 import jax
 
-from cce_jax import losses, passes
-from cce_jax.api import may_chunk, resolved
+from cce_jax import losses, plans
+from cce_jax.api import may_chunk
+from cce_jax.arguments import resolved
 from cce_kernels import contract
 from cce_kernels.device import local_gpu
 from cce_kernels.head import Head
@@ -23,7 +24,7 @@ def explain(
     reduction: losses.Reduction = "mean",
     label_smoothing: float = 0.0,
     vocab_axis: Literal[0, 1] = 0,
-    impl: passes.Impl = "auto",
+    impl: plans.Impl = "auto",
     memory_budget: float | Literal["all"] | None = None,
     precision: jax.lax.PrecisionLike = None,
     gradients_of: Collection[str] = ("e", "c"),
@@ -54,8 +55,14 @@ def explain(
     contract.choice("vocab_axis", vocab_axis, (0, 1))
     smooths = contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0) > 0
     gpu = local_gpu()
-    core = passes.Core(Head(contract.softcap(softcap), vocab_axis, precision), smooths, resolved(impl, e.dtype, gpu),
-                       contract.memory_budget(memory_budget), gpu, wide_dc=c.dtype != e.dtype,
-                       may_chunk=may_chunk(gpu))  # fmt: skip
+    core = plans.Core(
+        Head(contract.softcap(softcap), vocab_axis, precision),
+        smooths,
+        resolved(impl, e.dtype, gpu),
+        contract.memory_budget(memory_budget),
+        gpu,
+        wide_dc=c.dtype != e.dtype,
+        may_chunk=may_chunk(gpu),
+    )
     tokens = jax.ShapeDtypeStruct((e.size // max(e.shape[-1], 1), e.shape[-1]), e.dtype)
-    return passes.explanation(Inputs(tokens, c, bias, None), core, reduction, gradients_of)  # type: ignore[arg-type]
+    return plans.explanation(Inputs(tokens, c, bias, None), core, reduction, gradients_of)  # type: ignore[arg-type]

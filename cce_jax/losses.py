@@ -4,14 +4,15 @@
 range and names no column; -1 where the token is ignored.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cce_kernels.numbers import Statistics
+from cce_kernels.numbers import Cotangents, Statistics
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -25,95 +26,103 @@ class Loss:
     has_z_loss: bool = False  # whether z_loss is not 0
 
 
+class Terms(NamedTuple):
+    """What the loss of each token depends on besides the core's numbers, of the shape of targets; None: not used."""
+
+    columns: jax.Array  # int32
+    target_weight: jax.Array | None  # the class weight of the token's target
+    weight: jax.Array  # the weight of the token; 0 where it is ignored, if there are token weights
+
+
+class Common(NamedTuple):
+    """What the losses of all tokens depend on: numbers or scalar arrays, and an array (V,); None: not used."""
+
+    label_smoothing: Any
+    z_loss: Any
+    class_weight: jax.Array | None  # at least float32
+
+
 def columns(targets: jax.Array, ignore_index: int, vocabulary: int) -> jax.Array:
     in_vocabulary = (targets >= 0) & (targets < vocabulary)
     return jnp.where(targets != ignore_index, jnp.where(in_vocabulary, targets, vocabulary), -1)
 
 
-def loss(
-    numbers: Statistics,
+def terms(
     columns: jax.Array,
     class_weight: jax.Array | None,
     token_weight: jax.Array | None,
-    num_items: jax.Array | float | None,
-    *,
     vocabulary: int,
-    options: Loss,
-    label_smoothing: Any = None,
-    z_loss: Any = None,
-    summed: tuple[str, ...] = (),
+    dtype: Any,
     out_sharding: Any = None,
-) -> tuple[jax.Array, jax.Array]:
-    """The loss, a scalar or for "none" of the shape of columns, and lse, which is 0 for ignored tokens.
+) -> Terms:
+    """The terms of tokens from the weights of all classes and of the tokens.
 
-    numbers: each of the shape of columns; class_weight: (V,) at least float32; token_weight: of the shape of columns;
-    label_smoothing, z_loss: numbers or scalar arrays, None if options.smooths or options.has_z_loss is False.
-    summed: the axes of jax.shard_map over whose devices the tokens are split: "mean" and "sum" extend over them.
-    out_sharding: of columns, where the mesh has Explicit axes.
+    dtype: of the weights. out_sharding: of columns, where the mesh has Explicit axes.
     """
-    target_weight = target_weights(columns, class_weight, vocabulary, out_sharding)
-    total, lse = totals(numbers, columns, class_weight, target_weight, vocabulary=vocabulary, options=options,
-                        label_smoothing=label_smoothing, z_loss=z_loss)  # fmt: skip
-    weight = weights(columns, token_weight, lse.dtype)
-    total = jnp.where(columns >= 0, weight * total, 0)
+    target_weight = None
+    if class_weight is not None:
+        target_weight = class_weight.at[jnp.clip(columns, 0, vocabulary - 1)].get(out_sharding=out_sharding)
+    weight = jnp.ones_like(columns, dtype)
+    if token_weight is not None:
+        weight = jnp.where(columns >= 0, token_weight.astype(dtype), 0)
+    return Terms(columns, target_weight, weight)
+
+
+def loss(
+    numbers: Statistics,
+    terms: Terms,
+    common: Common,
+    num_items: jax.Array | float | None,
+    options: Loss,
+    vocabulary: int,
+    summed: tuple[str, ...] = (),
+) -> tuple[jax.Array, jax.Array]:
+    """The loss, a scalar or for "none" of the shape of targets, and lse, which is 0 for ignored tokens.
+
+    numbers: each of the shape of targets. summed: the axes of jax.shard_map over whose devices the tokens are split:
+    "mean" and "sum" extend over them.
+    """
+    total, lse = totals(numbers, terms, common, options, vocabulary)
+    total = jnp.where(terms.columns >= 0, terms.weight * total, 0)
     if options.reduction == "none":
         return total, lse
-
-    return reduced(jnp.sum(total), columns, weight, target_weight, num_items, options=options, summed=summed), lse
-
-
-def target_weights(
-    columns: jax.Array, class_weight: jax.Array | None, vocabulary: int, out_sharding: Any = None
-) -> Any:
-    """The class weight of each token's target, of the shape of columns; None where there are no class weights."""
-    if class_weight is None:
-        return None
-    return class_weight.at[jnp.clip(columns, 0, vocabulary - 1)].get(out_sharding=out_sharding)
-
-
-def weights(columns: jax.Array, token_weight: jax.Array | None, dtype: Any) -> jax.Array:
-    """The weight of each token: 1 everywhere if there are no weights, else 0 where the token is ignored."""
-    if token_weight is None:
-        return jnp.ones_like(columns, dtype)
-    return jnp.where(columns >= 0, token_weight.astype(dtype), 0)
+    return reduced(jnp.sum(total), terms, num_items, options, summed), lse
 
 
 def totals(
-    numbers: Statistics,
-    columns: jax.Array,
-    class_weight: jax.Array | None,
-    target_weight: jax.Array | None,
-    *,
-    vocabulary: int,
-    options: Loss,
-    label_smoothing: Any,
-    z_loss: Any,
+    numbers: Statistics, terms: Terms, common: Common, options: Loss, vocabulary: int
 ) -> tuple[jax.Array, jax.Array]:
     """The loss of each token before its token weight, and lse; both 0 where the token is ignored."""
-    kept = columns >= 0
+    kept = terms.columns >= 0
     lse, target = jnp.where(kept, numbers.lse, 0), jnp.where(kept, numbers.target, 0)
-    ce = (1.0 if target_weight is None else target_weight) * (lse - target)
+    ce = (1.0 if terms.target_weight is None else terms.target_weight) * (lse - target)
     if options.smooths:
         assert numbers.sum is not None
-        whole = vocabulary if class_weight is None else jnp.sum(class_weight)
+        whole = vocabulary if common.class_weight is None else jnp.sum(common.class_weight)
         smooth = (whole * lse - jnp.where(kept, numbers.sum, 0)) / vocabulary
-        ce = (1 - label_smoothing) * ce + label_smoothing * smooth
-    total = ce + z_loss * lse**2 if options.has_z_loss else ce
-    poison = jnp.where(columns == vocabulary, jnp.nan, 1.0).astype(lse.dtype)  # a factor, so that gradients are NaN too
+        ce = (1 - common.label_smoothing) * ce + common.label_smoothing * smooth
+    total = ce + common.z_loss * lse**2 if options.has_z_loss else ce
+    out_of_range = terms.columns == vocabulary
+    poison = jnp.where(out_of_range, jnp.nan, 1.0).astype(lse.dtype)  # a factor, so that gradients are NaN too
     return jnp.where(kept, poison * total, 0), lse
 
 
+def cotangents_of(common: Common, options: Loss, vocabulary: int) -> Callable[[Statistics, Terms], Cotangents]:
+    """(numbers, terms) -> the cotangents of the numbers where that of Σ weight · total is 1."""
+
+    def cotangents(numbers: Statistics, terms: Terms) -> Cotangents:
+        def weighted(x: Statistics) -> jax.Array:
+            return jnp.sum(terms.weight * totals(x, terms, common, options, vocabulary)[0])
+
+        return Cotangents(*jax.grad(weighted)(numbers))
+
+    return cotangents
+
+
 def reduced(
-    value: jax.Array,
-    columns: jax.Array,
-    weight: jax.Array,
-    target_weight: jax.Array | None,
-    num_items: jax.Array | float | None,
-    *,
-    options: Loss,
-    summed: tuple[str, ...] = (),
+    value: jax.Array, terms: Terms, num_items: jax.Array | float | None, options: Loss, summed: tuple[str, ...] = ()
 ) -> jax.Array:
-    """The "sum" or "mean" from the sum over this device's tokens. weight: `weights`."""
+    """The "sum" or "mean" from the sum over this device's tokens."""
 
     def sum_of(x: jax.Array) -> jax.Array:
         return lax.psum(x, summed) if summed else x
@@ -121,8 +130,9 @@ def reduced(
     value = sum_of(value)
     if options.reduction == "mean":
         if num_items is None:
+            weight, target_weight = terms.weight, terms.target_weight
             of_items = weight if target_weight is None else weight * target_weight
-            items = sum_of(jnp.sum(jnp.where(columns >= 0, of_items, 0)))
+            items = sum_of(jnp.sum(jnp.where(terms.columns >= 0, of_items, 0)))
         else:
             items = jnp.asarray(num_items)
         items = items.astype(value.dtype)

@@ -5,7 +5,7 @@ from typing import Any, Literal, TypedDict
 import jax
 
 from cce_jax.losses import Reduction
-from cce_jax.passes import Impl
+from cce_jax.plans import Impl
 
 Array = Any  # or an object with `__jax_array__`; a type checker also finds that Linen's `apply` may return a tuple
 

@@ -25,10 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 Axes = tuple[str, ...]  # the mesh axes that split one axis of an array, the slowest first
 
-HOW = (
-    "sharding must be a pair of jax.sharding.PartitionSpec, of e and of c, such as "
-    "sharding=(P('data'), P('tensor'))"
-)  # fmt: skip
+HOW = "sharding must be a pair of jax.sharding.PartitionSpec, of e and of c, such as sharding=(P('data'), P('tensor'))"
 
 
 @dataclass(frozen=True)
@@ -143,9 +140,15 @@ class Layout:
         def kept(axes: Axes) -> Axes:
             return tuple(a for a in axes if a not in self.mapped)
 
-        return replace(self, mapped=frozenset(), tokens=tuple(map(kept, self.tokens)), width=kept(self.width),
-                       vocabulary=kept(self.vocabulary), gathered=self.gathered - self.mapped,
-                       gathered_tokens=self.gathered_tokens - self.mapped)  # fmt: skip
+        return replace(
+            self,
+            mapped=frozenset(),
+            tokens=tuple(map(kept, self.tokens)),
+            width=kept(self.width),
+            vocabulary=kept(self.vocabulary),
+            gathered=self.gathered - self.mapped,
+            gathered_tokens=self.gathered_tokens - self.mapped,
+        )
 
     def explicit_part(self, spec: P) -> P:
         """spec without the axes that are not Explicit."""
@@ -220,8 +223,16 @@ def layout_of(e: Any, c: Any, vocab_axis: int, sharding: Any) -> Layout | None:
     return _layout(mesh, mapped, typed, e, c, vocab_axis, of_e, of_c)
 
 
-def _layout(mesh: AbstractMesh, mapped: frozenset[str], typed: bool, e: Any, c: Any, vocab_axis: int,
-            of_e: tuple[Axes, ...], of_c: tuple[Axes, ...]) -> Layout:  # fmt: skip
+def _layout(
+    mesh: AbstractMesh,
+    mapped: frozenset[str],
+    typed: bool,
+    e: Any,
+    c: Any,
+    vocab_axis: int,
+    of_e: tuple[Axes, ...],
+    of_c: tuple[Axes, ...],
+) -> Layout:
     """The layout, from the axes that split each axis of e and of c."""
     *tokens, of_width = of_e
     if any(a not in mapped for a in of_width):
@@ -256,8 +267,19 @@ def _layout(mesh: AbstractMesh, mapped: frozenset[str], typed: bool, e: Any, c: 
             f"sharding splits the vocabulary of c over {vocabulary}, of which {tuple(gathered & set(vocabulary))} "
             "splits the tokens too: inside jax.shard_map this axis must come last"
         )
-    return Layout(mesh, mapped, typed, tuple(tokens), ordered, width, gathered, of_tokens, of_e, of_c,
-                  jax.typeof(c).sharding.spec.reduced & mapped)  # fmt: skip
+    return Layout(
+        mesh,
+        mapped,
+        typed,
+        tuple(tokens),
+        ordered,
+        width,
+        gathered,
+        of_tokens,
+        of_e,
+        of_c,
+        jax.typeof(c).sharding.spec.reduced & mapped,
+    )
 
 
 def _pair(sharding: Any) -> tuple[P, P]:

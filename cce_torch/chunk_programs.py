@@ -23,8 +23,7 @@ import torch
 from jax import lax
 from torch import Tensor
 
-from cce_jax import losses, passes
-from cce_jax.core import Common, Terms, cotangents_of, totals_of
+from cce_jax import losses, plans
 from cce_kernels import in_forward
 from cce_kernels.block_floats import steps_shape
 from cce_kernels.exponentials import saved_shape
@@ -105,7 +104,7 @@ def chunks_of(e: Tensor, tokens: int, columns: int, with_bias: bool, wanted: Wan
 
 @lru_cache(maxsize=PROGRAMS)
 def _chunks(kind: Kind, size: int, with_bias: bool, wanted: Wanted) -> Chunks | None:
-    how = passes.plan_for(kind.shapes(size, with_bias), kind.static, wanted, one_factor=True).in_forward
+    how = plans.plan_for(kind.shapes(size, with_bias), kind.static, wanted, one_factor=True).in_forward
     return None if how is None else how.chunks
 
 
@@ -118,8 +117,8 @@ def way_of(
 
 @lru_cache(maxsize=PROGRAMS)
 def _way(kind: Kind, size: int, with_bias: bool, chunks: Chunks, wanted: Wanted, vocabulary: int) -> Way:
-    decided = passes.Decided(0, chunks=chunks)
-    return Way(kind, passes.plan_for(kind.shapes(size, with_bias), kind.static, wanted, decided, True), vocabulary)
+    decided = plans.Decided(0, chunks=chunks)
+    return Way(kind, plans.plan_for(kind.shapes(size, with_bias), kind.static, wanted, decided, True), vocabulary)
 
 
 def spans(chunks: Chunks, tokens: int) -> list[tuple[int, int]]:
@@ -259,9 +258,9 @@ def _gradients_program(way: Way, size: int, present: tuple[bool, ...]) -> Callab
             count:
         ]
         chunk, numbers = _chunk(*others), named(Statistics, numbers)
-        common = Common(label_smoothing, z_loss, class_weight)
-        totals = totals_of(way.vocabulary, way.kind.call.loss, common)
-        of = cotangents_of(totals)(numbers, Terms(columns, target_weight, weight))
+        common = losses.Common(label_smoothing, z_loss, class_weight)
+        cotangents_of = losses.cotangents_of(common, way.kind.call.loss, way.vocabulary)
+        of = cotangents_of(numbers, losses.Terms(columns, target_weight, weight))
         held = given.columns if logits is None else logits
         de, left, dbias = in_forward.gradients_of(chunk, held, named(Statistics, own), numbers, of, plan)
         dc, steps = given.dc, given.steps

@@ -28,7 +28,7 @@ def explain(
     (D, V) with vocab_axis=1, bias (V,). Only their shapes, types, layout and device are read. Raises ValueError where
     an option is out of its range, or the call would run PyTorch's own operators, as with float64.
     """
-    from cce_jax import passes
+    from cce_jax import plans
     from cce_torch import ops, programs
     from cce_torch.api import resolved
 
@@ -41,4 +41,4 @@ def explain(
                        contract.memory_budget(memory_budget), c.dtype != e.dtype)  # fmt: skip
     kind = programs.kind_of_tensors(e, c.T if vocab_axis else c, call)
     shapes = kind.shapes(kind.sizes(e.numel() // max(e.shape[-1], 1)), bias is not None)
-    return passes.explanation(shapes, kind.static, reduction, gradients_of)
+    return plans.explanation(shapes, kind.static, reduction, gradients_of)

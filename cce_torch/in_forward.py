@@ -24,8 +24,7 @@ import torch
 from jax import lax
 from torch import Tensor
 
-from cce_jax import losses, passes
-from cce_jax.core import Common, Terms, cotangents_of, totals_of
+from cce_jax import losses, passes, plans
 from cce_kernels.contract import default_budget
 from cce_kernels.numbers import Statistics, Wanted
 from cce_kernels.residuals import Residuals, shapes_of
@@ -55,7 +54,7 @@ def begun_of(kind: Kind, size: int, with_bias: bool, wanted: Wanted) -> Residual
     if not size or kind.call.loss.reduction == "none":
         return None
     inputs = kind.shapes(size, with_bias)
-    plan = passes.plan_for(inputs, kind.static, wanted, one_factor=True)
+    plan = plans.plan_for(inputs, kind.static, wanted, one_factor=True)
     return None if plan.in_forward is None else shapes_of(plan)
 
 
@@ -177,12 +176,10 @@ def _begin_program(kind: Kind, size: int, wanted: Wanted, count: int) -> Callabl
     def torch_begin(*arrays):
         problem = Problem.of(kind, *arrays[count:])  # the first `count` are the results' memory
         inputs = problem.inputs
-        target_weight = losses.target_weights(inputs.targets, inputs.weights, kind.vocabulary)
-        weight = losses.weights(inputs.targets, problem.token_weight, jnp.float32)
-        common = Common(problem.label_smoothing, problem.z_loss, inputs.weights)
-        totals = totals_of(kind.static.head.vocabulary(inputs.c), kind.call.loss, common)
-        statistics, begun = passes.begin(inputs, Terms(inputs.targets, target_weight, weight), cotangents_of(totals),
-                                         kind.static, wanted)  # fmt: skip
+        cotangents_of = losses.cotangents_of(problem.common, kind.call.loss, kind.vocabulary)
+        statistics, begun = passes.begin(
+            inputs, problem.terms(problem.token_weight), cotangents_of, kind.static, wanted
+        )
         return *problem.results(statistics), *jax.tree.leaves(begun)
 
     return jitted(torch_begin, count)
@@ -226,11 +223,8 @@ def _finish_program(
 
 def _factor(problem: Problem, of_loss: jax.Array) -> jax.Array:
     """of_loss · ∂loss/∂S, where S is the sum of the tokens' losses."""
-    kind, columns = problem.kind, problem.inputs.targets
 
     def loss(total):
-        target_weight = losses.target_weights(columns, problem.inputs.weights, kind.vocabulary)
-        weight = losses.weights(columns, problem.token_weight, jnp.float32)
-        return losses.reduced(total, columns, weight, target_weight, problem.num_items, options=kind.call.loss)
+        return losses.reduced(total, problem.terms(problem.token_weight), problem.num_items, problem.kind.call.loss)
 
     return jax.vjp(loss, jnp.float32(0))[1](of_loss)[0]

@@ -22,7 +22,7 @@ import torch
 from jax import lax
 from torch import Tensor
 
-from cce_jax import losses, passes
+from cce_jax import losses, passes, plans
 from cce_kernels.device import gpu_of
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
@@ -52,7 +52,7 @@ class Call:
     loss: losses.Loss
     softcap: float | None
     precision: str | None
-    impl: passes.Impl
+    impl: plans.Impl
     memory_budget: int | None
     wide_dc: bool  # c and bias were float32 and are rounded to e's type: their gradients are float32
     of_shard: bool = False  # c is a shard of the vocabulary: de is a part of a sum, in float32
@@ -107,7 +107,7 @@ class Kind:
     """
 
     call: Call
-    static: passes.Core  # the static part of the core's call
+    static: plans.Core  # the static part of the core's call
     c_shape: torch.Size  # in the order of memory
     dtype: torch.dtype
     device: Any  # JAX's device
@@ -146,7 +146,7 @@ def kind_of(call: Call, c_shape: torch.Size, vocab_axis: int, dtype: torch.dtype
         on = bridge.jax_device(device)
         head = Head(call.softcap, vocab_axis, lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT)
         gpu = gpu_of(on) if device.type == "cuda" else None
-        static = passes.Core(head, call.loss.smooths, call.impl, call.memory_budget, gpu, call.of_shard, call.wide_dc)
+        static = plans.Core(head, call.loss.smooths, call.impl, call.memory_budget, gpu, call.of_shard, call.wide_dc)
         with _choosing:
             found = _kinds.setdefault(key, Kind(call, static, c_shape, dtype, on, Sizes()))
     return found
@@ -166,7 +166,7 @@ def _vocab_axis(c: Tensor) -> int:
 @lru_cache(maxsize=PROGRAMS)
 def saved_shape_of(kind: Kind, size: int, with_bias: bool, wanted: Wanted) -> tuple[int, ...]:
     """The shape of what a call with `size` tokens saves for these gradients."""
-    return passes.plan_for(kind.shapes(size, with_bias), kind.static, wanted).saved_shape
+    return plans.plan_for(kind.shapes(size, with_bias), kind.static, wanted).saved_shape
 
 
 def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, wanted: Wanted | None, row_length: int,
@@ -327,10 +327,16 @@ class Problem(NamedTuple):
 
     def loss(self, statistics: Statistics, token_weight: jax.Array | None) -> jax.Array:
         """The loss, from the core's numbers."""
-        value, _ = losses.loss(statistics, self.inputs.targets, self.inputs.weights, token_weight, self.num_items,
-                               vocabulary=self.kind.vocabulary, options=self.kind.call.loss,
-                               label_smoothing=self.label_smoothing, z_loss=self.z_loss)  # fmt: skip
-        return value
+        terms = self.terms(token_weight)
+        return losses.loss(statistics, terms, self.common, self.num_items, self.kind.call.loss, self.kind.vocabulary)[0]
+
+    def terms(self, token_weight: jax.Array | None) -> losses.Terms:
+        inputs = self.inputs
+        return losses.terms(inputs.targets, inputs.weights, token_weight, self.kind.vocabulary, jnp.float32)
+
+    @property
+    def common(self) -> losses.Common:
+        return losses.Common(self.label_smoothing, self.z_loss, self.inputs.weights)
 
     def results(self, statistics: Statistics) -> tuple[jax.Array, jax.Array]:
         """The loss, and the numbers as an array, 0 for ignored tokens."""

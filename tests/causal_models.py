@@ -49,11 +49,7 @@ MORE: dict[str, dict[str, Any]] = {
     "DeepseekV2Config": {"num_experts_per_tok": 2},
     "Dots1Config": {"n_routed_experts": 4},
     "Dots3NoteConfig": {"num_key_value_heads": 4},
-    "Gemma3nTextConfig": {
-        "num_kv_shared_layers": 0,
-        "vocab_size_per_layer_input": V,
-        "hidden_size_per_layer_input": 8,
-    },
+    "Gemma3nTextConfig": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": V, "hidden_size_per_layer_input": 8},
     "Gemma4TextConfig": {"vocab_size_per_layer_input": V},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
     "GraniteMoeHybridConfig": {"mamba_n_heads": 8, "mamba_d_head": 8},

@@ -85,24 +85,12 @@ ROWS = [
 
 
 TORCH_ROWS = [
-    (
-        {"c": torch.nn.Linear(D, V)},
-        TypeError,
-        r"c must be a torch\.Tensor, got Linear: pass its weight, and its bias",
-    ),
+    ({"c": torch.nn.Linear(D, V)}, TypeError, r"c must be a torch\.Tensor, got Linear: pass its weight, and its bias"),
     ({"c": torch.nn.Embedding(V, D)}, TypeError, r"c must be a torch\.Tensor, got Embedding: pass its weight$"),
-    (
-        {"targets": T.tolist()},
-        TypeError,
-        r"targets must be a torch\.Tensor, got list: write torch\.tensor\(targets\)",
-    ),
+    ({"targets": T.tolist()}, TypeError, r"targets must be a torch\.Tensor, got list: write torch\.tensor\(targets\)"),
     ({"e": list(torch.ones(2, 3, D))}, TypeError, r"e must be a torch\.Tensor, got list: write torch\.stack\(e\)"),
     ({"targets": T.astype(np.float32)}, TypeError, r"targets.*got targets float32: write targets\.long\(\)"),
-    (
-        {"num_items": torch.ones((), dtype=torch.complex64)},
-        TypeError,
-        r"num_items must be real, got complex64",
-    ),
+    ({"num_items": torch.ones((), dtype=torch.complex64)}, TypeError, r"num_items must be real, got complex64"),
     ({"num_items": np.complex64(3)}, TypeError, r"num_items must be real, got complex64"),
     ({"num_items": 1e39}, ValueError, r"num_items=1e\+39 must be finite in float32"),
     ({"logit_scale": -1e39}, ValueError, r"logit_scale=-1e\+39 must be finite in float32"),

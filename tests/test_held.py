@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cce_jax import linear_cross_entropy, passes
+from cce_jax import linear_cross_entropy, passes, plans
 from cce_kernels import in_forward
 from cce_kernels.block_floats import steps_shape
 from cce_kernels.call import ITEMSIZE
@@ -220,7 +220,7 @@ def test_a_forward_pass_by_itself_is_within_the_budget(call):
     if plan.in_forward is None:
         pytest.skip("computes the logits again")
     wanted, head = plan.call.wanted, plan.call.head
-    core = passes.Core(head, plan.call.with_sum, "cce" if call.impl == "auto" else call.impl, call.memory_budget, H200,
+    core = plans.Core(head, plan.call.with_sum, "cce" if call.impl == "auto" else call.impl, call.memory_budget, H200,
                        wide_dc=call.mixed)  # fmt: skip
     c_shape = (call.vocabulary, call.width) if call.vocab_axis == 0 else (call.width, call.vocabulary)
     shaped = partial(jax.ShapeDtypeStruct, dtype=call.dtype)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cce_jax.passes import Core, plan_for
+from cce_jax.plans import Core, plan_for
 from cce_kernels.call import ITEMSIZE, Call
 from cce_kernels.contract import default_budget
 from cce_kernels.device import H200, INTERPRETER, Gpu

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cce_jax import passes
+from cce_jax import plans
 from cce_kernels import backward, forward, gradients
 from cce_kernels.device import H200
 from cce_kernels.engines import hopper
@@ -67,7 +67,7 @@ def test_calls_without_a_gpu(first):
 @pytest.fixture
 def both(adding_copies, monkeypatch):  # noqa: F811
     """What would run on a Hopper GPU with few multiprocessors runs in both interpreters."""
-    monkeypatch.setattr(passes, "INTERPRETER", SMALL)
+    monkeypatch.setattr(plans, "INTERPRETER", SMALL)
     monkeypatch.setattr(hopper, "MOSAIC", True)
     plan_of.cache_clear()
     yield

@@ -4,12 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import LlamaConfig, Trainer, TrainerCallback, TrainingArguments
 
 from cce_torch import blocks
 from cce_torch.transformers import cce_patch, cce_unpatch

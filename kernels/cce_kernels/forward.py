@@ -117,10 +117,7 @@ def _sums(
     if reference is None:
         return sums
     lse = sums.lse
-    for step, relative_to, where in (
-        (how.scattered, reference, at),
-        (how.rescue, None, at._replace(starts=None)),
-    ):
+    for step, relative_to, where in ((how.scattered, reference, at), (how.rescue, None, at._replace(starts=None))):
         if step is not None:
             lse = step.engine.again(inputs, where, relative_to, lse, head=head, tiles=step.tiles, gpu=gpu)
     return sums._replace(lse=lse, target=reference)

@@ -39,6 +39,11 @@ class Residuals(NamedTuple):
     dbias: jax.Array | None = None  # (V,) float32
     last: Left | None = None
 
+    @property
+    def of_one_factor(self) -> bool:
+        """Whether these are gradients up to one factor."""
+        return self.de is not None or self.dc is not None or self.dbias is not None
+
 
 def shapes_of(plan: Plan) -> Residuals:
     """The shapes and types of what the forward pass leaves by this plan, as jax.ShapeDtypeStruct."""

@@ -23,18 +23,7 @@ from cce_kernels.plan.chunks import sums_in_16_bits
 from cce_kernels.tokens import gathered_rows
 from tests.cases import ARRAYS, Case, Inputs
 from tests.devices.drawn import DRAWS, layouts, options_of
-from tests.devices.meshes import (
-    LAYOUTS,
-    PLAIN,
-    Layout,
-    arrays,
-    collectives,
-    leaves_of,
-    loss_of,
-    mesh_of,
-    over,
-    uneven,
-)
+from tests.devices.meshes import LAYOUTS, PLAIN, Layout, arrays, collectives, leaves_of, loss_of, mesh_of, over, uneven
 from tests.tolerance import assert_close, assert_reference, error
 from tests.truth import truth
 
@@ -282,11 +271,7 @@ def test_devices_that_share_a_token_may_weight_it_differently(formed):
 EXCHANGED = {
     "tokens": {"all-reduce f32[64,16]": 1},
     "vocabulary": {"all-gather f32[8,16,2]": 1, "all-reduce f32[8,8,16]": 1},
-    "tokens and vocabulary": {
-        "all-gather f32[4,8,2]": 1,
-        "all-reduce f32[4,8,16]": 1,
-        "all-reduce f32[16,16]": 1,
-    },
+    "tokens and vocabulary": {"all-gather f32[4,8,2]": 1, "all-reduce f32[4,8,16]": 1, "all-reduce f32[16,16]": 1},
     "c's width over data": {"all-gather f32[64,16]": 1, "reduce-scatter f32[64,2]": 1},
     "c's vocabulary over data": {"all-gather f32[64,16]": 1, "reduce-scatter f32[8,16]": 1},
     "width over fsdp, vocabulary over tensor": {

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import cce_jax
-from cce_jax import passes
+from cce_jax import plans
 from cce_kernels.device import local_gpu
 from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs as Arrays
@@ -30,9 +30,9 @@ def engine(program: Program) -> str:
     e, c, bias = (jax.ShapeDtypeStruct(shape, program.dtype) for shape in (*shapes, (v,)))  # as the passes get them
     arrays = Arrays(e, c, bias if "bias" in program.arrays else None, None)  # type: ignore[arg-type]
     wanted = Wanted(*(name in program.wanted for name in ("e", "c", "bias")))
-    static = passes.Core(Head(program.softcap, program.vocab_axis), program.label_smoothing > 0, program.impl,  # type: ignore[arg-type]
+    static = plans.Core(Head(program.softcap, program.vocab_axis), program.label_smoothing > 0, program.impl,  # type: ignore[arg-type]
                        0, local_gpu())  # fmt: skip
-    plan = passes.plan_for(arrays, static, wanted if wanted != Wanted(False, False, False) else None)
+    plan = plans.plan_for(arrays, static, wanted if wanted != Wanted(False, False, False) else None)
     name = plan.forward.sums.engine.name
     return f"{name}, interpreted" if plan.gpu is not None and plan.gpu.interpreted else name
 

@@ -18,16 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from cce_kernels.engines.hopper.every_tile import PAIR_GROUP, Extent, every_tile, live_pairs, padded
-from cce_kernels.engines.hopper.matmul import (
-    Multiply,
-    Place,
-    Sum,
-    along_rows,
-    parts_of,
-    quotient,
-    remainder,
-    vector_of,
-)
+from cce_kernels.engines.hopper.matmul import Multiply, Place, Sum, along_rows, parts_of, quotient, remainder, vector_of
 from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS, PairTiles
 from cce_kernels.engines.order import cdiv
 from cce_kernels.gradients import Products

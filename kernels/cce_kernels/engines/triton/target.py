@@ -14,15 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from cce_kernels.engines.order import cdiv
-from cce_kernels.engines.triton.loads import (
-    indices,
-    inside,
-    launch,
-    load_scalar,
-    load_vector,
-    product_tile,
-    token_rows,
-)
+from cce_kernels.engines.triton.loads import indices, inside, launch, load_scalar, load_vector, product_tile, token_rows
 from cce_kernels.engines.triton.tiles import TileConfig
 from cce_kernels.head import Head
 from cce_kernels.numbers import FLOAT32_MAX, Inputs

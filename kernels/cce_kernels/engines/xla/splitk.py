@@ -11,11 +11,7 @@ from cce_kernels.engines.order import cdiv
 TILE = 128
 FLOPS = 200.0  # the cost of a multiplication, in the rule's own unit
 # By the major compute capability: the costs of a byte that is read, of a byte that is reduced, and of one reduction.
-WEIGHTS = {
-    8: (0.0666955, 467.815, 5.65307e7),
-    9: (0.194136, 193.1384, 4.36e7),
-    10: (0.0848863, 189.711, 1.21563e8),
-}
+WEIGHTS = {8: (0.0666955, 467.815, 5.65307e7), 9: (0.194136, 193.1384, 4.36e7), 10: (0.0848863, 189.711, 1.21563e8)}
 MOST_SPLITS = 2**11
 
 

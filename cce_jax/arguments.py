@@ -1,0 +1,167 @@
+"""Checks of the arguments of the public function that need JAX, and errors that say what to write instead."""
+
+import sys
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from cce_jax.plans import Impl
+from cce_jax.sharding import Layout
+from cce_kernels import contract
+from cce_kernels.device import Gpu, has_triton
+
+INT32 = np.iinfo(np.int32)
+
+
+def _array(name: str, x: Any) -> Any:
+    """x, or x.__jax_array__() if x has that method. TypeError if x is a torch.Tensor."""
+    torch = sys.modules.get("torch")  # if torch was not imported, x is no tensor
+    if torch is not None and isinstance(x, getattr(torch, "Tensor", ())):
+        raise TypeError(
+            f"{name} is a torch.Tensor: cce_torch.linear_cross_entropy takes those; this function takes arrays"
+        )
+    convert = getattr(x, "__jax_array__", None)  # None on JAX's tracers
+    return x if convert is None else convert()
+
+
+def known(**options: Any) -> None:
+    """TypeError if an option is known only when a program runs: the program depends on it."""
+    for name, value in options.items():
+        if isinstance(value, Tracer):
+            learned = ", or multiply e by a scale that is learned" if name == "logit_scale" else ""
+            raise TypeError(
+                f"{name} must be a Python number, got {value}, which JAX traces: give it as a static argument, such as "
+                f"jax.jit(..., static_argnames={name!r}){learned}"
+            )
+
+
+def precision(precision: Any) -> None:
+    """ValueError unless precision is one of JAX's. A DotAlgorithm is not checked: that depends on the types."""
+    known = precision is None or isinstance(
+        precision, jax.lax.Precision | jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
+    )
+    if not known and not (isinstance(precision, str | tuple) and _is_precision(precision)):
+        names = ", ".join(repr(x.name.lower()) for x in jax.lax.Precision)
+        raise ValueError(
+            f"precision={precision!r} must be None, {names}, or another precision of jax.lax.dot_general, such as "
+            "jax.lax.DotAlgorithmPreset.BF16_BF16_F32"
+        )
+
+
+@cache
+def _is_precision(precision: Any) -> bool:
+    x = jax.ShapeDtypeStruct((1,), np.float32)
+    try:
+        jax.eval_shape(partial(jax.lax.dot, precision=precision), x, x)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _instead(name: str, x: Any) -> str:
+    """What to write instead of an argument that is no array."""
+    if isinstance(x, list | tuple):
+        return f": write jnp.asarray({name})"
+    for part, shape in (("weight", "(V, D)"), ("embedding", "(V, D)"), ("kernel", "(D, V)")):
+        if hasattr(x, part) or (isinstance(x, dict) and part in x):
+            return f": pass its {part}, with vocab_axis={int(shape == '(D, V)')} if its shape is {shape}"
+    return ""
+
+
+def arrays(given: Any) -> Any:
+    """given, api.Arrays, with arrays for objects that stand for arrays."""
+    return type(given)(*map(_array, given._fields, given))
+
+
+def types(given: Any) -> None:
+    """TypeError unless the arrays of api.Arrays have types that go together."""
+    e, c, bias, targets = given[:4]
+    arrays = dict(zip(given._fields[:6], given, strict=False))
+    for name, x in arrays.items():
+        if not (hasattr(x, "dtype") and hasattr(x, "shape")) and (x is not None or name in ("e", "c", "targets")):
+            raise TypeError(f"{name} must be an array, got {type(x).__name__}{_instead(name, x)}")
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise TypeError(
+            f"targets must be of an integer type, got targets {targets.dtype}: write targets.astype(jnp.int32)"
+        )
+    allowed = (*contract.KERNEL_TYPES, "float64")
+    for name in ("e", "c", "bias"):
+        if arrays[name] is not None and arrays[name].dtype.name not in allowed:
+            raise TypeError(f"{name} must be one of {', '.join(allowed)}, got {name} {arrays[name].dtype}")
+    contract.types(e.dtype.name, c.dtype.name, None if bias is None else bias.dtype.name, "astype")
+    if e.dtype.name == "float64" and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
+        raise TypeError(
+            "e is float64, which JAX holds only with jax_enable_x64; enable it and use impl='chunked' or 'reference', "
+            f"or cast to one of {', '.join(contract.KERNEL_TYPES)}"
+        )
+    for name in ("class_weight", "token_weight"):
+        if arrays[name] is not None and jnp.issubdtype(arrays[name].dtype, jnp.complexfloating):
+            raise TypeError(f"{name} must be real, got {name} {arrays[name].dtype}")
+
+
+def shapes(given: Any, layout: Layout | None, vocab_axis: int, shift: int) -> None:
+    """ValueError unless the shapes of api.Arrays fit."""
+    of: dict[str, Any] = {name: None if x is None else np.shape(x) for name, x in given._asdict().items()}
+    shape_of_c = of["c"] if layout is None else layout.whole_width(given.c, vocab_axis)
+    parts = 1 if layout is None else layout.size(layout.split_sequences)
+    weights = {name: of[name] for name in ("bias", "class_weight", "token_weight")}
+    contract.shapes(of["e"], shape_of_c, of["targets"], vocab_axis=vocab_axis, shift=shift, parts=parts, **weights)
+    if of["num_items"]:
+        raise ValueError(f"num_items must be a number or a scalar array, got shape {of['num_items']}")
+
+
+def targets(targets, vocabulary: int, ignore_index: int, shift: int) -> None:
+    if isinstance(targets, Tracer):
+        raise ValueError(
+            "check_targets=True reads the values of targets: call it outside jit and other transformations"
+        )
+    values = np.asarray(targets)
+    bad = (values != ignore_index) & ((values < 0) | (values >= vocabulary))
+    if shift:
+        bad[..., :shift] = False  # no token predicts these targets
+    if bad.any():
+        position = np.argwhere(bad)[0]
+        raise contract.bad_target(position.tolist(), int(values[tuple(position)]), vocabulary, ignore_index)
+
+
+def int32(targets, ignore_index: int):
+    """targets as int32, and the ignore_index that goes with them.
+
+    A target that does not fit int32 must not wrap into the vocabulary: it is clipped to a number outside every
+    vocabulary, and is still ignored if it equals ignore_index. An ignore_index that does not fit the type of targets
+    ignores no token.
+    """
+    held = jnp.iinfo(targets.dtype)
+    if held.max <= INT32.max and INT32.min <= ignore_index <= INT32.max:
+        return targets.astype(np.int32), ignore_index
+    numpy = jnp if isinstance(targets, jax.Array) else np
+    ignored = held.min <= ignore_index <= held.max and targets == targets.dtype.type(ignore_index)
+    fitting = numpy.clip(targets, max(held.min, INT32.min + 1), min(held.max, INT32.max)).astype(np.int32)
+    return numpy.where(ignored, np.int32(INT32.min), fitting), INT32.min
+
+
+def resolved(impl: Impl, dtype, gpu: Gpu | None) -> Impl:
+    """impl, but "chunked" for "auto" if the kernels cannot run for this type or on this machine's GPU."""
+    if impl not in ("auto", "cce"):
+        return impl
+    typed, runs = dtype.name in contract.KERNEL_TYPES, gpu is None or gpu.supported
+    if impl == "auto":
+        return "auto" if typed and runs else "chunked"
+    if not typed:
+        allowed = ", ".join(contract.KERNEL_TYPES)
+        raise TypeError(f"impl='cce' takes {allowed}; e is {dtype}, which 'chunked' and 'reference' take")
+    if not has_triton():
+        raise NotImplementedError(
+            "impl='cce' needs Triton, which this jaxlib lacks (jaxlib for Windows has none; in WSL2 use jaxlib for "
+            "Linux): use impl='chunked', or leave impl out"
+        )
+    if gpu is not None and not gpu.supported:
+        raise NotImplementedError(
+            f"impl='cce' needs an NVIDIA GPU of compute capability 8.0 or more, this one is {gpu.compute_capability}; "
+            "impl='chunked' runs on it"
+        )
+    return impl
