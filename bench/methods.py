@@ -32,9 +32,11 @@ METHODS = {
     **{f"Liger {x}": _torch(peers.liger, x) for x in (4, 16, 64)},
     "Liger 16 float32": _torch(peers.liger, 16, True),
     **{f"Liger {x} CuTe": _torch(peers.liger, x, False, True) for x in (4, 16)},
+    "Liger SM90": _torch(peers.liger_sm90),
     "quack": _torch(peers.quack),
     **{f"quack {x}": _torch(peers.quack, x) for x in (1024, 2048)},
     "torch.compile": _torch(lambda: _of("compiled")()),
+    "gist": _torch(lambda: _of("in_chunks")()),
     "cut_cross_entropy": _torch(peers.cut_cross_entropy),
     "cut_cross_entropy exact": _torch(peers.cut_cross_entropy, True),
     "PyTorch eager": _torch(_of, "full_logits"),
@@ -49,7 +51,7 @@ METHODS = {
 ALL = (
     *("cce_jax 300 MiB", "cce_jax", "cce_jax 1.2 GB", "cce_jax 2.4 GB", "cce_jax all", "cce_torch"),
     *("Liger", "Liger 4", "Liger 16", "Liger 64", "Liger 16 float32", "quack 1024", "quack 2048", "quack"),
-    *("torch.compile", "Liger 4 CuTe", "Liger 16 CuTe"),
+    *("torch.compile", "Liger 4 CuTe", "Liger 16 CuTe", "Liger SM90", "gist"),
     *("cut_cross_entropy", "cut_cross_entropy exact", "tokamax", "tokamax chunked"),
 )
 # The fastest of them.
@@ -57,5 +59,5 @@ CLOSEST = ("cce_jax 300 MiB", "cce_jax", "cce_jax 1.2 GB", "Liger", "Liger 4", "
 # One of each kind.
 QUICK = (
     *("cce_jax", "cce_jax all", "cce_torch", "PyTorch eager", "full logits (XLA)", "torch.compile"),
-    *("cut_cross_entropy", "Liger", "quack", "F.linear_cross_entropy", "tokamax"),
+    *("cut_cross_entropy", "Liger", "quack", "F.linear_cross_entropy", "gist", "tokamax"),
 )

@@ -40,6 +40,12 @@ def liger(chunk_mem_const: int = 1, float32_sums: bool = False, cute: bool = Fal
     return loss
 
 
+def liger_sm90() -> Loss:
+    """Its function for Hopper, in CuTe, which keeps all logits in bfloat16."""
+    module = import_module("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
+    return module.LigerFusedLinearCrossEntropySM90Function.apply
+
+
 def quack(chunk_size: int = 4096) -> Loss:
     """chunk_size: in tokens. It takes its fused pipeline wherever that serves the call."""
     loss = import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bench import __main__ as command
-from bench import errors, methods, plot, profile, report
+from bench import errors, methods, plot, profile, report, torch_losses
 from bench import truth as float64
 from bench.calls import Call, step
 from bench.data import HEADS, SHAPES, Shape, flat, trained
@@ -136,8 +136,10 @@ def test_a_wrong_result_is_marked():
         errors.of_result("jax", (0.0, (expected.truth.de, expected.truth.dc.T)), expected, e.dtype)
 
 
-@pytest.mark.parametrize("name", ["cce_torch", "PyTorch eager"])
-def test_torch_methods_have_the_gradients_of_the_truth(name):
+@pytest.mark.parametrize("name", ["cce_torch", "PyTorch eager", "gist"])
+def test_torch_methods_have_the_gradients_of_the_truth(name, monkeypatch):
+    monkeypatch.setattr(torch_losses, "CHUNK", 16)  # three chunks
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # which takes 20 s and changes no gradient
     given = trained(Shape(48, 24, 90), jnp.float32)
     loss = methods.METHODS[name].load()
     result = step("torch", lambda *x: 3 * loss(*x), *given)()
