@@ -23,7 +23,8 @@ from bench.data import SHAPES, Shape, trained
 from bench.losses import ours
 from bench.measure import in_turns
 from bench.torch_losses import full_logits
-from cce_torch import bridge, linear_cross_entropy
+from cce_torch import linear_cross_entropy
+from cce_torch.on_jax import bridge
 
 MIB = 2**20
 TINY, SHAPE = Shape(64, 64, 512), SHAPES["gemma2-2b"]

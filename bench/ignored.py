@@ -17,7 +17,7 @@ from bench.calls import Call, step
 from bench.data import HEADS, SHAPES, Shape, trained
 from bench.losses import BUDGETS, ours
 from bench.measure import steady
-from cce_torch import bridge
+from cce_torch.on_jax import bridge
 
 RUN = 256  # tokens
 COLUMNS = {"package": "", "budget": "", "ignored": ".2f", "runs": "", "runtime_ms": ".2f", "ratio": ".3f"}

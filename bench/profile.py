@@ -22,7 +22,7 @@ from bench.calls import floor, step
 from bench.data import HEADS, SHAPES, Shape, trained
 from bench.methods import METHODS
 from cce_kernels.device import local_gpu
-from cce_torch import bridge
+from cce_torch.on_jax import bridge
 
 CALLS = 4
 PAUSE = 0.03  # seconds of idling before each call

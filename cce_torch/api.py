@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from cce_kernels import contract
-from cce_torch import compiled, losses, ops, reference, shards, tensors, vocab_in_forward
-from cce_torch import vocab_parallel as parallel
+from cce_torch import losses, ops
+from cce_torch.on_jax import tensors
 from cce_torch.options import Impl, Options, Reduction
-from cce_torch.vocab_parallel import VocabParallel
+from cce_torch.processes import shards, vocab_in_forward
+from cce_torch.processes import vocab_parallel as parallel
+from cce_torch.processes.vocab_parallel import VocabParallel
+from cce_torch.torch_alone import compiled, reference
 
 IMPLS = (*contract.IMPLS, "torch_compile")
 OF_TORCH = ("torch_compile", "reference")  # which run without JAX
@@ -166,7 +169,7 @@ def linear_cross_entropy(
     """
     given = dict(e=e, c=c, targets=targets, bias=bias, class_weight=class_weight, token_weight=token_weight)
     if tensors.has_dtensor(given):
-        from cce_torch import dtensors
+        from cce_torch.processes import dtensors
 
         return dtensors.loss(linear_cross_entropy, given, num_items, dict(  # type: ignore[call-issue]
             ignore_index=ignore_index, softcap=softcap, reduction=reduction, shift=shift, return_lse=return_lse,

@@ -29,8 +29,9 @@ def explain(
     an option is out of its range, or the call would run PyTorch's own operators, as with float64.
     """
     from cce_jax import passes
-    from cce_torch import ops, programs
+    from cce_torch import ops
     from cce_torch.api import resolved
+    from cce_torch.on_jax import programs
 
     contract.choice("reduction", reduction, contract.REDUCTIONS)
     contract.choice("impl", impl, ("auto", "cce", "chunked"))

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cce_torch import tensors
+from cce_torch.on_jax import tensors
 
 OPTIONS = (
     "SymInt row_length, int ignore_index, int shift, str reduction, bool smooths, bool has_z_loss, "
@@ -111,7 +111,7 @@ def _has_tangent(*given: Tensor | None) -> bool:
 
 def _kind(e: Tensor, c: Tensor, *others: Any) -> Any:
     """The call's programs.Kind, which the graph holds: the Kind knows the size to which the forward pass padded."""
-    from cce_torch import programs
+    from cce_torch.on_jax import programs
 
     return programs.kind_of_tensors(e, c, call_of(*others[-1]))
 
@@ -360,7 +360,7 @@ class _Gradients(torch.autograd.Function):
 @cache
 def _programs() -> Any:
     """cce_torch.programs, which imports JAX."""
-    from cce_torch import programs
+    from cce_torch.on_jax import programs
 
     return programs
 
@@ -368,7 +368,7 @@ def _programs() -> Any:
 @cache
 def _in_forward() -> Any:
     """cce_torch.in_forward, which imports JAX."""
-    from cce_torch import in_forward
+    from cce_torch.on_jax import in_forward
 
     return in_forward
 
@@ -490,7 +490,7 @@ def _found_gradients(of_loss, of_numbers, e, c, bias, targets, class_weight, tok
 def call_of(ignore_index, shift, reduction, smooths, has_z_loss, softcap, precision, impl, memory_budget, wide_dc):
     """The programs.Call of the options."""
     from cce_jax.losses import Loss
-    from cce_torch.programs import Call
+    from cce_torch.on_jax.programs import Call
 
     return Call(ignore_index, shift, Loss(reduction, smooths, has_z_loss), softcap, precision, impl, memory_budget,
                 wide_dc)  # fmt: skip
@@ -499,7 +499,7 @@ def call_of(ignore_index, shift, reduction, smooths, has_z_loss, softcap, precis
 @lru_cache(maxsize=1024)
 def _numbers(label_smoothing: float, z_loss: float, scale: float) -> Any:
     """The programs.Numbers; None stands for a number that changes nothing."""
-    from cce_torch.programs import Numbers
+    from cce_torch.on_jax.programs import Numbers
 
     return Numbers(float(label_smoothing) or None, float(z_loss) or None, None if scale == 1 else float(scale))
 

@@ -88,7 +88,7 @@ def test_opcheck(smoothing, transposed):
 
 def test_what_describes_a_lent_array_is_there_as_long_as_the_array(monkeypatch):
     """JAX reads it again when the array goes; by then the memory of Python's own objects would hold something else."""
-    from cce_torch import bridge
+    from cce_torch.on_jax import bridge
 
     cpu = jax.devices("cpu")[0]
     monkeypatch.setattr(bridge, "gpu", lambda index: cpu)
@@ -103,7 +103,7 @@ def test_what_describes_a_lent_array_is_there_as_long_as_the_array(monkeypatch):
 
 def test_what_reaches_a_program_on_a_cpu_is_the_tensors_memory_and_holds_it():
     """The program runs on where Ctrl-C has ended the wait for it, and the tensors may be gone by then."""
-    from cce_torch import bridge
+    from cce_torch.on_jax import bridge
 
     def holders():
         return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
@@ -118,7 +118,7 @@ def test_what_reaches_a_program_on_a_cpu_is_the_tensors_memory_and_holds_it():
 
 
 def test_a_frozen_input_gets_no_gradient_and_costs_none(monkeypatch):
-    from cce_torch import programs
+    from cce_torch.on_jax import programs
 
     asked = []
     original = programs._gradients_program
@@ -167,7 +167,7 @@ def test_positional_arguments_are_those_of_cut_cross_entropy():
 
 
 def test_a_thousand_numbers_of_tokens_compile_few_programs_and_pad_little():
-    from cce_torch import programs
+    from cce_torch.on_jax import programs
 
     random = np.random.default_rng(0).integers(1, 8193, 1000)
     chosen = programs.Sizes()
@@ -180,7 +180,7 @@ def test_a_thousand_numbers_of_tokens_compile_few_programs_and_pad_little():
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_padding_changes_nothing(reduction, monkeypatch):
-    from cce_torch import programs
+    from cce_torch.on_jax import programs
 
     e, c, t = example(300)
     weight = torch.rand(20, 15, requires_grad=True)
@@ -203,7 +203,7 @@ def test_padding_changes_nothing(reduction, monkeypatch):
 
 def test_padding_counts_in_no_mean(monkeypatch):
     """Without token weights, which are 0 where there is padding."""
-    from cce_torch import programs
+    from cce_torch.on_jax import programs
 
     monkeypatch.setattr(programs, "EXACT", 0)
     monkeypatch.setattr(programs, "_kinds", {})
@@ -214,7 +214,7 @@ def test_padding_counts_in_no_mean(monkeypatch):
 
 def test_threads_that_call_first_at_once_pad_alike(monkeypatch):
     """A backward pass looks up again, by then perhaps in another thread, to which size its forward pass padded."""
-    from cce_torch import programs
+    from cce_torch.on_jax import programs
 
     threads, found = 8, programs.bridge.jax_device
     all_here = threading.Barrier(threads)
@@ -263,7 +263,7 @@ ASKED = {  # what JAX is asked, by what ran before
 }
 EACH = """
 import os, sys, jax, torch, cce_torch
-from cce_torch import bridge
+from cce_torch.on_jax import bridge
 for code in eval(sys.argv[1]):
     child = os.fork()
     if not child:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from cce_kernels.exponentials import saved_shape
-from cce_torch import LinearCrossEntropy, in_forward, linear_cross_entropy, ops, programs
+from cce_torch import LinearCrossEntropy, linear_cross_entropy, ops
+from cce_torch.on_jax import in_forward, programs
 from tests import call, call_torch
 from tests.call_torch import tensor
 from tests.cases import Inputs

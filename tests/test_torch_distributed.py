@@ -25,7 +25,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cce_torch import LinearCrossEntropy, LinearCrossEntropyHead, VocabParallel, blocks, linear_cross_entropy
+from cce_torch import LinearCrossEntropy, LinearCrossEntropyHead, VocabParallel, linear_cross_entropy
+from cce_torch.torch_alone import blocks
 from tests.call_torch import array, run, tensor
 from tests.cases import CASES, Case, Inputs, inputs
 from tests.tolerance import assert_close, assert_rounded, bound, error
@@ -42,7 +43,9 @@ def in_processes(count: int, *checks: Callable[[], None], gpus: bool = False) ->
 
     gpus: each process sees one GPU, and talks about its tensors by nccl.
     """
-    multiprocessing.set_forkserver_preload([__name__, "cce_torch.bridge", "torch._dynamo", "torch.distributed.fsdp"])
+    multiprocessing.set_forkserver_preload(
+        [__name__, "cce_torch.on_jax.bridge", "torch._dynamo", "torch.distributed.fsdp"]
+    )
     with tempfile.TemporaryDirectory() as folder:
         arguments = (count, f"{folder}/store", checks, gpus)
         torch.multiprocessing.start_processes(_process, arguments, nprocs=count, start_method="forkserver")
@@ -344,7 +347,8 @@ def check_kernels() -> None:
 
 def check_padding() -> None:
     """Programs for more tokens than there are; and a graph that remembers its size when its programs are freed."""
-    from cce_torch import programs, shard_programs
+    from cce_torch.on_jax import programs
+    from cce_torch.processes import shard_programs
 
     before = programs.EXACT, programs.SMALLEST
     programs._kinds.clear()
@@ -366,7 +370,7 @@ def check_padding() -> None:
 
 def check_dropped_strides() -> None:
     """A hook on saved tensors drops the strides of c.T: the program is still that of the forward pass."""
-    from cce_torch import programs
+    from cce_torch.on_jax import programs
 
     before = programs.EXACT
     programs._kinds.clear()

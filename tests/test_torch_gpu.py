@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import cce_torch
-from cce_torch import bridge
+from cce_torch.on_jax import bridge
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -232,7 +232,7 @@ MEMORY = """
 import torch, cce_torch
 e = torch.randn(512, 64, device="cuda").requires_grad_()
 cce_torch.linear_cross_entropy(e, torch.randn(4096, 64, device="cuda"), torch.arange(512, device="cuda")).backward()
-from cce_torch import bridge
+from cce_torch.on_jax import bridge
 stats = bridge.gpu(0).memory_stats()
 print(stats["pool_bytes"] / stats["bytes_limit"])
 """
@@ -402,7 +402,7 @@ for _ in range(3):
     loss.backward()
 for actual, expected in zip((p.grad for p in model.parameters()), want):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
-from cce_torch import bridge
+from cce_torch.on_jax import bridge
 import jax
 assert len(jax.local_devices()) == torch.cuda.device_count() == (1 if sys.argv[1] == "its own" else 2)
 told = any("CUDA_VISIBLE_DEVICES=$LOCAL_RANK" in str(w.message) for w in caught)

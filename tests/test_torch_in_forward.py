@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cce_jax import passes
 from cce_kernels.numbers import Cotangents, Wanted
-from cce_torch import bridge, in_forward, linear_cross_entropy, ops, programs
+from cce_torch import linear_cross_entropy, ops
+from cce_torch.on_jax import bridge, in_forward, programs
 from tests import truth
 from tests.call_torch import array
 from tests.test_in_forward import in_forward as on  # noqa: F401  # for all tests of this file

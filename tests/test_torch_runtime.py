@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from cce_kernels.device import Gpu
-from cce_torch import bridge, linear_cross_entropy, ops, programs, settings, tensors
+from cce_torch import linear_cross_entropy, ops
+from cce_torch.on_jax import bridge, programs, settings, tensors
 from tests.call_torch import array
 from tests.test_torch import assert_same, example, gradients
 from tests.tolerance import assert_close
@@ -353,7 +354,7 @@ def test_a_call_in_a_forked_process_says_what_to_do():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_process_that_was_forked_before_jax_started_may_call():
-    assert float(run(FORK.format(before="from cce_torch import bridge"))) == pytest.approx(np.log(9))
+    assert float(run(FORK.format(before="from cce_torch.on_jax import bridge"))) == pytest.approx(np.log(9))
 
 
 def test_a_cuda_graph_is_refused(monkeypatch):

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cce_kernels.plan import Chunks, choose
 from cce_kernels.plan.chunks import sums_in_16_bits
-from cce_torch import VocabParallel, bridge, linear_cross_entropy
+from cce_torch import VocabParallel, linear_cross_entropy
+from cce_torch.on_jax import bridge
 from tests import truth
 from tests.call_torch import array
 from tests.test_torch_distributed import Collectives, assert_same_everywhere, in_processes
@@ -59,7 +60,7 @@ def in_chunks(size: int | None) -> Iterator[list[str]]:
 
 
 def forget() -> None:
-    from cce_torch import chunk_programs
+    from cce_torch.processes import chunk_programs
 
     choose.plan_of.cache_clear()
     chunk_programs._chunks.cache_clear()

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from cce_jax import losses, passes
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Shard, Statistics, Wanted
-from cce_torch import bridge
-from cce_torch.programs import (
+from cce_torch.on_jax import bridge
+from cce_torch.on_jax.programs import (
     ON_GPU,
     PROGRAMS,
     Arrays,

@@ -29,8 +29,8 @@ from cce_jax.core import Common, Terms, cotangents_of, totals_of
 from cce_kernels.contract import default_budget
 from cce_kernels.numbers import Statistics, Wanted
 from cce_kernels.residuals import Residuals, shapes_of
-from cce_torch import bridge
-from cce_torch.programs import (
+from cce_torch.on_jax import bridge
+from cce_torch.on_jax.programs import (
     PROGRAMS,
     Arrays,
     Call,

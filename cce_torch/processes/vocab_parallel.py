@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cce_torch import shards
+from cce_torch.processes import shards
 
 
 @dataclass(frozen=True)

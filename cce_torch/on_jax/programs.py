@@ -27,7 +27,7 @@ from cce_kernels.device import gpu_of
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
 from cce_kernels.residuals import Residuals
-from cce_torch import bridge
+from cce_torch.on_jax import bridge
 
 # The backward pass chooses between kernels by the number of kept tokens. With these options XLA makes them one CUDA
 # graph, in which the device chooses. Else the host would wait for the number before it launches either kernel.

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cce_torch import blocks, compiled, reference, tensors
+from cce_torch.on_jax import tensors
+from cce_torch.torch_alone import blocks, compiled, reference
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def operands(e: Tensor, c: Tensor, bias: Tensor | None, options: Options) -> tup
 
 def kind(e: Tensor, c: Tensor, options: Options) -> Any:
     """The call's programs.Kind, which a graph with saved exponentials holds: the Kind knows their padded size."""
-    from cce_torch import shard_programs
+    from cce_torch.processes import shard_programs
 
     return shard_programs.kind(e, c, **_options(*astuple(options)))
 
@@ -148,7 +149,7 @@ def shard_target(
     e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, saving_for: Sequence[bool], impl: str, with_sum: bool,
     scale: float, softcap: float | None, precision: str | None, memory_budget: int | None, wide_dc: bool,
 ) -> Tensor:  # fmt: skip
-    from cce_torch import shard_programs
+    from cce_torch.processes import shard_programs
 
     saving = shard_programs.Wanted(*saving_for) if any(saving_for) else None
     options = _options(impl, with_sum, scale, softcap, precision, memory_budget, wide_dc)
@@ -162,7 +163,7 @@ def shard_statistics(
     softcap: float | None, precision: str | None, memory_budget: int | None, wide_dc: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The numbers, and the saved exponentials, which have no elements if nothing is saved."""
-    from cce_torch import shard_programs
+    from cce_torch.processes import shard_programs
 
     saving = shard_programs.Wanted(*saving_for) if any(saving_for) else None
     options = _options(impl, with_sum, scale, softcap, precision, memory_budget, wide_dc)
@@ -179,7 +180,7 @@ def shard_gradients(
     wide_dc: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """A gradient that is not wanted has no elements."""
-    from cce_torch import shard_programs
+    from cce_torch.processes import shard_programs
 
     found = iter(shard_programs.gradients(
         e, c, bias, columns, weights, cotangents=cotangents, own=own, lse=lse, reference=of_target, saved=saved,

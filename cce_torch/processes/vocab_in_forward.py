@@ -21,9 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cce_torch import losses, ops, shards, tensors
-from cce_torch import vocab_parallel as parallel
-from cce_torch.vocab_parallel import VocabParallel
+from cce_torch import losses, ops
+from cce_torch.on_jax import tensors
+from cce_torch.processes import shards
+from cce_torch.processes import vocab_parallel as parallel
+from cce_torch.processes.vocab_parallel import VocabParallel
 
 OF_TORCH = "torch_compile", "reference"  # the impls that form gradients in the backward pass alone
 
@@ -68,7 +70,7 @@ def total(
 @cache
 def _programs() -> Any:
     """cce_torch.chunk_programs, which imports JAX."""
-    from cce_torch import chunk_programs
+    from cce_torch.processes import chunk_programs
 
     return chunk_programs
 

@@ -45,7 +45,7 @@ from jax._src.interpreters import pxla
 from jax._src.lib import _jax, jaxlib_extension_version  # type: ignore[attr-defined]
 from torch import Tensor
 
-from cce_torch import settings
+from cce_torch.on_jax import settings
 
 GPU_ALIGNMENT = 16  # bytes: the widest loads of XLA's kernels
 DLPACK_CPU, DLPACK_CUDA = 1, 2

@@ -31,9 +31,9 @@ from cce_kernels.exponentials import saved_shape
 from cce_kernels.numbers import FLOAT32_MAX, Inputs, Statistics, Wanted
 from cce_kernels.plan import Chunks, Plan
 from cce_kernels.residuals import Left, Residuals
-from cce_torch import bridge
-from cce_torch.in_forward import viewed
-from cce_torch.programs import (
+from cce_torch.on_jax import bridge
+from cce_torch.on_jax.in_forward import viewed
+from cce_torch.on_jax.programs import (
     PROGRAMS,
     Call,
     Kind,

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cce_torch import blocks
+from cce_torch.torch_alone import blocks
 
 
 def statistics(
