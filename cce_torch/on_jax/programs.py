@@ -1,20 +1,22 @@
-"""The two JAX programs that torch runs, forward and backward, and the numbers of tokens that they are compiled for.
+"""The JAX programs that torch runs, forward and backward. A process keeps the last PROGRAMS of each that it called.
 
-JAX compiles a program for each shape, and the number of tokens N differs from batch to batch. The first EXACT values of
-N get programs of their own. Any other N is padded with ignored tokens to the next multiple of 256, and above 1024 to
-the next of four sizes an octave (…, 4096, 5120, 6144, 7168, 8192, 10240, …). So a process compiles few programs and
-pads little.
+The plan says what the forward program leaves for the backward program (cce_kernels/residuals.py), and so which of two
+pairs of programs runs:
 
-A process keeps the last PROGRAMS programs of each direction that it called, and frees older ones. Numbers that change
-from step to step (label_smoothing, z_loss, scale) are arguments of a program. Whether such a number is given is static.
+    torch_loss, torch_gradients    nothing, exponentials or m is left. The backward program computes the gradients.
+    torch_begin, torch_finish      the gradients of S, the sum of the tokens' losses, are left. The loss is a function
+                                   of S and of numbers that have no gradient, such as the number of items. So the
+                                   backward program multiplies by factor = of_loss · ∂loss/∂S, and adds to dc the part
+                                   of the last chunk. It writes de and dc into the memory of what was left, if the
+                                   caller says that nobody will read that later.
+
+What lies between the programs are tensors of PyTorch, the leaves of Residuals. Numbers that change from step to step
+(label_smoothing, z_loss, scale) are arguments of a program. Whether such a number is given is static.
 """
 
-import threading
-from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +25,12 @@ from jax import lax
 from torch import Tensor
 
 from cce_jax import losses, passes
-from cce_kernels.device import gpu_of
-from cce_kernels.head import Head
+from cce_jax.core import Common, Terms, cotangents_of, totals_of
 from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
-from cce_kernels.residuals import Residuals
+from cce_kernels.residuals import Residuals, shapes_of
+from cce_torch.call import Call, Given
 from cce_torch.on_jax import bridge
+from cce_torch.on_jax.kinds import Kind, kind_of_tensors, without_results
 
 # The backward pass chooses between kernels by the number of kept tokens. With these options XLA makes them one CUDA
 # graph, in which the device chooses. Else the host would wait for the number before it launches either kernel.
@@ -35,258 +38,173 @@ ON_GPU = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
     "xla_gpu_graph_min_graph_size": 1,
 }
-EXACT = 4
-SMALLEST = 256
-STEPS_PER_OCTAVE = 4
 PROGRAMS = 256  # a process on a CPU ended at about 2,000: a program takes several of its 65,530 memory mappings
 
-_choosing = threading.Lock()
+Result = Tensor | None
 
 
-@dataclass(frozen=True)
-class Call:
-    """The options of a call for which its programs are compiled."""
+class Handover:
+    """What a forward program leaves for the backward program: Residuals, as shapes. Tensors hold its leaves."""
 
-    ignore_index: int
-    shift: int
-    loss: losses.Loss
-    softcap: float | None
-    precision: str | None
-    impl: passes.Impl
-    memory_budget: int | None
-    wide_dc: bool  # c and bias were float32 and are rounded to e's type: their gradients are float32
-    of_shard: bool = False  # c is a shard of the vocabulary: de is a part of a sum, in float32
+    def __init__(self, shapes: Residuals) -> None:
+        self.shapes = shapes
+        self.leaves = [(x.shape, getattr(torch, x.dtype.name)) for x in jax.tree.leaves(shapes)]
+        self.formed = (shapes.de, shapes.dc, shapes.dbias) != (None, None, None)  # gradients, up to a factor
+        fields = [k for k, x in zip(Residuals._fields, shapes, strict=True) if x is not None]
+        self.field = fields[0] if fields else None  # the only one that is left where no gradients are
 
-    def is_exact(self, dtype: torch.dtype) -> bool:
-        """Whether float32 matmuls are exact: not TF32."""
-        return dtype == torch.float32 and (self.precision or _float32_precision()) == "highest"
-
-
-class Numbers(NamedTuple):
-    """The options of a call that are arguments of its programs. None: the loss has no such term."""
-
-    label_smoothing: float | None
-    z_loss: float | None
-    scale: float | None
-
-
-def _float32_precision() -> str:
-    """PyTorch's setting for float32 matmuls, whichever of its two interfaces set it last."""
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:  # from PyTorch 2.9 on, if the newer interface has set a value that the older does not have
-        return "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
-
-
-class Sizes:
-    """The number of tokens that programs are compiled for, as a function of N: the same N always gets the same size."""
-
-    def __init__(self) -> None:
-        self.chosen: dict[int, int] = {}
-
-    def __call__(self, tokens: int) -> int:
-        if tokens not in self.chosen:
-            with _choosing:
-                exact = len(self.chosen) < EXACT
-                self.chosen.setdefault(tokens, tokens if exact else padded_size(tokens))
-        return self.chosen[tokens]
-
-
-def padded_size(tokens: int) -> int:
-    """The smallest padded size that holds so many tokens."""
-    octave = 2 ** (max(tokens - 1, 1).bit_length() - 1)
-    step = max(octave // STEPS_PER_OCTAVE, SMALLEST)
-    return -(-tokens // step) * step
-
-
-@dataclass(frozen=True, eq=False)
-class Kind:
-    """What is common to all calls with the same options, types, device and shapes, except N.
-
-    A Kind lives as long as one of its programs is kept, or a graph holds a saved array whose size the Kind chose.
-    """
-
-    call: Call
-    static: passes.Core  # the static part of the core's call
-    c_shape: torch.Size  # in the order of memory
-    dtype: torch.dtype
-    device: Any  # JAX's device
-    sizes: Sizes
-
-    @property
-    def vocabulary(self) -> int:
-        return self.c_shape[self.static.head.vocab_axis]
-
-    def shapes(self, size: int, with_bias: bool) -> Inputs:
-        """The core's inputs in a program of `size` tokens, as shapes without memory."""
-        dtype, axis = str(self.dtype)[6:], self.static.head.vocab_axis
-        e = jax.ShapeDtypeStruct((size, self.c_shape[1 - axis]), dtype)
-        bias = jax.ShapeDtypeStruct((self.vocabulary,), dtype) if with_bias else None
-        targets = jax.ShapeDtypeStruct((size,), "int32")
-        return Inputs(e, jax.ShapeDtypeStruct(tuple(self.c_shape), dtype), bias, targets)  # type: ignore[arg-type]
-
-    def laid_out(self, c: Tensor) -> Tensor:
-        """c, (V, D), in this Kind's order of memory, which a hook on saved tensors may have changed."""
-        axis = self.static.head.vocab_axis
-        if _vocab_axis(c) == axis:
-            return c
-        return c.T.contiguous().T if axis == 1 else c.contiguous()
-
-
-_kinds: MutableMapping[tuple, Kind] = WeakValueDictionary()
-
-
-def kind_of(call: Call, c_shape: torch.Size, vocab_axis: int, dtype: torch.dtype, device: torch.device) -> Kind:
-    """The one Kind of such calls, even if several threads ask for it at once. The first call starts JAX."""
-    bridge.check_can_run(device)
-    exact = call.is_exact(dtype)  # depends on PyTorch's setting, which may change between calls
-    key = call, c_shape, vocab_axis, dtype, device, exact
-    found = _kinds.get(key)
-    if found is None:
-        on = bridge.jax_device(device)
-        head = Head(call.softcap, vocab_axis, lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT)
-        gpu = gpu_of(on) if device.type == "cuda" else None
-        static = passes.Core(head, call.loss.smooths, call.impl, call.memory_budget, gpu, call.of_shard, call.wide_dc)
-        with _choosing:
-            found = _kinds.setdefault(key, Kind(call, static, c_shape, dtype, on, Sizes()))
-    return found
-
-
-def kind_of_tensors(e: Tensor, c: Tensor, call: Call) -> Kind:
-    """The Kind of a call on these tensors. A symbolic shape is made a constant."""
-    axis = _vocab_axis(c)
-    return kind_of(call, torch.Size(map(int, (c.T if axis else c).shape)), axis, e.dtype, e.device)
-
-
-def _vocab_axis(c: Tensor) -> int:
-    """The axis of the vocabulary in the order of memory."""
-    return 0 if c.is_contiguous() or not c.T.is_contiguous() else 1
+    def placeholders(self, like: Tensor) -> list[Tensor]:
+        """Tensors of the leaves' shapes with the memory of one element each."""
+        return [like.new_empty((), dtype=dtype).expand(shape) for shape, dtype in self.leaves]
 
 
 @lru_cache(maxsize=PROGRAMS)
-def saved_shape_of(kind: Kind, size: int, with_bias: bool, wanted: Wanted) -> tuple[int, ...]:
-    """The shape of what a call with `size` tokens saves for these gradients."""
-    return passes.plan_for(kind.shapes(size, with_bias), kind.static, wanted).saved_shape
+def handover_of(kind: Kind, size: int, with_bias: bool, wanted: Wanted | None) -> Handover:
+    """What is left for these gradients by the program of `size` tokens. wanted: None for evaluation."""
+    inputs = kind.shapes(size, with_bias)
+    if wanted is not None and kind.call.reduction != "none":
+        plan = passes.plan_for(inputs, kind.static, wanted, one_factor=True)
+        if plan.in_forward is not None:
+            return Handover(shapes_of(plan))
+    return Handover(Residuals() if wanted is None else shapes_of(passes.plan_for(inputs, kind.static, wanted)))
 
 
-def loss(e, c, bias, targets, class_weight, token_weight, num_items, *, wanted: Wanted | None, row_length: int,
-         call: Call, numbers: Numbers):  # fmt: skip
-    """The loss, () or (N,), the core's statistics, (2 or 3, N), both float32, and what is saved: passes.forward_pass.
+def handover(kind: Kind, given: Given, wanted: Sequence[bool]) -> Handover:
+    """`handover_of` for a call on these tensors, which may be fake."""
+    return handover_of(kind, kind.sizes(int(given.e.shape[0])), given.bias is not None, _wanted(wanted))
 
-    The statistics of ignored tokens are 0.
-    e: (N, D), N ≥ 1; c: (V, D), bias: (V,); targets: (N,) int64, before the shift, in rows of row_length tokens;
-    class_weight: (V,); token_weight: (N,); num_items: one element; wanted: the gradients that will be asked for, or
-    None if nothing is to be saved for them.
+
+def compiled_kind(given: Given, call: Call, wanted: Sequence[bool]) -> tuple[Kind, Sequence[bool]]:
+    """The Kind of a call that torch.compile traced, and the gradients for which its forward program leaves something.
+
+    Only gradients are left. The results cannot take their memory there, so de and dc count twice against the budget.
     """
-    arrays = Arrays(e, c, call, numbers)
-    rows = 2 + call.loss.smooths
-    whole = call.loss.reduction == "none"
+    kind = kind_of_tensors(given.e, given.c, without_results(call, given.e, given.c, wanted))
+    if handover(kind, given, wanted).formed:
+        return kind, wanted
+    return kind_of_tensors(given.e, given.c, call), []
+
+
+def _wanted(gradients: Sequence[bool]) -> Wanted | None:
+    return Wanted(*gradients) if gradients else None
+
+
+def loss(kind: Kind, given: Given, wanted: Sequence[bool]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The loss, () or (N,), the statistics, both float32, and what is left for the wanted gradients. N ≥ 1."""
+    tokens, asked = Tokens(kind, given.e.shape[0]), _wanted(wanted)
+    left, new = handover_of(kind, tokens.size, given.bias is not None, asked), given.e.new_empty
+    whole = kind.call.reduction == "none"
     outputs = [
-        e.new_empty((arrays.size,) if whole else (), dtype=torch.float32),
-        e.new_empty((rows, arrays.size), dtype=torch.float32),
+        new((tokens.size,) if whole else (), dtype=torch.float32),
+        new((kind.call.rows, tokens.size), dtype=torch.float32),
+        *(new(shape, dtype=dtype) for shape, dtype in left.leaves),
     ]
-    to_save = saved_shape_of(arrays.kind, arrays.size, bias is not None, wanted) if wanted else (0, 0)
-    if to_save[0]:
-        outputs.append(e.new_empty(to_save))
-    value, statistics, *saved = bridge.run(
-        _loss_program(arrays.kind, arrays.size, wanted, to_save[0] > 0),
-        arrays.inputs(e, bias, targets, class_weight, token_weight, num_items, row_length),
-        outputs,
-    )
-    if arrays.size != arrays.tokens:
-        statistics = statistics[:, : arrays.tokens].contiguous()
-    return arrays.cut(value) if whole else value, statistics, saved[0] if saved else None
+    program = (_begin_program if left.formed else _loss_program)(kind, tokens.size, asked, len(outputs))
+    value, statistics, *tensors = bridge.run(program, tokens.inputs(given), outputs)
+    return tokens.cut(value) if whole else value, tokens.first(statistics), tensors
 
 
-def saved_shape(e: Tensor, c: Tensor, bias: Tensor | None, wanted: Wanted, call: Call) -> tuple[int, ...]:
-    """The shape of what `loss` saves. The tensors may be fake."""
-    kind = kind_of_tensors(e, c, call)
-    return saved_shape_of(kind, kind.sizes(e.shape[0]), bias is not None, wanted)
+class Saved(NamedTuple):
+    """What a graph holds besides the tensors of a call."""
+
+    statistics: Tensor
+    left: Sequence[Tensor]  # by the forward program
+    left_for: Sequence[bool]  # the gradients of e, c and bias for which it was left
 
 
 def gradients(
-    of_loss, of_statistics, e, c, bias, targets, class_weight, token_weight, num_items, statistics, saved,
-    *, wanted: Wanted, of_token_weight: bool, row_length: int, call: Call, numbers: Numbers,
-) -> list[Tensor]:  # fmt: skip
-    """The wanted ones of de, dc, dbias and the gradient of token_weight, in the shapes of e, c, bias and token_weight.
+    kind: Kind, given: Given, saved: Saved, of: tuple[Result, Result], wanted: Sequence[bool], in_place: bool
+) -> tuple[Result, ...]:
+    """The wanted ones of de, dc, dbias and the gradient of token_weight, in their tensors' shapes; None: not wanted.
 
-    of_loss, of_statistics: the cotangents of the first two results of `loss`; None for zero. statistics, saved: the
-    other results of `loss`. The program overwrites parts of saved that no later call reads
-    (cce_kernels/exponentials.py).
+    of: the cotangents of the loss and of the statistics; None for zero. Where gradients were left, that of the
+    statistics is None. in_place: de and dc take the memory of what was left, which is of no use afterwards. Otherwise
+    the program overwrites only parts of it that no later call reads (cce_kernels/exponentials.py).
     """
-    arrays = Arrays(e, c, call, numbers)
-    overwritten = [] if saved is None or not saved.numel() else [saved]
-    outputs = []
-    if wanted.e:
-        outputs.append(e.new_empty((arrays.size, e.shape[1])))
-    if wanted.c:
-        outputs.append(arrays.of_parameter(arrays.c))
-    if wanted.bias:
-        outputs.append(arrays.of_parameter(bias))
+    tokens, of_token_weight = Tokens(kind, given.targets.shape[0]), wanted[3]
+    asked, with_bias = Wanted(*wanted[:3]), given.bias is not None
+    left_for = _wanted(saved.left_for) if saved.left else None
+    left = handover_of(kind, tokens.size, with_bias, left_for)
+    small = [tokens.of_parameter(given.bias)] if asked.bias else []
     if of_token_weight:
-        outputs.append(e.new_empty(arrays.size, dtype=torch.float32))
-    if of_loss is not None and of_loss.dim():
-        of_loss = arrays.padded(of_loss, 0)
-    results = list(bridge.run(
-        _gradients_program(arrays.kind, wanted, of_token_weight, bool(overwritten), arrays.size),
-        [dense(of_loss), arrays.padded(of_statistics, 0, axis=1), arrays.padded(statistics, 0, axis=1),
-         *arrays.inputs(e, bias, targets, class_weight, token_weight, num_items, row_length)],
-        outputs, scratch=overwritten,
-    ))  # fmt: skip
-    if wanted.e:
-        results[0] = arrays.cut(results[0])
-    if wanted.c and arrays.kind.static.head.vocab_axis == 1:
-        results[int(wanted.e)] = results[int(wanted.e)].T
-    if of_token_weight:
-        results[-1] = arrays.cut(results[-1]).to(token_weight.dtype)
-    return results
+        small.append(torch.empty(tokens.size, dtype=torch.float32, device=given.targets.device))
+    if left.formed:
+        assert left_for is not None
+        leaves, large = [dense(x) for x in saved.left], left_for.e + left_for.c  # de and dc are the first leaves
+        keys = [w for formed, w in ((left_for.e, asked.e), (left_for.c, asked.c)) if formed]
+        kept = [x for x, w in zip(leaves, keys, strict=False) if w]
+        program = _finish_program(kind, tokens.size, with_bias, left_for, asked, of_token_weight, in_place)
+        statistics = tokens.padded(saved.statistics, 0, axis=1) if of_token_weight else None
+        inputs = [*([] if in_place else kept), *leaves[large:], dense(of[0]), statistics, *tokens.of_loss(given)]
+        outputs, scratch = [*(kept if in_place else map(torch.empty_like, kept)), *small], []
+    else:
+        of_loss = tokens.padded(of[0], 0) if of[0] is not None and of[0].dim() else dense(of[0])
+        program = _gradients_program(kind, asked, of_token_weight, left.field, tokens.size)
+        given = given._replace(c=kind.in_memory(given.c))
+        inputs = [of_loss, tokens.padded(of[1], 0, axis=1), tokens.padded(saved.statistics, 0, axis=1)]
+        inputs += tokens.inputs(given, c_in_memory=True)
+        outputs = [given.e.new_empty((tokens.size, given.e.shape[1]))] if asked.e else []
+        outputs, scratch = [*outputs, *([tokens.of_parameter(given.c)] if asked.c else []), *small], list(saved.left)
+    found = iter(bridge.run(program, inputs, outputs, scratch))
+    de, dc, dbias, dweight = (next(found) if w else None for w in wanted)
+    if dc is not None:
+        dc = kind.in_order_of_c(viewed(dc, kind.dtype) if left.shapes.steps is not None else dc)
+    if dweight is not None:
+        dweight = tokens.cut(dweight).to(given.token_weight.dtype)  # type: ignore[union-attr]
+    return None if de is None else tokens.cut(de), dc, dbias, dweight
 
 
 class Tokens:
     """N tokens in a program that is compiled for `size` tokens."""
 
-    def __init__(self, kind: Kind, tokens: int) -> None:
-        self.kind, self.tokens, self.size = kind, tokens, kind.sizes(tokens)
+    def __init__(self, kind: Kind, count: int) -> None:
+        self.kind, self.count, self.size = kind, count, kind.sizes(count)
 
     def padded(self, x: Any, fill: float, axis: int = 0) -> Any:
         """x with as many tokens as the program is compiled for. The new tokens hold fill."""
-        if x is None or self.size == self.tokens:
+        if x is None or self.size == self.count:
             return dense(x)
         shape = list(x.shape)
-        shape[axis] = self.size - self.tokens
+        shape[axis] = self.size - self.count
         return torch.cat([x, x.new_full(shape, fill)], axis)
 
-    def of_parameter(self, x: Tensor) -> Tensor:
+    def of_parameter(self, x: Any) -> Tensor:
         """Memory for the gradient of c or bias."""
         dtype = torch.float32 if self.kind.call.wide_dc else x.dtype
         return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
     def cut(self, x: Tensor) -> Tensor:
         """x without the padding. Not a view: autograd forbids changes of a view in place."""
-        return x if self.size == self.tokens else x.resize_(self.tokens, *x.shape[1:])
+        return x if self.size == self.count else x.resize_(self.count, *x.shape[1:])
 
-    def of_loss(self, targets, class_weight, token_weight, num_items, row_length: int, numbers: Numbers) -> list:
+    def first(self, x: Tensor) -> Tensor:
+        """The tokens of (..., N) that are no padding."""
+        return x if self.size == self.count else x[..., : self.count].contiguous()
+
+    def inputs(self, given: Given, c_in_memory: bool = False) -> list:
+        """The arguments of `Problem.of`."""
+        c = given.c if c_in_memory else self.kind.in_memory(given.c)
+        return [self.padded(given.e, 0), c, dense(given.bias), *self.of_loss(given)]
+
+    def of_loss(self, given: Given) -> list:
         """The arguments of `Problem.of` from the targets on."""
         call = self.kind.call
-        words = self.padded(targets, call.ignore_index).view(torch.int32)  # JAX without x64 has no 64-bit integers
-        length = row_length if call.shift else None
-        weights = self.padded(real(token_weight), 0)
-        return [words, dense(real(class_weight)), weights, dense(real(num_items)), length, *numbers]
+        # JAX without x64 has no 64-bit integers.
+        words = self.padded(given.targets, call.ignore_index).view(torch.int32)
+        weights = self.padded(real(given.token_weight), 0)
+        length = given.row_length if call.shift else None
+        others = dense(real(given.class_weight)), weights, dense(real(given.num_items))
+        return [words, *others, length, *_terms(*given.scheduled)]
 
 
-class Arrays(Tokens):
-    """The tensors of a call in the form that its program takes: row-major, and padded to the program's size."""
+@lru_cache(maxsize=1024)
+def _terms(label_smoothing: float, z_loss: float, scale: float) -> tuple[float | None, ...]:
+    """The numbers as arguments of a program; None stands for a number that changes nothing."""
+    return float(label_smoothing) or None, float(z_loss) or None, scale_of(scale)
 
-    def __init__(self, e: Tensor, c: Tensor, call: Call, numbers: Numbers) -> None:
-        axis = _vocab_axis(c)
-        self.c = dense(c.T if axis else c)
-        self.numbers = numbers
-        super().__init__(kind_of(call, self.c.shape, axis, e.dtype, e.device), e.shape[0])
 
-    def inputs(self, e, bias, targets, class_weight, token_weight, num_items, row_length: int) -> list:
-        """The arguments of `Problem.of`."""
-        of_loss = self.of_loss(targets, class_weight, token_weight, num_items, row_length, self.numbers)
-        return [self.padded(e, 0), self.c, dense(bias), *of_loss]
+def scale_of(scale: float) -> float | None:
+    return None if scale == 1 else float(scale)
 
 
 def real(x: Tensor | None) -> Tensor | None:
@@ -297,6 +215,12 @@ def real(x: Tensor | None) -> Tensor | None:
 def dense(x: Any) -> Any:
     """x in row-major memory. A pending negation is carried out, as DLPack would drop it."""
     return None if x is None else x.resolve_neg().contiguous()
+
+
+def viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The memory of x as another type. No view to autograd, which forbids changes of a view in place."""
+    storage: Any = x.untyped_storage()
+    return torch.empty(0, dtype=dtype, device=x.device).set_(storage, x.storage_offset(), x.shape, x.stride())
 
 
 class Problem(NamedTuple):
@@ -310,8 +234,9 @@ class Problem(NamedTuple):
     z_loss: jax.Array | None
 
     @classmethod
-    def of(cls, kind: Kind, e, c, bias, words, class_weight, token_weight, num_items, row_length, label_smoothing,
-           z_loss, scale) -> "Problem":  # fmt: skip
+    def of(cls, kind: Kind, arrays: Sequence[Any]) -> "Problem":
+        """arrays: of `Tokens.inputs`."""
+        e, c, bias, words, class_weight, token_weight, num_items, row_length, label_smoothing, z_loss, scale = arrays
         call = kind.call
         columns = _columns(words, call.ignore_index, kind.vocabulary)
         weights = None if class_weight is None else class_weight.astype(jnp.float32)
@@ -326,16 +251,32 @@ class Problem(NamedTuple):
         return cls(kind, inputs, token_weight, items, label_smoothing, z_loss)
 
     def loss(self, statistics: Statistics, token_weight: jax.Array | None) -> jax.Array:
-        """The loss, from the core's numbers."""
-        value, _ = losses.loss(statistics, self.inputs.targets, self.inputs.weights, token_weight, self.num_items,
-                               vocabulary=self.kind.vocabulary, options=self.kind.call.loss,
-                               label_smoothing=self.label_smoothing, z_loss=self.z_loss)  # fmt: skip
-        return value
+        """The loss, from the statistics."""
+        return losses.loss(
+            statistics, self.inputs.targets, self.inputs.weights, token_weight, self.num_items,
+            vocabulary=self.kind.vocabulary, options=self.kind.loss, label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+        )[0]  # fmt: skip
 
-    def results(self, statistics: Statistics) -> tuple[jax.Array, jax.Array]:
-        """The loss, and the numbers as an array, 0 for ignored tokens."""
+    def results(self, statistics: Statistics, residuals: Residuals) -> tuple[jax.Array, ...]:
+        """The loss; the statistics as an array, 0 for ignored tokens; what is left."""
         value = self.loss(statistics, self.token_weight)
-        return value, jnp.where(self.inputs.targets >= 0, rows_of(statistics), 0)
+        kept = jnp.where(self.inputs.targets >= 0, stacked(statistics), 0)
+        return value, kept, *jax.tree.leaves(residuals)
+
+    def terms(self) -> Terms:
+        columns = self.inputs.targets
+        target_weight = losses.target_weights(columns, self.inputs.weights, self.kind.vocabulary)
+        return Terms(columns, target_weight, losses.weights(columns, self.token_weight, jnp.float32))
+
+    def factor(self, of_loss: jax.Array) -> jax.Array:
+        """of_loss · ∂loss/∂S, where S is the sum of the tokens' losses."""
+        columns, target_weight, weight = self.terms()
+
+        def loss(total):
+            return losses.reduced(total, columns, weight, target_weight, self.num_items, options=self.kind.loss)
+
+        return jax.vjp(loss, jnp.float32(0))[1](of_loss)[0]
 
     def moved_back(self, of_weight: jax.Array) -> jax.Array:
         """The gradient of the token weights before the shift, from that of self.token_weight."""
@@ -361,23 +302,14 @@ def _signed(word: int) -> int:
     return word - 2**32 if word >= 2**31 else word
 
 
-def named(numbers: Any, rows: jax.Array) -> Any:
-    """The inverse of `rows_of`, for Statistics or Cotangents."""
-    return numbers(*rows, *[None] * (3 - len(rows)))
-
-
-def rows_of(statistics: Statistics) -> jax.Array:
+def stacked(statistics: Statistics) -> jax.Array:
+    """The statistics as one array, (Call.rows, N)."""
     return jnp.stack([x for x in statistics if x is not None])
 
 
-def saved_of(residuals: Residuals) -> list[jax.Array]:
-    """What is saved, as one array of Plan.saved_shape; [] for nothing."""
-    return jax.tree.leaves(residuals._replace(m=None if residuals.m is None else residuals.m[None]))
-
-
-def residuals_of(saved: jax.Array | None) -> Residuals:
-    """The inverse of `saved_of`."""
-    return Residuals(m=saved[0]) if saved is not None and saved.ndim == 3 else Residuals(exponentials=saved)
+def unstacked(kind: Any, rows: jax.Array) -> Any:
+    """The inverse of `stacked`. kind: Statistics or Cotangents."""
+    return kind(*rows, *[None] * (3 - len(rows)))
 
 
 def jitted(program: Callable, outputs: int, options: dict[str, Any] | None = None) -> Callable:
@@ -396,47 +328,96 @@ def _never_differentiated(*_: Any) -> Any:
     raise NotImplementedError("torch differentiates the loss, by another program")
 
 
+def options_on(kind: Kind) -> dict[str, Any] | None:
+    """XLA's options for a backward program."""
+    return ON_GPU if kind.device.platform != "cpu" else None
+
+
+# Arguments of each program: `size`, its number of tokens, so that each size is kept and freed alone; `count` or what
+# gives it, the number of results, whose memory comes first among the program's arguments.
+
+
 @lru_cache(maxsize=PROGRAMS)
-def _loss_program(kind: Kind, size: int, wanted: Wanted | None, saves: bool) -> Callable:
-    """The forward program. size: its number of tokens, so that each size is kept and freed alone. wanted: None for
-    evaluation.
-    """
-    count = 3 if saves else 2
+def _loss_program(kind: Kind, size: int, wanted: Wanted | None, count: int) -> Callable:
+    """wanted: None for evaluation."""
 
     def torch_loss(*arrays):
-        problem = Problem.of(kind, *arrays[count:])  # the first `count` are the results' memory
-        statistics, residuals = passes.forward_pass(problem.inputs, kind.static, wanted)
-        value, rows = problem.results(statistics)
-        return value, rows, *saved_of(residuals)
+        problem = Problem.of(kind, arrays[count:])
+        return problem.results(*passes.forward_pass(problem.inputs, kind.static, wanted))
 
     return jitted(torch_loss, count)
 
 
 @lru_cache(maxsize=PROGRAMS)
-def _gradients_program(kind: Kind, wanted: Wanted, of_token_weight: bool, with_saved: bool, size: int) -> Callable:
-    """The backward program. size: as for _loss_program."""
-    count = with_saved + wanted.e + wanted.c + wanted.bias + of_token_weight
+def _begin_program(kind: Kind, size: int, wanted: Wanted, count: int) -> Callable:
+    def torch_begin(*arrays):
+        problem = Problem.of(kind, arrays[count:])
+        common = Common(problem.label_smoothing, problem.z_loss, problem.inputs.weights)
+        cotangents = cotangents_of(totals_of(kind.vocabulary, kind.loss, common))
+        return problem.results(*passes.begin(problem.inputs, problem.terms(), cotangents, kind.static, wanted))
+
+    return jitted(torch_begin, count)
+
+
+@lru_cache(maxsize=PROGRAMS)
+def _gradients_program(kind: Kind, wanted: Wanted, of_token_weight: bool, left: str | None, size: int) -> Callable:
+    """left: the field of Residuals that the forward program left."""
+    count = (left is not None) + wanted.e + wanted.c + wanted.bias + of_token_weight
 
     def torch_gradients(*arrays):
-        saved = arrays[0] if with_saved else None
-        of_loss, of_statistics, stacked, *rest = arrays[count:]  # the first `count` are the results' memory
-        problem = Problem.of(kind, *rest)
+        residuals = Residuals(**{left: arrays[0]}) if left else Residuals()
+        of_loss, of_statistics, rows, *others = arrays[count:]
+        problem = Problem.of(kind, others)
 
-        def value(stacked, token_weight):
-            return problem.loss(named(Statistics, stacked), token_weight)
+        def value(rows, token_weight):
+            return problem.loss(unstacked(Statistics, rows), token_weight)
 
         # Without a cotangent of the loss, the loss is not differentiated. A cotangent of 0 would give NaN for a token
         # whose target is out of range: 0 · NaN is NaN.
-        cotangents, of_weight = jnp.zeros_like(stacked), jax.tree.map(jnp.zeros_like, problem.token_weight)
+        cotangents, of_weight = jnp.zeros_like(rows), jax.tree.map(jnp.zeros_like, problem.token_weight)
         if of_loss is not None:
-            cotangents, of_weight = jax.vjp(value, stacked, problem.token_weight)[1](of_loss)
+            cotangents, of_weight = jax.vjp(value, rows, problem.token_weight)[1](of_loss)
         if of_statistics is not None:
             cotangents += of_statistics
-        found, residuals = passes.gradients(
-            problem.inputs, named(Statistics, stacked), residuals_of(saved), named(Cotangents, cotangents), kind.static,
-            wanted,
-        )  # fmt: skip
-        results = *(x for x in found if x is not None), *([problem.moved_back(of_weight)] if of_token_weight else [])
-        return *saved_of(residuals), *results
+        statistics, of = unstacked(Statistics, rows), unstacked(Cotangents, cotangents)
+        found, residuals = passes.gradients(problem.inputs, statistics, residuals, of, kind.static, wanted)
+        results = [*found, problem.moved_back(of_weight) if of_token_weight else None]
+        return tuple(jax.tree.leaves((residuals, results)))
 
-    return jitted(torch_gradients, count, ON_GPU if kind.device.platform != "cpu" else None)
+    return jitted(torch_gradients, count, options_on(kind))
+
+
+@lru_cache(maxsize=PROGRAMS)
+def _finish_program(
+    kind: Kind, size: int, with_bias: bool, left_for: Wanted, wanted: Wanted, of_token_weight: bool, in_place: bool
+) -> Callable:
+    shapes = handover_of(kind, size, with_bias, left_for).shapes
+    others = jax.tree.structure(shapes._replace(de=None, dc=None))
+    count, large = wanted.e + wanted.c + wanted.bias + of_token_weight, wanted.e + wanted.c
+
+    def torch_finish(*arrays):
+        arrays = iter(arrays[:large] + arrays[count:] if in_place else arrays[count:])
+        de, dc = (next(arrays) if w else None for w in (wanted.e, wanted.c))
+        residuals: Residuals = jax.tree.unflatten(others, _next(arrays, others.num_leaves))
+        of_loss, rows, *of_problem = arrays
+        unread = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kind.shapes(size, with_bias))
+        problem = Problem.of(kind, [unread.e, unread.c, unread.bias, *of_problem])
+        residuals, factor = residuals._replace(de=de, dc=dc), problem.factor(of_loss)
+        found = passes.finish(problem.inputs, residuals, factor, kind.static, left_for)
+        dc = found.c
+        if dc is not None and shapes.steps is not None:
+            dc = lax.bitcast_convert_type(dc, jnp.int16)  # the type in which dc was left, to be written into its memory
+        results = [x if w else None for x, w in ((found.e, wanted.e), (dc, wanted.c), (found.bias, wanted.bias))]
+        if of_token_weight:
+
+            def value(token_weight):
+                return problem.loss(unstacked(Statistics, rows), token_weight)
+
+            results.append(problem.moved_back(jax.vjp(value, problem.token_weight)[1](of_loss)[0]))
+        return tuple(x for x in results if x is not None)
+
+    return jitted(torch_finish, count)
+
+
+def _next(arrays: Iterator, count: int) -> list:
+    return [next(arrays) for _ in range(count)]
