@@ -1,6 +1,5 @@
 """The public function and module for PyTorch: they check the arguments, choose the impl and compute the loss."""
 
-import inspect
 import sys
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -340,11 +339,19 @@ OF_CALL = {"bias", "token_weight", "num_items"}
 OPTIONS = Options.__annotations__.keys()
 
 
-def _checked(
-    reduction: Any, impl: Any, vocab_axis: Any, precision: Any, logit_scale: Any, softcap: Any, label_smoothing: Any,
-    z_loss: Any, ignore_index: Any, memory_budget: Any, shift: Any,
-) -> tuple:  # fmt: skip
-    """scale, softcap, label_smoothing, z_loss, ignore_index, budget and shift, or an error for the option at fault."""
+CHECKED = (
+    *("reduction", "impl", "vocab_axis", "precision", "logit_scale", "softcap", "label_smoothing", "z_loss"),
+    *("ignore_index", "memory_budget", "shift"),
+)
+
+
+def _checked(*options: Any) -> tuple:
+    """scale, softcap, label_smoothing, z_loss, ignore_index, budget and shift, or an error for the option at fault.
+
+    options: in the order of CHECKED.
+    """
+    reduction, impl, vocab_axis, precision, logit_scale, softcap, label_smoothing, z_loss, *others = options
+    ignore_index, memory_budget, shift = others
     contract.choice("reduction", reduction, contract.REDUCTIONS)
     contract.choice("impl", impl, IMPLS)
     contract.choice("vocab_axis", vocab_axis, (0, 1))
@@ -357,7 +364,6 @@ def _checked(
     )  # fmt: skip
 
 
-CHECKED = tuple(inspect.signature(_checked).parameters)
 CACHEABLE = {str, int, bool, float, type(None)}  # types of options that a cache can hold
 _checked_once = lru_cache(maxsize=256, typed=True)(_checked)
 
