@@ -23,7 +23,8 @@ from bench.data import SHAPES, Shape, trained
 from bench.losses import ours
 from bench.measure import in_turns
 from bench.torch_losses import full_logits
-from cce_torch import bridge, linear_cross_entropy
+from cce_torch import linear_cross_entropy
+from cce_torch.on_jax import jax_devices
 
 MIB = 2**20
 TINY, SHAPE = Shape(64, 64, 512), SHAPES["gemma2-2b"]
@@ -74,7 +75,7 @@ def memory() -> dict[str, float]:
         torch.cuda.reset_peak_memory_stats()
         gradients(e, c.requires_grad_(), targets)
         torch.cuda.synchronize()
-    stats = bridge.gpu(0).memory_stats()
+    stats = jax_devices.gpu(0).memory_stats()
     return {
         "torch_peak_mib": (torch.cuda.max_memory_allocated() - before) / MIB,
         "jax_largest_allocation_mib": stats["largest_alloc_size"] / MIB,
@@ -114,7 +115,7 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS))
     parser.add_argument("--out", type=Path, default=Path("out/bridge.json"))
     asked = parser.parse_args()
-    bridge.start()  # before JAX's backend, which would leave PyTorch too little memory
+    jax_devices.start()  # before JAX's backend, which would leave PyTorch too little memory
     found: dict[str, dict[str, float]] = {}
     for part in asked.only:
         found[part] = PARTS[part]()

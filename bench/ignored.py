@@ -17,7 +17,7 @@ from bench.calls import Call, step
 from bench.data import HEADS, SHAPES, Shape, trained
 from bench.losses import BUDGETS, ours
 from bench.measure import steady
-from cce_torch import bridge
+from cce_torch.on_jax import jax_devices
 
 RUN = 256  # tokens
 COLUMNS = {"package": "", "budget": "", "ignored": ".2f", "runs": "", "runtime_ms": ".2f", "ratio": ".3f"}
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--out", type=Path, default=Path("out/ignored.json"))
     asked = parser.parse_args()
-    bridge.start()  # before JAX's backend, which would leave PyTorch too little memory
+    jax_devices.start()  # before JAX's backend, which would leave PyTorch too little memory
     rows: list[report.Row] = []
     for shape in asked.shape:
         e, c, targets = trained(shape)

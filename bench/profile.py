@@ -22,7 +22,7 @@ from bench.calls import floor, step
 from bench.data import HEADS, SHAPES, Shape, trained
 from bench.methods import METHODS
 from cce_kernels.device import local_gpu
-from cce_torch import bridge
+from cce_torch.on_jax import jax_devices
 
 CALLS = 4
 PAUSE = 0.03  # seconds of idling before each call
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--method", choices=METHODS, nargs="+", default=["cce_jax", "cce_jax all", "cce_torch"])
     parser.add_argument("--out", type=Path, default=Path("out/profile.json"))
     asked = parser.parse_args()
-    bridge.start()  # before JAX's backend, which would leave PyTorch too little memory
+    jax_devices.start()  # before JAX's backend, which would leave PyTorch too little memory
     if local_gpu() is None:
         parser.error("there is no GPU to profile")
     rows = []

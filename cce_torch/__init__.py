@@ -6,10 +6,10 @@ from cce_kernels.version import installed
 from cce_torch.api import LinearCrossEntropy, linear_cross_entropy
 from cce_torch.explain import explain
 from cce_torch.head import LinearCrossEntropyHead
-from cce_torch.vocab_parallel import VocabParallel
+from cce_torch.processes.vocab_parallel import VocabParallel
 
 if TYPE_CHECKING:
-    from cce_torch.parallel_style import VocabParallelStyle
+    from cce_torch.processes.parallel_style import VocabParallelStyle
 
 __all__ = [
     "LinearCrossEntropy",
@@ -27,7 +27,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return installed()
     if name == "VocabParallelStyle":  # imports DTensor, which takes a second
-        from cce_torch.parallel_style import VocabParallelStyle
+        from cce_torch.processes.parallel_style import VocabParallelStyle
 
         return VocabParallelStyle
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

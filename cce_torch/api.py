@@ -1,6 +1,5 @@
 """The public function and module for PyTorch: they check the arguments, choose the impl and compute the loss."""
 
-import inspect
 import sys
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -10,10 +9,14 @@ import torch
 from torch import Tensor
 
 from cce_kernels import contract
-from cce_torch import compiled, losses, ops, reference, shards, tensors, vocab_in_forward
-from cce_torch import vocab_parallel as parallel
+from cce_torch import losses, ops
+from cce_torch.call import Call, Given, Operands
+from cce_torch.on_jax import tensors
 from cce_torch.options import Impl, Options, Reduction
-from cce_torch.vocab_parallel import VocabParallel
+from cce_torch.processes import vocab_in_forward, vocab_statistics
+from cce_torch.processes import vocab_parallel as parallel
+from cce_torch.processes.vocab_parallel import VocabParallel
+from cce_torch.torch_alone import compiled, reference
 
 IMPLS = (*contract.IMPLS, "torch_compile")
 OF_TORCH = ("torch_compile", "reference")  # which run without JAX
@@ -166,7 +169,7 @@ def linear_cross_entropy(
     """
     given = dict(e=e, c=c, targets=targets, bias=bias, class_weight=class_weight, token_weight=token_weight)
     if tensors.has_dtensor(given):
-        from cce_torch import dtensors
+        from cce_torch.processes import dtensors
 
         return dtensors.loss(linear_cross_entropy, given, num_items, dict(  # type: ignore[call-issue]
             ignore_index=ignore_index, softcap=softcap, reduction=reduction, shift=shift, return_lse=return_lse,
@@ -176,10 +179,9 @@ def linear_cross_entropy(
         ))  # fmt: skip
     options = (reduction, impl, vocab_axis, precision, logit_scale, softcap, label_smoothing, z_loss, ignore_index,
                memory_budget, shift)  # fmt: skip
-    numbers_alone = NUMBERS.issuperset(map(type, options)) and not torch.compiler.is_compiling()
-    check = _checked_once if numbers_alone else _checked
+    cacheable = CACHEABLE.issuperset(map(type, options)) and not torch.compiler.is_compiling()
+    check = _checked_once if cacheable else _checked
     scale, softcap, label_smoothing, z_loss, ignore_index, budget, shift = check(*options)
-    head: dict[str, Any] = {"scale": scale, "softcap": softcap}
     contract.num_items(num_items, reduction)
     required = e is not None and c is not None and targets is not None
     if not required or num_items is not None or not tensors.are_usual(*given.values()):
@@ -211,38 +213,37 @@ def linear_cross_entropy(
         raise NotImplementedError(
             f"torch.jit.trace cannot record the JAX programs of impl={impl!r}: give impl='torch_compile'"
         )
-    arithmetic: dict[str, Any] = dict(reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss)
-    if impl not in OF_TORCH and shard is None:
-        loss, numbers = ops.loss(
-            _flat(e, 1), c, bias, _flat(targets), class_weight, _flat(token_weight), num_items,
-            row_length=targets.shape[-1] if shift else 1, ignore_index=ignore_index, shift=shift, precision=precision,
-            impl=impl, memory_budget=budget, lse_is_returned=return_lse, **arithmetic, **head,
-        )  # fmt: skip
-        lse = numbers[0].clone() if return_lse else None  # numbers are saved for the backward pass
+    alone = impl not in OF_TORCH and shard is None
+    smooths, has_z_loss = _constant(label_smoothing > 0), _constant(z_loss != 0)
+    call = Call(
+        softcap, budget, ignore_index if alone else -1, shift if alone else 0, reduction, smooths, has_z_loss,
+        precision, impl, c.dtype != e.dtype, shard is not None,
+    )  # fmt: skip
+    scheduled = label_smoothing, z_loss, scale
+    if alone:
+        flat = _flat(e, 1), c, bias, _flat(targets), class_weight, _flat(token_weight), num_items
+        row_length = targets.shape[-1] if shift else 1
+        loss, statistics = ops.loss(Given(*flat, scheduled, row_length), call, return_lse)
+        lse = statistics[0].clone() if return_lse else None  # the statistics are saved for the backward pass
     else:
         if shift:
             targets = _shifted(targets, shift, ignore_index)
             token_weight = None if token_weight is None else _shifted(token_weight, shift, 0)
         columns = losses.columns(_flat(targets), ignore_index, vocabulary)
         weights = None if class_weight is None else class_weight.to(torch.promote_types(e.dtype, torch.float32))
-        head["with_sum"] = label_smoothing > 0
+        terms = losses.Terms(columns, weights, _flat(token_weight), vocabulary)
+        operands = Operands(e if shard is not None else _flat(e, 1), c, bias, columns, weights)
         if shard is not None:
-            options = shards.Options(impl=impl, precision=precision, memory_budget=budget, wide_dc=c.dtype != e.dtype,
-                                     **head)  # fmt: skip
+            setting = parallel.Setting(call, scheduled, targets.shape, shard)
             if reduction != "none" and not return_lse:
-                summed = vocab_in_forward.total(
-                    e, c, bias, columns, weights, _flat(token_weight), tokens=targets.shape, shard=shard,
-                    options=options, label_smoothing=label_smoothing, z_loss=z_loss,
-                )  # fmt: skip
+                summed = vocab_in_forward.total(operands, terms, setting)
                 if summed is not None:
-                    return losses.reduced(summed, columns, weights, _flat(token_weight), num_items, reduction)
-            numbers = parallel.numbers(e, c, bias, columns, weights, tokens=targets.shape, shard=shard, options=options)
-        elif impl == "torch_compile":
-            numbers = compiled.statistics(_flat(e, 1), c, bias, columns, weights, memory_budget=budget, **head)
+                    return losses.reduced(summed, terms, num_items, reduction)
+            statistics = vocab_statistics.statistics(operands, setting)
         else:
-            numbers = reference.statistics(_flat(e, 1), c, bias, columns, weights, **head)
-        loss, lse = losses.loss(numbers, columns, weights, _flat(token_weight), num_items, vocabulary=vocabulary,
-                                **arithmetic)  # fmt: skip
+            run = compiled.statistics if impl == "torch_compile" else reference.statistics
+            statistics = run(operands, call, scale)
+        loss, lse = losses.loss(statistics, terms, num_items, reduction, scheduled)
 
     def unshifted(x: Any) -> Any:
         x = x.reshape(targets.shape)
@@ -338,11 +339,19 @@ OF_CALL = {"bias", "token_weight", "num_items"}
 OPTIONS = Options.__annotations__.keys()
 
 
-def _checked(
-    reduction: Any, impl: Any, vocab_axis: Any, precision: Any, logit_scale: Any, softcap: Any, label_smoothing: Any,
-    z_loss: Any, ignore_index: Any, memory_budget: Any, shift: Any,
-) -> tuple:  # fmt: skip
-    """scale, softcap, label_smoothing, z_loss, ignore_index, budget and shift, or an error for the option at fault."""
+CHECKED = (
+    *("reduction", "impl", "vocab_axis", "precision", "logit_scale", "softcap", "label_smoothing", "z_loss"),
+    *("ignore_index", "memory_budget", "shift"),
+)
+
+
+def _checked(*options: Any) -> tuple:
+    """scale, softcap, label_smoothing, z_loss, ignore_index, budget and shift, or an error for the option at fault.
+
+    options: in the order of CHECKED.
+    """
+    reduction, impl, vocab_axis, precision, logit_scale, softcap, label_smoothing, z_loss, *others = options
+    ignore_index, memory_budget, shift = others
     contract.choice("reduction", reduction, contract.REDUCTIONS)
     contract.choice("impl", impl, IMPLS)
     contract.choice("vocab_axis", vocab_axis, (0, 1))
@@ -355,8 +364,7 @@ def _checked(
     )  # fmt: skip
 
 
-CHECKED = tuple(inspect.signature(_checked).parameters)
-NUMBERS = {str, int, bool, float, type(None)}  # types of options that a cache can hold
+CACHEABLE = {str, int, bool, float, type(None)}  # types of options that a cache can hold
 _checked_once = lru_cache(maxsize=256, typed=True)(_checked)
 
 
@@ -386,6 +394,11 @@ def _scalar(x: float | Tensor, e: Tensor) -> Tensor:
     if e.is_cuda and not x.is_cuda:
         x = x.clone()  # a copy from pinned memory could read x after the caller has changed it; a clone is not pinned
     return x.to(e.device, dtype, non_blocking=e.is_cuda).reshape(())
+
+
+def _constant(condition: bool) -> bool:
+    """condition, which may be a symbol under torch.compile. The branch makes it a constant of the graph."""
+    return True if condition else False  # noqa: SIM210
 
 
 def _shifted(x: Tensor, shift: int, fill: float) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from cce_kernels import contract
+from cce_torch.call import Call
 
 
 def explain(
@@ -29,16 +30,17 @@ def explain(
     an option is out of its range, or the call would run PyTorch's own operators, as with float64.
     """
     from cce_jax import plans
-    from cce_torch import ops, programs
     from cce_torch.api import resolved
+    from cce_torch.on_jax import kinds
 
     contract.choice("reduction", reduction, contract.REDUCTIONS)
     contract.choice("impl", impl, ("auto", "cce", "chunked"))
     impl = resolved(impl, e)  # type: ignore[assignment]
     contract.choice("impl", impl, ("auto", "cce", "chunked"))
     smooths = contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0) > 0
-    call = ops.call_of(-100, 0, reduction, smooths, False, contract.softcap(softcap), precision, impl,
-                       contract.memory_budget(memory_budget), c.dtype != e.dtype)  # fmt: skip
-    kind = programs.kind_of_tensors(e, c.T if vocab_axis else c, call)
+    softcap, budget = contract.softcap(softcap), contract.memory_budget(memory_budget)
+    call = Call(softcap, budget, reduction=reduction, smooths=smooths, precision=precision, impl=impl,
+                wide_dc=c.dtype != e.dtype)  # fmt: skip
+    kind = kinds.kind_of_tensors(e, c.T if vocab_axis else c, call)
     shapes = kind.shapes(kind.sizes(e.numel() // max(e.shape[-1], 1)), bias is not None)
     return plans.explanation(shapes, kind.static, reduction, gradients_of)

@@ -1,9 +1,9 @@
-"""Every loss as plain arithmetic on the core's three numbers, differentiated by PyTorch.
+"""Every loss as plain arithmetic on the core's statistics, differentiated by PyTorch.
 
 The same as cce_jax/losses.py, for "torch_compile" and "reference", which run without JAX.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,31 +19,35 @@ def columns(targets: Tensor, ignore_index: int, vocabulary: int) -> Tensor:
     return torch.where(targets != ignore_index, named, -1).to(torch.int32)
 
 
+class Terms(NamedTuple):
+    """What the losses of N tokens depend on besides their statistics."""
+
+    columns: Tensor  # (N,)
+    class_weight: Tensor | None  # (V,)
+    token_weight: Tensor | None  # (N,)
+    vocabulary: int
+
+
 def loss(
-    numbers: Tensor, columns: Tensor, class_weight: Tensor | None, token_weight: Tensor | None,
-    num_items: Tensor | None, *, vocabulary: int, reduction: str, label_smoothing: float, z_loss: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    statistics: Tensor, terms: Terms, num_items: Tensor | None, reduction: str, scheduled: tuple[float, float, float]
+) -> tuple[Tensor, Tensor]:
     """The loss, a scalar or for "none" (N,), and lse, (N,), which is 0 for ignored tokens.
 
-    numbers: (2, N), or (3, N) with the weighted sum if label_smoothing > 0; columns: (N,); class_weight: (V,);
-    token_weight: (N,).
+    statistics: as in call.py; scheduled: label_smoothing, z_loss and scale.
     """
-    total, lse = totals(numbers, columns, class_weight, vocabulary=vocabulary, label_smoothing=label_smoothing,
-                        z_loss=z_loss)  # fmt: skip
-    total = weights(columns, token_weight, lse.dtype) * total
-    total = torch.where(columns >= 0, total, 0)
+    total, lse = totals(statistics, terms, scheduled)
+    total = weights(terms.columns, terms.token_weight, lse.dtype) * total
+    total = torch.where(terms.columns >= 0, total, 0)
     if reduction == "none":
         return total, lse
-    return reduced(total.sum(), columns, class_weight, token_weight, num_items, reduction), lse
+    return reduced(total.sum(), terms, num_items, reduction), lse
 
 
-def totals(
-    numbers: Tensor, columns: Tensor, class_weight: Tensor | None, *, vocabulary: int, label_smoothing: float,
-    z_loss: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def totals(statistics: Tensor, terms: Terms, scheduled: tuple[float, float, float]) -> tuple[Tensor, Tensor]:
     """The loss of each token before its token weight, and lse, both (N,) and 0 for ignored tokens. As for `loss`."""
+    (columns, class_weight, _, vocabulary), (label_smoothing, z_loss, _) = terms, scheduled
     kept = columns >= 0
-    lse, target, *weighted = torch.where(kept, numbers, 0).unbind()
+    lse, target, *weighted = torch.where(kept, statistics, 0).unbind()
     of_target = target_weights(columns, class_weight)
     ce = lse - target if of_target is None else of_target * (lse - target)
     if weighted:
@@ -65,14 +69,13 @@ def weights(columns: Tensor, token_weight: Tensor | None, dtype: torch.dtype) ->
     return kept.to(dtype) if token_weight is None else torch.where(kept, token_weight.to(dtype), 0)
 
 
-def reduced(
-    value: Tensor, columns: Tensor, class_weight: Tensor | None, token_weight: Tensor | None,
-    num_items: Tensor | None, reduction: str,
-) -> Tensor:  # fmt: skip
+def reduced(value: Tensor, terms: Terms, num_items: Tensor | None, reduction: str) -> Tensor:
     """The "mean" or "sum", from the sum over the tokens. num_items: None for the default."""
     if reduction == "mean":
-        weight = weights(columns, token_weight, value.dtype)
-        value = quotient(value, items(columns >= 0, columns, weight, class_weight) if num_items is None else num_items)
+        columns, class_weight, token_weight, _ = terms
+        if num_items is None:
+            num_items = items(columns >= 0, columns, weights(columns, token_weight, value.dtype), class_weight)
+        value = quotient(value, num_items)
     return value
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, TypedDict
 
-from cce_torch.vocab_parallel import VocabParallel
+from cce_torch.processes.vocab_parallel import VocabParallel
 
 Reduction = Literal["mean", "sum", "none"]
 Impl = Literal["auto", "cce", "chunked", "reference", "torch_compile"]

@@ -9,7 +9,8 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from cce_torch import blocks, linear_cross_entropy
+from cce_torch import linear_cross_entropy
+from cce_torch.torch_alone import blocks
 from tests.cases import Inputs
 
 

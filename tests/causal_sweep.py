@@ -18,7 +18,7 @@ import transformers
 from tqdm import tqdm
 from transformers.models.auto import modeling_auto as auto
 
-from cce_torch import blocks
+from cce_torch.torch_alone import blocks
 from cce_torch.transformers import cce_patch, cce_unpatch
 from tests.causal_models import batch, small_config, small_model, step
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import cce_torch
 from cce_jax import linear_cross_entropy
 from cce_kernels import contract
-from cce_torch import blocks
+from cce_torch.torch_alone import blocks
 from tests.call_torch import tensor
 
 N, D, V = 6, 4, 9

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cce_torch import blocks
+from cce_torch.torch_alone import blocks
 from cce_torch.transformers import cce_patch, cce_unpatch
 from cce_torch.transformers.lazy_logits import LazyLogits
 from tests import causal_sweep

@@ -14,7 +14,7 @@ from cce_kernels.device import local_gpu
 from cce_kernels.engines.order import SCRATCH_BYTES
 from cce_kernels.plan import plan_of
 from cce_kernels.plan.budget import GROUP_BYTES, WORKSPACE
-from cce_torch import bridge
+from cce_torch.on_jax import bridge
 from tests.plans import call_of, whole_bytes
 
 pytestmark = pytest.mark.gpu

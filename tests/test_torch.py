@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from cce_jax import losses
 from cce_torch import LinearCrossEntropy, linear_cross_entropy, ops
+from cce_torch.call import Call, Given
 from tests.tolerance import error
 
 IMPLS = ("cce", "chunked")
 SCHEDULED = 0.0, 0.0, 1.0  # label_smoothing, z_loss, scale
-OPTIONS = (1, -100, 0, "mean", False, False, None, None, "chunked", 2**28, False)
+CALL_OF = Call(memory_budget=2**28, impl="chunked")
 
 
 def example(tokens=24, width=16, vocabulary=70, dtype=torch.float32, seed=0):
@@ -76,19 +76,20 @@ def test_compiled_code_keeps_the_layout_of_a_transposed_classifier():
 def test_opcheck(smoothing, transposed):
     e, c, t = (x.detach() for x in example())
     c = c.T.contiguous().T if transposed else c
-    options = (24, -100, 1, "none", smoothing > 0, *OPTIONS[5:])
+    call = CALL_OF._replace(shift=1, reduction="none", smooths=smoothing > 0).encoded()
     weight = torch.rand(24)
-    arguments = (e, c, None, t, None, weight, None, torch.tensor([smoothing, 0.0, 1.0]))
-    torch.library.opcheck(torch.ops.cce_torch.loss.default, (*arguments, [], *options))
-    _, numbers, _ = torch.ops.cce_torch.loss.default(*arguments, [], *options)
-    cotangents = torch.rand(24), torch.rand_like(numbers)
-    torch.library.opcheck(torch.ops.cce_torch.gradients.default,
-                          (*cotangents, *arguments, numbers, None, True, True, False, True, *options))  # fmt: skip
+    given = (e, c, None, t, None, weight, None, torch.tensor([smoothing, 0.0, 1.0]), 24)
+    torch.library.opcheck(torch.ops.cce_torch.loss.default, (*given, [], False, *call))
+    _, statistics, left = torch.ops.cce_torch.loss.default(*given, [], False, *call)
+    assert left == []
+    cotangents, wanted = (torch.rand(24), torch.rand_like(statistics)), [True, True, False, True]
+    arguments = *cotangents, *given, statistics, *[None] * ops.LEFT, [], wanted, False, *call
+    torch.library.opcheck(torch.ops.cce_torch.gradients.default, arguments)
 
 
 def test_what_describes_a_lent_array_is_there_as_long_as_the_array(monkeypatch):
     """JAX reads it again when the array goes; by then the memory of Python's own objects would hold something else."""
-    from cce_torch import bridge
+    from cce_torch.on_jax import bridge
 
     cpu = jax.devices("cpu")[0]
     monkeypatch.setattr(bridge, "gpu", lambda index: cpu)
@@ -103,7 +104,7 @@ def test_what_describes_a_lent_array_is_there_as_long_as_the_array(monkeypatch):
 
 def test_what_reaches_a_program_on_a_cpu_is_the_tensors_memory_and_holds_it():
     """The program runs on where Ctrl-C has ended the wait for it, and the tensors may be gone by then."""
-    from cce_torch import bridge
+    from cce_torch.on_jax import bridge
 
     def holders():
         return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
@@ -118,7 +119,7 @@ def test_what_reaches_a_program_on_a_cpu_is_the_tensors_memory_and_holds_it():
 
 
 def test_a_frozen_input_gets_no_gradient_and_costs_none(monkeypatch):
-    from cce_torch import programs
+    from cce_torch.on_jax import programs
 
     asked = []
     original = programs._gradients_program
@@ -167,10 +168,10 @@ def test_positional_arguments_are_those_of_cut_cross_entropy():
 
 
 def test_a_thousand_numbers_of_tokens_compile_few_programs_and_pad_little():
-    from cce_torch import programs
+    from cce_torch.on_jax import kinds
 
     random = np.random.default_rng(0).integers(1, 8193, 1000)
-    chosen = programs.Sizes()
+    chosen = kinds.Sizes()
     sizes = np.array([chosen(int(n)) for n in random])
     assert (sizes >= random).all()
     assert len(set(sizes.tolist())) <= 20
@@ -180,7 +181,7 @@ def test_a_thousand_numbers_of_tokens_compile_few_programs_and_pad_little():
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_padding_changes_nothing(reduction, monkeypatch):
-    from cce_torch import programs
+    from cce_torch.on_jax import kinds, programs
 
     e, c, t = example(300)
     weight = torch.rand(20, 15, requires_grad=True)
@@ -190,23 +191,23 @@ def test_padding_changes_nothing(reduction, monkeypatch):
                                          reduction=reduction, return_lse=True, label_smoothing=0.1)  # fmt: skip
         return [loss, lse, *gradients(loss.sum() + lse.sum(), e, c, weight)]
 
-    monkeypatch.setattr(programs, "EXACT", 0)
-    monkeypatch.setattr(programs, "_kinds", {})
+    monkeypatch.setattr(kinds, "EXACT", 0)
+    monkeypatch.setattr(kinds, "_kinds", {})
     compiled = []
     original = programs.bridge.run
     monkeypatch.setattr(programs.bridge, "run", lambda *a, **k: compiled.append(a[1]) or original(*a, **k))
     padded = run("chunked")
     assert {x.shape[0] for x in compiled[0] if isinstance(x, torch.Tensor) and x.shape[1:] == (16,)} == {512, 70}
-    monkeypatch.setattr(programs, "_kinds", {})
+    monkeypatch.setattr(kinds, "_kinds", {})
     assert_same(padded, run("reference"))
 
 
 def test_padding_counts_in_no_mean(monkeypatch):
     """Without token weights, which are 0 where there is padding."""
-    from cce_torch import programs
+    from cce_torch.on_jax import kinds
 
-    monkeypatch.setattr(programs, "EXACT", 0)
-    monkeypatch.setattr(programs, "_kinds", {})
+    monkeypatch.setattr(kinds, "EXACT", 0)
+    monkeypatch.setattr(kinds, "_kinds", {})
     e, c, t = example(300)
     run = [linear_cross_entropy(e, c, t, impl=impl) for impl in ("chunked", "reference")]
     assert_same(run[:1], run[1:])
@@ -214,17 +215,16 @@ def test_padding_counts_in_no_mean(monkeypatch):
 
 def test_threads_that_call_first_at_once_pad_alike(monkeypatch):
     """A backward pass looks up again, by then perhaps in another thread, to which size its forward pass padded."""
-    from cce_torch import programs
+    from cce_torch.on_jax import jax_devices, kinds
 
-    threads, found = 8, programs.bridge.jax_device
+    threads, found = 8, jax_devices.jax_device
     all_here = threading.Barrier(threads)
-    monkeypatch.setattr(programs.bridge, "jax_device", lambda device: (all_here.wait(60), found(device))[1])
-    monkeypatch.setattr(programs, "_kinds", {})
+    monkeypatch.setattr(jax_devices, "jax_device", lambda device: (all_here.wait(60), found(device))[1])
+    monkeypatch.setattr(kinds, "_kinds", {})
     e, c, _ = example()
 
     def kind(_):
-        call = programs.Call(-100, 0, losses.Loss(), None, None, "chunked", 2**28, False)
-        return programs.kind_of(call, c.shape, 0, e.dtype, e.device)
+        return kinds.kind_of(CALL_OF, c.shape, 0, e.dtype, e.device)
 
     with ThreadPoolExecutor(threads) as pool:
         kinds = list(pool.map(kind, range(threads)))
@@ -254,16 +254,18 @@ e, c = torch.ones(8, 16, dtype=torch.bfloat16).requires_grad_(), torch.ones(32, 
 cce_torch.linear_cross_entropy(e, c, torch.arange(8), impl={!r})
 """
 ASKED = {  # what JAX is asked, by what ran before
-    "bridge.start()": {"preallocate": False},
-    "os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'] = 'true'; bridge.start()": None,
-    "jax.config.update('jax_pjrt_client_create_options', {'preallocate': True}); bridge.start()": {"preallocate": True},
-    "jax.devices(); bridge.start()": None,
+    "jax_devices.start()": {"preallocate": False},
+    "os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'] = 'true'; jax_devices.start()": None,
+    "jax.config.update('jax_pjrt_client_create_options', {'preallocate': True}); jax_devices.start()": {
+        "preallocate": True
+    },
+    "jax.devices(); jax_devices.start()": None,
     CALL.format("auto"): {"preallocate": False},
     CALL.format("chunked"): {"preallocate": False},
 }
 EACH = """
 import os, sys, jax, torch, cce_torch
-from cce_torch import bridge
+from cce_torch.on_jax import jax_devices
 for code in eval(sys.argv[1]):
     child = os.fork()
     if not child:
@@ -295,24 +297,11 @@ def test_the_users_own_jax_is_as_it_was():
 def test_ops_refuse_nothing_that_the_fakes_allow():
     """Fake and real results agree in shape, type and strides for every combination of wanted gradients."""
     e, c, t = (x.detach() for x in example())
-    numbers = ops._run_loss(e, c, None, t, None, None, None, SCHEDULED, [], *OPTIONS)[1]
+    statistics = ops._run_loss(Given(e, c, None, t, None, None, None, SCHEDULED, 1), [], CALL_OF, None)[1]
     for wanted in [(a, b, False, d) for a in (True, False) for b in (True, False) for d in (True, False)]:
         weight = torch.rand(24)
-        arguments = (
-            torch.ones(()),
-            None,
-            e,
-            c.T.contiguous().T,
-            None,
-            t,
-            None,
-            weight,
-            None,
-            torch.tensor(SCHEDULED),
-            numbers,
-            None,
-            *wanted,
-            *OPTIONS,
-        )
-        for x, y in zip(ops._run_gradients(*arguments), ops._fake_gradients(*arguments), strict=True):
+        given = e, c.T.contiguous().T, None, t, None, weight, None, torch.tensor(SCHEDULED), 1
+        left, call = [None] * ops.LEFT, CALL_OF.encoded()
+        arguments = torch.ones(()), None, *given, statistics, *left, [], wanted, False, *call
+        for x, y in zip(ops._called_gradients(*arguments), ops._fake_gradients(*arguments), strict=True):
             assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())

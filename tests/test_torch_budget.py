@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from cce_kernels.exponentials import saved_shape
-from cce_torch import LinearCrossEntropy, in_forward, linear_cross_entropy, ops, programs
+from cce_torch import LinearCrossEntropy, linear_cross_entropy, ops
+from cce_torch.call import Call
+from cce_torch.on_jax import kinds, programs
 from tests import call, call_torch
 from tests.call_torch import tensor
 from tests.cases import Inputs
@@ -53,7 +55,7 @@ def saved(monkeypatch) -> list[tuple[int, int] | None]:
 
     def recorded(*arguments, **options):
         result = real(*arguments, **options)
-        shapes.append(None if result[2] is None else tuple(result[2].shape))
+        shapes.append(tuple(result[2][0].shape) if result[2] else None)
         return result
 
     monkeypatch.setattr(programs, "loss", recorded)
@@ -73,9 +75,9 @@ def test_the_bits_are_those_of_cce_jax(budget, saved):
 
 @pytest.mark.parametrize("options", [EACH, {}])
 def test_padded_to_another_size(options, saved, monkeypatch):
-    monkeypatch.setattr(programs, "EXACT", 0)
-    monkeypatch.setattr(programs, "SMALLEST", 16)
-    monkeypatch.setattr(programs, "_kinds", {})
+    monkeypatch.setattr(kinds, "EXACT", 0)
+    monkeypatch.setattr(kinds, "SMALLEST", 16)
+    monkeypatch.setattr(kinds, "_kinds", {})
     given = some(("bias",), options)
     expected, reference = truth(given, options), call_torch.run(given, options, "reference")
     actual = call_torch.run(given, options, "cce", memory_budget=ALL)
@@ -87,26 +89,26 @@ def test_padded_to_another_size(options, saved, monkeypatch):
 
 
 def test_a_graph_knows_to_which_size_it_was_padded_when_its_programs_have_been_freed(monkeypatch):
-    for name in ("_loss_program", "_gradients_program", "saved_shape_of"):
+    for name in ("_loss_program", "_gradients_program", "handover_of"):
         monkeypatch.setattr(programs, name, lru_cache(getattr(programs, name).__wrapped__))
-    monkeypatch.setattr(in_forward, "begun_of", in_forward.begun_of.__wrapped__)
-    monkeypatch.setattr(programs, "_kinds", WeakValueDictionary())
-    monkeypatch.setattr(programs, "SMALLEST", 16)
-    monkeypatch.setattr(programs, "EXACT", 0)
+    monkeypatch.setattr(kinds, "_kinds", WeakValueDictionary())
+    monkeypatch.setattr(kinds, "SMALLEST", 16)
+    monkeypatch.setattr(kinds, "EXACT", 0)
     e, c, t = example()
     value = loss(e, c, t)
     expected = gradients(value, e, c, retain_graph=True)
-    for name in ("_loss_program", "_gradients_program", "saved_shape_of"):
+    for name in ("_loss_program", "_gradients_program", "handover_of"):
         getattr(programs, name).cache_clear()
     gc.collect()
-    monkeypatch.setattr(programs, "EXACT", 4)  # another Kind would not pad
-    (kind,) = programs._kinds.values()
+    monkeypatch.setattr(kinds, "EXACT", 4)  # another Kind would not pad
+    (kind,) = kinds._kinds.values()
     assert kind.sizes(TOKENS) > TOKENS
     assert_equal(gradients(value, e, c), expected)
     del value, kind
     gc.collect()
     programs._gradients_program.cache_clear()
-    assert not programs._kinds
+    programs.handover_of.cache_clear()
+    assert not kinds._kinds
 
 
 def test_only_what_a_backward_pass_will_read_is_saved(saved):
@@ -143,14 +145,15 @@ def test_func_grad_saves_nothing_and_is_right(saved):
 def test_opcheck(budget):
     given = Way(budget, TOKENS).inputs()  # none of whose tokens is ignored: what is saved of those is arbitrary
     e, c, t = tensor(given.e), tensor(given.c), tensor(given.targets).long()
-    options = (1, -100, 0, "mean", False, False, None, None, "cce", budget, False)
-    inputs = (e, c, None, t, None, None, None, torch.tensor([0.0, 0.0, 1.0]))
-    torch.library.opcheck(torch.ops.cce_torch.loss.default, (*inputs, [True] * 3, *options))
-    _, numbers, saved = torch.ops.cce_torch.loss.default(*inputs, [True] * 3, *options)
-    assert saved.shape == (TOKENS * (budget > 0), COLUMNS)
-    wanted = True, True, False, False
-    arguments = torch.ones(()), None, *inputs, numbers, saved, *wanted, *options
-    for x, y in zip(ops._run_gradients(*arguments), ops._fake_gradients(*arguments), strict=True):
+    call, saving_for = Call(impl="cce", memory_budget=budget).encoded(), [True, True, False]
+    given = (e, c, None, t, None, None, None, torch.tensor([0.0, 0.0, 1.0]), 1)
+    torch.library.opcheck(torch.ops.cce_torch.loss.default, (*given, saving_for, False, *call))
+    _, statistics, left = torch.ops.cce_torch.loss.default(*given, saving_for, False, *call)
+    assert [x.shape for x in left] == [(TOKENS, COLUMNS)] * (budget > 0)
+    left = *left, *[None] * (ops.LEFT - len(left))
+    wanted = [True, True, False, False]
+    arguments = torch.ones(()), None, *given, statistics, *left, saving_for, wanted, False, *call
+    for x, y in zip(ops._called_gradients(*arguments), ops._fake_gradients(*arguments), strict=True):
         assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
 
 

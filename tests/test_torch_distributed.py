@@ -25,7 +25,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cce_torch import LinearCrossEntropy, LinearCrossEntropyHead, VocabParallel, blocks, linear_cross_entropy
+from cce_torch import LinearCrossEntropy, LinearCrossEntropyHead, VocabParallel, linear_cross_entropy
+from cce_torch.torch_alone import blocks
 from tests.call_torch import array, run, tensor
 from tests.cases import CASES, Case, Inputs, inputs
 from tests.tolerance import assert_close, assert_rounded, bound, error
@@ -42,7 +43,9 @@ def in_processes(count: int, *checks: Callable[[], None], gpus: bool = False) ->
 
     gpus: each process sees one GPU, and talks about its tensors by nccl.
     """
-    multiprocessing.set_forkserver_preload([__name__, "cce_torch.bridge", "torch._dynamo", "torch.distributed.fsdp"])
+    multiprocessing.set_forkserver_preload(
+        [__name__, "cce_torch.on_jax.bridge", "torch._dynamo", "torch.distributed.fsdp"]
+    )
     with tempfile.TemporaryDirectory() as folder:
         arguments = (count, f"{folder}/store", checks, gpus)
         torch.multiprocessing.start_processes(_process, arguments, nprocs=count, start_method="forkserver")
@@ -344,11 +347,12 @@ def check_kernels() -> None:
 
 def check_padding() -> None:
     """Programs for more tokens than there are; and a graph that remembers its size when its programs are freed."""
-    from cce_torch import programs, shard_programs
+    from cce_torch.on_jax import kinds
+    from cce_torch.processes import shard_programs
 
-    before = programs.EXACT, programs.SMALLEST
-    programs._kinds.clear()
-    programs.EXACT, programs.SMALLEST = 0, 16
+    before = kinds.EXACT, kinds.SMALLEST
+    kinds._kinds.clear()
+    kinds.EXACT, kinds.SMALLEST = 0, 16
     case = Case("padded", (37,), options={"label_smoothing": 0.1, "return_lse": True})
     assert_split(case, (70, 203), "chunked")
     given = inputs(case, "bfloat16")
@@ -356,21 +360,21 @@ def check_padding() -> None:
     loss = linear_cross_entropy(e, c, targets, impl="cce", memory_budget="all", vocab_parallel=shard)
     assert loss.grad_fn is not None
     expected_ = torch.autograd.grad(loss, (e, c), retain_graph=True)
-    for program in ("_target_program", "_statistics_program", "_gradients_program", "saved_shape_of"):
+    for program in ("_target_program", "_statistics_program", "_gradients_program", "handover_of"):
         getattr(shard_programs, program).cache_clear()
     gc.collect()
-    programs.EXACT, programs.SMALLEST = before
+    kinds.EXACT, kinds.SMALLEST = before
     for x, y in zip(torch.autograd.grad(loss, (e, c)), expected_, strict=True):
         assert torch.equal(x, y)
 
 
 def check_dropped_strides() -> None:
     """A hook on saved tensors drops the strides of c.T: the program is still that of the forward pass."""
-    from cce_torch import programs
+    from cce_torch.on_jax import kinds
 
-    before = programs.EXACT
-    programs._kinds.clear()
-    programs.EXACT = 1
+    before = kinds.EXACT
+    kinds._kinds.clear()
+    kinds.EXACT = 1
     alive = []
     for tokens, hooks in ((7, False), (37, False), (37, True)):  # 7 tokens are not padded, 37 are
         e, c, targets, shard = split(inputs(Case("strides", (tokens,), 8, 40), "bfloat16"), (16, 40), torch.bfloat16)
@@ -379,7 +383,7 @@ def check_dropped_strides() -> None:
             loss = linear_cross_entropy(e, c, targets, vocab_axis=1, impl="cce", memory_budget="all",
                                         vocab_parallel=shard)  # fmt: skip
         alive.append((loss, torch.autograd.grad(loss, (e, c), retain_graph=True)))
-    programs.EXACT = before
+    kinds.EXACT = before
     for x, y in zip(alive[1][1], alive[2][1], strict=True):
         assert torch.equal(x, y)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import cce_torch
-from cce_torch import bridge
+from cce_torch.on_jax import bridge, jax_devices
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -232,8 +232,8 @@ MEMORY = """
 import torch, cce_torch
 e = torch.randn(512, 64, device="cuda").requires_grad_()
 cce_torch.linear_cross_entropy(e, torch.randn(4096, 64, device="cuda"), torch.arange(512, device="cuda")).backward()
-from cce_torch import bridge
-stats = bridge.gpu(0).memory_stats()
+from cce_torch.on_jax import bridge, jax_devices
+stats = jax_devices.gpu(0).memory_stats()
 print(stats["pool_bytes"] / stats["bytes_limit"])
 """
 
@@ -366,7 +366,7 @@ def test_two_devices_with_the_current_one_elsewhere():
             assert {x.device for x in results} == {torch.device(device)}
         torch.cuda.synchronize(device)
         assert_identical([x.cpu() for x in results], [x.cpu() for x in want])
-    assert bridge.gpu(0) != bridge.gpu(1)
+    assert jax_devices.gpu(0) != jax_devices.gpu(1)
 
 
 RANK = """
@@ -402,7 +402,7 @@ for _ in range(3):
     loss.backward()
 for actual, expected in zip((p.grad for p in model.parameters()), want):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
-from cce_torch import bridge
+from cce_torch.on_jax import bridge, jax_devices
 import jax
 assert len(jax.local_devices()) == torch.cuda.device_count() == (1 if sys.argv[1] == "its own" else 2)
 told = any("CUDA_VISIBLE_DEVICES=$LOCAL_RANK" in str(w.message) for w in caught)

@@ -14,11 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 from cce_jax import passes
 from cce_kernels.numbers import Cotangents, Wanted
-from cce_torch import bridge, in_forward, linear_cross_entropy, ops, programs
+from cce_torch import linear_cross_entropy, ops
+from cce_torch.call import Call
+from cce_torch.on_jax import bridge, kinds, programs
 from tests import truth
 from tests.call_torch import array
 from tests.test_in_forward import in_forward as on  # noqa: F401  # for all tests of this file
-from tests.test_torch import OPTIONS, SCHEDULED
+from tests.test_torch import CALL_OF, SCHEDULED
 from tests.tolerance import assert_rounded
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
@@ -28,10 +30,10 @@ AGAIN = ["torch_loss", "torch_gradients"]
 
 @pytest.fixture(autouse=True, scope="module")
 def decided_again(on):  # noqa: F811
-    in_forward.begun_of.cache_clear()
+    programs.handover_of.cache_clear()
     yield
-    in_forward.begun_of.cache_clear()
-    in_forward._traced.clear()
+    programs.handover_of.cache_clear()
+    ops._traced.clear()
 
 
 @pytest.fixture
@@ -122,8 +124,8 @@ def test_any_call(tokens, width, vocabulary, dtype, axis, chunk, padded, ignored
         return value.detach(), dict(zip(wanted, gradients(factor * value, *(own[k] for k in wanted)), strict=True))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs, "EXACT", 0 if padded else 4)
-        patch.setattr(programs, "_kinds", {})
+        patch.setattr(kinds, "EXACT", 0 if padded else 4)
+        patch.setattr(kinds, "_kinds", {})
         names = []
         real = bridge.run
         patch.setattr(bridge, "run", lambda f, *more: names.append(f.__wrapped__.__name__) or real(f, *more))
@@ -145,15 +147,15 @@ def test_any_call(tokens, width, vocabulary, dtype, axis, chunk, padded, ignored
 )
 def test_the_shapes_of_what_is_formed(dtype, wide, axis, wanted):
     e, c, _ = example(500, 300, 203, dtype, axis=axis)
-    call = ops.call_of(-100, 0, "mean", False, False, None, "highest", "chunked", None, wide)
-    kind = programs.kind_of_tensors(e, c, call)
+    call = Call(precision="highest", impl="chunked", wide_dc=wide)
+    kind = kinds.kind_of_tensors(e, c, call)
     wanted = Wanted(*map(bool, wanted))
 
     def begin(inputs):
         return passes.begin(inputs, (), lambda numbers, _: Cotangents(*numbers), kind.static, wanted)[1]
 
     expected = jax.tree.flatten(jax.eval_shape(begin, kind.shapes(500, with_bias=True)))
-    found = jax.tree.flatten(in_forward.begun_of(kind, 500, True, wanted))
+    found = jax.tree.flatten(programs.handover_of(kind, 500, True, wanted).shapes)
     assert found[1] == expected[1]
     assert [(x.shape, x.dtype) for x in found[0]] == [(x.shape, x.dtype) for x in expected[0]]
 
@@ -189,8 +191,8 @@ def test_gradients_take_the_memory_of_what_was_formed(dtype, kept):
 
 
 def test_results_that_are_grads_may_be_changed_in_place(monkeypatch):
-    monkeypatch.setattr(programs, "EXACT", 0)
-    monkeypatch.setattr(programs, "_kinds", {})
+    monkeypatch.setattr(kinds, "EXACT", 0)
+    monkeypatch.setattr(kinds, "_kinds", {})
     e, c, t = example(tokens=530)
     expected = gradients(loss(e, c, t), e, c)
     for k in (1, 2):
@@ -324,15 +326,15 @@ def test_selective_checkpointing():
 
 
 def test_programs_that_were_not_called_of_late_are_freed(monkeypatch):
-    for name in ("_begin_program", "_finish_program", "begun_of"):
-        monkeypatch.setattr(in_forward, name, lru_cache(maxsize=2)(getattr(in_forward, name).__wrapped__))
+    for name in ("_begin_program", "_finish_program", "handover_of"):
+        monkeypatch.setattr(programs, name, lru_cache(maxsize=2)(getattr(programs, name).__wrapped__))
     e, c, t = example(dtype=torch.float32)
     client = jax.devices("cpu")[0].client
 
     def call(number):
         loss(e, c, t, logit_scale=1.5 + number, precision=None).backward()
         gc.collect()
-        return len(client.live_executables()), len(programs._kinds)
+        return len(client.live_executables()), len(kinds._kinds)
 
     call(0)
     before = call(1)
@@ -343,9 +345,9 @@ def test_programs_that_were_not_called_of_late_are_freed(monkeypatch):
 def test_the_users_jax_settings_change_nothing(setting):
     e, c, t = example(dtype=torch.bfloat16, seed=3)
     expected = gradients(loss(e, c, t, logit_scale=0.9), e, c)
-    in_forward.begun_of.cache_clear()
-    in_forward._begin_program.cache_clear()
-    in_forward._finish_program.cache_clear()
+    programs.handover_of.cache_clear()
+    programs._begin_program.cache_clear()
+    programs._finish_program.cache_clear()
     before = getattr(jax.config, setting)
     jax.config.update(setting, {"jax_numpy_dtype_promotion": "strict"}.get(setting, True))
     try:
@@ -398,16 +400,16 @@ def test_compiled_code_that_computes_the_logits_again(more, ran):
 def test_opcheck(axis, wide):
     e, c, t = (x.detach() for x in example(wide=wide, axis=axis))
     rounded, weight, scheduled = c.to(e.dtype), torch.rand(600), torch.tensor(SCHEDULED)
-    options, wanted = (*OPTIONS[:-1], wide), (True, True, False)
+    call, saving_for, wanted = CALL_OF._replace(wide_dc=wide).encoded(), [True, True, False], [True, True, False, True]
     assert rounded.stride() == c.stride()
-    given = None, t, None, weight, None, scheduled
-    torch.library.opcheck(torch.ops.cce_torch.begin.default, (e, rounded, *given, wanted, False, *options))
-    _, numbers, begun = torch.ops.cce_torch.begin.default(e, rounded, *given, wanted, False, *options)
-    assert [x.dtype for x in begun[:2]] == [e.dtype, torch.float32 if wide else torch.int16]
-    begun = *begun, *[None] * (ops.BEGUN - len(begun))
-    arguments = torch.ones(()), e, c, *given, numbers, *begun, wanted, False, True, True, False, True, *options
-    torch.library.opcheck(torch.ops.cce_torch.finish.default, arguments)
-    de, dc, _, dweight = torch.ops.cce_torch.finish.default(*arguments)
+    given = None, t, None, weight, None, scheduled, 1
+    torch.library.opcheck(torch.ops.cce_torch.loss.default, (e, rounded, *given, saving_for, False, *call))
+    _, statistics, left = torch.ops.cce_torch.loss.default(e, rounded, *given, saving_for, False, *call)
+    assert [x.dtype for x in left[:2]] == [e.dtype, torch.float32 if wide else torch.int16]
+    left = *left, *[None] * (ops.LEFT - len(left))
+    arguments = torch.ones(()), None, e, c, *given, statistics, *left, saving_for, wanted, False, *call
+    torch.library.opcheck(torch.ops.cce_torch.gradients.default, arguments)
+    de, dc, _, dweight = torch.ops.cce_torch.gradients.default(*arguments)
     leaves = [x.clone(memory_format=torch.preserve_format).requires_grad_() for x in (e, c, weight)]
     assert_same(
         [de, dc, dweight], gradients(loss(*leaves[:2], t, token_weight=leaves[2], memory_budget=2**28), *leaves)

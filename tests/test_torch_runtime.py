@@ -15,7 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from cce_kernels.device import Gpu
-from cce_torch import bridge, linear_cross_entropy, ops, programs, settings, tensors
+from cce_torch import linear_cross_entropy
+from cce_torch.call import Call
+from cce_torch.on_jax import bridge, jax_devices, kinds, programs, settings, tensors
 from tests.call_torch import array
 from tests.test_torch import assert_same, example, gradients
 from tests.tolerance import assert_close
@@ -178,8 +180,8 @@ def test_storages_can_be_resized_after_a_call(dtype):
 
 
 def test_results_can_be_changed_in_place_however_many_tokens_were_padded(monkeypatch):
-    monkeypatch.setattr(programs, "EXACT", 0)
-    monkeypatch.setattr(programs, "_kinds", {})
+    monkeypatch.setattr(kinds, "EXACT", 0)
+    monkeypatch.setattr(kinds, "_kinds", {})
     e, c, t = example()
     weight = torch.rand(24, requires_grad=True)
     options = dict(token_weight=weight, impl="chunked", reduction="none")
@@ -219,7 +221,7 @@ def test_numbers_that_change_from_step_to_step_compile_nothing(given):
 
 
 def test_programs_that_were_not_called_of_late_are_freed(monkeypatch):
-    for name in ("_loss_program", "_gradients_program", "saved_shape_of"):
+    for name in ("_loss_program", "_gradients_program", "handover_of"):
         monkeypatch.setattr(programs, name, lru_cache(maxsize=2)(getattr(programs, name).__wrapped__))
     e, c, t = example()
     client = jax.devices("cpu")[0].client
@@ -227,7 +229,7 @@ def test_programs_that_were_not_called_of_late_are_freed(monkeypatch):
     def call(number):
         linear_cross_entropy(e, c, t, impl="chunked", logit_scale=1.5 + number, reduction="none").sum().backward()
         gc.collect()
-        return len(client.live_executables()), len(programs._kinds)
+        return len(client.live_executables()), len(kinds._kinds)
 
     call(0)
     before = call(1)
@@ -310,8 +312,7 @@ def test_pytorchs_newer_setting_for_float32_matmuls_is_followed(place, setting, 
     place.fp32_precision = setting
     try:
         linear_cross_entropy(e, c, t, impl="chunked").backward()
-        call = programs.Call(-100, 0, programs.losses.Loss(), None, None, "chunked", 2**28, False)
-        assert call.is_exact(torch.float32) is exact
+        assert kinds.is_exact(None, torch.float32) is exact
     finally:
         place.fp32_precision = before
 
@@ -321,9 +322,8 @@ def test_pytorchs_older_setting_for_float32_matmuls_is_followed(setting, exact):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(setting)
     try:
-        call = programs.Call(-100, 0, programs.losses.Loss(), None, None, "chunked", 2**28, False)
-        assert call.is_exact(torch.float32) is exact
-        assert not call.is_exact(torch.bfloat16)
+        assert kinds.is_exact(None, torch.float32) is exact
+        assert not kinds.is_exact(None, torch.bfloat16)
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -353,14 +353,14 @@ def test_a_call_in_a_forked_process_says_what_to_do():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_process_that_was_forked_before_jax_started_may_call():
-    assert float(run(FORK.format(before="from cce_torch import bridge"))) == pytest.approx(np.log(9))
+    assert float(run(FORK.format(before="from cce_torch.on_jax import bridge"))) == pytest.approx(np.log(9))
 
 
 def test_a_cuda_graph_is_refused(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True)
-    bridge.check_can_run(torch.device("cpu"))
+    jax_devices.check_can_run(torch.device("cpu"))
     with pytest.raises(RuntimeError, match=r"captured in a CUDA graph.*impl='torch_compile'"):
-        bridge.check_can_run(torch.device("cuda", 0))
+        jax_devices.check_can_run(torch.device("cuda", 0))
 
 
 @pytest.mark.gpu
@@ -446,9 +446,9 @@ def test_a_call_is_planned_for_the_gpu_of_its_tensors(monkeypatch):
         capability, multiprocessors = found[str(device)]
         return SimpleNamespace(platform="gpu", compute_capability=capability, core_count=multiprocessors)
 
-    monkeypatch.setattr(bridge, "jax_device", jax_device)
-    monkeypatch.setattr(bridge, "check_can_run", lambda device: None)
-    call = ops.call_of(-100, 0, "mean", False, False, None, "highest", "auto", 2**28, False)
+    monkeypatch.setattr(jax_devices, "jax_device", jax_device)
+    monkeypatch.setattr(jax_devices, "check_can_run", lambda device: None)
+    call = Call(precision="highest", memory_budget=2**28)
     for name, (capability, multiprocessors) in found.items():
-        kind = programs.kind_of(call, torch.Size([4096, 256]), 0, torch.bfloat16, torch.device(name))
+        kind = kinds.kind_of(call, torch.Size([4096, 256]), 0, torch.bfloat16, torch.device(name))
         assert kind.static.gpu == Gpu(capability, multiprocessors)

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cce_kernels.plan import Chunks, choose
 from cce_kernels.plan.chunks import sums_in_16_bits
-from cce_torch import VocabParallel, bridge, linear_cross_entropy
+from cce_torch import VocabParallel, linear_cross_entropy
+from cce_torch.on_jax import bridge
 from tests import truth
 from tests.call_torch import array
 from tests.test_torch_distributed import Collectives, assert_same_everywhere, in_processes
@@ -59,11 +60,11 @@ def in_chunks(size: int | None) -> Iterator[list[str]]:
 
 
 def forget() -> None:
-    from cce_torch import chunk_programs
+    from cce_torch.processes import shard_programs
 
     choose.plan_of.cache_clear()
-    chunk_programs._chunks.cache_clear()
-    chunk_programs._way.cache_clear()
+    shard_programs._chunks.cache_clear()
+    shard_programs._way.cache_clear()
 
 
 def held(stops: tuple[int, ...]) -> slice:
@@ -246,7 +247,7 @@ def check_which_way() -> None:
     call, again = functools.partial(linear_cross_entropy, e, c, targets, **options), "torch_shard_gradients"
     with in_chunks(16) as ran:
         want = torch.autograd.grad(call(), (e, c))
-        formed = 4 * ["torch_chunk_numbers", "torch_chunk_gradients"] + ["torch_chunk_finish"]
+        formed = 4 * ["torch_chunk_statistics", "torch_chunk_gradients"] + ["torch_chunk_finish"]
         formed = formed if len(c) else []
         assert ran == formed, ran
         ran.clear()
@@ -331,7 +332,7 @@ def check_planned() -> None:
         loss = linear_cross_entropy(e, c, targets, impl="chunked", memory_budget=220_000,
                                     vocab_parallel=VocabParallel(None, rows.start, rows.stop))  # fmt: skip
         torch.testing.assert_close(torch.autograd.grad(loss, c)[0], want, rtol=1e-4, atol=1e-6)
-    assert ran.count("torch_chunk_numbers") > 3, ran
+    assert ran.count("torch_chunk_statistics") > 3, ran
 
 
 def check_gpus() -> None:

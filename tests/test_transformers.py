@@ -28,7 +28,8 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutput
 
-from cce_torch import blocks, linear_cross_entropy
+from cce_torch import linear_cross_entropy
+from cce_torch.torch_alone import blocks
 from cce_torch.transformers import cce_patch, cce_unpatch, heads
 from cce_torch.transformers.settings import Settings
 from tests.call_torch import array

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, Trainer, TrainerCallback, TrainingArguments
 
-from cce_torch import blocks
+from cce_torch.torch_alone import blocks
 from cce_torch.transformers import cce_patch, cce_unpatch
 from tests.causal_models import T, V, batch, small_config, small_model, step
 

@@ -21,26 +21,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cce_torch import blocks
+from cce_torch.call import Call, Operands
+from cce_torch.torch_alone import blocks
 
 
-def statistics(
-    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None, *, scale: float,
-    softcap: float | None, with_sum: bool, memory_budget: int | None = None,
-) -> Tensor:  # fmt: skip
-    """The numbers of cce_torch.reference.statistics, (2 or 3, N), without holding the logits.
+def statistics(operands: Operands, call: Call, scale: float) -> Tensor:
+    """The statistics of cce_torch.torch_alone.reference, without holding the logits.
 
     Differentiable once in e, c and bias.
-    e: (N, D), bfloat16, float16, float32 or float64; c: (V, D), with any strides, which its gradient gets too; bias:
-    (V,); c and bias have e's type, or are float32 and are rounded to it, one group at a time; columns: (N,) integers;
-    weights: (V,). Logits and sums are float32 (float64 for float64). On CUDA from PyTorch 2.8 on, 16-bit inputs are
+    c with any strides, which its gradient gets too. c and bias have e's type, or are float32 and are rounded to it, one
+    group at a time. Logits and sums are float32 (float64 for float64). On CUDA from PyTorch 2.8 on, 16-bit inputs are
     multiplied in their own type, and dz is rounded to it. Elsewhere they are widened to float32, c one group at a time.
     Saved for the backward pass: inputs and result.
 
     NotImplementedError if a second derivative is asked for.
     """
     function = _StatisticsOfFunctions if torch._C._are_functorch_transforms_active() else _Statistics
-    return function.apply(e, c, bias, columns, weights, scale, softcap, with_sum, memory_budget)  # type: ignore[no-any-return]
+    return function.apply(*operands, scale, call.softcap, call.smooths, call.memory_budget)  # type: ignore[no-any-return]
 
 
 class _Statistics(torch.autograd.Function):
@@ -105,9 +102,9 @@ def run_statistics(
             return e.new_empty((2 + with_sum, 0), dtype=accumulate)
         lse = e.new_full(columns.shape, -torch.inf, dtype=accumulate)
         rows = (lse, torch.zeros_like(lse), torch.zeros_like(lse) if with_sum else None)
-        for _, _, block in blocks.each(e.to(operand), c, bias, columns, weights, scale, softcap, memory_budget,
-                                       e.dtype):  # fmt: skip
-            rows = blocks.fused(blocks.reduced, *block, *rows)
+        operands = Operands(e.to(operand), c, bias, columns, weights)
+        for _, _, block in blocks.each(operands, scale, softcap, memory_budget, e.dtype):
+            rows = blocks.fused(blocks.reduced, block, rows)
             del block
         return torch.where(columns >= 0, torch.stack([x for x in rows if x is not None]), 0)
 
@@ -133,16 +130,16 @@ def run_gradients(
         unit = None
         if operand == torch.float16:
             factors, unit = blocks.fit_float16(factors, weights)
-        of = (lse, *factors, None)[:4]
+        of = blocks.Cotangents(lse, *factors)
         sums = torch.zeros_like(de, dtype=accumulate)
         e_live = torch.where(live[:, None], e, 0).to(operand)  # dz = 0 is not enough: 0 · NaN is NaN
-        for group, c_g, block in blocks.each(e_live, c, bias, columns, weights, scale, softcap, memory_budget,
-                                            e.dtype):  # fmt: skip
+        operands = Operands(e_live, c, bias, columns, weights)
+        for group, c_g, block in blocks.each(operands, scale, softcap, memory_budget, e.dtype):
             if want_bias:
-                dbias[group] = blocks.times(blocks.fused(blocks.sums, *block, *of), unit)
+                dbias[group] = blocks.times(blocks.fused(blocks.sums, block, of), unit)
             if not want_e and not want_c:
                 continue
-            dz = blocks.fused(blocks.cotangents, *block, *of, operand)
+            dz = blocks.fused(blocks.cotangents, block, of, operand)
             del block
             if want_e and operand == accumulate:
                 sums.addmm_(dz, c_g)

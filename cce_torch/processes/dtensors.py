@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cce_kernels import contract
-from cce_torch import losses, tensors
-from cce_torch.vocab_parallel import VocabParallel
+from cce_torch import losses
+from cce_torch.on_jax import tensors
+from cce_torch.processes.vocab_parallel import VocabParallel
 
 OF_TOKENS = "targets", "token_weight"
 

@@ -1,33 +1,15 @@
-"""Vocabulary parallelism: each process holds some rows of c. The core's numbers are those of the whole vocabulary.
-
-A process has the logits z_iv of its own columns v alone. It computes the three numbers of each token over them, and the
-processes of the group exchange these: lse = log Σ exp(lse of a process); target and sum are sums. So all have the same
-numbers, and the same loss. Backward, equation (6) of cce_jax/core.py holds for each column with the lse of the whole
-vocabulary. So dc and dbias of a process' own rows are complete. de is a sum over all columns: each process has a part
-of it in float32, the parts are summed, and only then rounded to e's type.
-
-With N tokens, the processes exchange at each call:
-
-    forward     the targets' logits, N float32, summed, where kernels take them as reference of their exponentials
-    forward     the numbers, 2·N float32, or 3·N with label smoothing, which every process gathers
-    backward    de, N·D float32, summed
-
-Under sequence parallelism each process has only a part of e: e is gathered forward, and de is reduce-scattered.
-Where the forward pass forms the gradients, it exchanges de too (vocab_in_forward.py).
-All processes of the group make the same calls on as many tokens, so they meet in the same collectives, even if one
-of them holds no column.
-"""
+"""VocabParallel: which rows of the classifier a process holds, and of which whole shapes its tensors are parts."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cce_torch import shards
+from cce_torch.call import Call
 
 
 @dataclass(frozen=True)
@@ -200,152 +182,16 @@ def of_whole(shapes: dict[str, Any], vocab_axis: int, shard: VocabParallel) -> d
     return found
 
 
-def numbers(
-    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None, *, tokens: Sequence[int],
-    shard: VocabParallel, options: shards.Options,
-) -> Tensor:  # fmt: skip
-    """The core's three numbers of each token over the whole vocabulary, (2 or 3, N), equal on all processes.
-
-    Differentiable once in e, c and bias. The cotangents must be equal on all processes too.
-    e: (*tokens, D), or its part under sequence parallelism; c: (stop - start, D); bias: (stop - start,); columns: (N,)
-    columns of the whole vocabulary; weights: (V,).
-    """
-    weights = None if weights is None else weights[shard.start : shard.stop]
-    saving = torch.is_grad_enabled() and not torch.compiler.is_compiling()  # for the reason that is given in ops.loss
-    wanted = tuple(saving and x is not None and x.requires_grad for x in (e, c, bias))
-    return _Numbers.apply(e, c, bias, columns, weights, tuple(tokens), wanted, shard, options)  # type: ignore
-
-
-class _Numbers(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, e, c, bias, columns, weights, tokens, saving_for, shard: VocabParallel, options):
-        ctx.part, ctx.dtype = e.shape, e.dtype
-        ctx.tokens, ctx.shard, ctx.options = tokens, shard, options
-        e = whole(e, tokens, shard).reshape(-1, e.shape[-1])
-        c, bias = shards.operands(e, c, bias, options)
-        held, kept = shard.held(columns), columns >= 0
-        reference = references(e, c, bias, columns, saving_for, shard, options)
-        own, saved = shards.statistics(e, c, bias, held, weights, reference, saving_for, options)
-        ctx.kind = None if saved is None else shards.kind(e, c, options)
-        found = of_all_columns(own, kept, shard)
-        own, lse = torch.where(kept, own, 0), found[0].clone()
-        ctx.save_for_backward(e, c, bias, held, weights, own, lse, reference, saved)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, cotangents: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        guarded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        run = FirstOrder.apply if guarded else called
-        wanted = ctx.needs_input_grad[:3]
-        e, c, *others = ctx.saved_tensors
-        if ctx.kind is not None:
-            c = ctx.kind.laid_out(c)
-        found = run(
-            _gradients, cotangents, e, c, *others, wanted, ctx.options, ctx.part, ctx.dtype, ctx.tokens, ctx.shard
-        )
-        return *found, *[None] * 6
-
-
-def references(
-    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, saving_for: tuple[bool, ...], shard: VocabParallel,
-    options: shards.Options,
-) -> Tensor | None:  # fmt: skip
-    """The logits of the targets, (N,): -inf where no process holds the target. None where no kernel takes them."""
-    if not shards.needs_reference(e, options):
-        return None
-    target = summed(shards.target(e, c, bias, shard.held(columns), saving_for, options), shard)
-    return torch.where((columns >= 0) & (columns < shard.vocabulary), target, -torch.inf)
-
-
-def of_all_columns(own: Tensor, kept: Tensor, shard: VocabParallel) -> Tensor:
-    """The numbers over all columns, (2 or 3, N), from those over this process' columns; 0 where a token is ignored."""
-    lse, *sums = gathered(torch.where(kept, own, 0), shard).unbind(1)
-    return torch.where(kept, torch.stack([torch.logsumexp(lse, 0), *(x.sum(0) for x in sums)]), 0)
-
-
-def _gradients(*given: Any) -> tuple[Tensor | None, ...]:
-    """de, summed over the group, dc and dbias. None where not wanted.
-
-    given: the arguments of shards.gradients; the shape and type of e, the shape of tokens, and the VocabParallel.
-    """
-    *arguments, part, dtype, tokens, shard = given
-    de, dc, dbias = shards.gradients(*arguments)
-    return None if de is None else reduced(de, part, tokens, shard).to(dtype), dc, dbias
-
-
-def called(function: Callable, *arguments: Any) -> Any:
-    return function(*arguments)
-
-
-class FirstOrder(torch.autograd.Function):
-    """function(*arguments), with an error for its own derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, function: Callable, *arguments: Any) -> tuple[Tensor | None, ...]:
-        return function(*arguments)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Any:  # type: ignore[override]
-        raise NotImplementedError("linear_cross_entropy has first derivatives only where the vocabulary is split")
-
-
-def whole(e: Tensor, tokens: tuple[int, ...], shard: VocabParallel) -> Tensor:
-    """e of all tokens, (*tokens, D)."""
-    axis = shard.sequence_axis
-    if axis is None:
-        return e
-    length = tokens[axis]
-    part = -(-length // shard.size)
-    parts = gathered(resized(e, axis, part), shard)
-    return parts.movedim(0, axis).flatten(axis, axis + 1).narrow(axis, 0, length)
-
-
-def reduced(de: Tensor, part: torch.Size, tokens: tuple[int, ...], shard: VocabParallel) -> Tensor:
-    """de, (N, D), summed over the group. Under sequence parallelism only the part for this process' part of e."""
-    axis = shard.sequence_axis
-    if axis is None:
-        return (summed(de, shard) if shard.reduce_e_grad else de).reshape(part)
-    de = resized(de.reshape(*tokens, part[-1]), axis, -(-tokens[axis] // shard.size) * shard.size)
-    parts = de.unflatten(axis, (shard.size, -1)).movedim(axis, 0).contiguous()
-    found = torch.ops._c10d_functional.reduce_scatter_tensor(parts, "sum", shard.size, shard.name)
-    return torch.ops._c10d_functional.wait_tensor(found)[0].narrow(axis, 0, part[axis])
-
-
 def part_of(tokens: int, shard: VocabParallel) -> int:
     """How many of so many tokens along sequence_axis this process has: the size of its part by torch.chunk."""
     part = -(-tokens // shard.size)
     return max(min(part, tokens - shard.rank * part), 0)
 
 
-def own_tokens(x: Tensor, tokens: Sequence[int], shard: VocabParallel) -> Tensor:
-    """x, (N,), of the tokens in this process' part of e, in the shape of e without D."""
-    axis = shard.sequence_axis
-    if axis is None:
-        return x.reshape(tuple(tokens))
-    part = part_of(tokens[axis], shard)
-    start = min(shard.rank * -(-tokens[axis] // shard.size), tokens[axis])
-    return x.reshape(tuple(tokens)).narrow(axis, start, part)
+class Setting(NamedTuple):
+    """What is common to the processes of a call."""
 
-
-def resized(x: Tensor, axis: int, length: int) -> Tensor:
-    """x with zeros appended to its axis."""
-    padding = [0, 0] * (x.dim() - 1 - axis) + [0, length - x.shape[axis]]
-    return torch.nn.functional.pad(x, padding) if padding[-1] else x
-
-
-def summed(x: Tensor, shard: VocabParallel) -> Tensor:
-    """x summed over the group: in place, except under torch.compile, which forbids that in a Function."""
-    return torch.ops._c10d_functional.wait_tensor(being_summed(x, shard))
-
-
-def being_summed(x: Tensor, shard: VocabParallel) -> Tensor:
-    """The memory of what `summed` gives, before the processes have exchanged it."""
-    functional = torch.ops._c10d_functional
-    reduce = functional.all_reduce if torch.compiler.is_compiling() else functional.all_reduce_
-    return reduce(x, "sum", shard.name)
-
-
-def gathered(x: Tensor, shard: VocabParallel) -> Tensor:
-    """x of each process of the group, along a new first axis."""
-    found = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), shard.size, shard.name)
-    return torch.ops._c10d_functional.wait_tensor(found).view(shard.size, *x.shape)
+    call: Call
+    scheduled: tuple[float, float, float]  # label_smoothing, z_loss and scale
+    tokens: torch.Size  # the shape of targets
+    shard: VocabParallel

@@ -7,13 +7,14 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cce_kernels.contract import default_budget
 from cce_kernels.windows import FLOAT16_LARGEST, vocabulary_groups
+from cce_torch.call import Operands
 
 BLOCK_BYTES = 64 * 2**20
 _uncompilable: set[str] = set()  # device types on which torch.compile has failed
@@ -57,17 +58,35 @@ def _groups(e: Tensor, c: Tensor, memory_budget: int | None) -> Iterator[slice]:
     return (slice(start, min(start + columns, vocabulary)) for start in range(0, vocabulary, columns))
 
 
-def each(
-    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None, scale: float,
-    softcap: float | None, memory_budget: int | None, dtype: torch.dtype,
-) -> Iterator[tuple[slice, Tensor, tuple]]:  # fmt: skip
-    """For each group: its columns, its rows of c in e's type, and the first six arguments of reduced and cotangents.
+class Block(NamedTuple):
+    """A group's product of e and c, and what makes logits of it.
 
-    c and bias are rounded to dtype.
-
-    torch.compile compiles again for a None, and in some versions of PyTorch for each Python number. So zeros
-    stand for no bias, ones for no weights, and tensors for numbers.
+    torch.compile compiles again for a None, and in some versions of PyTorch for each Python number. So zeros stand for
+    no bias, ones for no weights, and tensors for numbers.
     """
+
+    raw: Tensor  # (N, n)
+    bias: Tensor  # (n,)
+    weights: Tensor  # (n,)
+    own: Tensor  # (N,): each target's column minus the group's first
+    scale: Tensor
+    softcap: Tensor | None
+
+
+class Cotangents(NamedTuple):
+    """The log-sum-exps, and the cotangents of the statistics times scale, (N,) each."""
+
+    lse: Tensor
+    of_lse: Tensor
+    of_target: Tensor
+    of_sum: Tensor | None = None
+
+
+def each(
+    operands: Operands, scale: float, softcap: float | None, memory_budget: int | None, dtype: torch.dtype
+) -> Iterator[tuple[slice, Tensor, Block]]:
+    """For each group: its columns, its rows of c in e's type, and its Block. c and bias are rounded to dtype."""
+    e, c, bias, columns, weights = operands
     accumulate = torch.promote_types(e.dtype, torch.float32)
     scalars = [None if x is None else e.new_full((), x, dtype=accumulate) for x in (scale, softcap)]
     for group in _groups(e, c, memory_budget):
@@ -75,12 +94,12 @@ def each(
         yield (
             group,
             c_g,
-            (
+            Block(
                 product(e, c_g.t(), accumulate),  # has no name here, so that the caller can free it
                 e.new_zeros(size, dtype=accumulate) if bias is None else bias[group].to(dtype).to(accumulate),
                 e.new_ones(size, dtype=accumulate) if weights is None else weights[group].to(accumulate),
                 columns - group.start,
-                *scalars,
+                *scalars,  # type: ignore[arg-type]
             ),
         )
 
@@ -102,12 +121,12 @@ def times(x: Tensor, unit: Tensor | None) -> Tensor:
 
 def fused(function: Callable, *arguments: Any) -> Any:
     """function(*arguments), compiled by torch.compile if that works on this device."""
-    device = arguments[0].device.type
+    device = arguments[0].raw.device.type
     if device not in _uncompilable:
         from torch._dynamo import exc  # imported here: importing the compiler takes seconds
 
         try:
-            return _compiled(function, tuple(map(_variant, arguments)))(*arguments)
+            return _compiled(function, _variant(arguments))(*arguments)
         except (exc.TorchDynamoException, exc.FailOnRecompileLimitHit) as error:
             _uncompilable.add(device)
             warnings.warn(
@@ -121,6 +140,8 @@ def fused(function: Callable, *arguments: Any) -> Any:
 
 def _variant(x: Any) -> Any:
     """What makes torch.compile compile again for an argument: any size but 1 shares one compilation."""
+    if isinstance(x, tuple):
+        return tuple(map(_variant, x))
     if not isinstance(x, Tensor):
         return x
     return x.dtype, x.device, x.is_inference(), *(n == 1 for n in x.shape)
@@ -137,14 +158,15 @@ def _compiled(function: Callable, variant: tuple) -> Callable:
     return torch.compile(own, dynamic=True, fullgraph=True)
 
 
-def _logits(raw: Tensor, bias: Tensor, scale: Tensor, softcap: Tensor | None) -> Tensor:
-    z = scale * (raw + bias)
-    return z if softcap is None else softcap * torch.tanh(z / softcap)
+def _logits(block: Block) -> Tensor:
+    z = block.scale * (block.raw + block.bias)
+    return z if block.softcap is None else block.softcap * torch.tanh(z / block.softcap)
 
 
-def reduced(raw, bias, weights, own, scale, softcap, lse, target, total):
-    """Equations (1)-(3) over the groups up to this one. own: each target's column minus the group's first."""
-    z = _logits(raw, bias, scale, softcap)
+def reduced(block: Block, rows: tuple) -> tuple:
+    """Equations (1)-(3) over the groups up to this one, from those over the groups before it."""
+    (lse, target, total), own, weights = rows, block.own, block.weights
+    z = _logits(block)
     here = (own >= 0) & (own < z.shape[1])
     picked = z.gather(1, own.clamp(0, z.shape[1] - 1).long()[:, None])[:, 0]
     if total is not None:
@@ -152,19 +174,19 @@ def reduced(raw, bias, weights, own, scale, softcap, lse, target, total):
     return torch.logaddexp(lse, torch.logsumexp(z, 1)), torch.where(here, picked, target), total
 
 
-def cotangents(raw, bias, weights, own, scale, softcap, lse, of_lse, of_target, of_sum, dtype):
-    """dz of equation (6), in dtype. of_lse, of_target and of_sum have been multiplied by scale."""
-    z = _logits(raw, bias, scale, softcap)
-    dz = of_lse[:, None] * torch.exp(z - lse[:, None])
-    is_target = torch.arange(z.shape[1], device=z.device) == own[:, None]
-    dz = dz + torch.where(is_target, of_target[:, None], 0)
-    if of_sum is not None:
-        dz = dz + of_sum[:, None] * weights
+def cotangents(block: Block, of: Cotangents, dtype: torch.dtype) -> Tensor:
+    """dz of equation (6), in dtype."""
+    z, softcap = _logits(block), block.softcap
+    dz = of.of_lse[:, None] * torch.exp(z - of.lse[:, None])
+    is_target = torch.arange(z.shape[1], device=z.device) == block.own[:, None]
+    dz = dz + torch.where(is_target, of.of_target[:, None], 0)
+    if of.of_sum is not None:
+        dz = dz + of.of_sum[:, None] * block.weights
     if softcap is not None:
         dz = dz * (1 - (z / softcap) ** 2)
     return dz.to(dtype)
 
 
-def sums(*terms):
+def sums(block: Block, of: Cotangents) -> Tensor:
     """Σ_i dz_iv of equation (7), from a dz that is not rounded to the operands' type."""
-    return cotangents(*terms, dtype=terms[0].dtype).sum(0)
+    return cotangents(block, of, block.raw.dtype).sum(0)

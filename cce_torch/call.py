@@ -1,0 +1,80 @@
+"""The record of a call: its options, and its tensors. Imports no JAX.
+
+The statistics of a call are one tensor, (Call.rows, N), float32 for the JAX programs: lse, the logit of the target and,
+with label smoothing, the weighted sum of the logits. They are equations (1)-(3) of cce_jax/core.py, 0 for an ignored
+token.
+"""
+
+from ast import literal_eval
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Call(NamedTuple):
+    """The options of a call, all but those that change from step to step: a program is compiled for each Call."""
+
+    softcap: float | None = None
+    memory_budget: int | None = None
+    ignore_index: int = -100
+    shift: int = 0
+    reduction: str = "mean"
+    smooths: bool = False  # whether label_smoothing is above 0
+    has_z_loss: bool = False
+    precision: str | None = None
+    impl: str = "auto"
+    wide_dc: bool = False  # c and bias are float32 beside an e of 16 bits: their gradients are float32
+    of_shard: bool = False  # c is a shard of the vocabulary: de is a part of a sum, in float32
+
+    @property
+    def rows(self) -> int:
+        """The number of statistics of a token."""
+        return 2 + self.smooths
+
+    def encoded(self) -> tuple[str, float | None, int | None]:
+        """The arguments of a PyTorch operator. torch.compile can make a constant of a number there, not in a str."""
+        return repr(tuple(self[2:])), self.softcap, self.memory_budget
+
+
+SCHEMA = "str options, float? softcap, int? memory_budget"  # of what `Call.encoded` returns
+
+
+@lru_cache(maxsize=1024)
+def decoded(options: str, softcap: float | None, memory_budget: int | None) -> Call:
+    """The inverse of `Call.encoded`."""
+    return Call(softcap, memory_budget, *literal_eval(options))
+
+
+class Given(NamedTuple):
+    """The tensors of a call on one device, and the numbers that may change from step to step."""
+
+    e: Tensor  # (N, D)
+    c: Tensor  # (V, D), not copied if it is a transposed (D, V)
+    bias: Tensor | None  # (V,)
+    targets: Tensor  # (N,) int64, before the shift
+    class_weight: Tensor | None  # (V,)
+    token_weight: Tensor | None  # (N,)
+    num_items: Tensor | None  # one element
+    scheduled: Any  # label_smoothing, z_loss and scale: a tuple, or a tensor where an operator takes it
+    row_length: int  # of the rows of tokens, each of which is shifted
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self[:TENSORS]
+
+    def named(self) -> dict[str, Tensor | None]:
+        return dict(zip(self._fields, self.tensors, strict=False))
+
+
+TENSORS = 7
+
+
+class Operands(NamedTuple):
+    """The tensors of the core in PyTorch alone, and on a shard of the vocabulary."""
+
+    e: Tensor  # (N, D)
+    c: Tensor  # (V, D)
+    bias: Tensor | None  # (V,)
+    columns: Tensor  # (N,) integers, as in losses.py
+    weights: Tensor | None  # (V,), of the weighted sum; None: 1

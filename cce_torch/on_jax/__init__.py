@@ -1,0 +1,1 @@
+"""JAX programs on tensors of PyTorch."""

@@ -1,0 +1,148 @@
+"""For which calls a program is compiled: the Kind of a call, and the size to which its tokens are padded.
+
+JAX compiles a program for each shape, and the number of tokens N differs from batch to batch. The first EXACT values of
+N get programs of their own. Any other N is padded with ignored tokens to the next multiple of 256, and above 1024 to
+the next of four sizes an octave (…, 4096, 5120, 6144, 7168, 8192, 10240, …). So a process compiles few programs and
+pads little.
+"""
+
+import threading
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import jax
+import torch
+from jax import lax
+from torch import Tensor
+
+from cce_jax import losses, plans
+from cce_kernels.contract import default_budget
+from cce_kernels.device import gpu_of
+from cce_kernels.head import Head
+from cce_kernels.numbers import Inputs
+from cce_torch.call import Call
+from cce_torch.on_jax import jax_devices
+
+EXACT = 4
+SMALLEST = 256
+STEPS_PER_OCTAVE = 4
+
+_choosing = threading.Lock()
+
+
+class Sizes:
+    """The number of tokens that programs are compiled for, as a function of N: the same N always gets the same size."""
+
+    def __init__(self) -> None:
+        self.chosen: dict[int, int] = {}
+
+    def __call__(self, tokens: int) -> int:
+        if tokens not in self.chosen:
+            with _choosing:
+                exact = len(self.chosen) < EXACT
+                self.chosen.setdefault(tokens, tokens if exact else padded_size(tokens))
+        return self.chosen[tokens]
+
+
+def padded_size(tokens: int) -> int:
+    """The smallest padded size that holds so many tokens."""
+    octave = 2 ** (max(tokens - 1, 1).bit_length() - 1)
+    step = max(octave // STEPS_PER_OCTAVE, SMALLEST)
+    return -(-tokens // step) * step
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """What is common to all calls with the same options, types, device and shapes, except N.
+
+    A Kind lives as long as one of its programs is kept, or a graph holds a saved array whose size the Kind chose.
+    """
+
+    call: Call
+    static: plans.Core  # the static part of the core's call
+    c_shape: torch.Size  # in the order of memory
+    dtype: torch.dtype
+    device: Any  # JAX's device
+    sizes: Sizes
+
+    @property
+    def vocab_axis(self) -> int:
+        """In the order of memory."""
+        return self.static.head.vocab_axis
+
+    @property
+    def vocabulary(self) -> int:
+        return self.c_shape[self.vocab_axis]
+
+    @property
+    def loss(self) -> losses.Loss:
+        call: Any = self.call
+        return losses.Loss(call.reduction, call.smooths, call.has_z_loss)
+
+    def shapes(self, size: int, with_bias: bool) -> Inputs:
+        """The core's inputs in a program of `size` tokens, as shapes without memory."""
+        dtype = str(self.dtype)[6:]
+        e = jax.ShapeDtypeStruct((size, self.c_shape[1 - self.vocab_axis]), dtype)
+        bias = jax.ShapeDtypeStruct((self.vocabulary,), dtype) if with_bias else None
+        targets = jax.ShapeDtypeStruct((size,), "int32")
+        return Inputs(e, jax.ShapeDtypeStruct(tuple(self.c_shape), dtype), bias, targets)  # type: ignore[arg-type]
+
+    def in_memory(self, c: Tensor) -> Tensor:
+        """c, (V, D), row-major in this Kind's order of memory. A hook on saved tensors may have changed c's order."""
+        return (c.T if self.vocab_axis == 1 else c).resolve_neg().contiguous()
+
+    def in_order_of_c(self, dc: Tensor) -> Tensor:
+        """(V, D), from the order of memory."""
+        return dc.T if self.vocab_axis == 1 else dc
+
+
+_kinds: MutableMapping[tuple, Kind] = WeakValueDictionary()
+
+
+def kind_of(call: Call, c_shape: torch.Size, vocab_axis: int, dtype: torch.dtype, device: torch.device) -> Kind:
+    """The one Kind of such calls, even if several threads ask for it at once. The first call starts JAX."""
+    jax_devices.check_can_run(device)
+    exact = is_exact(call.precision, dtype)
+    key = call, c_shape, vocab_axis, dtype, device, exact
+    found = _kinds.get(key)
+    if found is None:
+        on = jax_devices.jax_device(device)
+        head = Head(call.softcap, vocab_axis, lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT)
+        gpu = gpu_of(on) if device.type == "cuda" else None
+        impl: Any = call.impl
+        static = plans.Core(head, call.smooths, impl, call.memory_budget, gpu, call.of_shard, call.wide_dc)
+        with _choosing:
+            found = _kinds.setdefault(key, Kind(call, static, c_shape, dtype, on, Sizes()))
+    return found
+
+
+def kind_of_tensors(e: Tensor, c: Tensor, call: Call) -> Kind:
+    """The Kind of a call on these tensors, c (V, D). A symbolic shape is made a constant."""
+    axis = 0 if c.is_contiguous() or not c.T.is_contiguous() else 1
+    return kind_of(call, torch.Size(map(int, (c.T if axis else c).shape)), axis, e.dtype, e.device)
+
+
+def is_exact(precision: str | None, dtype: torch.dtype) -> bool:
+    """Whether float32 matmuls are exact: not TF32. It depends on PyTorch's setting, which may change between calls."""
+    return dtype == torch.float32 and (precision or _float32_precision()) == "highest"
+
+
+def _float32_precision() -> str:
+    """PyTorch's setting for float32 matmuls, whichever of its two interfaces set it last."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # from PyTorch 2.9 on, if the newer interface has set a value that the older does not have
+        return "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
+
+
+def without_results(call: Call, e: Tensor, c: Tensor, wanted: Sequence[bool]) -> Call:
+    """call, whose memory budget is reduced by the bytes of de and dc."""
+    (tokens, width), itemsize = map(int, e.shape), e.dtype.itemsize
+    budget = call.memory_budget
+    if budget is None:
+        budget = default_budget(tokens, width, itemsize)
+    de = itemsize * width * padded_size(tokens) * wanted[0]
+    dc = (4 if call.wide_dc else itemsize) * int(c.numel()) * wanted[1]
+    return call._replace(memory_budget=max(budget - de - dc, 0))

@@ -1,0 +1,422 @@
+"""The JAX programs that torch runs, forward and backward. A process keeps the last PROGRAMS of each that it called.
+
+The plan says what the forward program leaves for the backward program (cce_kernels/residuals.py), and so which of two
+pairs of programs runs:
+
+    torch_loss, torch_gradients    nothing, exponentials or m is left. The backward program computes the gradients.
+    torch_begin, torch_finish      the gradients of S, the sum of the tokens' losses, are left. The loss is a function
+                                   of S and of numbers that have no gradient, such as the number of items. So the
+                                   backward program multiplies by factor = of_loss · ∂loss/∂S, and adds to dc the part
+                                   of the last chunk. It writes de and dc into the memory of what was left, if the
+                                   caller says that nobody will read that later.
+
+What lies between the programs are tensors of PyTorch, the leaves of Residuals. Numbers that change from step to step
+(label_smoothing, z_loss, scale) are arguments of a program. Whether such a number is given is static.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+from torch import Tensor
+
+from cce_jax import losses, passes, plans
+from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
+from cce_kernels.residuals import Residuals, shapes_of
+from cce_torch.call import Call, Given
+from cce_torch.on_jax import bridge
+from cce_torch.on_jax.kinds import Kind, kind_of_tensors, without_results
+
+# The backward pass chooses between kernels by the number of kept tokens. With these options XLA makes them one CUDA
+# graph, in which the device chooses. Else the host would wait for the number before it launches either kernel.
+ON_GPU = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
+    "xla_gpu_graph_min_graph_size": 1,
+}
+PROGRAMS = 256  # a process on a CPU ended at about 2,000: a program takes several of its 65,530 memory mappings
+
+Result = Tensor | None
+
+
+class Handover:
+    """What a forward program leaves for the backward program: Residuals, as shapes. Tensors hold its leaves."""
+
+    def __init__(self, shapes: Residuals) -> None:
+        self.shapes = shapes
+        self.leaves = [(x.shape, getattr(torch, x.dtype.name)) for x in jax.tree.leaves(shapes)]
+        self.formed = (shapes.de, shapes.dc, shapes.dbias) != (None, None, None)  # gradients, up to a factor
+        fields = [k for k, x in zip(Residuals._fields, shapes, strict=True) if x is not None]
+        self.field = fields[0] if fields else None  # the only one that is left where no gradients are
+
+    def placeholders(self, like: Tensor) -> list[Tensor]:
+        """Tensors of the leaves' shapes with the memory of one element each."""
+        return [like.new_empty((), dtype=dtype).expand(shape) for shape, dtype in self.leaves]
+
+
+@lru_cache(maxsize=PROGRAMS)
+def handover_of(kind: Kind, size: int, with_bias: bool, wanted: Wanted | None) -> Handover:
+    """What is left for these gradients by the program of `size` tokens. wanted: None for evaluation."""
+    inputs = kind.shapes(size, with_bias)
+    if wanted is not None and kind.call.reduction != "none":
+        plan = plans.plan_for(inputs, kind.static, wanted, one_factor=True)
+        if plan.in_forward is not None:
+            return Handover(shapes_of(plan))
+    return Handover(Residuals() if wanted is None else shapes_of(plans.plan_for(inputs, kind.static, wanted)))
+
+
+def handover(kind: Kind, given: Given, wanted: Sequence[bool]) -> Handover:
+    """`handover_of` for a call on these tensors, which may be fake."""
+    return handover_of(kind, kind.sizes(int(given.e.shape[0])), given.bias is not None, _wanted(wanted))
+
+
+def compiled_kind(given: Given, call: Call, wanted: Sequence[bool]) -> tuple[Kind, Sequence[bool]]:
+    """The Kind of a call that torch.compile traced, and the gradients for which its forward program leaves something.
+
+    Only gradients are left. The results cannot take their memory there, so de and dc count twice against the budget.
+    """
+    kind = kind_of_tensors(given.e, given.c, without_results(call, given.e, given.c, wanted))
+    if handover(kind, given, wanted).formed:
+        return kind, wanted
+    return kind_of_tensors(given.e, given.c, call), []
+
+
+def _wanted(gradients: Sequence[bool]) -> Wanted | None:
+    return Wanted(*gradients) if gradients else None
+
+
+def loss(kind: Kind, given: Given, wanted: Sequence[bool]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The loss, () or (N,), the statistics, both float32, and what is left for the wanted gradients. N ≥ 1."""
+    tokens, asked = Tokens(kind, given.e.shape[0]), _wanted(wanted)
+    left, new = handover_of(kind, tokens.size, given.bias is not None, asked), given.e.new_empty
+    whole = kind.call.reduction == "none"
+    outputs = [
+        new((tokens.size,) if whole else (), dtype=torch.float32),
+        new((kind.call.rows, tokens.size), dtype=torch.float32),
+        *(new(shape, dtype=dtype) for shape, dtype in left.leaves),
+    ]
+    program = (_begin_program if left.formed else _loss_program)(kind, tokens.size, asked, len(outputs))
+    value, statistics, *tensors = bridge.run(program, tokens.inputs(given), outputs)
+    return tokens.cut(value) if whole else value, tokens.first(statistics), tensors
+
+
+class Saved(NamedTuple):
+    """What a graph holds besides the tensors of a call."""
+
+    statistics: Tensor
+    left: Sequence[Tensor]  # by the forward program
+    left_for: Sequence[bool]  # the gradients of e, c and bias for which it was left
+
+
+def gradients(
+    kind: Kind, given: Given, saved: Saved, of: tuple[Result, Result], wanted: Sequence[bool], in_place: bool
+) -> tuple[Result, ...]:
+    """The wanted ones of de, dc, dbias and the gradient of token_weight, in their tensors' shapes; None: not wanted.
+
+    of: the cotangents of the loss and of the statistics; None for zero. Where gradients were left, that of the
+    statistics is None. in_place: de and dc take the memory of what was left, which is of no use afterwards. Otherwise
+    the program overwrites only parts of it that no later call reads (cce_kernels/exponentials.py).
+    """
+    tokens, of_token_weight = Tokens(kind, given.targets.shape[0]), wanted[3]
+    asked, with_bias = Wanted(*wanted[:3]), given.bias is not None
+    left_for = _wanted(saved.left_for) if saved.left else None
+    left = handover_of(kind, tokens.size, with_bias, left_for)
+    small = [tokens.of_parameter(given.bias)] if asked.bias else []
+    if of_token_weight:
+        small.append(torch.empty(tokens.size, dtype=torch.float32, device=given.targets.device))
+    if left.formed:
+        assert left_for is not None
+        leaves, large = [dense(x) for x in saved.left], left_for.e + left_for.c  # de and dc are the first leaves
+        keys = [w for formed, w in ((left_for.e, asked.e), (left_for.c, asked.c)) if formed]
+        kept = [x for x, w in zip(leaves, keys, strict=False) if w]
+        program = _finish_program(kind, tokens.size, with_bias, left_for, asked, of_token_weight, in_place)
+        statistics = tokens.padded(saved.statistics, 0, axis=1) if of_token_weight else None
+        inputs = [*([] if in_place else kept), *leaves[large:], dense(of[0]), statistics, *tokens.of_loss(given)]
+        outputs, scratch = [*(kept if in_place else map(torch.empty_like, kept)), *small], []
+    else:
+        of_loss = tokens.padded(of[0], 0) if of[0] is not None and of[0].dim() else dense(of[0])
+        program = _gradients_program(kind, asked, of_token_weight, left.field, tokens.size)
+        given = given._replace(c=kind.in_memory(given.c))
+        inputs = [of_loss, tokens.padded(of[1], 0, axis=1), tokens.padded(saved.statistics, 0, axis=1)]
+        inputs += tokens.inputs(given, c_in_memory=True)
+        outputs = [given.e.new_empty((tokens.size, given.e.shape[1]))] if asked.e else []
+        outputs, scratch = [*outputs, *([tokens.of_parameter(given.c)] if asked.c else []), *small], list(saved.left)
+    found = iter(bridge.run(program, inputs, outputs, scratch))
+    de, dc, dbias, dweight = (next(found) if w else None for w in wanted)
+    if dc is not None:
+        dc = kind.in_order_of_c(viewed(dc, kind.dtype) if left.shapes.steps is not None else dc)
+    if dweight is not None:
+        dweight = tokens.cut(dweight).to(given.token_weight.dtype)  # type: ignore[union-attr]
+    return None if de is None else tokens.cut(de), dc, dbias, dweight
+
+
+class Tokens:
+    """N tokens in a program that is compiled for `size` tokens."""
+
+    def __init__(self, kind: Kind, count: int) -> None:
+        self.kind, self.count, self.size = kind, count, kind.sizes(count)
+
+    def padded(self, x: Any, fill: float, axis: int = 0) -> Any:
+        """x with as many tokens as the program is compiled for. The new tokens hold fill."""
+        if x is None or self.size == self.count:
+            return dense(x)
+        shape = list(x.shape)
+        shape[axis] = self.size - self.count
+        return torch.cat([x, x.new_full(shape, fill)], axis)
+
+    def of_parameter(self, x: Any) -> Tensor:
+        """Memory for the gradient of c or bias."""
+        dtype = torch.float32 if self.kind.call.wide_dc else x.dtype
+        return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """x without the padding. Not a view: autograd forbids changes of a view in place."""
+        return x if self.size == self.count else x.resize_(self.count, *x.shape[1:])
+
+    def first(self, x: Tensor) -> Tensor:
+        """The tokens of (..., N) that are no padding."""
+        return x if self.size == self.count else x[..., : self.count].contiguous()
+
+    def inputs(self, given: Given, c_in_memory: bool = False) -> list:
+        """The arguments of `Problem.of`."""
+        c = given.c if c_in_memory else self.kind.in_memory(given.c)
+        return [self.padded(given.e, 0), c, dense(given.bias), *self.of_loss(given)]
+
+    def of_loss(self, given: Given) -> list:
+        """The arguments of `Problem.of` from the targets on."""
+        call = self.kind.call
+        # JAX without x64 has no 64-bit integers.
+        words = self.padded(given.targets, call.ignore_index).view(torch.int32)
+        weights = self.padded(real(given.token_weight), 0)
+        length = given.row_length if call.shift else None
+        others = dense(real(given.class_weight)), weights, dense(real(given.num_items))
+        return [words, *others, length, *_terms(*given.scheduled)]
+
+
+@lru_cache(maxsize=1024)
+def _terms(label_smoothing: float, z_loss: float, scale: float) -> tuple[float | None, ...]:
+    """The numbers as arguments of a program; None stands for a number that changes nothing."""
+    return float(label_smoothing) or None, float(z_loss) or None, scale_of(scale)
+
+
+def scale_of(scale: float) -> float | None:
+    return None if scale == 1 else float(scale)
+
+
+def real(x: Tensor | None) -> Tensor | None:
+    """x in a type that JAX holds without x64."""
+    return x if x is None or x.dtype in (torch.float32, torch.bfloat16, torch.float16) else x.float()
+
+
+def dense(x: Any) -> Any:
+    """x in row-major memory. A pending negation is carried out, as DLPack would drop it."""
+    return None if x is None else x.resolve_neg().contiguous()
+
+
+def viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The memory of x as another type. No view to autograd, which forbids changes of a view in place."""
+    storage: Any = x.untyped_storage()
+    return torch.empty(0, dtype=dtype, device=x.device).set_(storage, x.storage_offset(), x.shape, x.stride())
+
+
+class Problem(NamedTuple):
+    """What a program computes the loss of."""
+
+    kind: Kind
+    inputs: Inputs
+    token_weight: jax.Array | None  # (N,) float32
+    num_items: jax.Array | None
+    label_smoothing: jax.Array | None
+    z_loss: jax.Array | None
+
+    @classmethod
+    def of(cls, kind: Kind, arrays: Sequence[Any]) -> "Problem":
+        """arrays: of `Tokens.inputs`."""
+        e, c, bias, words, class_weight, token_weight, num_items, row_length, label_smoothing, z_loss, scale = arrays
+        call = kind.call
+        columns = _columns(words, call.ignore_index, kind.vocabulary)
+        weights = None if class_weight is None else class_weight.astype(jnp.float32)
+        if token_weight is not None:
+            token_weight = token_weight.astype(jnp.float32)
+        if call.shift:
+            last = jnp.arange(columns.shape[0], dtype=jnp.int32) % row_length >= row_length - call.shift
+            columns = jnp.where(last, -1, _moved(columns, -call.shift, -1))
+            token_weight = None if token_weight is None else _moved(token_weight, -call.shift, 0)
+        items = None if num_items is None else num_items.reshape(())
+        inputs = Inputs(e, c, bias, columns, weights, None if scale is None else scale.reshape(1))
+        return cls(kind, inputs, token_weight, items, label_smoothing, z_loss)
+
+    def loss(self, statistics: Statistics, token_weight: jax.Array | None) -> jax.Array:
+        """The loss, from the statistics."""
+        terms, vocabulary = self.terms(token_weight), self.kind.vocabulary
+        return losses.loss(statistics, terms, self.common, self.num_items, self.kind.loss, vocabulary)[0]
+
+    def results(self, statistics: Statistics, residuals: Residuals) -> tuple[jax.Array, ...]:
+        """The loss; the statistics as an array, 0 for ignored tokens; what is left."""
+        value = self.loss(statistics, self.token_weight)
+        kept = jnp.where(self.inputs.targets >= 0, stacked(statistics), 0)
+        return value, kept, *jax.tree.leaves(residuals)
+
+    def terms(self, token_weight: jax.Array | None) -> losses.Terms:
+        inputs = self.inputs
+        return losses.terms(inputs.targets, inputs.weights, token_weight, self.kind.vocabulary, jnp.float32)
+
+    @property
+    def common(self) -> losses.Common:
+        return losses.Common(self.label_smoothing, self.z_loss, self.inputs.weights)
+
+    def factor(self, of_loss: jax.Array) -> jax.Array:
+        """of_loss · ∂loss/∂S, where S is the sum of the tokens' losses."""
+        terms = self.terms(self.token_weight)
+
+        def loss(total):
+            return losses.reduced(total, terms, self.num_items, self.kind.loss)
+
+        return jax.vjp(loss, jnp.float32(0))[1](of_loss)[0]
+
+    def moved_back(self, of_weight: jax.Array) -> jax.Array:
+        """The gradient of the token weights before the shift, from that of self.token_weight."""
+        shift = self.kind.call.shift
+        return _moved(of_weight, shift, 0) if shift else of_weight
+
+
+def _columns(words: jax.Array, ignore_index: int, vocabulary: int) -> jax.Array:
+    """losses.columns for 64-bit targets, which are given as their low and high words, (2·N,)."""
+    low, high = words.reshape(-1, 2).T
+    in_vocabulary = (high == 0) & (low >= 0) & (low < vocabulary)
+    ignored = (low == _signed(ignore_index & 0xFFFFFFFF)) & (high == _signed(ignore_index >> 32 & 0xFFFFFFFF))
+    return jnp.where(ignored, -1, jnp.where(in_vocabulary, low, vocabulary))
+
+
+def _moved(x: jax.Array, by: int, fill: int) -> jax.Array:
+    """x moved by |by| elements, to the end if by > 0, else to the front. The elements that become free hold fill."""
+    filling = jnp.full((abs(by),), fill, x.dtype)
+    return jnp.concatenate([filling, x[:-by]] if by > 0 else [x[-by:], filling])
+
+
+def _signed(word: int) -> int:
+    return word - 2**32 if word >= 2**31 else word
+
+
+def stacked(statistics: Statistics) -> jax.Array:
+    """The statistics as one array, (Call.rows, N)."""
+    return jnp.stack([x for x in statistics if x is not None])
+
+
+def unstacked(kind: Any, rows: jax.Array) -> Any:
+    """The inverse of `stacked`. kind: Statistics or Cotangents."""
+    return kind(*rows, *[None] * (3 - len(rows)))
+
+
+def jitted(program: Callable, outputs: int, options: dict[str, Any] | None = None) -> Callable:
+    """jax.jit(program), whose first arguments are the memory of `outputs` results.
+
+    JAX would drop an argument that the program does not read. keep_unused=True prevents that, but then JAX 0.11.2 never
+    frees a program: the cache of _dce_jaxpr holds its own key. A function with a derivative rule of its own keeps all
+    its arguments.
+    """
+    opaque = jax.custom_jvp(program)
+    opaque.defjvp(_never_differentiated)
+    return jax.jit(opaque, donate_argnums=range(outputs), compiler_options=options)
+
+
+def _never_differentiated(*_: Any) -> Any:
+    raise NotImplementedError("torch differentiates the loss, by another program")
+
+
+def options_on(kind: Kind) -> dict[str, Any] | None:
+    """XLA's options for a backward program."""
+    return ON_GPU if kind.device.platform != "cpu" else None
+
+
+# Arguments of each program: `size`, its number of tokens, so that each size is kept and freed alone; `count` or what
+# gives it, the number of results, whose memory comes first among the program's arguments.
+
+
+@lru_cache(maxsize=PROGRAMS)
+def _loss_program(kind: Kind, size: int, wanted: Wanted | None, count: int) -> Callable:
+    """wanted: None for evaluation."""
+
+    def torch_loss(*arrays):
+        problem = Problem.of(kind, arrays[count:])
+        return problem.results(*passes.forward_pass(problem.inputs, kind.static, wanted))
+
+    return jitted(torch_loss, count)
+
+
+@lru_cache(maxsize=PROGRAMS)
+def _begin_program(kind: Kind, size: int, wanted: Wanted, count: int) -> Callable:
+    def torch_begin(*arrays):
+        problem = Problem.of(kind, arrays[count:])
+        cotangents_of = losses.cotangents_of(problem.common, kind.loss, kind.vocabulary)
+        terms = problem.terms(problem.token_weight)
+        return problem.results(*passes.begin(problem.inputs, terms, cotangents_of, kind.static, wanted))
+
+    return jitted(torch_begin, count)
+
+
+@lru_cache(maxsize=PROGRAMS)
+def _gradients_program(kind: Kind, wanted: Wanted, of_token_weight: bool, left: str | None, size: int) -> Callable:
+    """left: the field of Residuals that the forward program left."""
+    count = (left is not None) + wanted.e + wanted.c + wanted.bias + of_token_weight
+
+    def torch_gradients(*arrays):
+        residuals = Residuals(**{left: arrays[0]}) if left else Residuals()
+        of_loss, of_statistics, rows, *others = arrays[count:]
+        problem = Problem.of(kind, others)
+
+        def value(rows, token_weight):
+            return problem.loss(unstacked(Statistics, rows), token_weight)
+
+        # Without a cotangent of the loss, the loss is not differentiated. A cotangent of 0 would give NaN for a token
+        # whose target is out of range: 0 · NaN is NaN.
+        cotangents, of_weight = jnp.zeros_like(rows), jax.tree.map(jnp.zeros_like, problem.token_weight)
+        if of_loss is not None:
+            cotangents, of_weight = jax.vjp(value, rows, problem.token_weight)[1](of_loss)
+        if of_statistics is not None:
+            cotangents += of_statistics
+        statistics, of = unstacked(Statistics, rows), unstacked(Cotangents, cotangents)
+        found, residuals = passes.gradients(problem.inputs, statistics, residuals, of, kind.static, wanted)
+        results = [*found, problem.moved_back(of_weight) if of_token_weight else None]
+        return tuple(jax.tree.leaves((residuals, results)))
+
+    return jitted(torch_gradients, count, options_on(kind))
+
+
+@lru_cache(maxsize=PROGRAMS)
+def _finish_program(
+    kind: Kind, size: int, with_bias: bool, left_for: Wanted, wanted: Wanted, of_token_weight: bool, in_place: bool
+) -> Callable:
+    shapes = handover_of(kind, size, with_bias, left_for).shapes
+    others = jax.tree.structure(shapes._replace(de=None, dc=None))
+    count, large = wanted.e + wanted.c + wanted.bias + of_token_weight, wanted.e + wanted.c
+
+    def torch_finish(*arrays):
+        arrays = iter(arrays[:large] + arrays[count:] if in_place else arrays[count:])
+        de, dc = (next(arrays) if w else None for w in (wanted.e, wanted.c))
+        residuals: Residuals = jax.tree.unflatten(others, _next(arrays, others.num_leaves))
+        of_loss, rows, *of_problem = arrays
+        unread = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kind.shapes(size, with_bias))
+        problem = Problem.of(kind, [unread.e, unread.c, unread.bias, *of_problem])
+        residuals, factor = residuals._replace(de=de, dc=dc), problem.factor(of_loss)
+        found = passes.finish(problem.inputs, residuals, factor, kind.static, left_for)
+        dc = found.c
+        if dc is not None and shapes.steps is not None:
+            dc = lax.bitcast_convert_type(dc, jnp.int16)  # the type in which dc was left, to be written into its memory
+        results = [x if w else None for x, w in ((found.e, wanted.e), (dc, wanted.c), (found.bias, wanted.bias))]
+        if of_token_weight:
+
+            def value(token_weight):
+                return problem.loss(unstacked(Statistics, rows), token_weight)
+
+            results.append(problem.moved_back(jax.vjp(value, problem.token_weight)[1](of_loss)[0]))
+        return tuple(x for x in results if x is not None)
+
+    return jitted(torch_finish, count)
+
+
+def _next(arrays: Iterator, count: int) -> list:
+    return [next(arrays) for _ in range(count)]

@@ -1,0 +1,118 @@
+"""The core on one shard of the vocabulary, by each impl: what a process computes between two collectives.
+
+`columns` are the targets as columns of the shard: negative for an ignored token, the number of the shard's columns
+where the shard does not hold the token's target.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cce_torch.call import Call, Operands
+from cce_torch.on_jax import tensors
+from cce_torch.processes import shard_ops
+from cce_torch.torch_alone import blocks, compiled, reference
+
+OF_TORCH = "torch_compile", "reference"
+
+
+class Held(NamedTuple):
+    """What a process holds from the forward pass."""
+
+    own: Tensor  # the statistics over its columns
+    lse: Tensor  # (N,), of the whole vocabulary
+    of_target: Tensor | None  # (N,), the reference of the exponentials if needs_reference
+    saved: Tensor | None  # exponentials
+
+
+def needs_reference(e: Tensor, call: Call) -> bool:
+    """Whether the exponentials are relative to the target's logit, summed over all shards."""
+    if call.impl in OF_TORCH:
+        return False
+    from cce_kernels.plan import needs_reference  # imports JAX
+
+    return needs_reference(e.itemsize, call.impl)  # type: ignore[arg-type]
+
+
+def rounded(operands: Operands, call: Call) -> Operands:
+    """PyTorch's impls round a float32 c and bias themselves; the other impls take them in e's type."""
+    if call.impl in OF_TORCH or not call.wide_dc:
+        return operands
+    e, c, bias, columns, weights = operands
+    return Operands(e, tensors.rounded(c, e), tensors.rounded(bias, e), columns, weights)
+
+
+def kind(operands: Operands, call: Call) -> Any:
+    """The call's Kind, which a graph with saved exponentials holds: the Kind knows their padded size."""
+    return shard_ops.programs().kind_of_tensors(operands.e, operands.c, call)
+
+
+def target(operands: Operands, saving_for: tuple[bool, ...], call: Call, scale: float) -> Tensor:
+    """The logit of each token's target, (N,): 0 where the shard does not hold it."""
+    if not operands.e.shape[0] or not operands.c.shape[0]:
+        return operands.e.new_zeros(operands.e.shape[0], dtype=torch.float32)
+    return shard_ops.target(operands, saving_for, call, scale)
+
+
+def statistics(
+    operands: Operands, of_target: Tensor | None, saving_for: tuple[bool, ...], call: Call, scale: float
+) -> tuple[Tensor, Tensor | None]:
+    """The statistics over the shard's columns; saved exponentials or None.
+
+    of_target: (N,), the reference of the exponentials if needs_reference; saving_for: the gradients that will be asked
+    for.
+    """
+    if not operands.e.shape[0] or not operands.c.shape[0]:
+        return of_no_columns(operands.e, call), None
+    if call.impl == "reference":
+        return reference.statistics(operands, call, scale), None
+    if call.impl == "torch_compile":
+        return compiled.run_statistics(*operands, scale, call.softcap, call.smooths, call.memory_budget), None
+    return shard_ops.statistics(operands, of_target, saving_for, call, scale)
+
+
+def of_no_columns(e: Tensor, call: Call) -> Tensor:
+    empty = e.new_zeros((call.rows, e.shape[0]), dtype=torch.promote_types(e.dtype, torch.float32))
+    empty[0] = -torch.inf
+    return empty
+
+
+def gradients(
+    cotangents: Tensor, operands: Operands, held: Held, wanted: tuple[bool, ...], call: Call, scale: float, kind: Any
+) -> tuple[Tensor | None, ...]:
+    """de of the shard's columns alone, at least float32, dc and dbias, in their types. None where not wanted.
+
+    cotangents: of the statistics over the whole vocabulary; kind: of the forward pass, if it saved something.
+    """
+    e, c, bias, *_ = operands
+    tensors.check({"e": e, "c": c, "bias": bias})  # FSDP may have freed one after the forward pass
+    if not e.shape[0] or not c.shape[0]:
+        de = torch.zeros_like(e, dtype=torch.promote_types(e.dtype, torch.float32))
+        found: Any = de, torch.zeros_like(c), None if bias is None else torch.zeros_like(bias)
+    elif call.impl == "reference":
+        # Autocast may be on: a backward pass has no autocast of its own.
+        with torch.autocast(e.device.type, enabled=False):
+            found = _gradients_of_reference(cotangents, operands, held.lse, call, scale)
+    elif call.impl == "torch_compile":
+        found = compiled.run_gradients(cotangents, *operands, held.lse[None], scale, call.softcap, call.memory_budget,
+                                       *wanted, wide_e=True)  # fmt: skip
+    else:
+        found = shard_ops.gradients(cotangents, operands, held, wanted, call, scale, kind)
+    return tuple(x if w else None for x, w in zip(found, wanted, strict=True))
+
+
+def _gradients_of_reference(cotangents: Tensor, operands: Operands, lse: Tensor, call: Call, scale: float) -> tuple:
+    """Equations (6) and (7) of cce_jax/core.py from the full logits, in float32. dc and dbias are rounded once."""
+    e, c, bias, columns, weights = operands
+    accumulate, kept, c_of_e, bias_of_e = lse.dtype, columns >= 0, tensors.rounded(c, e), tensors.rounded(bias, e)
+    e = torch.where(kept[:, None], e, 0).to(accumulate)
+    block = blocks.Block(
+        e @ c_of_e.to(accumulate).T, lse.new_zeros(()) if bias_of_e is None else bias_of_e.to(accumulate),
+        lse.new_ones(()) if weights is None else weights.to(accumulate), columns, scale,  # type: ignore[arg-type]
+        None if call.softcap is None else lse.new_full((), call.softcap),
+    )  # fmt: skip
+    of = blocks.Cotangents(torch.where(kept, lse, torch.inf), *(torch.where(kept, cotangents, 0) * scale))
+    dz = blocks.cotangents(block, of, accumulate)
+    dc = torch.empty_like(c).copy_(dz.T @ e)  # with c's strides
+    return dz @ c_of_e.to(accumulate), dc, None if bias is None else dz.sum(0).to(bias.dtype)
