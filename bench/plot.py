@@ -24,6 +24,7 @@ PACKAGES = {
     "Liger": ("#e09f3e", "chunk_mem_const, 1 by default"),
     "quack": ("#6a4c93", "tokens in a chunk, 4096 by default"),
     "torch.compile": ("#2b2d42", "full logits"),
+    "gist": ("#8d99ae", "chunks of tokens, torch.compile"),
     "cut_cross_entropy": ("#588157", ""),
     "tokamax": ("#a98467", ""),
     "full": ("#6c757d", "logits"),
