@@ -34,14 +34,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from cce_kernels.block_floats import steps_shape
+from cce_kernels.engines.engine import Problem
 from cce_kernels.engines.xla.chunk import dz_of, numbers_and_logits
-from cce_kernels.exponentials import factors, references, saved_shape, scaled
+from cce_kernels.exponentials import dbias_of, factors, references, saved_shape, scaled
 from cce_kernels.forward import of_rows, target
-from cce_kernels.gradients import ALL_COLUMNS
+from cce_kernels.gradients import ALL_COLUMNS, Left
 from cce_kernels.head import Head
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Shard, Statistics
 from cce_kernels.plan.plan import Plan
-from cce_kernels.residuals import Left, Residuals
+from cce_kernels.residuals import Residuals
 from cce_kernels.tokens import Kept, Rows
 
 # (the numbers of some tokens, what belongs to these tokens) -> the cotangents of the numbers, 0 for ignored tokens
@@ -156,9 +157,9 @@ def begin(
             dbias=None if begun.dbias is None else begun.dbias + dbias, last=last,
         )  # fmt: skip
     if begun.de is not None:
-        restored = how.restored.restored if how.restored is not None else None
-        de = begun.de
-        begun = begun._replace(de=kept.restored(de) if restored is None else restored(de, kept, gpu=plan.gpu))
+        restored, de = how.restored, begun.de
+        de = kept.restored(de) if restored is None else restored.engine.restored(restored, plan.gpu, de, kept)
+        begun = begun._replace(de=de)
     if steps is not None:  # not in the result's type, in which the integers might be taken for NaN
         begun = begun._replace(dc=lax.bitcast_convert_type(begun.dc, jnp.int16))  # type: ignore[arg-type]
     return jax.tree.map(kept.restored, numbers), begun
@@ -217,11 +218,11 @@ def numbers_of(chunk: Chunk, plan: Plan) -> tuple[Statistics, jax.Array]:
     That is exponentials, (n, V) with the padding of saved_shape, in e's type; or in plain XLA logits, (n, V), at least
     float32.
     """
-    call, how = plan.call, plan.in_forward
+    problem, how = Problem(plan.call, plan.gpu, chunk.inputs), plan.in_forward
     assert how is not None
     if how.forward is None:
-        return numbers_and_logits(chunk.inputs, head=call.head, with_sum=call.with_sum)
-    of_columns, p = of_rows(chunk.inputs, Rows(count=chunk.count), chunk.reference, call, how.forward, True, plan.gpu)
+        return numbers_and_logits(problem)
+    of_columns, p = of_rows(problem, Rows(count=chunk.count), chunk.reference, how.forward, True)
     assert p is not None
     return of_columns, p
 
@@ -244,10 +245,10 @@ def gradients_of(
 def add_dc(
     dc: jax.Array, steps: jax.Array | None, left: Left, plan: Plan, factor: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """engine.Engine.sum_dc, as planned."""
-    how = plan.in_forward
-    assert how is not None
-    return how.dc.engine.sum_dc(dc, steps, *left, factor, head=plan.call.head, tiles=how.dc.tiles, gpu=plan.gpu)
+    """engine.Launched.sum_dc, as planned."""
+    assert plan.in_forward is not None
+    step = plan.in_forward.dc
+    return step.engine.sum_dc(step, plan.call, plan.gpu, dc, steps, left, factor)
 
 
 def _of_logits(chunk: Chunk, z: jax.Array, numbers: Statistics, of: Cotangents, plan: Plan):
@@ -255,12 +256,12 @@ def _of_logits(chunk: Chunk, z: jax.Array, numbers: Statistics, of: Cotangents, 
     assert how is not None
     assert call.wanted is not None
     lse = jnp.where(chunk.live, numbers.lse, jnp.inf)
-    dz, dbias, unit = dz_of(inputs, z, lse, of, head=call.head)
+    dz, dbias, unit = dz_of(inputs, z, lse, of, call.head)
     de = None
     if call.wanted.e:
-        c, wide = inputs.c, jnp.promote_types(dz.dtype, jnp.float32)
-        de = lax.dot_general(dz, c, (((1,), (call.head.vocab_axis,)), ((), ())), precision=call.head.precision,
-                             preferred_element_type=wide)  # fmt: skip
+        head, wide = call.head, jnp.promote_types(dz.dtype, jnp.float32)
+        contract = (((1,), (head.vocab_axis,)), ((), ()))
+        de = lax.dot_general(dz, inputs.c, contract, precision=head.precision, preferred_element_type=wide)
         de = (de if unit is None else de * unit).astype(wide if call.wide_de else dz.dtype)
         de, dz = lax.optimization_barrier((de, dz))
     dbias = dbias if unit is None else dbias * unit
@@ -270,41 +271,34 @@ def _of_logits(chunk: Chunk, z: jax.Array, numbers: Statistics, of: Cotangents, 
 
 
 def _of_exponentials(chunk: Chunk, p: jax.Array, own: Statistics, numbers: Statistics, of: Cotangents, plan: Plan):
-    call, how, gpu, head = plan.call, plan.in_forward, plan.gpu, plan.call.head
+    call, how, wanted = plan.call, plan.in_forward, plan.call.wanted
     assert how is not None
-    assert how.forward is not None
-    assert how.forward.rescue is not None
     assert how.de is not None
-    assert call.wanted is not None
+    assert wanted is not None
     inputs, live, tokens = chunk.inputs, chunk.live, len(chunk.inputs.e)
-    numbers_of = Statistics(jnp.where(live, numbers.lse, jnp.inf), own.target, None)
+    problem = Problem(call, plan.gpu, inputs)
+    of_tokens = Statistics(jnp.where(live, numbers.lse, jnp.inf), own.target, None)
     shard = Shard(numbers.lse, chunk.reference)
     rho = jnp.where(live, references(own, inputs.targets, call.vocabulary, shard), 0)
     if how.dz is not None:
-        p = how.dz.engine.form_dz_in_place(p, inputs, rho, numbers_of.lse, of, head=head, vocabulary=call.vocabulary,
-                                           tiles=how.dz.tiles, gpu=gpu)  # fmt: skip
+        p = how.dz.engine.dz_in_place(how.dz, problem, p, rho, of_tokens.lse, of)
         r = live.astype(rho.dtype)  # P is dz now
     else:
-        r, at_target = factors(rho, numbers_of, of, head)
+        assert how.targets is not None
+        r, at_target = factors(rho, of_tokens, of, call.head)
         # Matmuls that stop at the last kept token read rows after it only in their last step. XLA's read all rows.
-        by_xla = call.wanted.bias or (call.wanted.e and not how.de.engine.stops)
+        by_xla = wanted.bias or (wanted.e and not how.de.engine.stops)
         beyond = max(how.de.engine.depth, how.dc.engine.depth) - 1
         clear = jnp.full(1, tokens, jnp.int32) if by_xla else chunk.count + beyond if beyond else None
-        engine = how.forward.rescue.engine
-        p = engine.ready(p, inputs.targets, at_target, clear, vocabulary=call.vocabulary, gpu=gpu)
+        p = how.targets.engine.saved_targets(how.targets, problem, p, at_target, clear)
         r = jnp.where(live, r if inputs.scale is None else r * inputs.scale, 0)
-    de, dbias = None, None
-    if call.wanted.e:
-        products = how.de.engine.products(inputs.e, inputs.c, head=head, unit=None, count=chunk.count, how=how.de,
-                                          groups=how.groups, gpu=gpu)  # fmt: skip
+    de = None
+    if wanted.e:
+        products = how.de.engine.products(how.de, problem, None, chunk.count)
         sums = products.add_de(None, p, ALL_COLUMNS).reshape(how.de.splits, *inputs.e.shape)
         de = jnp.where(live[:, None], jnp.sum(sums, axis=0) * r[:, None], 0)
         de = de.astype(jnp.float32 if call.wide_de else inputs.e.dtype)
         de, p, own = lax.optimization_barrier((de, p, inputs.e))
         inputs = inputs._replace(e=own)  # what is scaled is made once the sums for de are no more
-    if call.wanted.bias:
-        high = r.astype(p.dtype)
-        both = jnp.stack([high, (r - high).astype(p.dtype)])  # their sum holds 16 bits of r, twice as many as bfloat16
-        dbias = lax.dot_general(both, p, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        dbias = jnp.sum(dbias, axis=0)[: call.vocabulary]
+    dbias = dbias_of(p, r, call.vocabulary) if wanted.bias else None
     return de, Left(p, inputs.e if how.dz is not None else scaled(inputs.e, r), None, chunk.count), dbias

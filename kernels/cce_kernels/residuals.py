@@ -16,16 +16,8 @@ import jax.numpy as jnp
 
 from cce_kernels.block_floats import steps_shape
 from cce_kernels.exponentials import saved_shape
+from cce_kernels.gradients import Left
 from cce_kernels.plan.plan import Plan
-
-
-class Left(NamedTuple):
-    """A matmul that is left to be done: factor · (dc + unit · leftᵀ·e), over the first `count` rows."""
-
-    left: jax.Array  # (n, V): exponentials, or dz
-    e: jax.Array  # (n, D)
-    unit: jax.Array | None
-    count: jax.Array  # type: ignore[assignment]  # (1,) int32
 
 
 class Residuals(NamedTuple):

@@ -34,6 +34,11 @@ class Groups:
     columns: int
     beyond: bool = False
 
+    @classmethod
+    def whole(cls, vocabulary: int, beyond: bool = False) -> "Groups":
+        """One group of all columns."""
+        return cls(vocabulary, vocabulary, beyond)
+
     @property
     def count(self) -> int:
         return -(-self.vocabulary // self.columns)

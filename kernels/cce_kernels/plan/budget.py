@@ -13,14 +13,12 @@ from cce_kernels.block_floats import steps_shape
 from cce_kernels.call import Call
 from cce_kernels.device import Gpu
 from cce_kernels.engines.engine import Engine
-from cce_kernels.engines.xla import XLA
+from cce_kernels.engines.xla import NUMBERS, WORKSPACE, XLA
 from cce_kernels.exponentials import can_be_saved, saved_shape
 from cce_kernels.plan.plan import Chunks
 from cce_kernels.windows import FEWEST_COLUMNS
 
-WORKSPACE = 32 * 2**20  # the workspace of XLA's matmuls
 GROUP_BYTES = 256 * 2**20
-NUMBERS = 256  # bytes a token, for lse and the like
 CHUNK_NUMBERS = 96  # the same where the forward pass forms the gradients
 SAVED_DZ_ROWS, DZ_ROWS = 16, 64  # the fewest rows of a tile of dz: each tile stores its column sums for dbias
 
@@ -57,7 +55,7 @@ class Bytes:
     @property
     def always(self) -> int:
         """What is held besides a group: the sum for de, some numbers a token, and the workspace of XLA's matmuls."""
-        return self.sum_of_de + NUMBERS * self.rows + (0 if self.products.in_place else WORKSPACE)
+        return self.sum_of_de + NUMBERS * self.rows + self.products.workspace
 
     @property
     def sum_of_de(self) -> int:
@@ -67,14 +65,6 @@ class Bytes:
             return call.itemsize * self.rows * call.width - self.gathered
         itself = not self.engine.stops and self.rows == call.tokens and call.itemsize == call.wide
         return 0 if itself else call.wide * self.rows * call.width
-
-    @property
-    def beside_logits(self) -> int:
-        """What may be held besides a block of logits of the xla engine's forward pass.
-
-        XLA may write the zeros of the sum for de early. The same without gradients: the same blocks give the same bits.
-        """
-        return (self.call.wide * self.call.width + NUMBERS) * self.call.tokens + WORKSPACE
 
     def column(self, tokens: int, *, copies: bool, of_saved: bool = False, padded: bool = False) -> int:
         """The bytes of one column of a group: dz of so many tokens, a copy of c_g or dc_g, partial sums of dbias.
@@ -157,10 +147,8 @@ class Bytes:
         """What a token of a chunk of so many tokens holds: its exponentials or logits, and rows of e and de."""
         call, columns = self.call, saved_shape(1, self.call.vocabulary)[1]
         assert call.wanted is not None
-        if not self.stores:  # the logits and dz, and on a CPU the exponentials; partial sums of de, e and de
-            blocks = 3 if self.gpu is None else 2 + self._pads(tokens)
-            parts = XLA.parts_of_de(call, tokens, call.vocabulary, self.gpu)
-            return call.wide * (blocks * columns + (2 + parts) * call.width)
+        if not self.stores:
+            return XLA.chunk_bytes(call, tokens, columns, self.gpu)
         of_de = self.sums_of_de(tokens) + call.of_de  # partial sums, and their sum
         return 2 * columns + (call.itemsize + max(call.itemsize, of_de * call.wanted.e)) * call.width  # e, and scaled e
 
@@ -192,8 +180,8 @@ class Bytes:
 
     def least(self) -> int:
         """The least plan: nothing saved, the smallest groups."""
-        of = {"copies": not self.products.in_place}
+        of = {"copies": not self.products.stops}
         if self.engine.stops:
             return self.gathered + self.always + self.least_group(self.rows, **of)
         of["padded"] = XLA.pads(self.call, self.rows, min(FEWEST_COLUMNS, self.call.vocabulary), self.gpu)
-        return max(self.gathered + self.always, self.beside_logits) + self.least_group(self.rows, **of)
+        return max(self.gathered + self.always, XLA.beside_logits(self.call)) + self.least_group(self.rows, **of)

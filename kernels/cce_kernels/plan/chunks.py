@@ -107,13 +107,13 @@ def predicted(count: Bytes, groups: int, chunks: Chunks | None, all_saved: bool)
     chunks, all_saved: None and False for what the budget forbids.
     """
     return Times(
-        again(count, groups),
+        recomputed(count, groups),
         math.inf if chunks is None else in_forward(count, chunks),
         _relative(count, 0.0) if all_saved else math.inf,
     )
 
 
-def again(count: Bytes, groups: int) -> float:
+def recomputed(count: Bytes, groups: int) -> float:
     call, cost = count.call, costs(count)
     assert call.wanted is not None
     logits = call.tokens * call.vocabulary

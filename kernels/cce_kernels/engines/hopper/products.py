@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cce_kernels.engines.hopper.every_tile import PAIR_GROUP, Extent, every_tile, live_pairs, padded
+from cce_kernels.engines.engine import Multiplying, Problem, Step
+from cce_kernels.engines.hopper.every_tile import Extent, every_tile, live_pairs, padded
 from cce_kernels.engines.hopper.matmul import (
     Multiply,
     Place,
@@ -28,19 +29,16 @@ from cce_kernels.engines.hopper.matmul import (
     remainder,
     vector_of,
 )
-from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS, PairTiles
+from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS
 from cce_kernels.engines.order import cdiv
 from cce_kernels.gradients import Products
-from cce_kernels.head import Head
-from cce_kernels.windows import Groups
 
 
 def de_of_saved(
-    p: jax.Array, r: jax.Array, c: jax.Array, count: jax.Array, place: jax.Array,
-    *, head: Head, tiles: PairTiles, units: int, interpret,
-) -> jax.Array:  # fmt: skip
-    """engine.Engine.de_of_saved. p: (rows, V); r: (rows,)."""
-    vocabulary, width = head.vocabulary(c), place.shape[1]
+    step: Step, problem: Problem, p: jax.Array, r: jax.Array, count: jax.Array, out: jax.Array
+) -> jax.Array:
+    """engine.Launched.de_of_saved. p: (rows, V); r: (rows,)."""
+    vocabulary, width, axis = problem.call.vocabulary, out.shape[1], problem.head.vocab_axis
 
     def extent(others) -> Extent:
         _, count_ref = others
@@ -51,17 +49,17 @@ def de_of_saved(
         parts = (x * along_rows(r, x.shape) for _, x in parts_of(product(), out_ref.dtype))
         warpgroup.write((x.astype(out_ref.dtype) for x in parts), out_ref, row, column)
 
-    return every_tile((p, c), (padded(r), count), place, Multiply(tiles, right_axis=head.vocab_axis), extent, write,
-                      units=units, group=PAIR_GROUP, name="cce_saved_de", interpret=interpret)  # fmt: skip
+    operands, others, multiply = (p, problem.inputs.c), (padded(r), count), Multiply(step.tiles, right_axis=axis)
+    return every_tile(operands, others, out, multiply, extent, write, name="cce_saved_de", gpu=problem.gpu)
 
 
 def products(
-    e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None, count: jax.Array, de_tiles: PairTiles,
-    dc_tiles: PairTiles, splits: int, groups: Groups, units: int, interpret, adding: bool = False,
-) -> Products:  # fmt: skip
-    """engine.Engine.products. adding: put_dc adds to dc, which is float32."""
-    (tokens, width), vocabulary, axis = e.shape, head.vocabulary(c), head.vocab_axis
-    run = partial(every_tile, units=units, group=PAIR_GROUP, interpret=interpret)
+    step: Multiplying, problem: Problem, unit: jax.Array | None, count: jax.Array, adding: bool = False
+) -> Products:
+    """engine.Launched.products. adding: put_dc adds to dc, which is float32."""
+    (e, c, *_), groups, splits = problem.inputs, step.groups, step.splits
+    (tokens, width), vocabulary, axis = e.shape, problem.call.vocabulary, problem.head.vocab_axis
+    run = partial(every_tile, gpu=problem.gpu)
 
     def start_of(number_ref):
         return groups.window(number_ref[0]).start
@@ -91,7 +89,7 @@ def products(
             below = quotient(row, live) * tokens + remainder(row, live)
             warpgroup.write((x for _, x in parts_of(product(), de_ref.dtype)), de_ref, below, column, add=adds)
 
-        multiply = Multiply(de_tiles, right_axis=axis)
+        multiply = Multiply(step.de, right_axis=axis)
         return run((dz, c), (count, window.number.reshape(1)), de, multiply, extent, write, name="cce_de")
 
     def put_dc(dc, dz, window):
@@ -114,7 +112,7 @@ def products(
             parts = (x.astype(dc_ref.dtype) for x in parts)
             warpgroup.write(parts, dc_ref, first_row + row, first_column + column, add=adding)
 
-        multiply = Multiply(dc_tiles, left_axis=0, right_axis=0)
+        multiply = Multiply(step.dc, left_axis=0, right_axis=0)
         others = count, window.number.reshape(1), None if unit is None else unit.reshape(1)
         return run(in_layout(dz, e), others, dc, multiply, extent, write, name="cce_dc")
 

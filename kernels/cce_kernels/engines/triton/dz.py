@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from cce_kernels.engines.engine import Problem, Step
 from cce_kernels.engines.order import cdiv, grouped_order, row_group
 from cce_kernels.engines.triton.loads import (
     dz_shapes,
@@ -83,21 +84,25 @@ def _kernel(
         pl.when(row_block * tiles.rows < count_ref[0])(tile)
 
 
-def former(
-    inputs: Inputs, lse: jax.Array, cotangents: Cotangents, count: jax.Array | None,
-    *, head: Head, groups: Groups, with_sums: bool, tiles: TileConfig, interpret: bool,
-) -> FormDz:  # fmt: skip
-    """engine.Engine.form_dz. count: rows of dz from this one on need not be written; None: all rows are written."""
-    tokens = inputs.e.shape[0]
+def form_dz(step: Step, problem: Problem, lse: jax.Array, cotangents: Cotangents, count: jax.Array | None) -> FormDz:
+    """engine.Launched.form_dz. count: rows of dz from this one on need not be written; None: all rows are written."""
+    inputs, tiles, groups, interpret = problem.inputs, step.tiles, step.groups, problem.gpu.interpreted
+    assert groups is not None
+    assert problem.call.wanted is not None
+    tokens, with_sums = inputs.e.shape[0], problem.call.wanted.bias
     row_blocks, column_blocks = cdiv(tokens, tiles.rows), cdiv(groups.columns, tiles.columns)
+    kernel = partial(_kernel, head=problem.head, tiles=tiles, groups=groups, interpret=interpret)
 
     def form(window: Window) -> tuple[jax.Array, jax.Array | None]:
         dz, sums = launch(
-            partial(_kernel, head=head, tiles=tiles, groups=groups, interpret=interpret),
-            inputs, lse, cotangents, window_numbers(window), count,
+            kernel,
+            *(inputs, lse, cotangents, window_numbers(window), count),
             out_shape=dz_shapes(tokens, groups.columns, inputs.e.dtype, tiles.rows, with_sums),
-            programs=row_blocks * column_blocks, tiles=tiles, interpret=interpret, name="cce_dz",
-        )  # fmt: skip
+            programs=row_blocks * column_blocks,
+            tiles=tiles,
+            interpret=interpret,
+            name="cce_dz",
+        )
         if sums is None:
             return dz, None
         if count is not None:

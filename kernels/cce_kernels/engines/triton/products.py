@@ -17,11 +17,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from cce_kernels.engines.engine import Multiplying, Problem
 from cce_kernels.engines.order import cdiv, grouped_order
 from cce_kernels.engines.triton.loads import indices, inside, launch, load_tile, tile_index, tile_mask
 from cce_kernels.engines.triton.tiles import TileConfig, blocks
 from cce_kernels.gradients import Products
 from cce_kernels.head import Head
+from cce_kernels.windows import Window
 
 ROW_GROUP = 8  # row blocks that are computed for all columns before the next row blocks
 
@@ -102,35 +104,34 @@ def sum_over_tokens(
     return lax.fori_loop(jnp.int32(0), (count + tiles.depth - 1) // tiles.depth, step, total)
 
 
-def products(
-    e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None, count: jax.Array, de: TileConfig, dc: TileConfig,
-    splits: int, interpret: bool,
-) -> Products:  # fmt: skip
-    """engine.Engine.products, for the first `count` tokens alone."""
+def products(step: Multiplying, problem: Problem, unit: jax.Array | None, count: jax.Array) -> Products:
+    """engine.Launched.products, for the first `count` tokens alone."""
+    (e, c, *_), head, splits = problem.inputs, problem.head, step.splits
     width, vocabulary = e.shape[1], head.vocabulary(c)
 
-    def run(kind, tiles: TileConfig, left, right, window, out, shape, unit, splits, before):
+    def run(kind: Literal["de", "dc"], left, right, window: Window, shape, out, before):
+        tiles, parts = (step.de, splits) if kind == "de" else (step.dc, 1)
+        scale = None if kind == "de" or unit is None else unit.reshape(1)
         return launch(
-            partial(_kernel, head=head, tiles=tiles, shape=shape, kind=kind, splits=splits),
-            left, right, window.start.reshape(1), count, unit, before, out_shape=out,
-            programs=blocks(shape, tiles) * splits, tiles=tiles, interpret=interpret, name=f"cce_{kind}",
+            partial(_kernel, head=head, tiles=tiles, shape=shape, kind=kind, splits=parts),
+            *(left, right, window.start.reshape(1), count, scale, before),
+            out_shape=out,
+            programs=blocks(shape, tiles) * parts,
+            tiles=tiles,
+            interpret=problem.gpu.interpreted,
+            name=f"cce_{kind}",
             in_place=before,
-        )  # fmt: skip
+        )
 
     def add_de(sums, dz, window):
         """Without sums, the result's rows from `count` on are arbitrary."""
-        shape, out = (
-            (*e.shape, min(dz.shape[1], vocabulary)),
-            jax.ShapeDtypeStruct((splits * e.shape[0], width), jnp.float32),
-        )
-        return run("de", de, dz, c, window, out, shape, None, splits, sums)
+        shape = *e.shape, min(dz.shape[1], vocabulary)
+        return run("de", dz, c, window, shape, jax.ShapeDtypeStruct((splits * len(e), width), jnp.float32), sums)
 
-    def put_dc(out, dz, window):
+    def put_dc(dc, dz, window):
         left, right = (dz, e) if head.vocab_axis == 0 else (e, dz)
         columns = min(dz.shape[1], vocabulary)
         shape = (columns, width) if head.vocab_axis == 0 else (width, columns)
-        scale = None if unit is None else unit.reshape(1)
-        of_dc = jax.ShapeDtypeStruct(out.shape, out.dtype)
-        return run("dc", dc, left, right, window, of_dc, (*shape, e.shape[0]), scale, 1, out)
+        return run("dc", left, right, window, (*shape, len(e)), jax.ShapeDtypeStruct(dc.shape, dc.dtype), dc)
 
     return Products(add_de, put_dc)

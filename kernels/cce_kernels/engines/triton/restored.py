@@ -47,8 +47,14 @@ def _kernel(_, place_ref, count_ref, x_ref, *, tiles: TileConfig, interpret: boo
 def restored(x: jax.Array, kept: Kept, *, interpret: bool) -> jax.Array:
     """tokens.Kept.restored(x), computed in place. x: (N or more, D); the result: its first N rows."""
     tiles = other_tiles(RESTORED, interpret)
-    return launch(
-        partial(_kernel, tiles=tiles, interpret=interpret), x, jnp.where(kept.live, kept.place, -1), kept.count,
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), programs=cdiv(x.shape[1], tiles.columns), tiles=tiles,
-        interpret=interpret, name="cce_restored", in_place=x,
-    )[: kept.place.size]  # fmt: skip
+    moved = launch(
+        partial(_kernel, tiles=tiles, interpret=interpret),
+        *(x, jnp.where(kept.live, kept.place, -1), kept.count),
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        programs=cdiv(x.shape[1], tiles.columns),
+        tiles=tiles,
+        interpret=interpret,
+        name="cce_restored",
+        in_place=x,
+    )
+    return moved[: kept.place.size]

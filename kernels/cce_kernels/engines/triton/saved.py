@@ -7,7 +7,9 @@
 dz reads and writes 2 bytes an element. targets writes 2 bytes a token. clear writes the rows of ignored tokens.
 """
 
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from cce_kernels.engines.engine import Problem, Step
 from cce_kernels.engines.order import cdiv
 from cce_kernels.engines.triton.dz import load_cotangents, load_weights, window_numbers
 from cce_kernels.engines.triton.loads import (
@@ -34,6 +37,14 @@ from cce_kernels.gradients import ALL_COLUMNS, FormDz
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Inputs
 from cce_kernels.windows import Groups, Window
+
+
+class Exponentials(NamedTuple):
+    """Saved exponentials P, (rows, V), their reference ρ, (rows,), and the log-sum-exps, (rows,)."""
+
+    saved: jax.Array
+    reference: jax.Array
+    lse: jax.Array
 
 
 def _dz_kernel(
@@ -64,44 +75,41 @@ def _dz_kernel(
     store_dz(dz_ref, sums_ref, dz, row_block, rows, local, rows_ok, local_ok)
 
 
-def former_of_saved(
-    saved: jax.Array, inputs: Inputs, reference: jax.Array, lse: jax.Array, cotangents: Cotangents,
-    *, head: Head, groups: Groups, with_sums: bool, tiles: TileConfig, interpret: bool,
-) -> FormDz:  # fmt: skip
-    """engine.Engine.form_dz_of_saved."""
+def form_dz_of_saved(step: Step, problem: Problem, p: Exponentials, of: Cotangents) -> FormDz:
+    """engine.Launched.form_dz_of_saved."""
 
     def form(window: Window) -> tuple[jax.Array, jax.Array | None]:
-        dz, sums = _dz(saved, inputs, reference, lse, cotangents, window, head=head, groups=groups,
-                       with_sums=with_sums, tiles=tiles, interpret=interpret)  # fmt: skip
+        assert problem.call.wanted is not None
+        dz, sums = _dz(step, problem, p, of, window, with_sums=problem.call.wanted.bias)
         return dz, None if sums is None else jnp.sum(sums, axis=0)
 
     return form
 
 
-def dz_in_place(
-    saved: jax.Array, inputs: Inputs, reference: jax.Array, lse: jax.Array, cotangents: Cotangents,
-    *, head: Head, vocabulary: int, tiles: TileConfig, interpret: bool,
-) -> jax.Array:  # fmt: skip
-    """engine.Engine.form_dz_in_place."""
-    columns = saved.shape[1]
-    groups = Groups(vocabulary, columns, beyond=columns > vocabulary)
-    return _dz(saved, inputs, reference, lse, cotangents, ALL_COLUMNS, head=head, groups=groups, with_sums=False,
-               tiles=tiles, interpret=interpret, in_place=saved)[0]  # fmt: skip
+def dz_in_place(step: Step, problem: Problem, p: Exponentials, of: Cotangents) -> jax.Array:
+    """engine.Launched.dz_in_place."""
+    columns, vocabulary = p.saved.shape[1], problem.call.vocabulary
+    step = replace(step, groups=Groups(vocabulary, columns, beyond=columns > vocabulary))
+    return _dz(step, problem, p, of, ALL_COLUMNS, in_place=p.saved)[0]
 
 
 def _dz(
-    saved: jax.Array, inputs: Inputs, reference: jax.Array, lse: jax.Array, cotangents: Cotangents, window: Window,
-    *, head: Head, groups: Groups, with_sums: bool, tiles: TileConfig, interpret: bool, in_place=None,
+    step: Step, problem: Problem, p: Exponentials, of: Cotangents, window: Window, with_sums: bool = False,
+    in_place: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
-    tokens = saved.shape[0]
-    inputs = Inputs(None, None, None, inputs.targets, inputs.weights, inputs.scale)  # type: ignore[arg-type]
+    groups, tiles, tokens, given = step.groups, step.tiles, p.saved.shape[0], problem.inputs
+    assert groups is not None
+    inputs = Inputs(None, None, None, given.targets, given.weights, given.scale)  # type: ignore[arg-type]
     return launch(
-        partial(_dz_kernel, head=head, tiles=tiles, groups=groups),
-        saved, inputs, reference, lse, cotangents, window_numbers(window),
-        out_shape=dz_shapes(tokens, groups.columns, saved.dtype, tiles.rows, with_sums),
+        partial(_dz_kernel, head=problem.head, tiles=tiles, groups=groups),
+        *(p.saved, inputs, p.reference, p.lse, of, window_numbers(window)),
+        out_shape=dz_shapes(tokens, groups.columns, p.saved.dtype, tiles.rows, with_sums),
         programs=cdiv(tokens, tiles.rows) * cdiv(groups.columns, tiles.columns),
-        tiles=tiles, interpret=interpret, name="cce_saved_dz", in_place=in_place,
-    )  # fmt: skip
+        tiles=tiles,
+        interpret=problem.gpu.interpreted,
+        name="cce_saved_dz",
+        in_place=in_place,
+    )
 
 
 def _targets_kernel(_, targets_ref, values_ref, saved_ref, *, tiles: TileConfig, vocabulary: int):
@@ -130,21 +138,29 @@ def _clear_kernel(_, targets_ref, clear_ref, saved_ref, *, tiles: TileConfig):
     lax.fori_loop(jnp.int32(0), last, clear, 0)
 
 
-def _in_place(kernel, saved, *operands, name: str, tiles: TileConfig, interpret: bool):
+def _in_place(kernel, saved: jax.Array, *operands, name: str, tiles: TileConfig, interpret: bool) -> jax.Array:
+    tiles = other_tiles(tiles, interpret)
     return launch(
-        partial(kernel, tiles=tiles), saved, *operands, out_shape=jax.ShapeDtypeStruct(saved.shape, saved.dtype),
-        programs=cdiv(saved.shape[0], tiles.rows), tiles=tiles, interpret=interpret, name=name, in_place=saved,
-    )  # fmt: skip
+        partial(kernel, tiles=tiles),
+        *(saved, *operands),
+        out_shape=jax.ShapeDtypeStruct(saved.shape, saved.dtype),
+        programs=cdiv(saved.shape[0], tiles.rows),
+        tiles=tiles,
+        interpret=interpret,
+        name=name,
+        in_place=saved,
+    )
 
 
-def with_targets(saved: jax.Array, targets: jax.Array, values: jax.Array, *, vocabulary: int, interpret: bool):
-    """saved, in place, with each token's value in the column of its target. targets, values: (rows,)."""
-    kernel = partial(_targets_kernel, vocabulary=vocabulary)
-    tiles = other_tiles(SAVED_TARGETS, interpret)
-    return _in_place(kernel, saved, targets, values, name="cce_targets", tiles=tiles, interpret=interpret)
+def with_targets(problem: Problem, saved: jax.Array, values: jax.Array) -> jax.Array:
+    """saved, in place, with each token's value, (rows,), in the column of its target."""
+    kernel, how = partial(_targets_kernel, vocabulary=problem.call.vocabulary), problem.gpu.interpreted
+    return _in_place(
+        kernel, saved, problem.inputs.targets, values, name="cce_targets", tiles=SAVED_TARGETS, interpret=how
+    )
 
 
-def cleared(saved: jax.Array, targets: jax.Array, rows: jax.Array, *, interpret: bool) -> jax.Array:
+def cleared(problem: Problem, saved: jax.Array, rows: jax.Array) -> jax.Array:
     """saved, in place, with 0 in the rows of ignored tokens among the first `rows` rows. rows: (1,) int32."""
-    tiles = other_tiles(CLEARED, interpret)
-    return _in_place(_clear_kernel, saved, targets, rows, name="cce_clear", tiles=tiles, interpret=interpret)
+    targets, how = problem.inputs.targets, problem.gpu.interpreted
+    return _in_place(_clear_kernel, saved, targets, rows, name="cce_clear", tiles=CLEARED, interpret=how)

@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from cce_kernels.engines.engine import Sums
+from cce_kernels.engines.engine import Problem, Step, Sums
 from cce_kernels.engines.order import cdiv, grouped_order, row_group
 from cce_kernels.engines.triton.loads import (
     exp2_shifted,
@@ -138,37 +138,38 @@ def _kernel(
         plgpu.store(sum_ref.at[slot], weighted, mask=rows_ok)
 
 
-def sums(
-    inputs: Inputs, at: Rows, reference: jax.Array, save: bool, *, head: Head, with_sum: bool,
-    tiles: TileConfig, splits: int, interpret: bool,
-) -> Sums:  # fmt: skip
-    """engine.Engine.sums. With at.starts, only blocks whose tokens are consecutive rows of e are written."""
-    tokens, vocabulary = reference.size, head.vocabulary(inputs.c)
-    partials = jax.ShapeDtypeStruct((splits, tokens), jnp.float32)
+def sums(step: Step, problem: Problem, at: Rows, reference: jax.Array, save: bool) -> Sums:
+    """engine.Launched.sums. With at.starts, only blocks whose tokens are consecutive rows of e are written."""
+    inputs, tiles, splits, interpret = problem.inputs, step.tiles, step.splits, problem.gpu.interpreted
+    tokens, vocabulary = reference.size, problem.head.vocabulary(inputs.c)
+    parts = jax.ShapeDtypeStruct((splits, tokens), jnp.float32)
     saved = jax.ShapeDtypeStruct(saved_shape(tokens, vocabulary), inputs.e.dtype) if save else None
     lse, total, p = launch(
-        partial(_kernel, head=head, tiles=tiles, splits=splits, interpret=interpret),
-        inputs._replace(targets=None), at, reference, None,
-        out_shape=(partials, partials if with_sum else None, saved), programs=cdiv(tokens, tiles.rows) * splits,
-        tiles=tiles, interpret=interpret, name="cce_statistics",
-    )  # fmt: skip
+        partial(_kernel, head=problem.head, tiles=tiles, splits=splits, interpret=interpret),
+        *(inputs._replace(targets=None), at, reference, None),
+        out_shape=(parts, parts if problem.call.with_sum else None, saved),
+        programs=cdiv(tokens, tiles.rows) * splits,
+        tiles=tiles,
+        interpret=interpret,
+        name="cce_statistics",
+    )
     return Sums(lse, None, total, p)
 
 
-def again(
-    inputs: Inputs, at: Rows, reference: jax.Array | None, before: jax.Array, *, head: Head, tiles: TileConfig,
-    interpret: bool,
-) -> jax.Array:  # fmt: skip
-    """engine.Engine.again. before: the log-sum-exps of each split, (splits, rows)."""
-    kind = {"rescue": True} if reference is None else {"scattered": True}
+def recomputed_lse(step: Step, problem: Problem, at: Rows, reference: jax.Array | None, before: jax.Array) -> jax.Array:
+    """engine.Launched.recomputed_lse. before: the log-sum-exps of each split, (splits, rows)."""
+    kind, tiles, interpret = "scattered" if reference is not None else "rescue", step.tiles, problem.gpu.interpreted
     splits, tokens = before.shape
     lse, _, _ = launch(
-        partial(_kernel, head=head, tiles=tiles, splits=splits, interpret=interpret, **kind),
-        inputs._replace(targets=None, weights=None), at, reference, before,
+        partial(_kernel, head=problem.head, tiles=tiles, splits=splits, interpret=interpret, **{kind: True}),
+        *(problem.inputs._replace(targets=None, weights=None), at, reference, before),
         out_shape=(jax.ShapeDtypeStruct(before.shape, jnp.float32), None, None),
-        programs=cdiv(tokens, tiles.rows) * splits, tiles=tiles, interpret=interpret,
-        name="cce_rescue" if reference is None else "cce_scattered", in_place=before,
-    )  # fmt: skip
+        programs=cdiv(tokens, tiles.rows) * splits,
+        tiles=tiles,
+        interpret=interpret,
+        name=f"cce_{kind}",
+        in_place=before,
+    )
     return lse
 
 
@@ -197,14 +198,16 @@ def _replace_kernel(
     lax.fori_loop(first, last, tile, 0)
 
 
-def replaced(
-    inputs: Inputs, lse: jax.Array, by_lse: jax.Array, saved: jax.Array, *, head: Head, tiles: TileConfig, splits: int,
-    interpret: bool,
-) -> jax.Array:  # fmt: skip
-    """engine.Engine.replaced. saved: (rows, V); lse: (rows,); by_lse: (rows,) bool; inputs.e: gathered."""
+def saved_by_lse(step: Step, problem: Problem, lse: jax.Array, by_lse: jax.Array, saved: jax.Array) -> jax.Array:
+    """engine.Launched.saved_by_lse. saved: (rows, V); lse: (rows,); by_lse: (rows,) bool; inputs.e: gathered."""
+    tiles, splits, interpret = step.tiles, step.splits, problem.gpu.interpreted
     return launch(
-        partial(_replace_kernel, head=head, tiles=tiles, splits=splits, interpret=interpret),
-        inputs._replace(targets=None, weights=None), lse, by_lse.astype(jnp.int32), saved,
-        programs=cdiv(saved.shape[0], tiles.rows) * splits, out_shape=jax.ShapeDtypeStruct(saved.shape, saved.dtype),
-        tiles=tiles, interpret=interpret, name="cce_replace", in_place=saved,
-    )  # fmt: skip
+        partial(_replace_kernel, head=problem.head, tiles=tiles, splits=splits, interpret=interpret),
+        *(problem.inputs._replace(targets=None, weights=None), lse, by_lse.astype(jnp.int32), saved),
+        out_shape=jax.ShapeDtypeStruct(saved.shape, saved.dtype),
+        programs=cdiv(saved.shape[0], tiles.rows) * splits,
+        tiles=tiles,
+        interpret=interpret,
+        name="cce_replace",
+        in_place=saved,
+    )

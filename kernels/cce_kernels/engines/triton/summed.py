@@ -18,11 +18,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from cce_kernels.block_floats import decode, encode, step_of
+from cce_kernels.device import Gpu
+from cce_kernels.engines.engine import Step
 from cce_kernels.engines.order import cdiv, grouped_order
 from cce_kernels.engines.triton.loads import indices, inside, launch, tile_index, tile_mask
 from cce_kernels.engines.triton.products import ROW_GROUP, sum_over_tokens
 from cce_kernels.engines.triton.tiles import TileConfig, blocks
 from cce_kernels.exponentials import ALIGNMENT
+from cce_kernels.gradients import Left
 from cce_kernels.head import Head
 
 
@@ -67,21 +70,24 @@ def _kernel(
 
 
 def sum_dc(
-    dc: jax.Array, steps: jax.Array | None, left: jax.Array, e: jax.Array, count: jax.Array, factor: jax.Array | None,
-    *, head: Head, tiles: TileConfig, interpret: bool,
-) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
-    """engine.Engine.sum_dc. tiles.columns: how many columns of D share a step.
+    step: Step, gpu: Gpu, head: Head, dc: jax.Array, steps: jax.Array | None, left: Left, factor: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """engine.Launched.sum_dc. step.tiles.columns: how many columns of D share a step.
 
     The kernel gets and gives 16-bit integers: XLA may take them for NaN in the type of the result, and change them.
     """
-    result, axis = dc.dtype, head.vocab_axis
-    shape = dc.shape[axis], dc.shape[1 - axis]
+    assert left.unit is None
+    tiles, result, axis = step.tiles, dc.dtype, head.vocab_axis
     held = dc if steps is None else lax.bitcast_convert_type(dc, jnp.int16)
-    written = None if factor is not None else steps
+    written = held, None if factor is not None else steps
     found, new_steps = launch(
         partial(_kernel, head=head, tiles=tiles, result=result),
-        left, e, held, steps, count, factor,
-        out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (held, written)),
-        programs=blocks(shape, tiles), tiles=tiles, interpret=interpret, name="cce_dc_sum", in_place=(held, written),
-    )  # fmt: skip
+        *(left.left, left.e, held, steps, left.count, factor),
+        out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), written),
+        programs=blocks((dc.shape[axis], dc.shape[1 - axis]), tiles),
+        tiles=tiles,
+        interpret=gpu.interpreted,
+        name="cce_dc_sum",
+        in_place=written,
+    )
     return found if steps is None else lax.bitcast_convert_type(found, result), new_steps

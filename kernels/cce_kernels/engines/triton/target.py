@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from cce_kernels.engines.engine import Problem, Step
 from cce_kernels.engines.order import cdiv
 from cce_kernels.engines.triton.loads import (
     indices,
@@ -46,15 +47,20 @@ def _kernel(inputs: Inputs, order_ref, target_ref, *, head: Head, tiles: TileCon
     plgpu.store(target_ref.at[rows], target, mask=rows_ok)
 
 
-def target(inputs: Inputs, order: jax.Array | None, *, head: Head, tiles: TileConfig, interpret: bool) -> jax.Array:
-    """Each token's reference, (rows,) float32: its target's logit.
+def target(step: Step, problem: Problem, order: jax.Array | None) -> jax.Array:
+    """engine.Launched.target. inputs.targets: (rows,), the kept tokens first.
 
     It is FLOAT32_MAX for an ignored token, so that the sum of exp(z − reference) is small. It is −FLOAT32_MAX where the
-    target names no column. inputs.targets: (rows,), the kept tokens first; order: tokens.Rows.order.
+    target names no column.
     """
-    tokens = inputs.targets.size
+    inputs, tiles, tokens = problem.inputs, step.tiles, problem.inputs.targets.size
     return launch(
-        partial(_kernel, head=head, tiles=tiles), inputs._replace(weights=None), order,
-        out_shape=jax.ShapeDtypeStruct((tokens,), jnp.float32), programs=cdiv(tokens, tiles.rows), tiles=tiles,
-        interpret=interpret, name="cce_target",
-    )  # fmt: skip
+        partial(_kernel, head=problem.head, tiles=tiles),
+        inputs._replace(weights=None),
+        order,
+        out_shape=jax.ShapeDtypeStruct((tokens,), jnp.float32),
+        programs=cdiv(tokens, tiles.rows),
+        tiles=tiles,
+        interpret=problem.gpu.interpreted,
+        name="cce_target",
+    )

@@ -2,30 +2,24 @@
 
 from cce_kernels.call import Call
 from cce_kernels.device import Gpu
-from cce_kernels.engines.engine import Engine, Multiplying
+from cce_kernels.engines.engine import Engine, Multiplying, Problem, Step
 from cce_kernels.engines.xla import products, statistics, summed
 from cce_kernels.engines.xla.splitk import multiple, parts_of
 from cce_kernels.windows import FEWEST_COLUMNS, Groups, vocabulary_groups
 
+WORKSPACE = 32 * 2**20  # bytes: of XLA's matmuls
+NUMBERS = 256  # bytes a token, for lse and the like
 BLOCK_BYTES = 64 * 2**20  # without a GPU, the most for a block of logits: larger blocks are no faster there
 GROUP_COST = 100  # in columns: the time of a group to read and write the sum for de, and of a dozen launches
 
 
 class Xla(Engine):
     name = "xla"
-    finds_target, stops, in_place, multiplies_fastest = True, False, False, True
+    finds_target, stops, multiplies_fastest = True, False, True
+    workspace = WORKSPACE
 
     def refuses(self, call: Call, gpu: Gpu | None) -> str:
         return ""
-
-    def tile(self, role: str, call: Call, gpu, tokens: int = 0) -> None:
-        """None: XLA chooses its own tiles."""
-
-    def splits(self, call: Call, rows: int, gpu) -> int:
-        return 1
-
-    def blocks(self, tiles) -> tuple[int, int]:
-        raise NotImplementedError
 
     def dz_bytes(self, call: Call, tokens: int, gpu: Gpu | None) -> int:
         """The logits, dz and a copy of c_g. On a GPU dz takes the logits' memory if it has their type; on a CPU there
@@ -33,6 +27,21 @@ class Xla(Engine):
         """
         blocks = 3 * call.wide if gpu is None else call.wide + (call.itemsize if call.itemsize < call.wide else 0)
         return blocks * tokens + call.itemsize * call.width
+
+    def beside_logits(self, call: Call) -> int:
+        """What may be held besides a block of logits of the forward pass.
+
+        XLA may write the zeros of the sum for de early. The same without gradients: the same blocks give the same bits.
+        """
+        return (call.wide * call.width + NUMBERS) * call.tokens + WORKSPACE
+
+    def chunk_bytes(self, call: Call, tokens: int, columns: int, gpu: Gpu | None) -> int:
+        """What a token of a chunk of so many tokens holds, with dz of so many columns.
+
+        The logits and dz, and on a CPU the exponentials; partial sums of de, e and de.
+        """
+        blocks = 3 if gpu is None else 2 + self.pads_de(call, tokens, call.vocabulary, gpu)
+        return call.wide * (blocks * columns + (2 + self.parts_of_de(call, tokens, call.vocabulary, gpu)) * call.width)
 
     def groups(self, call: Call, tokens: int, room: int, column: int, gpu) -> Groups:
         if gpu is None:
@@ -72,22 +81,22 @@ class Xla(Engine):
         return multiple(columns, call.width, tokens, call.itemsize, call.of_dc, gpu) if call.wanted.c else 1
 
     def multiplying(self, call: Call, tokens: int, groups: Groups, gpu) -> Multiplying:
-        return Multiplying(self, None, None)
+        return Multiplying(self, None, None, groups)
 
-    def sums(self, inputs, at, reference, save, *, head, with_sum, tiles, splits, gpu):
-        """tiles: the groups of the vocabulary."""
-        return statistics.sums(inputs, head=head, with_sum=with_sum, groups=tiles)
+    def de_of_chunk(self, call: Call, tokens: int, gpu) -> Multiplying:
+        return Multiplying(self, None, None, Groups.whole(call.vocabulary))
 
-    def form_dz(self, inputs, lse, cotangents, count, *, head, groups, wanted, tiles, gpu):
-        return statistics.former(inputs, lse, cotangents, head=head, groups=groups, with_sums=wanted.bias)
+    def sums(self, step: Step, problem: Problem, at, reference, save):
+        return statistics.sums(step, problem)
 
-    def products(self, e, c, *, head, unit, count, how, groups, gpu):
-        return products.products(e, c, head=head, unit=unit)
+    def form_dz(self, step: Step, problem: Problem, lse, cotangents, count):
+        return statistics.form_dz(step, problem, lse, cotangents)
 
-    def sum_dc(self, dc, steps, left, e, unit, count, factor, *, head, tiles, gpu):
-        """tiles: the groups of the vocabulary, and the columns of D that share a step."""
-        groups, block = tiles
-        return summed.sum_dc(dc, steps, left, e, unit, factor, head=head, groups=groups, block=block)
+    def products(self, step: Multiplying, problem: Problem, unit, count):
+        return products.products(problem, unit)
+
+    def sum_dc(self, step: Step, call: Call, gpu, dc, steps, left, factor):
+        return summed.sum_dc(step, call.head, dc, steps, left, factor)
 
 
 XLA = Xla()
