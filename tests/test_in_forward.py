@@ -346,10 +346,10 @@ def test_drawn_plans_hold_no_more_than_their_budget(chunk):
         found["xla" if how.forward is None else "hopper"] += 1
         chunks, tokens = how.chunks, max(how.chunks.size, how.chunks.last)
         assert chunks.rows >= call.tokens > chunks.rows - tokens - 8, "no chunk is empty if all tokens are kept"
-        assert (chunks.last > 0) == (call.wanted.c and call.of_dc == 2), "where dc is multiplied by the factor"
+        assert (chunks.last > 0) == (call.wanted.c and call.dc_itemsize == 2), "where dc is multiplied by the factor"
         steps = 4 * call.vocabulary * -(-call.width // chunks.block) * (chunks.last > 0)
         if how.forward is None:
-            held = tokens * call.vocabulary * (call.wide + call.itemsize)
+            held = tokens * call.vocabulary * (call.sum_itemsize + call.itemsize)
         else:
             sums = 4 * how.de.splits * tokens * call.width * call.wanted.e
             held = 2 * tokens * call.vocabulary + 4 * tokens * call.width + sums

@@ -5,7 +5,7 @@ last kept token, unless many tokens are ignored. Only the device knows how many 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,26 +67,14 @@ class Arranged(NamedTuple):
 
     @property
     def wanted(self) -> Wanted:
-        assert self.plan.call.wanted is not None
-        return self.plan.call.wanted
-
-    @property
-    def type_of_de(self) -> Any:
-        e = self.inputs.e.dtype
-        return jnp.promote_types(e, jnp.float32) if self.plan.call.wide_de else e
-
-    @property
-    def type_of_dc(self) -> Any:
-        e = self.inputs.e.dtype
-        return jnp.promote_types(e, jnp.float32) if self.plan.call.wide_dc else e
+        return self.plan.call.wants
 
     def begun(self, problem: Problem) -> Gradients:
         """de and dbias as zeros, at least float32; dc uninitialised, as the groups write all of it."""
-        (e, c, *_), wanted = problem.inputs, self.wanted
-        wide = jnp.promote_types(e.dtype, jnp.float32)
+        (e, c, *_), wanted, wide = problem.inputs, self.wanted, problem.call.sum_dtype
         return Gradients(
             jnp.zeros(e.shape, wide) if wanted.e else None,
-            lax.empty(c.shape, self.type_of_dc) if wanted.c else None,
+            lax.empty(c.shape, self.plan.call.dc_dtype) if wanted.c else None,
             jnp.zeros((self.plan.call.vocabulary,), wide) if wanted.bias else None,
         )
 
@@ -105,6 +93,6 @@ class Arranged(NamedTuple):
         """The gradients times the unit, in their types; de of each token in its own row."""
         de, dc, dbias = found
         if de is not None:
-            de = unscaled(de, self.unit, self.type_of_de)
+            de = unscaled(de, self.unit, self.plan.call.de_dtype)
             de = de[: self.plan.call.tokens] if self.kept is None else self.kept.restored(de)
-        return Gradients(de, dc, None if dbias is None else unscaled(dbias, self.unit, self.type_of_dc))
+        return Gradients(de, dc, None if dbias is None else unscaled(dbias, self.unit, self.plan.call.dc_dtype))

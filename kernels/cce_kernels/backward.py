@@ -1,5 +1,7 @@
 """The backward pass, by the way that the plan says: recomputed.py or saved.py."""
 
+from typing import Any
+
 import jax
 
 from cce_kernels import recomputed
@@ -11,12 +13,12 @@ from cce_kernels.plan.plan import Plan, Recomputed, Saved
 
 
 def gradients(
-    inputs: Inputs, numbers: Statistics, saved: jax.Array | None, cotangents: Cotangents, plan: Plan,
-    shard: Shard | None = None,
-) -> tuple[Gradients, jax.Array | None]:  # fmt: skip
+    inputs: Inputs, numbers: Statistics, saved: Any, cotangents: Cotangents, plan: Plan, shard: Shard | None = None
+) -> tuple[Gradients, jax.Array | None]:
     """de, dc and dbias in e's type, None where not wanted; and saved, which has been overwritten.
 
-    numbers and saved: the results of forward.statistics with the same plan. Ignored tokens contribute nothing.
+    numbers and saved (an array or None): the results of forward.statistics with the same plan. Ignored tokens
+    contribute nothing.
     shard: given if the columns are a shard of the vocabulary. The cotangents are then of the numbers over all columns,
     and de is the sum over these columns alone. de is at least float32 if plan.call.wide_de, and so are dc and dbias if
     plan.call.wide_dc.

@@ -34,7 +34,7 @@ def target(inputs: Inputs, plan: Plan) -> jax.Array:
 
 def statistics(
     inputs: Inputs, plan: Plan, reference: jax.Array | None = None, cleared: bool = False
-) -> tuple[Statistics, jax.Array | None]:  # fmt: skip
+) -> tuple[Statistics, jax.Array | None]:
     """The core's numbers of each token, (N,), at least float32; and the saved exponentials, (plan.saved, V), or None.
 
     The target logit is 0 where the target names no column. An ignored token's numbers and exponentials are arbitrary;

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from cce_kernels.float16 import FLOAT16_LARGEST
 from cce_kernels.numbers import Cotangents, Gradients, Inputs
-from cce_kernels.windows import FLOAT16_LARGEST, Groups, Window
+from cce_kernels.windows import Groups, Window
 
 ALL_COLUMNS = Window(*[np.int32(0)] * 3)  # the window of the one group that is the whole vocabulary
 
@@ -72,7 +73,7 @@ def add_groups(gradients: Gradients, form_dz: FormDz, groups: Groups, products: 
 
 def without_ignored(
     inputs: Inputs, lse: jax.Array, cotangents: Cotangents, rows: int
-) -> tuple[Inputs, jax.Array, Cotangents]:  # fmt: skip
+) -> tuple[Inputs, jax.Array, Cotangents]:
     """Inputs, lse and cotangents in which ignored tokens have e = 0, cotangents 0 and lse = inf: their dz is then 0.
 
     lse = inf makes p = 0. With lse = 0 a large bias would make p inf, and 0 · inf is NaN. Ignored tokens are appended

@@ -45,7 +45,7 @@ def shapes_of(plan: Plan) -> Residuals:
         return Residuals(exponentials=array(*saved_shape(plan.saved, call.vocabulary)))
     if not call.one_factor:
         return Residuals(m=array(call.tokens, call.width))
-    wide, rows = jnp.dtype(f"float{8 * call.wide}"), how.chunks.last
+    wide, rows = call.sum_dtype, how.chunks.last
     size = (call.vocabulary, call.width) if call.head.vocab_axis == 0 else (call.width, call.vocabulary)
     last, steps = None, None
     if rows:
@@ -54,7 +54,7 @@ def shapes_of(plan: Plan) -> Residuals:
         last = Left(left, array(rows, call.width), unit, array(1, dtype=jnp.int32))
         steps = array(*steps_shape(call.vocabulary, call.width, how.chunks.block), dtype=jnp.float32)
     return Residuals(
-        de=array(call.tokens, call.width, dtype=wide if call.wide_de else call.dtype) if wanted.e else None,
+        de=array(call.tokens, call.width, dtype=call.de_dtype) if wanted.e else None,
         dc=array(*size, dtype=jnp.int16 if rows else wide) if wanted.c else None,
         steps=steps,
         dbias=array(call.vocabulary, dtype=wide) if wanted.bias else None,

@@ -64,7 +64,7 @@ def _multiplied(run: Arranged, p: jax.Array, r: jax.Array, how: Multiplying) -> 
     e = problem.inputs.e
     de, dc, dbias = run.begun(problem)
     if run.wanted.e:
-        de = (run.products(how, problem).add_de(None, p, ALL_COLUMNS) * r[:, None]).astype(run.type_of_de)
+        de = (run.products(how, problem).add_de(None, p, ALL_COLUMNS) * r[:, None]).astype(run.plan.call.de_dtype)
         r, de = lax.optimization_barrier((r, de))  # so that the scaled e and a float32 de never exist at the same time
     if dc is not None:
         dc = run.products(how, problem.with_e(scaled(e, r))).put_dc(dc, p, ALL_COLUMNS)
@@ -82,12 +82,12 @@ def _in_place(run: Arranged, way: Saved, p: jax.Array, r: jax.Array) -> Gradient
     if run.wanted.c:
         buffer = scaled(run.problem.inputs.e, r)
         products = run.products(way.products, run.problem_without_e.with_e(buffer))
-        dc = products.put_dc(lax.empty(run.inputs.c.shape, run.type_of_dc), p, ALL_COLUMNS)
+        dc = products.put_dc(lax.empty(run.inputs.c.shape, plan.call.dc_dtype), p, ALL_COLUMNS)
     if not run.wanted.e:
         return Gradients(None, dc, None)
     buffer, dc = lax.optimization_barrier((buffer, dc))  # dc reads the scaled e before de overwrites it
-    if run.type_of_de != buffer.dtype:
-        buffer = lax.empty(buffer.shape, run.type_of_de)
+    if plan.call.de_dtype != buffer.dtype:
+        buffer = lax.empty(buffer.shape, plan.call.de_dtype)
     de = way.de.engine.de_of_saved(way.de, run.problem_without_e, p, r, run.count, buffer)
     if run.kept is not None:
         assert way.restored is not None

@@ -2,8 +2,8 @@
 
 An engine is a folder beside this file and one object of a class derived from Engine. `Planned` is what a plan asks
 before a call runs. `Launched` is what the passes run: its methods launch kernels or trace array code, and decide
-nothing. An engine has the methods of Launched that its class overrides; plan/choose.py takes a method that one engine
-lacks from the next engine.
+nothing. An engine names the methods of Launched that it has; plan/choose.py takes a method that one engine lacks from
+the next engine.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Step:
     engine: "Engine"
     tiles: Any = None  # of the engine's own type, hashable; None where the engine has no choice
     splits: int = 1  # runs of the vocabulary, each with sums of its own
-    groups: Groups | None = None  # of the vocabulary, computed one after another
+    groups: Any = None  # windows.Groups: of the vocabulary, computed one after another; None: all at once
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Planned:
     def step(self, method: str, call: Call, gpu: Any, rows: int = 0, block: Block | None = None) -> Step:
         """The step that runs this method of Launched for so many rows.
 
-        block: for `recomputed_lse`, the blocks of the step whose log-sum-exps it computes again.
+        block: for `recomputed_lse`, of the step whose log-sum-exps it computes again. With rows = 0 any number will do.
         """
         return Step(self)  # type: ignore[arg-type]
 
@@ -125,9 +125,18 @@ class Planned:
 
 
 class Launched:
+    """What the passes run: each method is the function of this name in the engine's module `kernels`."""
+
+    launches: tuple[str, ...]  # the methods that the engine has
+
+    @property
+    def kernels(self) -> Any:
+        """The module with these functions. It is imported at the first launch: a plan needs no kernel."""
+        raise NotImplementedError
+
     def target(self, step: Step, problem: Problem, order: jax.Array | None) -> jax.Array:
         """The logit of each token's target, (rows,): the reference of `sums`. order: tokens.Rows.order."""
-        raise NotImplementedError
+        return self.kernels.target(step, problem, order)
 
     def sums(self, step: Step, problem: Problem, at: Rows, reference: Any, save: bool) -> Sums:
         """The sums, and the exponentials if these are to be saved.
@@ -135,7 +144,7 @@ class Launched:
         A log-sum-exp is inf where the sum of exp(z − reference) overflows. A block whose tokens are not consecutive
         rows of e is not computed if at.starts says so.
         """
-        raise NotImplementedError
+        return self.kernels.sums(step, problem, at, reference, save)
 
     def recomputed_lse(
         self, step: Step, problem: Problem, at: Rows, reference: jax.Array | None, before: jax.Array
@@ -145,66 +154,65 @@ class Launched:
         With a reference: the log-sum-exps of the blocks that `sums` skipped, as their tokens are scattered in e. With
         None: the log-sum-exps that are inf or NaN, now with a running maximum.
         """
-        raise NotImplementedError
+        return self.kernels.recomputed_lse(step, problem, at, reference, before)
 
     def saved_by_lse(
         self, step: Step, problem: Problem, lse: jax.Array, by_lse: jax.Array, saved: jax.Array
     ) -> jax.Array:
         """saved, with exp(z − lse) written for the tokens where by_lse is true."""
-        raise NotImplementedError
+        return self.kernels.saved_by_lse(step, problem, lse, by_lse, saved)
 
     def form_dz(self, step: Step, problem: Problem, lse: jax.Array, cotangents: Cotangents, count: Any) -> FormDz:
         """Forms dz of a group from logits that are computed again. Rows of dz from `count` on are arbitrary."""
-        raise NotImplementedError
+        return self.kernels.form_dz(step, problem, lse, cotangents, count)
 
     def form_dz_of_saved(
         self, step: Step, problem: Problem, saved: jax.Array, reference: jax.Array, lse: jax.Array, of: Cotangents
     ) -> FormDz:
         """Forms dz of a group from saved exponentials."""
-        raise NotImplementedError
+        return self.kernels.form_dz_of_saved(step, problem, saved, reference, lse, of)
 
     def dz_in_place(
         self, step: Step, problem: Problem, saved: jax.Array, reference: jax.Array, lse: jax.Array, of: Cotangents
     ) -> jax.Array:
         """dz of the whole vocabulary, in the memory of the saved exponentials. Ignored tokens' rows are 0."""
-        raise NotImplementedError
+        return self.kernels.dz_in_place(step, problem, saved, reference, lse, of)
 
     def saved_targets(
         self, step: Step, problem: Problem, saved: jax.Array, at_target: jax.Array, clear: jax.Array | None
     ) -> jax.Array:
         """saved, in place, with at_target at the targets, and 0 for ignored tokens in the first `clear` rows."""
-        raise NotImplementedError
+        return self.kernels.saved_targets(step, problem, saved, at_target, clear)
 
     def products(self, step: Multiplying, problem: Problem, unit: jax.Array | None, count: jax.Array) -> Products:
         """The two matmuls with dz of the first `count` tokens, or of all tokens if the engine does not stop.
 
         unit: the number that dz was divided by.
         """
-        raise NotImplementedError
+        return self.kernels.products(step, problem, unit, count)
 
     def de_of_saved(
         self, step: Step, problem: Problem, saved: jax.Array, r: jax.Array, count: jax.Array, out: jax.Array
     ) -> jax.Array:
         """out, (rows, D), with r·(P·c) of the first `count` tokens, rounded, written into it."""
-        raise NotImplementedError
+        return self.kernels.de_of_saved(step, problem, saved, r, count, out)
 
     def sum_dc(
-        self, step: Step, call: Call, gpu: Any, dc: jax.Array, steps: jax.Array | None, left: Left,
-        factor: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+        self, step: Step, call: Call, gpu: Any, dc: jax.Array, steps: Any, left: Left, factor: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
         """dc + unit · leftᵀ·e of the first `count` tokens, in place, and its steps (cce_kernels/block_floats.py).
 
         steps: None where dc is summed in float32. factor: None, or (1,) for the last sum: the result is then
         factor · (dc + unit · leftᵀ·e) in dc's type.
         """
-        raise NotImplementedError
+        return self.kernels.sum_dc(step, call, gpu, dc, steps, left, factor)
 
     def restored(self, step: Step, gpu: Any, x: jax.Array, kept: Kept) -> jax.Array:
         """tokens.Kept.restored(x), computed in place."""
-        raise NotImplementedError
+        return self.kernels.restored(step, gpu, x, kept)
 
 
 class Engine(Planned, Launched):
     def offers(self, method: str) -> bool:
         """Whether the engine has this method of Launched."""
-        return getattr(type(self), method) is not getattr(Launched, method)
+        return method in self.launches

@@ -6,7 +6,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from cce_kernels.call import Call
 from cce_kernels.device import Gpu
@@ -43,15 +43,14 @@ def needs_reference(itemsize: int, impl: Impl) -> bool:
 
 @lru_cache(maxsize=4096)
 def plan_of(
-    call: Call, gpu: Gpu | None, impl: Impl, saved: int | None = None, last: int | None = None,
-    chunks: Chunks | None = None,
-) -> Plan:  # fmt: skip
+    call: Call, gpu: Gpu | None, impl: Impl, saved: int | None = None, last: int | None = None, chunks: Any = None
+) -> Plan:
     """The plan of a call. ValueError if no engine of impl serves the call.
 
     gpu: None for a device that is no CUDA GPU. What the plan for another platform has decided already, or None: saved,
     the number of tokens whose exponentials are saved, all or 0; last, that the forward pass forms the gradients, and
-    the number of tokens of its last chunk. chunks: the same from the plan for another shard of the vocabulary, and all
-    its chunks.
+    the number of tokens of its last chunk. chunks (Chunks): the same from the plan for another shard of the
+    vocabulary, and all its chunks.
     """
     gathered = with_gathered_rows(call)
     serving = tuple(engine for engine in engines(call.itemsize, impl) if engine.serves(gathered, gpu))
@@ -166,7 +165,7 @@ def _may_form_in_forward(x: _Setting) -> bool:
         return x.call.may_chunk
     if not x.bytes.stores:
         return x.call.dtype == "float32"
-    return x.engine.multiplies_fastest or x.call.of_dc == 2
+    return x.engine.multiplies_fastest or x.call.dc_itemsize == 2
 
 
 def _is_fastest_in_forward(times: Times) -> bool:
@@ -191,9 +190,9 @@ def _sum_of_dc(x: _Setting, chunks: Chunks) -> Step:
     call = x.call
     if x.bytes.stores:
         return x.step("sum_dc")
-    if x.gpu is not None and call.of_dc == call.wide:  # XLA's matmul adds to dc in place
+    if x.gpu is not None and call.dc_itemsize == call.sum_itemsize:  # XLA's matmul adds to dc in place
         return Step(XLA, chunks.block, groups=Groups.whole(call.vocabulary))
-    of_group = 3 * call.wide * call.width  # a group's part of dc, in float32, and what becomes of it
+    of_group = 3 * call.sum_itemsize * call.width  # a group's part of dc, in float32, and what becomes of it
     room = max(min(GROUP_BYTES // 4, call.vocabulary * of_group // 8), SMALL)
     groups = XLA.groups(call, max(chunks.size, chunks.last), room, of_group, x.gpu)
     return Step(XLA, chunks.block, groups=groups)

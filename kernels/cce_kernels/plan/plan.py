@@ -82,10 +82,6 @@ class InForward:
     targets: Step | None = None  # writes the targets' elements, where the exponentials are multiplied
     restored: Step | None = None  # moves rows of de in place; None: XLA copies them
 
-    @property
-    def rows(self) -> int:
-        return self.chunks.rows
-
 
 class Times(NamedTuple):
     """The predicted times of the three ways to the gradients, relative to the matmuls that they have in common.

@@ -25,6 +25,7 @@ MOSAIC = jax.__version_info__ >= (0, 11)  # in JAX 0.10 the kernels lower, but w
 class Hopper(Engine):
     name = "hopper"
     finds_target, stops, multiplies_fastest = False, True, True
+    launches = "sums", "form_dz", "products", "de_of_saved", "sum_dc"
     depth = tiles.DEPTH
 
     def refuses(self, call: Call, gpu: Gpu | None) -> str:
@@ -52,7 +53,7 @@ class Hopper(Engine):
 
     def step(self, method: str, call: Call, gpu: Gpu, rows: int = 0, block: Block | None = None) -> Step:
         units = units_of(gpu)
-        if method == "sum_dc" and call.of_dc == 2:
+        if method == "sum_dc" and call.dc_itemsize == 2:
             return Step(self, tiles.SUMMED[block_of(call.width)])
         if method == "sum_dc":
             sizes = tiles.dc_sizes(call.vocabulary, call.width, call.head.vocab_axis)
@@ -86,30 +87,11 @@ class Hopper(Engine):
         tile, splits = tiles.de_of_chunk(tokens, call.width, call.vocabulary, units_of(gpu))
         return Multiplying(self, tile, None, Groups.whole(call.vocabulary, beyond=True), splits)
 
-    def sums(self, step, problem, at, reference, save):
-        from cce_kernels.engines.hopper import statistics
+    @property
+    def kernels(self):
+        from cce_kernels.engines.hopper import kernels
 
-        return statistics.sums(step, problem, at, reference, save)
-
-    def form_dz(self, step, problem, lse, cotangents, count):
-        from cce_kernels.engines.hopper import dz
-
-        return dz.form_dz(step, problem, lse, cotangents, count)
-
-    def products(self, step, problem, unit, count):
-        from cce_kernels.engines.hopper import products
-
-        return products.products(step, problem, unit, count)
-
-    def de_of_saved(self, step, problem, saved, r, count, out):
-        from cce_kernels.engines.hopper import products
-
-        return products.de_of_saved(step, problem, saved, r, count, out)
-
-    def sum_dc(self, step, call, gpu, dc, steps, left, factor):
-        from cce_kernels.engines.hopper import summed
-
-        return summed.sum_dc(step, call, gpu, dc, steps, left, factor)
+        return kernels
 
 
 HOPPER = Hopper()

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from cce_kernels.engines.engine import Problem, Step
 from cce_kernels.engines.hopper.every_tile import PAIR_GROUP, Extent, every_tile, live_pairs, padded
 from cce_kernels.engines.hopper.logits import logits
-from cce_kernels.engines.hopper.matmul import Multiply, Place, Sum, along_rows, column_numbers, parts_of, vector_of
+from cce_kernels.engines.hopper.matmul import Multiply, Origin, Sum
+from cce_kernels.engines.hopper.registers import along_rows, column_numbers, parts_of, vector_of
 from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS
 from cce_kernels.engines.order import row_group
 from cce_kernels.gradients import FormDz
@@ -23,7 +24,6 @@ from cce_kernels.windows import Window
 def form_dz(step: Step, problem: Problem, lse: jax.Array, cotangents: Cotangents, count: jax.Array) -> FormDz:
     """engine.Launched.form_dz. groups.columns: a multiple of DEPTH. dz is 0 from column V on."""
     head, groups = problem.head, step.groups
-    assert groups is not None
     e, c, vocabulary = problem.inputs.e, problem.inputs.c, problem.call.vocabulary
     cotangents = jax.tree.map(padded, cotangents)
     # the same for all groups
@@ -35,7 +35,7 @@ def form_dz(step: Step, problem: Problem, lse: jax.Array, cotangents: Cotangents
         (*_, count_ref, _scale_ref), number_ref = others
         start = groups.window(number_ref[0]).start
         left = jnp.minimum(groups.columns, groups.vocabulary - start)
-        logits_sum = Sum(e.shape[1] // DEPTH, lambda row, column: Place(row, start + column))
+        logits_sum = Sum(e.shape[1] // DEPTH, lambda row, column: Origin(row, start + column))
         return Extent(live_pairs(count_ref[0]), left, logits_sum, group)
 
     def write(warpgroup, product, row, column, dz_ref, others):

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from cce_kernels.device import Gpu
-from cce_kernels.engines.hopper.matmul import BLOCK, Multiply, Sum, Work, launch, quotient
+from cce_kernels.engines.hopper.matmul import Multiply, Sum, Work, launch
+from cce_kernels.engines.hopper.registers import BLOCK, quotient
 from cce_kernels.engines.hopper.tiles import PAIR_ROWS, units_of
 from cce_kernels.engines.order import grouped_order
 
@@ -50,13 +51,11 @@ class Extent(NamedTuple):
 
 
 def every_tile(
-    operands: tuple[jax.Array, jax.Array], others: Any, out: Any,
-    multiply: Multiply, extent: Callable[[Any], Extent], write: Callable[..., None],
-    *, name: str, gpu: Gpu,
-) -> Any:  # fmt: skip
+    operands: Any, others: Any, out: Any, multiply: Multiply, extent: Callable, write: Callable, *, name: str, gpu: Gpu
+) -> Any:
     """Runs a kernel that writes each tile of left·right once. operands: left and right.
 
-    others: a tree of arrays, which extent(others) and write(...) get as refs.
+    others: a tree of arrays, which extent(others) -> Extent and write(...) get as refs.
     write(warpgroup, product, row, column, out, others): writes a warpgroup's tile, which begins at this row and column.
     product() computes the tile.
     """

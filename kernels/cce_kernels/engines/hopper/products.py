@@ -19,16 +19,8 @@ from jax import lax
 
 from cce_kernels.engines.engine import Multiplying, Problem, Step
 from cce_kernels.engines.hopper.every_tile import Extent, every_tile, live_pairs, padded
-from cce_kernels.engines.hopper.matmul import (
-    Multiply,
-    Place,
-    Sum,
-    along_rows,
-    parts_of,
-    quotient,
-    remainder,
-    vector_of,
-)
+from cce_kernels.engines.hopper.matmul import Multiply, Origin, Sum
+from cce_kernels.engines.hopper.registers import along_rows, parts_of, quotient, remainder, vector_of
 from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS
 from cce_kernels.engines.order import cdiv
 from cce_kernels.gradients import Products
@@ -42,7 +34,7 @@ def de_of_saved(
 
     def extent(others) -> Extent:
         _, count_ref = others
-        return Extent(live_pairs(count_ref[0]), width, Sum(cdiv(vocabulary, DEPTH), Place))
+        return Extent(live_pairs(count_ref[0]), width, Sum(cdiv(vocabulary, DEPTH), Origin))
 
     def write(warpgroup, product, row, column, out_ref, others):
         r = vector_of(others[0], row)
@@ -77,11 +69,11 @@ def products(
             left = jnp.minimum(dz.shape[1], vocabulary - start)  # the group's columns that are in the vocabulary
             steps, live = quotient(left + (DEPTH * splits - 1), DEPTH * splits), live_pairs(count_ref[0])
 
-            def place(row, column) -> Place:
+            def origin(row, column) -> Origin:
                 inner = quotient(row, live * PAIR_ROWS) * steps * DEPTH
-                return Place(remainder(row, live * PAIR_ROWS), column, inner, start + inner)
+                return Origin(remainder(row, live * PAIR_ROWS), column, inner, start + inner)
 
-            return Extent(live * splits, width, Sum(steps, place, None if splits == 1 else left))
+            return Extent(live * splits, width, Sum(steps, origin, None if splits == 1 else left))
 
         def write(warpgroup, product, row, column, de_ref, others):
             count_ref, _ = others
@@ -101,7 +93,7 @@ def products(
             count_ref, number_ref, _ = others
             start = start_of(number_ref)
             rows, columns = in_layout(jnp.minimum(dz.shape[1], vocabulary - start), width)
-            tokens = Sum(quotient(count_ref[0] + (DEPTH - 1), DEPTH), Place)
+            tokens = Sum(quotient(count_ref[0] + (DEPTH - 1), DEPTH), Origin)
             pairs = quotient(rows + (PAIR_ROWS - 1), PAIR_ROWS)
             return Extent(jnp.where(count_ref[0] > 0, pairs, 0) if adding else pairs, columns, tokens)
 

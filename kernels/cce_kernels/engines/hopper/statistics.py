@@ -14,16 +14,12 @@ from jax.experimental import pallas as pl
 from cce_kernels.engines.engine import Problem, Step, Sums
 from cce_kernels.engines.hopper.every_tile import PAIR_GROUP, padded
 from cce_kernels.engines.hopper.logits import logits
-from cce_kernels.engines.hopper.matmul import (
+from cce_kernels.engines.hopper.matmul import Multiply, Origin, Sum, Work, launch
+from cce_kernels.engines.hopper.registers import (
     BLOCK,
     ROWS,
-    Multiply,
-    Place,
-    Sum,
-    Work,
     along_rows,
     column_numbers,
-    launch,
     parts_of,
     quotient,
     vector_of,
@@ -65,7 +61,7 @@ def sums(step: Step, problem: Problem, at: Rows, reference: jax.Array, save: boo
             length = jnp.where(pair * PAIR_ROWS < count_ref[0], length, 0)
             if starts_ref is not None:
                 row = jnp.maximum(starts_ref[pair * 2 + program], 0)
-            return Work(length, lambda n: (row, (first + n) * columns), Sum(width // DEPTH, Place))
+            return Work(length, lambda n: (row, (first + n) * columns), Sum(width // DEPTH, Origin))
 
         def compute(warpgroup, work, product):
             program = lax.axis_index("cluster")

@@ -18,8 +18,9 @@ from cce_kernels.call import Call
 from cce_kernels.device import Gpu
 from cce_kernels.engines.engine import Multiplying, Problem, Step
 from cce_kernels.engines.hopper.every_tile import Extent, every_tile
-from cce_kernels.engines.hopper.matmul import ROWS, Multiply, Place, Sum, along_rows, parts_of, quotient, vector_of
+from cce_kernels.engines.hopper.matmul import Multiply, Origin, Sum
 from cce_kernels.engines.hopper.products import products
+from cce_kernels.engines.hopper.registers import ROWS, along_rows, parts_of, quotient, vector_of
 from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS, PairTiles
 from cce_kernels.gradients import ALL_COLUMNS, Left
 from cce_kernels.numbers import Inputs
@@ -54,7 +55,7 @@ def _in_block_floats(
         pairs = -(-vocabulary // PAIR_ROWS)
         if factor is None:  # a chunk without tokens adds nothing
             pairs = jnp.where(count > 0, pairs, 0)
-        return Extent(pairs, width, Sum(quotient(count + (DEPTH - 1), DEPTH), Place))
+        return Extent(pairs, width, Sum(quotient(count + (DEPTH - 1), DEPTH), Origin))
 
     def write(warpgroup, product, row, column, dc_ref, others, steps_ref):
         factor = None if others[1] is None else others[1][0]

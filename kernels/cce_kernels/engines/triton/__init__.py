@@ -16,6 +16,10 @@ from cce_kernels.windows import Groups, vocabulary_groups
 class Triton(Engine):
     name = "triton"
     finds_target, stops, multiplies_fastest = False, True, False
+    launches = (
+        *("target", "sums", "recomputed_lse", "saved_by_lse", "saved_targets", "restored"),
+        *("form_dz", "form_dz_of_saved", "dz_in_place", "products", "sum_dc"),
+    )
 
     def refuses(self, call: Call, gpu: Gpu | None) -> str:
         """All types except float64."""
@@ -65,61 +69,11 @@ class Triton(Engine):
         splits = tiles.splits_of(tokens, call.width, tile, gpu.multiprocessors)
         return Multiplying(self, tile, None, Groups.whole(call.vocabulary, beyond=True), splits)
 
-    def target(self, step, problem, order):
-        from cce_kernels.engines.triton import target
+    @property
+    def kernels(self):
+        from cce_kernels.engines.triton import kernels
 
-        return target.target(step, problem, order)
-
-    def sums(self, step, problem, at, reference, save):
-        from cce_kernels.engines.triton import statistics
-
-        return statistics.sums(step, problem, at, reference, save)
-
-    def recomputed_lse(self, step, problem, at, reference, before):
-        from cce_kernels.engines.triton import statistics
-
-        return statistics.recomputed_lse(step, problem, at, reference, before)
-
-    def saved_by_lse(self, step, problem, lse, by_lse, saved):
-        from cce_kernels.engines.triton import statistics
-
-        return statistics.saved_by_lse(step, problem, lse, by_lse, saved)
-
-    def form_dz(self, step, problem, lse, cotangents, count):
-        from cce_kernels.engines.triton import dz
-
-        return dz.form_dz(step, problem, lse, cotangents, count)
-
-    def form_dz_of_saved(self, step, problem, saved, reference, lse, of):
-        from cce_kernels.engines.triton import saved as exponentials
-
-        return exponentials.form_dz_of_saved(step, problem, exponentials.Exponentials(saved, reference, lse), of)
-
-    def dz_in_place(self, step, problem, saved, reference, lse, of):
-        from cce_kernels.engines.triton import saved as exponentials
-
-        return exponentials.dz_in_place(step, problem, exponentials.Exponentials(saved, reference, lse), of)
-
-    def saved_targets(self, step, problem, saved, at_target, clear):
-        from cce_kernels.engines.triton import saved as exponentials
-
-        filled = exponentials.with_targets(problem, saved, at_target)
-        return filled if clear is None else exponentials.cleared(problem, filled, clear)
-
-    def products(self, step, problem, unit, count):
-        from cce_kernels.engines.triton import products
-
-        return products.products(step, problem, unit, count)
-
-    def sum_dc(self, step, call, gpu, dc, steps, left, factor):
-        from cce_kernels.engines.triton import summed
-
-        return summed.sum_dc(step, gpu, call.head, dc, steps, left, factor)
-
-    def restored(self, step, gpu, x, kept):
-        from cce_kernels.engines.triton import restored
-
-        return restored.restored(x, kept, interpret=gpu.interpreted)
+        return kernels
 
 
 TRITON = Triton()

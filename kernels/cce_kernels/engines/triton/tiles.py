@@ -96,7 +96,7 @@ def sum_dc_tiles(call: Call, gpu: Gpu) -> TileConfig:
     for blocks of 128 columns as for blocks of 192.
     """
     found = tiles_for(call.itemsize, call.width, gpu)
-    return found.sum_dc if call.of_dc == 2 and block_of(call.width) == 256 else replace(found.dc, columns=128)
+    return found.sum_dc if call.dc_itemsize == 2 and block_of(call.width) == 256 else replace(found.dc, columns=128)
 
 
 def other_tiles(tiles: TileConfig, interpret: bool) -> TileConfig:

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cce_kernels.engines.engine import Problem
+from cce_kernels.engines.engine import Multiplying, Problem
 from cce_kernels.gradients import Products, unscaled
 
 
-def products(problem: Problem, unit: jax.Array | None) -> Products:
+def products(step: Multiplying, problem: Problem, unit: jax.Array | None, count: jax.Array) -> Products:
     """engine.Launched.products."""
     (e, c, *_), head = problem.inputs, problem.head
     axis, wide = head.vocab_axis, jnp.promote_types(e.dtype, jnp.float32)

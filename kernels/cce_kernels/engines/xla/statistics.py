@@ -29,10 +29,9 @@ def _logits(inputs: Inputs, window: Window, *, head: Head, groups: Groups) -> tu
     return head.logits(raw, bias_g, inputs.scale), columns
 
 
-def sums(step: Step, problem: Problem) -> Sums:
+def sums(step: Step, problem: Problem, *_) -> Sums:
     """engine.Launched.sums: one part, with the targets' logits."""
     inputs, head, with_sum, groups = problem.inputs, problem.head, problem.call.with_sum, step.groups
-    assert groups is not None
     targets = inputs.targets
     zeros = jnp.zeros(targets.shape, jnp.promote_types(inputs.e.dtype, jnp.float32))
 
@@ -57,12 +56,10 @@ def sums(step: Step, problem: Problem) -> Sums:
     return Sums(lse[None], target, None if total is None else total[None], None)
 
 
-def form_dz(step: Step, problem: Problem, lse: jax.Array, cotangents: Cotangents) -> FormDz:
+def form_dz(step: Step, problem: Problem, lse: jax.Array, cotangents: Cotangents, _) -> FormDz:
     """engine.Launched.form_dz."""
     inputs, head, groups = problem.inputs, problem.head, step.groups
-    assert groups is not None
-    assert problem.call.wanted is not None
-    with_sums = problem.call.wanted.bias
+    with_sums = problem.call.wants.bias
     of = jax.tree.map(lambda x: x[:, None], cotangents)
 
     def form(window: Window) -> tuple[jax.Array, jax.Array | None]:

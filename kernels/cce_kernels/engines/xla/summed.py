@@ -10,17 +10,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from cce_kernels.block_floats import decode, encode, step_of
+from cce_kernels.call import Call
 from cce_kernels.engines.engine import Step
 from cce_kernels.gradients import Left, over_groups
-from cce_kernels.head import Head
 
 
 def sum_dc(
-    step: Step, head: Head, dc: jax.Array, steps: jax.Array | None, left: Left, factor: jax.Array | None
+    step: Step, call: Call, _, dc: jax.Array, steps: jax.Array | None, left: Left, factor: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """engine.Launched.sum_dc. step.tiles: how many columns of D share a step."""
-    block, groups, e, unit = step.tiles, step.groups, left.e, left.unit
-    assert groups is not None
+    block, groups, head, e, unit = step.tiles, step.groups, call.head, left.e, left.unit
     axis, width, dtype, wide = head.vocab_axis, e.shape[1], dc.dtype, jnp.promote_types(e.dtype, jnp.float32)
     blocks_of_d = -(-width // block)
 
