@@ -87,7 +87,7 @@ def test_alone_the_way_that_is_predicted_to_be_fastest_is():
         named = zip(("without", "formed"), ways, strict=True)
         calls = {name: Call(partial(way, *arrays), jax.block_until_ready) for name, way in named}
         without, formed = in_turns(calls, 3).values()
-        others, chooses = min(times.again, times.saved), choose._is_fastest_in_forward(times)
+        others, chooses = min(times.recomputed, times.saved), choose._is_fastest_in_forward(times)
         tokens, width, vocabulary = call.shape
         print(f"{tokens}x{width}x{vocabulary} {call.memory_budget // 2**20} {call.vocab_axis} "
               f"{'float32' if call.mixed else 'bfloat16'}: {others:.3f} {times.in_forward:.3f}; "

@@ -17,12 +17,12 @@ from cce_kernels.block_floats import steps_shape
 from cce_kernels.call import Call
 from cce_kernels.device import H200, Gpu
 from cce_kernels.engines import hopper
-from cce_kernels.engines.engine import Multiplying
-from cce_kernels.engines.hopper import HOPPER
+from cce_kernels.engines.engine import Multiplying, Problem, Step
+from cce_kernels.engines.hopper import HOPPER, matmul
 from cce_kernels.engines.hopper.every_tile import spread
 from cce_kernels.engines.hopper.tiles import DC, DE, LOGITS, SAVED_DE, SUMMED
 from cce_kernels.exponentials import saved_shape
-from cce_kernels.gradients import ALL_COLUMNS
+from cce_kernels.gradients import ALL_COLUMNS, Left
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
 from cce_kernels.plan import choose, plan_of
@@ -180,7 +180,12 @@ VOCABULARIES = 632, 640  # by vocab_axis: of (V, D) a multiple of 8, of (D, V) a
 PADDED = 640  # columns of dz and of P
 EVERY = np.full(1, TOKENS, np.int32)
 GROUPS = Groups(PADDED, COLUMNS, beyond=True)
-TILES = Multiplying(HOPPER, DE[0], DC[0])
+
+
+def problem_of(inputs: Inputs, head: Head, gpu: Gpu = SMALL) -> Problem:
+    (tokens, width), dtype = inputs.e.shape, str(inputs.e.dtype)
+    wanted = Wanted(True, True, False)
+    return Problem(Call(tokens, width, head.vocabulary(inputs.c), dtype, head, False, False, wanted, 0), gpu, inputs)
 
 
 def problem(vocab_axis: int):
@@ -198,17 +203,16 @@ def error(found, wanted) -> float:
 
 
 def sums(inputs: Inputs, at: Rows, reference, save: bool, head: Head):
-    return HOPPER.sums(inputs, at, reference, save, head=head, with_sum=False, tiles=LOGITS, splits=2, gpu=SMALL)
+    return HOPPER.sums(Step(HOPPER, LOGITS, 2), problem_of(inputs, head), at, reference, save)
 
 
 def form_dz(inputs: Inputs, lse, of, count, window, head: Head):
-    form = HOPPER.form_dz(inputs, lse, Cotangents(*of, None), count, head=head, groups=GROUPS,
-                          wanted=Wanted(True, True, False), tiles=LOGITS, gpu=SMALL)  # fmt: skip
-    return form(window)[0]
+    step = Step(HOPPER, LOGITS, groups=GROUPS)
+    return HOPPER.form_dz(step, problem_of(inputs, head), lse, Cotangents(*of, None), count)(window)[0]
 
 
 def products(inputs: Inputs, count, head: Head, unit=None, groups=GROUPS):
-    return HOPPER.products(inputs.e, inputs.c, head=head, unit=unit, count=count, how=TILES, groups=groups, gpu=SMALL)
+    return HOPPER.products(Multiplying(HOPPER, DE[0], DC[0], groups), problem_of(inputs, head), unit, count)
 
 
 @pytest.mark.parametrize(("vocab_axis", "softcap", "scale"), [(0, None, None), (1, 5.0, 1.5)])
@@ -313,8 +317,8 @@ def test_de_of_saved_tokens(kept, vocab_axis):
     p = jax.random.uniform(keys[0], (TOKENS, PADDED)).astype(BF16).at[kept:].set(jnp.nan)
     p = p.at[:, VOCABULARIES[vocab_axis] :].set(0)
     r = jax.random.normal(keys[1], (TOKENS,))
-    count, place = jnp.array([kept], jnp.int32), jnp.full((TOKENS, WIDTH), 7, BF16)
-    found = HOPPER.de_of_saved(p, r, c, count, place, head=head, tiles=SAVED_DE[0], gpu=SMALL)
+    count, out = jnp.array([kept], jnp.int32), jnp.full((TOKENS, WIDTH), 7, BF16)
+    found = HOPPER.de_of_saved(Step(HOPPER, SAVED_DE[0]), problem_of(inputs, head), p, r, count, out)
     wide = (c if vocab_axis == 0 else c.T).astype(jnp.float32)
     wanted = r[:kept, None] * (p[:kept, : len(wide)].astype(jnp.float32) @ wide)
     assert found.shape == (TOKENS, WIDTH)
@@ -324,7 +328,7 @@ def test_de_of_saved_tokens(kept, vocab_axis):
 @pytest.fixture
 def adding_copies(monkeypatch):
     """The interpreter knows no copy that adds. A sum stands in its place, which reads NaN beyond an array's edge."""
-    copy, params = plgpu.copy_smem_to_gmem, hopper._interpret
+    copy, params = plgpu.copy_smem_to_gmem, matmul.interpret_params
 
     def added(source, destination, reduction_op=None):
         if reduction_op == "add":
@@ -336,7 +340,7 @@ def adding_copies(monkeypatch):
         found = params(gpu)
         return found and replace(found, out_of_bounds_reads="uninitialized")
 
-    monkeypatch.setattr(hopper, "_interpret", reading_beyond)
+    monkeypatch.setattr(matmul, "interpret_params", reading_beyond)
     monkeypatch.setattr(plgpu, "copy_smem_to_gmem", added)
 
 
@@ -402,14 +406,13 @@ def test_a_tile_of_dc_that_its_group_is_no_multiple_of_writes_nothing_of_the_nex
 
 @pytest.mark.parametrize("number", range(len(DE)))
 def test_every_tile_that_a_product_may_choose_fits_shared_memory(number):
-    how = Multiplying(HOPPER, DE[number], DC[number])
     for axis in (0, 1):
 
         def every(e, c, dz, p, r, de, dc, n, axis=axis):
-            options = {"head": Head(vocab_axis=axis), "gpu": H200}
+            problem = problem_of(Inputs(e, c, None, None), Head(vocab_axis=axis), H200)  # type: ignore[arg-type]
             groups = Groups(4096, 1024, beyond=True)
-            of = HOPPER.products(e, c, unit=None, count=n, how=how, groups=groups, **options)
-            saved_de = HOPPER.de_of_saved(p, r, c, n, e, tiles=SAVED_DE[number], **options)
+            of = HOPPER.products(Multiplying(HOPPER, DE[number], DC[number], groups), problem, None, n)
+            saved_de = HOPPER.de_of_saved(Step(HOPPER, SAVED_DE[number]), problem, p, r, n, e)
             window = groups.window(jnp.int32(0))
             return of.add_de(de, dz, window), of.put_dc(dc, dz, window), saved_de
 
@@ -435,7 +438,8 @@ def test_dc_summed_over_chunks(columns, vocab_axis):
     frequency = 10.0 ** draw.uniform(-3, 0, vocabulary)
     frequency[:2] = 0.0, 1.0
     counts = [*draw.permutation([0, tokens, *draw.integers(0, tokens, 3)]), draw.integers(0, tokens)]
-    sum_dc = jax.jit(partial(HOPPER.sum_dc, head=head, tiles=SUMMED[columns], gpu=SMALL))
+    call = Call(tokens, width, vocabulary, "bfloat16", head, False, False, Wanted(True, True, False), 0)
+    sum_dc = jax.jit(partial(HOPPER.sum_dc, Step(HOPPER, SUMMED[columns]), call, SMALL))
     bad, want = int(draw.integers(2, vocabulary)), np.zeros((vocabulary, width))
     dc = jnp.full((vocabulary, width) if vocab_axis == 0 else (width, vocabulary), jnp.nan, BF16)
     steps = jnp.zeros(steps_shape(vocabulary, width, columns), jnp.float32)
@@ -449,7 +453,7 @@ def test_dc_summed_over_chunks(columns, vocab_axis):
         p, e = (x.at[-(-count // 64) * 64 :].set(jnp.nan) for x in (p, e))
         before = [np.asarray(x) for x in (dc.view(jnp.int16), steps)]
         factor = jnp.full(1, 0.3) if k == len(counts) - 1 else None
-        dc, steps = sum_dc(dc, steps, p, e, None, jnp.full(1, count, jnp.int32), factor)
+        dc, steps = sum_dc(dc, steps, Left(p, e, None, jnp.full(1, count, jnp.int32)), factor)
         if count == 0 and factor is None:
             assert all(np.array_equal(x, y) for x, y in zip(before, (dc.view(jnp.int16), steps), strict=True))
     found = np.moveaxis(np.float64(dc), vocab_axis, 0)
@@ -470,6 +474,7 @@ def test_dc_summed_over_chunks_in_float32(tiles, vocab_axis, adding_copies):
     vocabulary -= 8 * int(draw.integers(8)) * (vocab_axis == 0)
     want, dc = np.zeros((vocabulary, width)), jnp.zeros((vocabulary, width))
     dc = dc if vocab_axis == 0 else dc.T
+    call = Call(tokens, width, vocabulary, "bfloat16", head, False, False, Wanted(True, True, False), 0)
     for count in [tokens, 0, *draw.integers(0, tokens, 2)]:
         p, e = (jnp.asarray(draw.normal(size=(tokens, n)), BF16) for n in (vocabulary, width))
         kept = jnp.arange(tokens)[:, None] < count
@@ -477,8 +482,8 @@ def test_dc_summed_over_chunks_in_float32(tiles, vocab_axis, adding_copies):
         want += np.float64(p).T @ np.float64(e)
         p = jnp.pad(p, ((0, 0), (0, saved_shape(tokens, vocabulary)[1] - vocabulary)))
         p, e = (x.at[-(-count // 64) * 64 :].set(jnp.nan) for x in (p, e))
-        dc, steps = HOPPER.sum_dc(dc, None, p, e, None, jnp.full(1, count, jnp.int32), None, head=head, tiles=tiles,
-                                  gpu=SMALL)  # fmt: skip
+        left = Left(p, e, None, jnp.full(1, count, jnp.int32))
+        dc, steps = HOPPER.sum_dc(Step(HOPPER, tiles), call, SMALL, dc, None, left, None)
         assert steps is None
     np.testing.assert_allclose(np.moveaxis(np.float64(dc), vocab_axis, 0), want, rtol=0, atol=1e-4)
 

@@ -18,10 +18,12 @@ from cce_kernels import in_forward as ways
 from cce_kernels.block_floats import LARGEST, block_of, decode, encode, step_of, steps_shape
 from cce_kernels.call import Call
 from cce_kernels.device import INTERPRETER
+from cce_kernels.engines.engine import Step
 from cce_kernels.engines.hopper import MOSAIC
 from cce_kernels.engines.triton import TRITON
 from cce_kernels.engines.triton.tiles import TileConfig
 from cce_kernels.engines.xla import XLA
+from cce_kernels.gradients import Left
 from cce_kernels.head import Head
 from cce_kernels.numbers import Wanted
 from cce_kernels.plan import Chunks, choose, plan_of
@@ -92,16 +94,17 @@ def lax_bits(x: jax.Array, dtype="bfloat16") -> jax.Array:
     return jax.lax.bitcast_convert_type(x, jnp.dtype(dtype))
 
 
-def summed(engine, parts, vocabulary: int, width: int, axis: int, dtype, block: int, factor: float, **how):
-    """factor · Σ pᵀ·e of the first `count` rows of each part (p, e, count), (V, D), summed by an engine."""
+def summed(step: Step, gpu, parts, vocabulary: int, width: int, axis: int, dtype, block: int, factor: float):
+    """factor · Σ pᵀ·e of the first `count` rows of each part (p, e, count), (V, D), summed by a step."""
     wide, head = dtype == "float32", Head(vocab_axis=axis, precision="highest")
     shape = (vocabulary, width) if axis == 0 else (width, vocabulary)
     dc = jnp.zeros(shape, dtype) if wide else lax_bits(jnp.arange(vocabulary * width, dtype=jnp.uint16), dtype)
     dc, steps = dc.reshape(shape), None if wide else jnp.zeros(steps_shape(vocabulary, width, block), jnp.float32)
-    add = jax.jit(partial(engine.sum_dc, head=head, **how))
+    call = Call(24, width, vocabulary, dtype, head, False, False, Wanted(True, True, False), 0)
+    add = jax.jit(partial(step.engine.sum_dc, step, call, gpu))
     for k, (p, e, count) in enumerate(parts):
         last = jnp.full(1, factor, jnp.float32) if k == len(parts) - 1 and not wide else None
-        dc, steps = add(dc, steps, p, e, None, jnp.full(1, count), last)
+        dc, steps = add(dc, steps, Left(p, e, None, jnp.full(1, count)), last)
     found = dc * factor if wide else dc
     return np.asarray(found if axis == 0 else found.T, np.float64)
 
@@ -119,8 +122,8 @@ def test_dc_summed_by_xla(vocabulary, width, chunks, axis, dtype, columns, block
     parts = [(jnp.asarray(draw.normal(size=(tokens, vocabulary)) * frequency, dtype),
               jnp.asarray(draw.normal(size=(tokens, width)), dtype), tokens) for _ in range(chunks)]  # fmt: skip
     want = 0.37 * sum(np.float64(p).T @ np.float64(e) for p, e, _ in parts)
-    tiles = Groups(vocabulary, min(columns, vocabulary)), block
-    found = summed(XLA, parts, vocabulary, width, axis, dtype, block, 0.37, tiles=tiles, gpu=None)
+    step = Step(XLA, block, groups=Groups(vocabulary, min(columns, vocabulary)))
+    found = summed(step, None, parts, vocabulary, width, axis, dtype, block, 0.37)
     if dtype == "float32":
         np.testing.assert_allclose(found, want, rtol=0, atol=1e-5 * np.abs(want).max())
         return
@@ -153,8 +156,8 @@ def test_dc_summed_by_triton(vocabulary, width, chunks, axis, dtype, block, seed
         e[:count] = draw.normal(size=(count, width))
         parts.append((jnp.asarray(p, dtype), jnp.asarray(e, dtype), count))
     sums = np.cumsum([np.float64(p[:n, :vocabulary]).T @ np.float64(e[:n]) for p, e, n in parts], axis=0)
-    tiles = TileConfig(rows=16, columns=block, depth=16, warps=4, stages=1)
-    found = summed(TRITON, parts, vocabulary, width, axis, dtype, block, -2.0, tiles=tiles, gpu=INTERPRETER)
+    step = Step(TRITON, TileConfig(rows=16, columns=block, depth=16, warps=4, stages=1))
+    found = summed(step, INTERPRETER, parts, vocabulary, width, axis, dtype, block, -2.0)
     off = np.abs(found / -2 - sums[-1])
     whole = np.pad(np.abs(sums), ((0, 0), (0, 0), (0, -width % block))).reshape(chunks, vocabulary, -1, block)
     steps = whole[:-1].max(3, keepdims=True).sum(0) / LARGEST  # of the chunks before the last
@@ -343,10 +346,10 @@ def test_drawn_plans_hold_no_more_than_their_budget(chunk):
         found["xla" if how.forward is None else "hopper"] += 1
         chunks, tokens = how.chunks, max(how.chunks.size, how.chunks.last)
         assert chunks.rows >= call.tokens > chunks.rows - tokens - 8, "no chunk is empty if all tokens are kept"
-        assert (chunks.last > 0) == (call.wanted.c and call.of_dc == 2), "where dc is multiplied by the factor"
+        assert (chunks.last > 0) == (call.wanted.c and call.dc_itemsize == 2), "where dc is multiplied by the factor"
         steps = 4 * call.vocabulary * -(-call.width // chunks.block) * (chunks.last > 0)
         if how.forward is None:
-            held = tokens * call.vocabulary * (call.wide + call.itemsize)
+            held = tokens * call.vocabulary * (call.sum_itemsize + call.itemsize)
         else:
             sums = 4 * how.de.splits * tokens * call.width * call.wanted.e
             held = 2 * tokens * call.vocabulary + 4 * tokens * call.width + sums

@@ -19,6 +19,7 @@ from cce_kernels.engines import hopper
 from cce_kernels.engines.triton import TRITON
 from cce_kernels.engines.triton.tiles import NARROW, NARROW_TABLE, SAFE, TABLE, Tiles, tiles_for
 from cce_kernels.exponentials import saved_shape
+from cce_kernels.gradients import Left
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
 from cce_kernels.plan import plan_of
@@ -277,11 +278,11 @@ class Summed(NamedTuple):
     def kernels(self, gpu: Gpu) -> list:
         head, n, entries = Head(vocab_axis=self.vocab_axis), 1024, saved_shape(1, self.vocabulary)[1]
         call = replace(call_of((n, self.width, self.vocabulary), 0, head), wide_dc=self.wide)
-        tiles, steps = TRITON.tile("sum_dc", call, gpu), steps_shape(call.vocabulary, call.width, block_of(call.width))
+        step, steps = TRITON.step("sum_dc", call, gpu), steps_shape(call.vocabulary, call.width, block_of(call.width))
 
         def run(dc, steps, left, e, count, factor):
-            return TRITON.sum_dc(dc, None if self.wide else steps, left, e, None, count, factor if self.last else None,
-                                 head=head, tiles=tiles, gpu=gpu)  # fmt: skip
+            steps, factor = None if self.wide else steps, factor if self.last else None
+            return TRITON.sum_dc(step, call, gpu, dc, steps, Left(left, e, None, count), factor)
 
         c = (self.vocabulary, self.width) if self.vocab_axis == 0 else (self.width, self.vocabulary)
         return kernels(run, S(c, F32 if self.wide else BF16), S(steps, F32), S((n, entries), BF16),

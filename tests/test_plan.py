@@ -26,7 +26,7 @@ from cce_kernels.exponentials import saved_shape
 from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs, Wanted
 from cce_kernels.plan import Plan, plan_of
-from cce_kernels.plan.plan import Backward
+from cce_kernels.plan.plan import InForward, Recomputed, Saved
 from cce_kernels.windows import Groups
 from tests.plans import BOTH, call_of
 
@@ -60,17 +60,26 @@ class Visits(NamedTuple):
         return cls(start, owned, np.minimum(start + groups.columns, groups.vocabulary))
 
 
-def products_of(how: Backward) -> list[Multiplying]:
-    return [how.products] if how.few is None else [how.products, how.few]
+def backward_of(plan: Plan) -> Recomputed | Saved | None:
+    """The way to the gradients, if it is the backward pass that forms them."""
+    return None if isinstance(plan.gradients, InForward) else plan.gradients
+
+
+def products_of(how: Recomputed | Saved) -> list[Multiplying]:
+    return [how.products] if how.of_few is None else [how.products, how.of_few]
 
 
 def all_groups(plan: Plan) -> Iterator[tuple[Groups, bool]]:
     """With whether an engine computes them that reads zeros beyond an array, and so may go beyond the vocabulary."""
     if plan.forward.sums.engine is XLA:
-        yield plan.forward.sums.tiles, False  # type: ignore[misc]
-    if (how := plan.backward) is not None:
+        assert plan.forward.sums.groups is not None
+        yield plan.forward.sums.groups, False
+    if (how := backward_of(plan)) is not None:
         forms_beyond = how.dz is None or how.dz.engine is HOPPER
-        yield how.groups, forms_beyond and all(x.engine is HOPPER for x in products_of(how))
+        beyond = forms_beyond and all(x.engine is HOPPER for x in products_of(how))
+        for groups in (*(x.groups for x in products_of(how)), None if how.dz is None else how.dz.groups):
+            if groups is not None:
+                yield groups, beyond
 
 
 def groups_cover_each_column_once(plan: Plan) -> None:
@@ -106,11 +115,10 @@ def dc_written(how: Multiplying, groups: Groups, vocab_axis: int) -> np.ndarray:
 
 def no_tile_of_dc_writes_over_another_group(plan: Plan) -> None:
     """But for columns of groups that are visited later, and write them again, by the one that is visited first."""
-    if plan.backward is None:
+    if (way := backward_of(plan)) is None:
         return
-    groups = plan.backward.groups
-    for how in products_of(plan.backward):
-        visits, written = Visits.of(groups), dc_written(how, groups, plan.call.head.vocab_axis)
+    for how in products_of(way):
+        visits, written = Visits.of(how.groups), dc_written(how, how.groups, plan.call.head.vocab_axis)
         assert (written == visits.stop).all()
         assert (visits.start[1:] == visits.owned[1:]).all()
 
@@ -136,17 +144,20 @@ def all_rows_are_saved_or_none(plan: Plan) -> None:
         assert tokens % rows_that_xla_needs(plan, fewest, tokens) > 0
         assert tokens < rows < tokens + rows_that_xla_needs(plan, fewest, rows)
     else:
-        assert rows == tokens or (plan.looks and plan.forward.gathered and rows == up(tokens, 8))
+        assert rows == tokens or (plan.finds_ignored and plan.forward.gathered and rows == up(tokens, 8))
     assert plan.saved in (0, rows)
     if plan.call.wanted is None:
-        assert plan.backward is None
+        assert plan.gradients is None
         assert plan.saved == 0
         return
-    assert plan.backward is not None
-    how, whole = plan.backward, plan.saved > 0 and not plan.call.with_sum
+    if (how := backward_of(plan)) is None:
+        return
+    whole = plan.saved > 0 and not plan.call.with_sum
     assert (how.dz is None) == whole
-    assert all(x.splits == 1 for x in products_of(how))
-    assert not whole or (how.groups.count == 1 and how.groups.columns == plan.call.vocabulary)
+    for x in products_of(how):
+        assert x.splits == 1
+        assert how.dz is None or x.groups == how.dz.groups
+        assert not whole or (x.groups.count == 1 and x.groups.columns == plan.call.vocabulary)
 
 
 def rows_that_xla_needs(plan: Plan, columns: int, tokens: int) -> int:
@@ -159,8 +170,8 @@ def rows_that_xla_needs(plan: Plan, columns: int, tokens: int) -> int:
 
 def xla_pads_no_sum_over_tokens(plan: Plan) -> None:
     """It would copy dz of a group, and e. Of engines that stop the plan takes their own matmuls instead."""
-    if plan.backward is not None and plan.backward.products.engine is XLA:
-        assert plan.rows % rows_that_xla_needs(plan, plan.backward.groups.columns, plan.rows) == 0
+    if (how := backward_of(plan)) is not None and how.products.engine is XLA:
+        assert plan.rows % rows_that_xla_needs(plan, how.products.groups.columns, plan.rows) == 0
 
 
 class Array(NamedTuple):
@@ -181,16 +192,16 @@ def tma_arrays(plan: Plan) -> Iterator[Array]:
         yield Array("c", *c)
         if plan.saved:
             yield Array("P", *saved_shape(plan.saved, vocabulary))
-    if (how := plan.backward) is None:
+    if (how := backward_of(plan)) is None:
         return
-    read = Array("dz", plan.rows, how.groups.columns)
+    read = Array("dz", plan.rows, how.products.groups.columns)
     if how.dz is not None and how.dz.engine is HOPPER:
         yield from (Array("e", plan.rows, width), Array("c", *c), read)
     if any(x.engine is HOPPER for x in products_of(how)):
         yield from (Array("e", plan.rows, width), Array("c or dc", *c))
         yield Array("P", *saved_shape(plan.rows, vocabulary)) if how.dz is None else read
         yield Array("de", plan.rows, width, 4)
-    if how.de is not None:
+    if isinstance(how, Saved) and how.de is not None:
         yield Array("P", *saved_shape(plan.saved, vocabulary))
         yield from (Array("the place of de", plan.rows, width), Array("c", *c))
 
@@ -211,14 +222,15 @@ def what_tma_moves_is_aligned_and_wide(plan: Plan) -> None:
 
 def only_hopper_writes_de_in_place(plan: Plan) -> None:
     """And then multiplies the exponentials of all tokens itself."""
-    if plan.backward is None or plan.backward.de is None:
+    way = plan.gradients
+    if not isinstance(way, Saved) or way.de is None:
         return
-    assert plan.backward.de.engine is HOPPER
+    assert way.de.engine is HOPPER
     assert not plan.call.with_bias
     assert plan.saved == plan.rows
-    assert plan.backward.few is None
-    assert plan.backward.products.engine is HOPPER
-    assert plan.backward.groups.beyond
+    assert way.of_few is None
+    assert way.products.engine is HOPPER
+    assert way.products.groups.beyond
 
 
 def workspace(engine) -> int:
@@ -251,19 +263,20 @@ def padded_dz(plan: Plan, tokens: int, columns: int) -> int:
 
 def group_bytes(plan: Plan) -> int:
     """dz of a group, what becomes of it, copies of c_g or dc_g, and what dbias is summed from."""
-    call, how, rows = plan.call, plan.backward, plan.rows
+    call, how, rows = plan.call, backward_of(plan), plan.rows
     assert how is not None
     assert how.dz is not None
     of_form = of_xla(plan) * rows + call.itemsize * call.width  # c_g beside
     dz = of_form if how.dz.engine is XLA else call.itemsize * rows
     sums = 4 * -(-rows // (16 if plan.saved else 64)) if call.wanted is not None and call.wanted.bias else 0
     copied = of_a_copy(call) if how.products.engine is XLA else 0
-    return how.groups.columns * (dz + copied + sums) + padded_dz(plan, rows, how.groups.columns)
+    columns = how.products.groups.columns
+    return columns * (dz + copied + sums) + padded_dz(plan, rows, columns)
 
 
 def held(plan: Plan) -> int:
     """What the backward pass holds at most, array by array."""
-    call, rows, how = plan.call, plan.rows, plan.backward
+    call, rows, how = plan.call, plan.rows, backward_of(plan)
     width, vocabulary, wanted = call.width, call.vocabulary, call.wanted
     assert how is not None
     assert wanted is not None
@@ -275,7 +288,7 @@ def held(plan: Plan) -> int:
         sum_of_de = call.itemsize * rows * width * placed  # there is none, but the copy of e has no place then
     elif plan.forward.sums.engine is XLA and rows == call.tokens and call.itemsize >= 4:
         sum_of_de = 0  # it is the result
-    if not plan.saved:
+    if isinstance(how, Recomputed):
         return e + sum_of_de + numbers + workspace(how.products.engine) + group_bytes(plan)
     if how.dz is not None:  # dz is formed of saved tokens too
         return e + exponentials + sum_of_de + wide + numbers + 32 * MIB + group_bytes(plan)
@@ -311,16 +324,18 @@ def what_is_held_is_within_the_budget(plan: Plan) -> None:
     if plan.in_forward is not None:
         assert plan.held <= budget
         return
-    if plan.backward is not None:
+    if plan.gradients is not None:
         assert held(plan) <= plan.held <= max(budget, plan.least)
         assert plan.least <= least(plan)
     if forward.sums.engine is XLA:
-        call, columns = plan.call, forward.sums.tiles.columns  # type: ignore[attr-defined]
+        assert forward.sums.groups is not None
+        call, columns = plan.call, forward.sums.groups.columns
         blocks = (of_xla(plan) * call.tokens + call.itemsize * call.width) * columns
         assert blocks <= budget or columns <= 1024
-        assert plan.backward is None or blocks + 256 * call.tokens + workspace(XLA) <= plan.held
+        assert plan.gradients is None or blocks + 256 * call.tokens + workspace(XLA) <= plan.held
     else:
-        assert forward.splits == 1 or 4 * forward.splits * plan.rows <= 3 * MIB, "of partial sums"
+        splits = forward.sums.splits
+        assert splits == 1 or 4 * splits * plan.rows <= 3 * MIB, "of partial sums"
 
 
 def counts(plan: Plan) -> Iterator[tuple[str, int]]:
@@ -335,13 +350,13 @@ def counts(plan: Plan) -> Iterator[tuple[str, int]]:
         tile: Any = how.sums.tiles
         rows = PAIR_ROWS if how.sums.engine is HOPPER else tile.rows
         column_tiles = -(-vocabulary // tile.columns)
-        yield "runs of the vocabulary", (how.splits + 1) * column_tiles
-        yield "programs of statistics", 2 * -(-plan.rows // rows) * how.splits
+        yield "runs of the vocabulary", (how.sums.splits + 1) * column_tiles
+        yield "programs of statistics", 2 * -(-plan.rows // rows) * how.sums.splits
         yield "steps of a program", column_tiles * (-(-width // 64) + 1)
     units = 1 if gpu is None else max(gpu.multiprocessors // 2, 1)
-    if plan.backward is None:
+    if (way := backward_of(plan)) is None:
         return
-    columns, tokens, dz = plan.backward.groups.columns, plan.rows, plan.backward.dz
+    columns, tokens, dz = way.products.groups.columns, plan.rows, way.dz
     if dz is not None and dz.engine is not XLA:
         tile = dz.tiles
         rows = PAIR_ROWS if dz.engine is HOPPER else tile.rows
@@ -349,7 +364,7 @@ def counts(plan: Plan) -> Iterator[tuple[str, int]]:
         yield "tiles of dz", number + units
         if dz.engine is HOPPER:
             yield "steps of dz", -(-number // units) * (width // 64)
-    for multiplying in products_of(plan.backward):
+    for multiplying in products_of(way):
         de, dc = multiplying.de, multiplying.dc
         if multiplying.engine is XLA:
             continue
@@ -439,7 +454,7 @@ KINDS = (
     "by XLA",
     "several groups",
     "dz of saved",
-    "again",
+    "recomputed",
     "in forward",
     "splits",
     "none",
@@ -453,21 +468,22 @@ def test_every_plan_keeps_its_promises(chunk):
     found: dict[str, int] = dict.fromkeys(KINDS, 0)
     for _ in range(DRAWN):
         plan = keeps_its_promises(*drawn(rng))
-        backward = plan.backward
-        found["none"] += backward is None
-        if backward is None:
+        way = plan.gradients
+        found["none"] += way is None
+        if way is None:
+            continue
+        found["in forward"] += isinstance(way, InForward)
+        if isinstance(way, InForward):
+            found["splits"] += way.de is not None and way.de.splits > 1
             continue
         by_hopper = plan.forward.sums.engine is HOPPER
         found["hopper"] += by_hopper
-        found["in place"] += backward.de is not None
-        found["by XLA"] += plan.saved > 0 and backward.dz is None and backward.products.engine is XLA
-        found["several groups"] += by_hopper and backward.groups.count > 1
-        found["again"] += plan.saved == 0 and plan.in_forward is None
-        found["in forward"] += plan.in_forward is not None
-        of_chunk = None if plan.in_forward is None else plan.in_forward.de
-        found["splits"] += of_chunk is not None and of_chunk.splits > 1
+        found["in place"] += isinstance(way, Saved) and way.de is not None
+        found["by XLA"] += isinstance(way, Saved) and way.dz is None and way.products.engine is XLA
+        found["several groups"] += by_hopper and way.products.groups.count > 1
+        found["recomputed"] += isinstance(way, Recomputed)
         found["padded rows"] += plan.forward.sums.engine is XLA and plan.rows > plan.call.tokens
-        found["dz of saved"] += plan.saved > 0 and backward.dz is not None
+        found["dz of saved"] += isinstance(way, Saved) and way.dz is not None
     assert min(found.values()) >= 10, f"too few of a kind: {found}"
 
 
@@ -511,9 +527,9 @@ def test_calls_whose_dc_was_wrong_once(shape, memory_budget, vocab_axis):
 @pytest.mark.parametrize("shape", [(504, 64, 52_864), (300, 128, 999)])
 def test_a_plan_counts_the_dz_that_xla_pads(shape, memory_budget):
     plan = keeps_its_promises(call_of(shape, memory_budget, dtype="float32"), H200, "auto")
-    assert plan.backward is not None
+    assert isinstance(plan.gradients, Recomputed)
     if memory_budget or shape[2] < 1024:
-        assert padded_dz(plan, plan.rows, plan.backward.groups.columns) > 0
+        assert padded_dz(plan, plan.rows, plan.gradients.products.groups.columns) > 0
 
 
 @pytest.mark.parametrize("shape", [(16_383, 768, 50_257), (65_535, 640, 262_144)])
@@ -527,8 +543,8 @@ def test_a_plan_adds_the_rows_that_xla_would_pad(shape):
 def test_in_float32_the_sum_for_de_is_the_result(shape, count):
     """And so leaves its bytes to larger groups."""
     plan = keeps_its_promises(call_of(shape, SMALL, dtype="float32"), H200, "auto")
-    assert plan.backward is not None
-    assert plan.backward.groups.count == count
+    assert isinstance(plan.gradients, Recomputed)
+    assert plan.gradients.products.groups.count == count
 
 
 @pytest.mark.parametrize(
@@ -542,8 +558,8 @@ def test_the_default_budget_leaves_many_tokens_large_groups(tokens, width, dtype
                     None, jax.ShapeDtypeStruct((tokens,), jnp.int32))  # fmt: skip
     plan = plan_for(shapes, Core(Head(), False, "auto", None, H200), BOTH)
     assert plan.held <= plan.call.memory_budget == mib * MIB
-    assert plan.backward is not None
-    assert plan.backward.groups.columns >= 1536
+    assert isinstance(plan.gradients, Recomputed)
+    assert plan.gradients.products.groups.columns >= 1536
 
 
 A, B, C = (8192, 2304, 256_000), (8192, 4096, 128_256), (32_768, 768, 128_256)
@@ -572,7 +588,7 @@ def test_so_are_those_of_the_other_ways(shape, again, saved):
     small, large = of_one_factor(shape, 300 * MIB).times, of_one_factor(shape, 2**62).times
     assert small is not None
     assert large is not None
-    assert small.again == pytest.approx(again, abs=0.06)
+    assert small.recomputed == pytest.approx(again, abs=0.06)
     assert (small.saved, large.saved) == (np.inf, pytest.approx(saved, abs=0.06))
 
 
@@ -584,7 +600,9 @@ def test_the_way_of_the_least_predicted_time_is_taken(shape):
         plan = of_one_factor(shape, memory_budget)
         assert plan.times is not None
         if np.isfinite(plan.times.in_forward):
-            assert (plan.in_forward is not None) == (plan.times.in_forward < min(plan.times.again, plan.times.saved))
+            assert (plan.in_forward is not None) == (
+                plan.times.in_forward < min(plan.times.recomputed, plan.times.saved)
+            )
             assert plan.saved in (0, plan.rows)
         if np.isfinite(plan.times.saved):
             assert plan.saved == plan.rows

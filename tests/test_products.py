@@ -7,16 +7,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cce_kernels.call import Call
+from cce_kernels.device import INTERPRETER
+from cce_kernels.engines.engine import Multiplying, Problem
+from cce_kernels.engines.triton import TRITON
 from cce_kernels.engines.triton.products import products
 from cce_kernels.engines.triton.tiles import INTERPRETED
 from cce_kernels.head import Head
-from cce_kernels.windows import Window
+from cce_kernels.numbers import Inputs, Wanted
+from cce_kernels.windows import Groups, Window
 from tests.cases import DTYPES
 from tests.tolerance import error
 
 TOKENS, WIDTH, COLUMNS, VOCABULARY = 53, 40, 72, 120  # the interpreter's tiles are of 16 and 32
 START = 31
-TILES = {"de": INTERPRETED, "dc": INTERPRETED, "interpret": True}
+
+
+def products_of(e, c, head: Head, unit, count, splits: int = 1):
+    (tokens, width), wanted = e.shape, Wanted(True, True, False)
+    call = Call(tokens, width, head.vocabulary(c), str(e.dtype), head, False, False, wanted, 0)
+    step = Multiplying(TRITON, INTERPRETED, INTERPRETED, Groups.whole(VOCABULARY), splits)
+    problem = Problem(call, INTERPRETER, Inputs(e, c, None, None))  # type: ignore[arg-type]
+    return products(step, problem, unit, count.reshape(1))
+
+
 COUNTS = (0, 1, 15, 16, 17, 32, 48, TOKENS - 1, TOKENS)
 
 
@@ -26,8 +40,7 @@ def program(axis: int, with_unit: bool):
 
     @jax.jit
     def both(e, c, dz, de, dc, count, unit):
-        run = products(e, c, head=Head(vocab_axis=axis, precision="highest"), unit=unit if with_unit else None,
-                       count=count.reshape(1), splits=1, **TILES)  # fmt: skip
+        run = products_of(e, c, Head(vocab_axis=axis, precision="highest"), unit if with_unit else None, count)
         window = Window(*[jnp.int32(START)] * 3)
         return run.add_de(None, dz, window), run.add_de(de, dz, window), run.put_dc(dc, dz, window)
 
@@ -69,7 +82,7 @@ def splitting(axis: int, splits: int):
 
     @jax.jit
     def both(e, c, dz, de, count):
-        run = products(e, c, head=Head(vocab_axis=axis), unit=None, count=count.reshape(1), splits=splits, **TILES)
+        run = products_of(e, c, Head(vocab_axis=axis), None, count, splits)
         window = Window(*[jnp.int32(START)] * 3)
         return run.add_de(None, dz, window), run.add_de(de, dz, window)
 

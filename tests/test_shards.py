@@ -216,7 +216,7 @@ def test_a_shard_whose_exponentials_underflow_has_no_share():
 
 
 def test_nothing_is_rescued_because_its_target_lies_elsewhere(monkeypatch):
-    """`again` writes nothing: no sum is inf. `replaced` writes nothing: every reference is the target's logit."""
+    """`recomputed_lse` writes nothing: no sum is inf. `saved_by_lse` neither: every reference is a target's logit."""
     x = problem(ignored=0.0, size=0.1)
     targets = x.inputs.targets % 229
     reference = jnp.full(40, 0.0)
@@ -224,13 +224,9 @@ def test_nothing_is_rescued_because_its_target_lies_elsewhere(monkeypatch):
     call = Call(40, 32, 100, "bfloat16", x.head, False, False, Wanted(True, True, False), ALL)
     plan = plan_of(call, INTERPRETER, "cce")
     engine, seen = type(plan.forward.rescue.engine), []  # type: ignore[union-attr]
-    again, replaced = engine.again, engine.replaced
-    monkeypatch.setattr(
-        engine, "again", lambda self, i, at, r, lse, **k: (seen.append(lse), again(self, i, at, r, lse, **k))[1]
-    )
-    monkeypatch.setattr(
-        engine, "replaced", lambda self, i, lse, by, s, **k: (seen.append(by), replaced(self, i, lse, by, s, **k))[1]
-    )
+    recomputed, by_lse = engine.recomputed_lse, engine.saved_by_lse
+    monkeypatch.setattr(engine, "recomputed_lse", lambda *x: (seen.append(x[-1]), recomputed(*x))[1])
+    monkeypatch.setattr(engine, "saved_by_lse", lambda *x: (seen.append(x[-2]), by_lse(*x))[1])
     forward.statistics(local, plan, reference)
     before, by_lse = seen
     assert np.isfinite(before).all()

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from cce_kernels.contract import default_budget
-from cce_kernels.windows import FLOAT16_LARGEST, vocabulary_groups
+from cce_kernels.float16 import FLOAT16_LARGEST
+from cce_kernels.windows import vocabulary_groups
 from cce_torch.call import Operands
 
 BLOCK_BYTES = 64 * 2**20

@@ -27,20 +27,35 @@ class Call:
     may_chunk: bool = True  # whether the tokens may be taken in chunks: not if XLA may split them over devices
 
     @property
+    def wants(self) -> Wanted:
+        """`wanted`, with none for evaluation."""
+        return Wanted(e=False, c=False, bias=False) if self.wanted is None else self.wanted
+
+    @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
 
     @property
-    def of_de(self) -> int:
-        """Bytes of an element of de."""
-        return self.wide if self.wide_de else self.itemsize
+    def sum_dtype(self) -> str:
+        """The type of sums: at least float32."""
+        return self.dtype if self.itemsize > 4 else "float32"
 
     @property
-    def of_dc(self) -> int:
-        """Bytes of an element of dc."""
-        return self.wide if self.wide_dc else self.itemsize
+    def de_dtype(self) -> str:
+        return self.sum_dtype if self.wide_de else self.dtype
 
     @property
-    def wide(self) -> int:
-        """Bytes of an element of a sum: sums are at least float32."""
-        return max(self.itemsize, 4)
+    def dc_dtype(self) -> str:
+        return self.sum_dtype if self.wide_dc else self.dtype
+
+    @property
+    def sum_itemsize(self) -> int:
+        return ITEMSIZE[self.sum_dtype]
+
+    @property
+    def de_itemsize(self) -> int:
+        return ITEMSIZE[self.de_dtype]
+
+    @property
+    def dc_itemsize(self) -> int:
+        return ITEMSIZE[self.dc_dtype]

@@ -122,10 +122,12 @@ def integer(name: str, value: object) -> int:
 
 
 def shapes(
-    e: Shape, c: Shape, targets: Shape, *, vocab_axis: int, shift: int, bias: Shape | None, class_weight: Shape | None,
-    token_weight: Shape | None, parts: int = 1,
-) -> None:  # fmt: skip
-    """Raise unless the arrays fit together. parts: the number of devices over which each sequence is split."""
+    e: Shape, c: Shape, targets: Shape, *, vocab_axis: int, shift: int, parts: int = 1, **others: Shape | None
+) -> None:
+    """Raise unless the arrays fit together.
+
+    parts: the number of devices over which each sequence is split. others: bias, class_weight and token_weight.
+    """
     layout = "(V, D)" if vocab_axis == 0 else "(D, V)"
     if len(c) != 2 or 0 in c:
         raise ValueError(f"c must have shape {layout} with V, D >= 1 for vocab_axis={vocab_axis}, got c {c}")
@@ -140,7 +142,8 @@ def shapes(
         raise ValueError(
             f"targets must have the shape of e without its last axis, {e[:-1]}, got targets {targets} and e {e}"
         )
-    for name, shape in (("bias", bias), ("class_weight", class_weight)):
+    token_weight = others.pop("token_weight", None)
+    for name, shape in others.items():
         if shape is not None and shape != (vocabulary,):
             raise ValueError(f"{name} must have shape (V,) = ({vocabulary},), got {name} {shape} and c {c}")
     if token_weight is not None and token_weight != targets:

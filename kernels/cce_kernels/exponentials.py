@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from cce_kernels.head import Head
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Shard, Statistics
@@ -86,3 +87,11 @@ def factors(reference: jax.Array, numbers: Statistics, of: Cotangents, head: Hea
 def scaled(e: jax.Array, r: jax.Array) -> jax.Array:
     """r·e in e's type."""
     return (e * r[:, None]).astype(e.dtype)
+
+
+def dbias_of(p: jax.Array, r: jax.Array, vocabulary: int) -> jax.Array:
+    """Pᵀ·r, (V,) float32."""
+    high = r.astype(p.dtype)
+    both = jnp.stack([high, (r - high).astype(p.dtype)])  # their sum holds 16 bits of r, twice as many as bfloat16
+    sums = lax.dot_general(both, p, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    return jnp.sum(sums, axis=0)[:vocabulary]

@@ -7,13 +7,10 @@ step computes that log-sum-exp again, with a running maximum. (The xla engine fi
 log-sum-exp in one pass, and needs neither a reference nor a rescue.)
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from cce_kernels.call import Call
-from cce_kernels.engines.engine import Sums
+from cce_kernels.engines.engine import Problem, Sums
 from cce_kernels.exponentials import by_target
 from cce_kernels.numbers import FLOAT32_MAX, Inputs, Statistics
 from cce_kernels.plan.plan import Forward, Plan
@@ -23,20 +20,21 @@ from cce_kernels.tokens import Kept, Rows
 def target(inputs: Inputs, plan: Plan) -> jax.Array:
     """The logit of each token's target, (N,), at least float32: 0 where the target names no column, or is ignored.
 
-    For a shard of the vocabulary: `statistics` takes the sum of these logits over all shards. The logits are 0
-    everywhere if this plan needs no reference, as on a CPU, even if the plan for another platform needs one.
+    For a shard of the vocabulary: `statistics` takes the sum of these logits over all shards. Returns zeros where this
+    plan needs no reference: all platforms share one traced program.
     """
     if plan.forward.target is None:
         return jnp.zeros(inputs.targets.shape, jnp.promote_types(inputs.e.dtype, jnp.float32))
-    kept = Kept.of(inputs.targets, plan.rows) if plan.looks else None
+    kept = Kept.of(inputs.targets, plan.rows) if plan.finds_ignored else None
     inputs, at = _arranged(inputs, kept, plan)
-    found = jnp.where(_named(inputs, plan.call), _target(inputs, at, plan), 0.0)
+    problem = Problem(plan.call, plan.gpu, inputs)
+    found = jnp.where(_named(problem), _target(problem, at, plan.forward), 0.0)
     return found if kept is None else kept.restored(found)
 
 
 def statistics(
     inputs: Inputs, plan: Plan, reference: jax.Array | None = None, cleared: bool = False
-) -> tuple[Statistics, jax.Array | None]:  # fmt: skip
+) -> tuple[Statistics, jax.Array | None]:
     """The core's numbers of each token, (N,), at least float32; and the saved exponentials, (plan.saved, V), or None.
 
     The target logit is 0 where the target names no column. An ignored token's numbers and exponentials are arbitrary;
@@ -44,16 +42,17 @@ def statistics(
     reference: numbers.Shard.reference if the columns are a shard of the vocabulary. The numbers are then of the shard's
     columns, and the log-sum-exp is −inf where their exponentials underflow relative to the reference.
     """
-    kept = Kept.of(inputs.targets, plan.rows) if plan.looks else None
+    kept = Kept.of(inputs.targets, plan.rows) if plan.finds_ignored else None
     inputs, at = _arranged(inputs, kept, plan)
+    problem = Problem(plan.call, plan.gpu, inputs)
     if plan.forward.target is None:
         reference = None
     elif reference is None:
-        reference = _target(inputs, at, plan)
+        reference = _target(problem, at, plan.forward)
     else:
         given = reference if kept is None else kept.gathered(reference, 0)
         reference = jnp.where(inputs.targets < 0, FLOAT32_MAX, given)
-    numbers, saved = of_rows(inputs, at, reference, plan.call, plan.forward, plan.saved > 0, plan.gpu)
+    numbers, saved = of_rows(problem, at, reference, plan.forward, plan.saved > 0)
     if cleared:
         live = inputs.targets >= 0
         numbers = jax.tree.map(lambda x: jnp.where(live, x, 0), numbers)
@@ -64,23 +63,22 @@ def statistics(
 
 
 def of_rows(
-    inputs: Inputs, at: Rows, reference: jax.Array | None, call: Call, how: Forward, save: bool, gpu: Any
-) -> tuple[Statistics, jax.Array | None]:  # fmt: skip
+    problem: Problem, at: Rows, reference: jax.Array | None, how: Forward, save: bool
+) -> tuple[Statistics, jax.Array | None]:
     """`statistics` of tokens whose kept ones come first, in that order. reference: None if `how` finds the targets."""
-    sums = _sums(inputs, at, reference, call, how, save, gpu)
+    sums = _sums(problem, at, reference, how, save)
     assert sums.target is not None
     numbers = Statistics(
         sums.lse[0] if len(sums.lse) == 1 else jax.nn.logsumexp(sums.lse, axis=0),
-        jnp.where(_named(inputs, call), sums.target, 0.0),
+        jnp.where(_named(problem), sums.target, 0.0),
         None if sums.sum is None else jnp.sum(sums.sum, axis=0),
     )
     if sums.saved is None:
         return numbers, None
-    by_lse = (inputs.targets >= 0) & ~by_target(numbers.lse, sums.target)  # `sums` did not know lse yet
+    # `sums` did not know lse yet.
+    by_lse = (problem.inputs.targets >= 0) & ~by_target(numbers.lse, sums.target)
     assert how.rescue is not None
-    saved = how.rescue.engine.replaced(inputs, numbers.lse, by_lse, sums.saved, head=call.head, tiles=how.rescue.tiles,
-                                       splits=how.splits, gpu=gpu)  # fmt: skip
-    return numbers, saved
+    return numbers, how.rescue.engine.saved_by_lse(how.rescue, problem, numbers.lse, by_lse, sums.saved)
 
 
 def _arranged(inputs: Inputs, kept: Kept | None, plan: Plan) -> tuple[Inputs, Rows]:
@@ -90,34 +88,30 @@ def _arranged(inputs: Inputs, kept: Kept | None, plan: Plan) -> tuple[Inputs, Ro
     inputs = inputs._replace(targets=kept.gathered(inputs.targets, -1))
     if plan.forward.gathered:
         return inputs._replace(e=kept.gathered(inputs.e, 0)), Rows(count=kept.count)
-    twin = plan.forward.scattered
-    starts = None if twin is None else kept.starts(twin.tiles.rows)  # type: ignore[attr-defined]
+    scattered = plan.forward.scattered
+    starts = None if scattered is None else kept.starts(scattered.tiles.rows)
     return inputs, Rows(kept.order, starts, kept.count)
 
 
-def _named(inputs: Inputs, call: Call) -> jax.Array:
+def _named(problem: Problem) -> jax.Array:
     """Whether each token's target names a column."""
-    return (inputs.targets >= 0) & (inputs.targets < call.vocabulary)
+    targets = problem.inputs.targets
+    return (targets >= 0) & (targets < problem.call.vocabulary)
 
 
-def _target(inputs: Inputs, at: Rows, plan: Plan) -> jax.Array:
+def _target(problem: Problem, at: Rows, how: Forward) -> jax.Array:
     """Each token's reference, (rows,)."""
-    step = plan.forward.target
-    assert step is not None
-    return step.engine.target(inputs, at.order, head=plan.call.head, tiles=step.tiles, gpu=plan.gpu)
+    assert how.target is not None
+    return how.target.engine.target(how.target, problem, at.order)
 
 
-def _sums(
-    inputs: Inputs, at: Rows, reference: jax.Array | None, call: Call, how: Forward, save: bool, gpu: Any
-) -> Sums:  # fmt: skip
+def _sums(problem: Problem, at: Rows, reference: jax.Array | None, how: Forward, save: bool) -> Sums:
     """The sums of every token and the logit of its target."""
-    head = call.head
-    sums = how.sums.engine.sums(inputs, at, reference, save, head=head, with_sum=call.with_sum,
-                                tiles=how.sums.tiles, splits=how.splits, gpu=gpu)  # fmt: skip
+    sums = how.sums.engine.sums(how.sums, problem, at, reference, save)
     if reference is None:
         return sums
     lse = sums.lse
     for step, relative_to, where in ((how.scattered, reference, at), (how.rescue, None, at._replace(starts=None))):
         if step is not None:
-            lse = step.engine.again(inputs, where, relative_to, lse, head=head, tiles=step.tiles, gpu=gpu)
+            lse = step.engine.recomputed_lse(step, problem, where, relative_to, lse)
     return sums._replace(lse=lse, target=reference)

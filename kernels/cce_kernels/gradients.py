@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cce_kernels.head import Head
-from cce_kernels.numbers import Cotangents, Gradients, Inputs, Wanted
-from cce_kernels.windows import FLOAT16_LARGEST, Groups, Window
+from cce_kernels.float16 import FLOAT16_LARGEST
+from cce_kernels.numbers import Cotangents, Gradients, Inputs
+from cce_kernels.windows import Groups, Window
 
 ALL_COLUMNS = Window(*[np.int32(0)] * 3)  # the window of the one group that is the whole vocabulary
 
@@ -34,15 +34,13 @@ class Products(NamedTuple):
     put_dc: Callable[[jax.Array, jax.Array, Window], jax.Array]  # (dc, dz, window) -> dc
 
 
-def begun(inputs: Inputs, head: Head, wanted: Wanted, type_of_dc: Any) -> Gradients:
-    """de and dbias as zeros, at least float32; dc uninitialised, as the groups write all of it."""
-    e, c = inputs.e, inputs.c
-    wide = jnp.promote_types(e.dtype, jnp.float32)
-    return Gradients(
-        jnp.zeros(e.shape, wide) if wanted.e else None,
-        lax.empty(c.shape, type_of_dc) if wanted.c else None,
-        jnp.zeros((head.vocabulary(c),), wide) if wanted.bias else None,
-    )
+class Left(NamedTuple):
+    """A matmul that is left to be done: factor · (dc + unit · leftᵀ·e), over the first `count` rows."""
+
+    left: jax.Array  # (n, V): exponentials, or dz
+    e: jax.Array  # (n, D)
+    unit: jax.Array | None
+    count: jax.Array  # type: ignore[assignment]  # (1,) int32
 
 
 def over_groups(body: Callable[[Any, Window], Any], carry: Any, groups: Groups) -> Any:
@@ -75,7 +73,7 @@ def add_groups(gradients: Gradients, form_dz: FormDz, groups: Groups, products: 
 
 def without_ignored(
     inputs: Inputs, lse: jax.Array, cotangents: Cotangents, rows: int
-) -> tuple[Inputs, jax.Array, Cotangents]:  # fmt: skip
+) -> tuple[Inputs, jax.Array, Cotangents]:
     """Inputs, lse and cotangents in which ignored tokens have e = 0, cotangents 0 and lse = inf: their dz is then 0.
 
     lse = inf makes p = 0. With lse = 0 a large bias would make p inf, and 0 · inf is NaN. Ignored tokens are appended

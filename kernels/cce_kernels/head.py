@@ -38,8 +38,8 @@ class Head:
 
     def product(self, e: jax.Array, c: jax.Array, axis: int) -> jax.Array:
         """The raw product of e (rows, D) and c, contracted over c's axis `axis`; at least float32."""
-        return lax.dot_general(e, c, (((1,), (axis,)), ((), ())), precision=self.precision,
-                               preferred_element_type=jnp.promote_types(e.dtype, jnp.float32))  # fmt: skip
+        contract, wide = (((1,), (axis,)), ((), ())), jnp.promote_types(e.dtype, jnp.float32)
+        return lax.dot_general(e, c, contract, precision=self.precision, preferred_element_type=wide)
 
     def logits(self, raw: jax.Array, bias: jax.Array | None, scale) -> jax.Array:
         """z from the raw product e·c. bias (None: 0) and scale (None: 1) broadcast against raw."""

@@ -34,14 +34,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from cce_kernels.block_floats import steps_shape
+from cce_kernels.engines.engine import Problem
 from cce_kernels.engines.xla.chunk import dz_of, numbers_and_logits
-from cce_kernels.exponentials import factors, references, saved_shape, scaled
+from cce_kernels.exponentials import dbias_of, factors, references, saved_shape, scaled
 from cce_kernels.forward import of_rows, target
-from cce_kernels.gradients import ALL_COLUMNS
+from cce_kernels.gradients import ALL_COLUMNS, Left
 from cce_kernels.head import Head
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Shard, Statistics
-from cce_kernels.plan.plan import Plan
-from cce_kernels.residuals import Left, Residuals
+from cce_kernels.plan.plan import InForward, Plan
+from cce_kernels.residuals import Residuals
 from cce_kernels.tokens import Kept, Rows
 
 # (the numbers of some tokens, what belongs to these tokens) -> the cotangents of the numbers, 0 for ignored tokens
@@ -70,24 +71,29 @@ class Chunk(NamedTuple):
         return self.inputs.targets >= 0
 
 
+def _way(plan: Plan) -> InForward:
+    assert plan.in_forward is not None
+    return plan.in_forward
+
+
 def begin(
-    inputs: Inputs, of_tokens: Any, cotangents_of: CotangentsOf, plan: Plan, cleared: bool = False,
-    reference: jax.Array | None = None, of_all_columns: OfAllColumns | None = None,
-) -> tuple[Statistics, Residuals]:  # fmt: skip
+    inputs: Inputs,
+    of_tokens: Any,
+    cotangents_of: CotangentsOf,
+    plan: Plan,
+    cleared: bool = False,
+    reference: jax.Array | None = None,
+    of_all_columns: OfAllColumns | None = None,
+) -> tuple[Statistics, Residuals]:
     """The numbers of all tokens, and the gradients of S. of_tokens: a tree of arrays with a row for each token.
 
     cleared: what is left for the backward pass is 0, not arbitrary, where a token is ignored.
     reference, of_all_columns: for a shard of the vocabulary, numbers.Shard.reference and the exchange of numbers. The
     numbers are then of all columns, and the gradients of the shard's columns. of_all_columns is called for each chunk.
     """
-    how, call = plan.in_forward, plan.call
-    assert how is not None
-    wanted = call.wanted
-    assert wanted is not None
-    (tokens, width), vocabulary, rows = inputs.e.shape, call.vocabulary, how.rows
-    rows_of_de = how.chunks.rows_of_de(tokens)
-    wide = jnp.promote_types(inputs.e.dtype, jnp.float32)
-    type_of_dc, type_of_de = (wide if x else inputs.e.dtype for x in (call.wide_dc, call.wide_de))
+    how, call, wanted = _way(plan), plan.call, plan.call.wants
+    (tokens, width), vocabulary, rows = inputs.e.shape, call.vocabulary, how.chunks.rows
+    rows_of_de, wide = how.chunks.rows_of_de(tokens), call.sum_dtype
     kept, zeros = Kept.of(inputs.targets, rows), jnp.zeros(rows, wide)
     if how.forward is None:
         reference = None
@@ -114,26 +120,21 @@ def begin(
         dc, steps = begun.dc, begun.steps
         if wanted.c:
             dc, steps = add_dc(dc, steps, left, plan)
-        return put(numbers, found, start), Residuals(
-            de=None if de is None else put(begun.de, de, start),
-            dc=dc,
-            steps=steps,
-            dbias=None if begun.dbias is None else begun.dbias + dbias,
-        )
+        numbers = put(numbers, found, start)
+        de = None if de is None else put(begun.de, de, start)
+        dbias = None if begun.dbias is None else begun.dbias + dbias
+        return numbers, Residuals(de=de, dc=dc, steps=steps, dbias=dbias)
 
     numbers = Statistics(zeros, zeros, zeros if call.with_sum else None)
     dc = steps = None
-    if wanted.c and type_of_dc == wide:
-        dc = jnp.zeros(inputs.c.shape, type_of_dc)
+    if wanted.c and call.dc_dtype == wide:
+        dc = jnp.zeros(inputs.c.shape, call.dc_dtype)
     elif wanted.c:
-        dc = lax.empty(inputs.c.shape, type_of_dc)
+        dc = lax.empty(inputs.c.shape, call.dc_dtype)
         steps = jnp.zeros(steps_shape(vocabulary, width, how.chunks.block), jnp.float32)  # any integers times 0 are 0
-    begun = Residuals(
-        de=jnp.zeros((rows_of_de, width), type_of_de) if wanted.e else None,
-        dc=dc,
-        steps=steps,
-        dbias=jnp.zeros((vocabulary,), wide) if wanted.bias else None,
-    )
+    de = jnp.zeros((rows_of_de, width), call.de_dtype) if wanted.e else None
+    dbias = jnp.zeros((vocabulary,), wide) if wanted.bias else None
+    begun = Residuals(de=de, dc=dc, steps=steps, dbias=dbias)
     if how.chunks.whole:
         numbers, begun = lax.fori_loop(0, how.chunks.whole, step, (numbers, begun))
     last = None
@@ -151,14 +152,12 @@ def begin(
             live = jnp.arange(how.chunks.last) < last.count
             last = last._replace(left=jnp.where(live[:, None], last.left, 0))
         in_last = rows_of_de - how.chunks.whole * how.chunks.size
-        begun = begun._replace(
-            de=None if de is None else put(begun.de, de[:in_last], start),
-            dbias=None if begun.dbias is None else begun.dbias + dbias, last=last,
-        )  # fmt: skip
+        de = None if de is None else put(begun.de, de[:in_last], start)
+        begun = begun._replace(de=de, dbias=None if begun.dbias is None else begun.dbias + dbias, last=last)
     if begun.de is not None:
-        restored = how.restored.restored if how.restored is not None else None
-        de = begun.de
-        begun = begun._replace(de=kept.restored(de) if restored is None else restored(de, kept, gpu=plan.gpu))
+        restored, de = how.restored, begun.de
+        de = kept.restored(de) if restored is None else restored.engine.restored(restored, plan.gpu, de, kept)
+        begun = begun._replace(de=de)
     if steps is not None:  # not in the result's type, in which the integers might be taken for NaN
         begun = begun._replace(dc=lax.bitcast_convert_type(begun.dc, jnp.int16))  # type: ignore[arg-type]
     return jax.tree.map(kept.restored, numbers), begun
@@ -166,20 +165,17 @@ def begin(
 
 def finish(begun: Residuals, factor: jax.Array, live: jax.Array, plan: Plan) -> Gradients:
     """The gradients of factor · S. live: (N,), the tokens that are not ignored."""
-    how, call = plan.in_forward, plan.call
-    assert how is not None
-    de, dc, dbias = begun.de, begun.dc, begun.dbias
+    call, de, dc, dbias = plan.call, begun.de, begun.dc, begun.dbias
     if de is not None:
-        wide = jnp.promote_types(de.dtype, jnp.float32)
         of_token = jnp.where(live, factor, 0)[:, None]  # an infinite factor times the 0 of an ignored token is NaN
-        de = (de * of_token).astype(wide if call.wide_de else de.dtype)
+        de = (de * of_token).astype(call.de_dtype)
     if dc is not None and begun.last is not None:
         dc = lax.bitcast_convert_type(dc, begun.last.e.dtype)
         dc, _ = add_dc(dc, begun.steps, begun.last, plan, factor.reshape(1))
     elif dc is not None:
         dc = dc * factor.astype(dc.dtype)
     if dbias is not None:
-        dbias = (dbias * factor).astype(jnp.promote_types(call.dtype, jnp.float32) if call.wide_dc else call.dtype)
+        dbias = (dbias * factor).astype(call.dc_dtype)
     return Gradients(de, dc, dbias)
 
 
@@ -217,11 +213,10 @@ def numbers_of(chunk: Chunk, plan: Plan) -> tuple[Statistics, jax.Array]:
     That is exponentials, (n, V) with the padding of saved_shape, in e's type; or in plain XLA logits, (n, V), at least
     float32.
     """
-    call, how = plan.call, plan.in_forward
-    assert how is not None
+    problem, how = Problem(plan.call, plan.gpu, chunk.inputs), _way(plan)
     if how.forward is None:
-        return numbers_and_logits(chunk.inputs, head=call.head, with_sum=call.with_sum)
-    of_columns, p = of_rows(chunk.inputs, Rows(count=chunk.count), chunk.reference, call, how.forward, True, plan.gpu)
+        return numbers_and_logits(problem)
+    of_columns, p = of_rows(problem, Rows(count=chunk.count), chunk.reference, how.forward, True)
     assert p is not None
     return of_columns, p
 
@@ -233,8 +228,7 @@ def gradients_of(
 
     own, columns: of `numbers_of`; columns may be overwritten. numbers, of: over all columns, and their cotangents.
     """
-    how = plan.in_forward
-    assert how is not None
+    how = _way(plan)
     of = jax.tree.map(lambda x: jnp.where(chunk.live, x, 0), of)
     if how.forward is None:
         return _of_logits(chunk, columns, numbers, of, plan)
@@ -244,24 +238,21 @@ def gradients_of(
 def add_dc(
     dc: jax.Array, steps: jax.Array | None, left: Left, plan: Plan, factor: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """engine.Engine.sum_dc, as planned."""
-    how = plan.in_forward
-    assert how is not None
-    return how.dc.engine.sum_dc(dc, steps, *left, factor, head=plan.call.head, tiles=how.dc.tiles, gpu=plan.gpu)
+    """engine.Launched.sum_dc, as planned."""
+    step = _way(plan).dc
+    return step.engine.sum_dc(step, plan.call, plan.gpu, dc, steps, left, factor)
 
 
 def _of_logits(chunk: Chunk, z: jax.Array, numbers: Statistics, of: Cotangents, plan: Plan):
-    call, inputs, how = plan.call, chunk.inputs, plan.in_forward
-    assert how is not None
-    assert call.wanted is not None
+    call, inputs, how = plan.call, chunk.inputs, _way(plan)
     lse = jnp.where(chunk.live, numbers.lse, jnp.inf)
-    dz, dbias, unit = dz_of(inputs, z, lse, of, head=call.head)
+    dz, dbias, unit = dz_of(inputs, z, lse, of, call.head)
     de = None
-    if call.wanted.e:
-        c, wide = inputs.c, jnp.promote_types(dz.dtype, jnp.float32)
-        de = lax.dot_general(dz, c, (((1,), (call.head.vocab_axis,)), ((), ())), precision=call.head.precision,
-                             preferred_element_type=wide)  # fmt: skip
-        de = (de if unit is None else de * unit).astype(wide if call.wide_de else dz.dtype)
+    if call.wants.e:
+        head, wide = call.head, call.sum_dtype
+        contract = (((1,), (head.vocab_axis,)), ((), ()))
+        de = lax.dot_general(dz, inputs.c, contract, precision=head.precision, preferred_element_type=wide)
+        de = (de if unit is None else de * unit).astype(call.de_dtype)
         de, dz = lax.optimization_barrier((de, dz))
     dbias = dbias if unit is None else dbias * unit
     if how.chunks.last:  # the last chunk has the shape that the forward pass leaves on every platform
@@ -270,41 +261,32 @@ def _of_logits(chunk: Chunk, z: jax.Array, numbers: Statistics, of: Cotangents, 
 
 
 def _of_exponentials(chunk: Chunk, p: jax.Array, own: Statistics, numbers: Statistics, of: Cotangents, plan: Plan):
-    call, how, gpu, head = plan.call, plan.in_forward, plan.gpu, plan.call.head
-    assert how is not None
-    assert how.forward is not None
-    assert how.forward.rescue is not None
+    call, how, wanted = plan.call, _way(plan), plan.call.wants
     assert how.de is not None
-    assert call.wanted is not None
     inputs, live, tokens = chunk.inputs, chunk.live, len(chunk.inputs.e)
-    numbers_of = Statistics(jnp.where(live, numbers.lse, jnp.inf), own.target, None)
+    problem = Problem(call, plan.gpu, inputs)
+    of_tokens = Statistics(jnp.where(live, numbers.lse, jnp.inf), own.target, None)
     shard = Shard(numbers.lse, chunk.reference)
     rho = jnp.where(live, references(own, inputs.targets, call.vocabulary, shard), 0)
     if how.dz is not None:
-        p = how.dz.engine.form_dz_in_place(p, inputs, rho, numbers_of.lse, of, head=head, vocabulary=call.vocabulary,
-                                           tiles=how.dz.tiles, gpu=gpu)  # fmt: skip
+        p = how.dz.engine.dz_in_place(how.dz, problem, p, rho, of_tokens.lse, of)
         r = live.astype(rho.dtype)  # P is dz now
     else:
-        r, at_target = factors(rho, numbers_of, of, head)
+        assert how.targets is not None
+        r, at_target = factors(rho, of_tokens, of, call.head)
         # Matmuls that stop at the last kept token read rows after it only in their last step. XLA's read all rows.
-        by_xla = call.wanted.bias or (call.wanted.e and not how.de.engine.stops)
+        by_xla = wanted.bias or (wanted.e and not how.de.engine.stops)
         beyond = max(how.de.engine.depth, how.dc.engine.depth) - 1
         clear = jnp.full(1, tokens, jnp.int32) if by_xla else chunk.count + beyond if beyond else None
-        engine = how.forward.rescue.engine
-        p = engine.ready(p, inputs.targets, at_target, clear, vocabulary=call.vocabulary, gpu=gpu)
+        p = how.targets.engine.saved_targets(how.targets, problem, p, at_target, clear)
         r = jnp.where(live, r if inputs.scale is None else r * inputs.scale, 0)
-    de, dbias = None, None
-    if call.wanted.e:
-        products = how.de.engine.products(inputs.e, inputs.c, head=head, unit=None, count=chunk.count, how=how.de,
-                                          groups=how.groups, gpu=gpu)  # fmt: skip
+    de = None
+    if wanted.e:
+        products = how.de.engine.products(how.de, problem, None, chunk.count)
         sums = products.add_de(None, p, ALL_COLUMNS).reshape(how.de.splits, *inputs.e.shape)
         de = jnp.where(live[:, None], jnp.sum(sums, axis=0) * r[:, None], 0)
-        de = de.astype(jnp.float32 if call.wide_de else inputs.e.dtype)
+        de = de.astype(call.de_dtype)
         de, p, own = lax.optimization_barrier((de, p, inputs.e))
         inputs = inputs._replace(e=own)  # what is scaled is made once the sums for de are no more
-    if call.wanted.bias:
-        high = r.astype(p.dtype)
-        both = jnp.stack([high, (r - high).astype(p.dtype)])  # their sum holds 16 bits of r, twice as many as bfloat16
-        dbias = lax.dot_general(both, p, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        dbias = jnp.sum(dbias, axis=0)[: call.vocabulary]
+    dbias = dbias_of(p, r, call.vocabulary) if wanted.bias else None
     return de, Left(p, inputs.e if how.dz is not None else scaled(inputs.e, r), None, chunk.count), dbias

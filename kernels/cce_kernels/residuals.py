@@ -16,16 +16,8 @@ import jax.numpy as jnp
 
 from cce_kernels.block_floats import steps_shape
 from cce_kernels.exponentials import saved_shape
+from cce_kernels.gradients import Left
 from cce_kernels.plan.plan import Plan
-
-
-class Left(NamedTuple):
-    """A matmul that is left to be done: factor · (dc + unit · leftᵀ·e), over the first `count` rows."""
-
-    left: jax.Array  # (n, V): exponentials, or dz
-    e: jax.Array  # (n, D)
-    unit: jax.Array | None
-    count: jax.Array  # type: ignore[assignment]  # (1,) int32
 
 
 class Residuals(NamedTuple):
@@ -58,7 +50,7 @@ def shapes_of(plan: Plan) -> Residuals:
         return Residuals(exponentials=array(*saved_shape(plan.saved, call.vocabulary)))
     if not call.one_factor:
         return Residuals(m=array(call.tokens, call.width))
-    wide, rows = jnp.dtype(f"float{8 * call.wide}"), how.chunks.last
+    wide, rows = call.sum_dtype, how.chunks.last
     size = (call.vocabulary, call.width) if call.head.vocab_axis == 0 else (call.width, call.vocabulary)
     last, steps = None, None
     if rows:
@@ -67,7 +59,7 @@ def shapes_of(plan: Plan) -> Residuals:
         last = Left(left, array(rows, call.width), unit, array(1, dtype=jnp.int32))
         steps = array(*steps_shape(call.vocabulary, call.width, how.chunks.block), dtype=jnp.float32)
     return Residuals(
-        de=array(call.tokens, call.width, dtype=wide if call.wide_de else call.dtype) if wanted.e else None,
+        de=array(call.tokens, call.width, dtype=call.de_dtype) if wanted.e else None,
         dc=array(*size, dtype=jnp.int16 if rows else wide) if wanted.c else None,
         steps=steps,
         dbias=array(call.vocabulary, dtype=wide) if wanted.bias else None,

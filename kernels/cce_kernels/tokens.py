@@ -34,7 +34,7 @@ class Kept(NamedTuple):
     """The kept tokens and where they are. From element `count` on, order holds arbitrary tokens."""
 
     order: jax.Array  # (rows,) int32: the kept tokens first, in their order
-    place: jax.Array  # (N,) int32: where in `order` each kept token is
+    position: jax.Array  # (N,) int32: where in `order` each kept token is
     live: jax.Array  # (N,) bool: whether a token is kept
     count: jax.Array  # type: ignore[assignment]  # (1,) int32
 
@@ -43,9 +43,9 @@ class Kept(NamedTuple):
         """The tokens whose target is not negative, to be gathered into `rows` rows, at least N."""
         live = targets >= 0
         tokens = jnp.arange(targets.size, dtype=jnp.int32)
-        place = jnp.cumsum(live, dtype=jnp.int32) - 1
-        order = jnp.zeros(rows, jnp.int32).at[jnp.where(live, place, rows)].set(tokens, mode="drop")
-        return cls(order, jnp.maximum(place, 0), live, place[-1:] + 1)
+        position = jnp.cumsum(live, dtype=jnp.int32) - 1
+        order = jnp.zeros(rows, jnp.int32).at[jnp.where(live, position, rows)].set(tokens, mode="drop")
+        return cls(order, jnp.maximum(position, 0), live, position[-1:] + 1)
 
     def starts(self, block: int) -> jax.Array:
         """The first row of e of each block of `block` kept tokens, (blocks,), where the block can be read at once.
@@ -71,4 +71,4 @@ class Kept(NamedTuple):
     def restored(self, x: jax.Array) -> jax.Array:
         """The inverse of `gathered`: (N, ...), 0 for ignored tokens."""
         live = self.live.reshape(-1, *[1] * (x.ndim - 1))
-        return jnp.where(live, x[self.place], jnp.zeros((), x.dtype))
+        return jnp.where(live, x[self.position], jnp.zeros((), x.dtype))

@@ -1,15 +1,10 @@
-"""How the vocabulary is cut into groups of columns that are computed one after another. Imports no framework.
-
-Also the largest value of a float16 dz, which JAX and PyTorch share.
-"""
+"""How the vocabulary is cut into groups of columns that are computed one after another. Imports no framework."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-COLUMN_MULTIPLE = 128
 FEWEST_COLUMNS = 1024
-FLOAT16_LARGEST = 2.0**14  # float16 dz is scaled until its largest element is this; 28 powers of 2 below it remain
 
 
 class Window(NamedTuple):
@@ -34,6 +29,11 @@ class Groups:
     columns: int
     beyond: bool = False
 
+    @classmethod
+    def whole(cls, vocabulary: int, beyond: bool = False) -> "Groups":
+        """One group of all columns."""
+        return cls(vocabulary, vocabulary, beyond)
+
     @property
     def count(self) -> int:
         return -(-self.vocabulary // self.columns)
@@ -54,10 +54,12 @@ class Groups:
         return Window(i, owned - (k == self.count - 1) * self.overlap, owned)
 
 
+Cost = Callable[[Groups, int], float]
+
+
 def vocabulary_groups(
-    vocabulary: int, budget: int, column_bytes: int, cost: Callable[["Groups", int], float] | None = None,
-    multiple: int = COLUMN_MULTIPLE, beyond: bool = False,
-) -> Groups:  # fmt: skip
+    vocabulary: int, budget: int, column_bytes: int, cost: Cost | None = None, multiple: int = 128, beyond: bool = False
+) -> Groups:
     """The cheapest groups that fit: column_bytes · columns ≤ budget. Groups of up to 1024 columns are always allowed.
 
     cost(groups, columns): the relative time of one group of so many columns; by default, the number of columns. If

@@ -1,9 +1,9 @@
-"""The interface of an engine. forward.py and backward.py know engines by this file alone.
+"""The interface of an engine. A plan and the passes know engines by this file alone.
 
-An engine is a folder beside this file and one object of a class derived from Engine. The object says which calls it
-serves. It has the methods that its class overrides; plan/choose.py takes a method that one engine lacks from the next
-engine. The methods of the second half launch kernels or trace array code and decide nothing: tiles, groups and splits
-come from the plan.
+An engine is a folder beside this file and one object of a class derived from Engine. `Planned` is what a plan asks
+before a call runs. `Launched` is what the passes run: its methods launch kernels or trace array code, and decide
+nothing. An engine names the methods of Launched that it has; plan/choose.py takes a method that one engine lacks from
+the next engine.
 """
 
 from dataclasses import dataclass
@@ -13,13 +13,54 @@ import jax
 
 from cce_kernels.call import Call
 from cce_kernels.device import Gpu
-from cce_kernels.gradients import FormDz, Products
+from cce_kernels.gradients import FormDz, Left, Products
 from cce_kernels.head import Head
-from cce_kernels.numbers import Cotangents, Inputs, Wanted
+from cce_kernels.numbers import Cotangents, Inputs
 from cce_kernels.tokens import Kept, Rows
 from cce_kernels.windows import Groups
 
-Tile = Any  # an engine's own type, hashable
+
+@dataclass(frozen=True)
+class Step:
+    """One method of Launched, planned: the engine that has it, and how it runs."""
+
+    engine: "Engine"
+    tiles: Any = None  # of the engine's own type, hashable; None where the engine has no choice
+    splits: int = 1  # runs of the vocabulary, each with sums of its own
+    groups: Any = None  # windows.Groups: of the vocabulary, computed one after another; None: all at once
+
+
+@dataclass(frozen=True)
+class Multiplying:
+    """The step `products`: the engine, its tiles for de and dc, and the number of partial sums of de."""
+
+    engine: "Engine"
+    de: Any
+    dc: Any
+    groups: Groups
+    splits: int = 1
+
+
+class Problem(NamedTuple):
+    """The call whose arrays a launch computes with."""
+
+    call: Call
+    gpu: Any  # device.Gpu; None: no CUDA device
+    inputs: Inputs
+
+    @property
+    def head(self) -> Head:
+        return self.call.head
+
+    def with_e(self, e: jax.Array) -> "Problem":
+        return self._replace(inputs=self.inputs._replace(e=e))
+
+
+class Block(NamedTuple):
+    """The size of what a program of `sums` computes at a time: tokens, and columns of the vocabulary."""
+
+    rows: int
+    columns: int
 
 
 class Sums(NamedTuple):
@@ -31,29 +72,13 @@ class Sums(NamedTuple):
     saved: jax.Array | None  # (rows, V): exponentials (cce_kernels/exponentials.py)
 
 
-@dataclass(frozen=True)
-class Multiplying:
-    """How the two matmuls of a group run: the engine, its tiles for de and dc, and the number of partial sums of de."""
-
-    engine: "Engine"
-    de: Tile
-    dc: Tile
-    splits: int = 1
-
-
-class Engine:
+class Planned:
     name: str
     finds_target: bool  # whether `sums` also finds the targets' logits, works in groups and needs no reference
-    stops: bool  # whether its kernels stop at the last kept token
-    in_place: bool  # whether `products` reads c_g in c and writes dc_g in dc, without copies of them
+    stops: bool  # whether kernels stop at the last kept token; `products` then copies no part of c or dc
     multiplies_fastest: bool  # whether `products` takes no longer than XLA's matmuls
     depth: int = 1  # a matmul that sums over tokens reads so many in a step, unless it masks those that do not count
-
-    def offers(self, method: str) -> bool:
-        """Whether the engine has this method of the second half."""
-        return getattr(type(self), method) is not getattr(Engine, method)
-
-    # The first half: what a plan asks.
+    workspace: int = 0  # bytes that its matmuls hold besides operands and results
 
     def refuses(self, call: Call, gpu: Gpu | None) -> str:
         """Why the engine does not compute this call's logits on this GPU, in words for a user; "" if it does.
@@ -65,24 +90,15 @@ class Engine:
     def serves(self, call: Call, gpu: Gpu | None) -> bool:
         return not self.refuses(call, gpu)
 
-    def tile(self, role: str, call: Call, gpu: Any, tokens: int = 0) -> Any:
-        """The tile of a kernel. role: the method that launches it; tokens: how many it computes, for "de_of_saved"."""
-        raise NotImplementedError
+    def step(self, method: str, call: Call, gpu: Any, rows: int = 0, block: Block | None = None) -> Step:
+        """The step that runs this method of Launched for so many rows.
 
-    def splits(self, call: Call, rows: int, gpu: Any) -> int:
-        """The number of runs into which `sums` cuts the vocabulary."""
-        raise NotImplementedError
-
-    def blocks(self, tiles: Any) -> tuple[int, int]:
-        """The tokens in a block of `sums`, and the columns in a tile: each run of the vocabulary is whole tiles.
-
-        `sums` skips a block whose tokens are not consecutive rows of e. `again` must then write the same blocks of the
-        same runs.
+        block: for `recomputed_lse`, of the step whose log-sum-exps it computes again. With rows = 0 any number will do.
         """
-        raise NotImplementedError
+        return Step(self)  # type: ignore[arg-type]
 
-    def dz_bytes(self, call: Call, tokens: int, gpu: Any) -> int:
-        """The bytes that `form_dz` holds for one column of so many tokens."""
+    def block(self, sums: Step) -> Block:
+        """The block of a step of `sums`. Each run of the vocabulary is a whole number of its columns."""
         raise NotImplementedError
 
     def groups(self, call: Call, tokens: int, room: int, column: int, gpu: Any) -> Groups:
@@ -97,102 +113,106 @@ class Engine:
         raise NotImplementedError
 
     def de_of_chunk(self, call: Call, tokens: int, gpu: Any) -> Multiplying:
-        """How de of a chunk of so many tokens is computed from what it stores, over the whole vocabulary at once.
+        """How `products` computes de of a chunk of so many tokens, over the whole vocabulary at once.
 
         de of so few tokens may be computed as several partial sums.
         """
         raise NotImplementedError
 
-    # The second half: what the two passes run.
+    def dz_bytes(self, call: Call, tokens: int, gpu: Any) -> int:
+        """The bytes that `form_dz` holds for one column of so many tokens."""
+        return call.itemsize * tokens
 
-    def target(self, inputs: Inputs, order: jax.Array | None, *, head: Head, tiles: Any, gpu: Any) -> jax.Array:
-        """The logit of each token's target, (rows,): the reference of `sums`."""
+
+class Launched:
+    """What the passes run: each method is the function of this name in the engine's module `kernels`."""
+
+    launches: tuple[str, ...]  # the methods that the engine has
+
+    @property
+    def kernels(self) -> Any:
+        """The module with these functions. It is imported at the first launch: a plan needs no kernel."""
         raise NotImplementedError
 
-    def sums(
-        self, inputs: Inputs, at: Rows, reference: Any, save: bool, *, head: Head, with_sum: bool,
-        tiles: Any, splits: int, gpu: Any,
-    ) -> Sums:  # fmt: skip
+    def target(self, step: Step, problem: Problem, order: jax.Array | None) -> jax.Array:
+        """The logit of each token's target, (rows,): the reference of `sums`. order: tokens.Rows.order."""
+        return self.kernels.target(step, problem, order)
+
+    def sums(self, step: Step, problem: Problem, at: Rows, reference: Any, save: bool) -> Sums:
         """The sums, and the exponentials if these are to be saved.
 
-        A log-sum-exp is inf where the sum of exp(z − reference) overflows.
+        A log-sum-exp is inf where the sum of exp(z − reference) overflows. A block whose tokens are not consecutive
+        rows of e is not computed if at.starts says so.
         """
-        raise NotImplementedError
+        return self.kernels.sums(step, problem, at, reference, save)
 
-    def again(
-        self, inputs: Inputs, at: Rows, reference: jax.Array | None, before: jax.Array, *, head: Head, tiles: Any,
-        gpu: Any,
-    ) -> jax.Array:  # fmt: skip
-        """before, (parts, rows), with some log-sum-exps written again.
+    def recomputed_lse(
+        self, step: Step, problem: Problem, at: Rows, reference: jax.Array | None, before: jax.Array
+    ) -> jax.Array:
+        """before, (parts, rows), with some log-sum-exps computed again.
 
         With a reference: the log-sum-exps of the blocks that `sums` skipped, as their tokens are scattered in e. With
         None: the log-sum-exps that are inf or NaN, now with a running maximum.
         """
-        raise NotImplementedError
+        return self.kernels.recomputed_lse(step, problem, at, reference, before)
 
-    def replaced(
-        self, inputs: Inputs, lse: jax.Array, by_lse: jax.Array, saved: jax.Array, *, head: Head, tiles: Any,
-        splits: int, gpu: Any,
-    ) -> jax.Array:  # fmt: skip
+    def saved_by_lse(
+        self, step: Step, problem: Problem, lse: jax.Array, by_lse: jax.Array, saved: jax.Array
+    ) -> jax.Array:
         """saved, with exp(z − lse) written for the tokens where by_lse is true."""
-        raise NotImplementedError
+        return self.kernels.saved_by_lse(step, problem, lse, by_lse, saved)
 
-    def form_dz(
-        self, inputs: Inputs, lse: jax.Array, cotangents: Cotangents, count: Any, *, head: Head,
-        groups: Groups, wanted: Wanted, tiles: Any, gpu: Any,
-    ) -> FormDz:  # fmt: skip
+    def form_dz(self, step: Step, problem: Problem, lse: jax.Array, cotangents: Cotangents, count: Any) -> FormDz:
         """Forms dz of a group from logits that are computed again. Rows of dz from `count` on are arbitrary."""
-        raise NotImplementedError
+        return self.kernels.form_dz(step, problem, lse, cotangents, count)
 
     def form_dz_of_saved(
-        self, saved: jax.Array, inputs: Inputs, reference: jax.Array, lse: jax.Array, cotangents: Cotangents, *,
-        head: Head, groups: Groups, wanted: Wanted, tiles: Any, gpu: Any,
-    ) -> FormDz:  # fmt: skip
+        self, step: Step, problem: Problem, saved: jax.Array, reference: jax.Array, lse: jax.Array, of: Cotangents
+    ) -> FormDz:
         """Forms dz of a group from saved exponentials."""
-        raise NotImplementedError
+        return self.kernels.form_dz_of_saved(step, problem, saved, reference, lse, of)
 
-    def form_dz_in_place(
-        self, saved: jax.Array, inputs: Inputs, reference: jax.Array, lse: jax.Array, cotangents: Cotangents, *,
-        head: Head, vocabulary: int, tiles: Any, gpu: Any,
-    ) -> jax.Array:  # fmt: skip
+    def dz_in_place(
+        self, step: Step, problem: Problem, saved: jax.Array, reference: jax.Array, lse: jax.Array, of: Cotangents
+    ) -> jax.Array:
         """dz of the whole vocabulary, in the memory of the saved exponentials. Ignored tokens' rows are 0."""
-        raise NotImplementedError
+        return self.kernels.dz_in_place(step, problem, saved, reference, lse, of)
 
-    def products(
-        self, e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None, count: jax.Array, how: Multiplying,
-        groups: Groups, gpu: Any,
-    ) -> Products:  # fmt: skip
+    def saved_targets(
+        self, step: Step, problem: Problem, saved: jax.Array, at_target: jax.Array, clear: jax.Array | None
+    ) -> jax.Array:
+        """saved, in place, with at_target at the targets, and 0 for ignored tokens in the first `clear` rows."""
+        return self.kernels.saved_targets(step, problem, saved, at_target, clear)
+
+    def products(self, step: Multiplying, problem: Problem, unit: jax.Array | None, count: jax.Array) -> Products:
         """The two matmuls with dz of the first `count` tokens, or of all tokens if the engine does not stop.
 
         unit: the number that dz was divided by.
         """
-        raise NotImplementedError
+        return self.kernels.products(step, problem, unit, count)
+
+    def de_of_saved(
+        self, step: Step, problem: Problem, saved: jax.Array, r: jax.Array, count: jax.Array, out: jax.Array
+    ) -> jax.Array:
+        """out, (rows, D), with r·(P·c) of the first `count` tokens, rounded, written into it."""
+        return self.kernels.de_of_saved(step, problem, saved, r, count, out)
 
     def sum_dc(
-        self, dc: jax.Array, steps: jax.Array | None, left: jax.Array, e: jax.Array, unit: jax.Array | None,
-        count: jax.Array, factor: jax.Array | None, *, head: Head, tiles: Any, gpu: Any,
-    ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+        self, step: Step, call: Call, gpu: Any, dc: jax.Array, steps: Any, left: Left, factor: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
         """dc + unit · leftᵀ·e of the first `count` tokens, in place, and its steps (cce_kernels/block_floats.py).
 
         steps: None where dc is summed in float32. factor: None, or (1,) for the last sum: the result is then
         factor · (dc + unit · leftᵀ·e) in dc's type.
         """
-        raise NotImplementedError
+        return self.kernels.sum_dc(step, call, gpu, dc, steps, left, factor)
 
-    def de_of_saved(
-        self, saved: jax.Array, r: jax.Array, c: jax.Array, count: jax.Array, place: jax.Array, *, head: Head,
-        tiles: Any, gpu: Any,
-    ) -> jax.Array:  # fmt: skip
-        """place, (rows, D), with r·(P·c) of the first `count` tokens, rounded, written into it."""
-        raise NotImplementedError
-
-    def ready(
-        self, saved: jax.Array, targets: jax.Array, at_target: jax.Array, clear: jax.Array | None, *, vocabulary: int,
-        gpu: Any,
-    ) -> jax.Array:  # fmt: skip
-        """saved, in place, with at_target at the targets, and 0 for ignored tokens in the first `clear` rows."""
-        raise NotImplementedError
-
-    def restored(self, x: jax.Array, kept: Kept, *, gpu: Any) -> jax.Array:
+    def restored(self, step: Step, gpu: Any, x: jax.Array, kept: Kept) -> jax.Array:
         """tokens.Kept.restored(x), computed in place."""
-        raise NotImplementedError
+        return self.kernels.restored(step, gpu, x, kept)
+
+
+class Engine(Planned, Launched):
+    def offers(self, method: str) -> bool:
+        """Whether the engine has this method of Launched."""
+        return method in self.launches

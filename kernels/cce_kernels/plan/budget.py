@@ -13,14 +13,12 @@ from cce_kernels.block_floats import steps_shape
 from cce_kernels.call import Call
 from cce_kernels.device import Gpu
 from cce_kernels.engines.engine import Engine
-from cce_kernels.engines.xla import XLA
+from cce_kernels.engines.xla import NUMBERS, WORKSPACE, XLA
 from cce_kernels.exponentials import can_be_saved, saved_shape
 from cce_kernels.plan.plan import Chunks
 from cce_kernels.windows import FEWEST_COLUMNS
 
-WORKSPACE = 32 * 2**20  # the workspace of XLA's matmuls
 GROUP_BYTES = 256 * 2**20
-NUMBERS = 256  # bytes a token, for lse and the like
 CHUNK_NUMBERS = 96  # the same where the forward pass forms the gradients
 SAVED_DZ_ROWS, DZ_ROWS = 16, 64  # the fewest rows of a tile of dz: each tile stores its column sums for dbias
 
@@ -57,35 +55,27 @@ class Bytes:
     @property
     def always(self) -> int:
         """What is held besides a group: the sum for de, some numbers a token, and the workspace of XLA's matmuls."""
-        return self.sum_of_de + NUMBERS * self.rows + (0 if self.products.in_place else WORKSPACE)
+        return self.sum_of_de + NUMBERS * self.rows + self.products.workspace
 
     @property
     def sum_of_de(self) -> int:
         """0 where the sum is de itself, which is a result. If e is frozen: a copy of e that `gathered` lacks."""
-        call, wanted = self.call, self.call.wanted
-        if wanted is None or not wanted.e:
+        call = self.call
+        if not call.wants.e:
             return call.itemsize * self.rows * call.width - self.gathered
-        itself = not self.engine.stops and self.rows == call.tokens and call.itemsize == call.wide
-        return 0 if itself else call.wide * self.rows * call.width
-
-    @property
-    def beside_logits(self) -> int:
-        """What may be held besides a block of logits of the xla engine's forward pass.
-
-        XLA may write the zeros of the sum for de early. The same without gradients: the same blocks give the same bits.
-        """
-        return (self.call.wide * self.call.width + NUMBERS) * self.call.tokens + WORKSPACE
+        itself = not self.engine.stops and self.rows == call.tokens and call.itemsize == call.sum_itemsize
+        return 0 if itself else call.sum_itemsize * self.rows * call.width
 
     def column(self, tokens: int, *, copies: bool, of_saved: bool = False, padded: bool = False) -> int:
         """The bytes of one column of a group: dz of so many tokens, a copy of c_g or dc_g, partial sums of dbias.
 
         padded: whether XLA pads dz and c_g, and so holds a second dz. (Of c_g one copy is counted already.)
         """
-        call, bias = self.call, self.call.wanted is not None and self.call.wanted.bias
+        call, bias = self.call, self.call.wants.bias
         dz = call.itemsize * tokens if of_saved else self.engine.dz_bytes(call, tokens, self.gpu)
         dz += call.itemsize * tokens * padded
         sums = 4 * -(-tokens // (SAVED_DZ_ROWS if of_saved else DZ_ROWS)) * bias
-        return dz + max(call.itemsize, call.of_dc) * call.width * copies + sums
+        return dz + max(call.itemsize, call.dc_itemsize) * call.width * copies + sums
 
     def least_group(self, tokens: int, **of) -> int:
         return min(FEWEST_COLUMNS, self.call.vocabulary) * self.column(tokens, **of)
@@ -96,8 +86,8 @@ class Bytes:
     @property
     def scaled_e(self) -> int:
         """The scaled e beside saved exponentials; 0 where it is in the memory that de takes later, or not needed."""
-        wanted = self.call.wanted
-        return 2 * self.rows * self.call.width * (wanted is not None and wanted.c and not wanted.e)
+        wants = self.call.wants
+        return 2 * self.rows * self.call.width * (wants.c and not wants.e)
 
     @property
     def beside_matmuls(self) -> int:
@@ -106,8 +96,8 @@ class Bytes:
         They hold first de, in float32 and rounded, and then the scaled e. XLA puts the float32 de into the memory of dc
         if it fits.
         """
-        rounded = self.call.of_de * self.rows * self.call.width
-        if self.call.wanted is not None and self.call.wanted.c and 2 * self.rows <= self.call.vocabulary:
+        rounded = self.call.de_itemsize * self.rows * self.call.width
+        if self.call.wants.c and 2 * self.rows <= self.call.vocabulary:
             return rounded + NUMBERS * self.rows + WORKSPACE
         return 4 * self.rows * self.call.width + max(rounded, WORKSPACE) + NUMBERS * self.rows
 
@@ -156,13 +146,10 @@ class Bytes:
     def of_a_token(self, tokens: int) -> int:
         """What a token of a chunk of so many tokens holds: its exponentials or logits, and rows of e and de."""
         call, columns = self.call, saved_shape(1, self.call.vocabulary)[1]
-        assert call.wanted is not None
-        if not self.stores:  # the logits and dz, and on a CPU the exponentials; partial sums of de, e and de
-            blocks = 3 if self.gpu is None else 2 + self._pads(tokens)
-            parts = XLA.parts_of_de(call, tokens, call.vocabulary, self.gpu)
-            return call.wide * (blocks * columns + (2 + parts) * call.width)
-        of_de = self.sums_of_de(tokens) + call.of_de  # partial sums, and their sum
-        return 2 * columns + (call.itemsize + max(call.itemsize, of_de * call.wanted.e)) * call.width  # e, and scaled e
+        if not self.stores:
+            return XLA.chunk_bytes(call, tokens, columns, self.gpu)
+        of_de = self.sums_of_de(tokens) + call.de_itemsize  # partial sums, and their sum
+        return 2 * columns + (call.itemsize + max(call.itemsize, of_de * call.wants.e)) * call.width  # e, and scaled e
 
     def of_chunks(self, chunks: Chunks) -> int:
         """What is held where the forward pass forms the gradients in these chunks.
@@ -172,17 +159,16 @@ class Bytes:
         chunks into its memory, unless they are larger.
         """
         call, tokens, columns = self.call, max(chunks.size, chunks.last), saved_shape(1, self.call.vocabulary)[1]
-        assert call.wanted is not None
         steps = 4 * math.prod(steps_shape(call.vocabulary, call.width, chunks.block)) * (chunks.last > 0)
         of_de = chunks.rows_of_de(call.tokens)
-        moved = call.of_de * of_de * call.width * (call.wanted.e and of_de != call.tokens)
+        moved = call.de_itemsize * of_de * call.width * (call.wants.e and of_de != call.tokens)
         moved += 0 if call.one_factor else call.itemsize * call.tokens * call.width
         moved += call.itemsize * chunks.last * (columns + call.width) * (chunks.last < chunks.size)
-        if self.stores and call.wanted.e and call.wanted.c and not chunks.last:
+        if self.stores and call.wants.e and call.wants.c and not chunks.last:
             # XLA gives de of all tokens no memory of a result here. It may take that of the sums.
-            moved += call.width * max(call.of_de * of_de - self.sums_of_de(tokens) * tokens, 0)
-        by_xla = not self.stores or call.wanted.bias or (call.wanted.e and self.de_by_xla(tokens))
-        workspace = WORKSPACE * (self.gpu is not None and by_xla) + 12 * call.vocabulary * call.wanted.bias
+            moved += call.width * max(call.de_itemsize * of_de - self.sums_of_de(tokens) * tokens, 0)
+        by_xla = not self.stores or call.wants.bias or (call.wants.e and self.de_by_xla(tokens))
+        workspace = WORKSPACE * (self.gpu is not None and by_xla) + 12 * call.vocabulary * call.wants.bias
         workspace += call.itemsize * call.vocabulary * call.width * self._pads(tokens)  # a copy of c
         return tokens * self.of_a_token(tokens) + steps + moved + CHUNK_NUMBERS * chunks.rows + workspace
 
@@ -192,8 +178,8 @@ class Bytes:
 
     def least(self) -> int:
         """The least plan: nothing saved, the smallest groups."""
-        of = {"copies": not self.products.in_place}
+        of = {"copies": not self.products.stops}
         if self.engine.stops:
             return self.gathered + self.always + self.least_group(self.rows, **of)
         of["padded"] = XLA.pads(self.call, self.rows, min(FEWEST_COLUMNS, self.call.vocabulary), self.gpu)
-        return max(self.gathered + self.always, self.beside_logits) + self.least_group(self.rows, **of)
+        return max(self.gathered + self.always, XLA.beside_logits(self.call)) + self.least_group(self.rows, **of)

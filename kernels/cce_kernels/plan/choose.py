@@ -6,11 +6,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from cce_kernels.call import Call
 from cce_kernels.device import Gpu
-from cce_kernels.engines.engine import Engine, Multiplying
+from cce_kernels.engines.engine import Block, Engine, Multiplying, Step
 from cce_kernels.engines.hopper import HOPPER
 from cce_kernels.engines.triton import TRITON
 from cce_kernels.engines.xla import XLA
@@ -18,7 +18,7 @@ from cce_kernels.exponentials import can_be_saved
 from cce_kernels.numbers import Wanted
 from cce_kernels.plan.budget import GROUP_BYTES, Bytes
 from cce_kernels.plan.chunks import fastest_chunks, predicted
-from cce_kernels.plan.plan import Backward, Chunks, Forward, InForward, Plan, Step, Times
+from cce_kernels.plan.plan import Chunks, Forward, InForward, Plan, Recomputed, Saved, Times
 from cce_kernels.tokens import MANY, gathered_rows
 from cce_kernels.windows import Groups
 
@@ -43,39 +43,36 @@ def needs_reference(itemsize: int, impl: Impl) -> bool:
 
 @lru_cache(maxsize=4096)
 def plan_of(
-    call: Call, gpu: Gpu | None, impl: Impl, saved: int | None = None, last: int | None = None,
-    chunks: Chunks | None = None,
-) -> Plan:  # fmt: skip
+    call: Call, gpu: Gpu | None, impl: Impl, saved: int | None = None, last: int | None = None, chunks: Any = None
+) -> Plan:
     """The plan of a call. ValueError if no engine of impl serves the call.
 
     gpu: None for a device that is no CUDA GPU. What the plan for another platform has decided already, or None: saved,
     the number of tokens whose exponentials are saved, all or 0; last, that the forward pass forms the gradients, and
-    the number of tokens of its last chunk. chunks: the same from the plan for another shard of the vocabulary, and all
-    its chunks.
+    the number of tokens of its last chunk. chunks (Chunks): the same from the plan for another shard of the
+    vocabulary, and all its chunks.
     """
     gathered = with_gathered_rows(call)
     serving = tuple(engine for engine in engines(call.itemsize, impl) if engine.serves(gathered, gpu))
     if not serving:
         raise ValueError(f"impl={impl!r} has no engine for {call} on {gpu}")
-    setting = _Setting(call, gpu, serving)
-    decides = saved is None
-    saves = _saves(setting) if saved is None or not setting.engine.stops else saved > 0
-    forward, of_forward = _forward(setting)
+    x = _Setting(call, gpu, serving)
+    forward, of_forward = _forward(x)
+    plan = Plan(call, gpu, x.rows, x.finds_ignored, forward, None, held=0, least=0)
     if call.wanted is None:
-        return Plan(call, gpu, setting.rows, setting.looks, 0, forward, None, 0, None, 0)
-    backward, of_backward = _backward(setting, saves)
-    held, in_forward, times = max(of_forward, of_backward), None, None
+        return plan
+    saves = _saves(x) if saved is None or not x.engine.stops else saved > 0
+    gradients, of_gradients = _saved(x) if saves else _recomputed(x)
+    held, times = max(of_forward, of_gradients), None
     decided = last is not None or chunks is not None
-    if decided or (decides and (call.one_factor or of_any_cotangents(call))):
-        if chunks is None and (decided or _may_form_in_forward(setting)):
-            chunks = fastest_chunks(setting.bytes, last)
-        again = _backward(setting, False)[0] if saves else backward
-        times = predicted(setting.bytes, again.groups.count, chunks, saves)
+    if decided or (saved is None and (call.one_factor or of_any_cotangents(call))):
+        if chunks is None and (decided or _may_form_in_forward(x)):
+            chunks = fastest_chunks(x.bytes, last)
+        recomputed = gradients if isinstance(gradients, Recomputed) else _recomputed(x)[0]
+        times = predicted(x.bytes, recomputed.products.groups.count, chunks, saves)
         if chunks is not None and (decided or _is_fastest_in_forward(times)):
-            in_forward = _in_forward(setting, chunks)
-            saves, backward, held = False, again, in_forward.held
-    return Plan(call, gpu, setting.rows, setting.looks, setting.rows * saves, forward, backward, held, in_forward,
-                setting.bytes.least(), times)  # fmt: skip
+            gradients, held = _in_forward(x, chunks), x.bytes.of_chunks(chunks)
+    return replace(plan, gradients=gradients, held=held, least=x.bytes.least(), times=times)
 
 
 def with_gathered_rows(call: Call) -> Call:
@@ -104,7 +101,7 @@ class _Setting:
         return self.serving[0]
 
     @cached_property
-    def looks(self) -> bool:
+    def finds_ignored(self) -> bool:
         """Whether ignored tokens are looked for: the engine stops at the last kept token, and there are many tokens."""
         many = 32 if self.gpu is not None and self.gpu.interpreted else MANY
         return self.engine.stops and self.call.tokens >= many
@@ -112,7 +109,7 @@ class _Setting:
     @cached_property
     def gathers(self) -> bool:
         """Whether e is copied with the kept tokens first. Evaluation needs no copy if the engine takes N rows."""
-        return self.looks and (self.call.wanted is not None or not self.engine.serves(self.call, self.gpu))
+        return self.finds_ignored and (self.call.wanted is not None or not self.engine.serves(self.call, self.gpu))
 
     @cached_property
     def rows(self) -> int:
@@ -126,8 +123,10 @@ class _Setting:
     def bytes(self) -> Bytes:
         return Bytes(self.call, self.gpu, self.rows, self.engine, self.products)
 
-    def offering(self, method: str) -> Engine:
-        return next(engine for engine in self.serving if engine.offers(method))
+    def step(self, method: str, block: Block | None = None) -> Step:
+        """The step of the first engine that has this method of engine.Launched."""
+        engine = next(engine for engine in self.serving if engine.offers(method))
+        return engine.step(method, self.call, self.gpu, self.rows, block)
 
     @property
     def products(self) -> Engine:
@@ -143,21 +142,17 @@ class _Setting:
 def _forward(x: _Setting) -> tuple[Forward, int]:
     """The plan of the forward pass, and the bytes of its blocks of logits and of what may be held beside them."""
     if x.engine.finds_target:
-        beside = x.bytes.beside_logits
+        beside = XLA.beside_logits(x.call)
         groups, size = _groups(x, x.call.tokens, x.call.memory_budget - beside, x.engine)
-        return Forward(Step(x.engine, groups), 1, x.gathers), beside + size
-    tiles = x.engine.tile("sums", x.call, x.gpu)
-    kernels = x.offering("again")
-    rows, columns = x.engine.blocks(tiles)
-    others = replace(kernels.tile("sums", x.call, x.gpu), columns=columns)
+        return Forward(Step(x.engine, groups=groups), x.gathers), beside + size
+    sums = x.step("sums")
+    rescue = replace(x.step("recomputed_lse", block=Block(0, x.engine.block(sums).columns)), splits=sums.splits)
     scattered = None
-    # A block whose tokens are consecutive rows of e is read at once. A twin of the kernel, "scattered", computes the
-    # other blocks. With a weighted sum there is no twin: the kernel looks up every row.
-    if x.looks and not x.gathers and not x.call.with_sum:
-        scattered = Step(kernels, replace(others, rows=rows))
-    target = Step(kernels, kernels.tile("target", x.call, x.gpu))
-    return Forward(Step(x.engine, tiles), x.engine.splits(x.call, x.rows, x.gpu), x.gathers, target, scattered,
-                   Step(kernels, others)), 0  # fmt: skip
+    # A block whose tokens are consecutive rows of e is read at once. Another kernel, "scattered", computes the other
+    # blocks. With a weighted sum there is no such kernel: `sums` looks up every row.
+    if x.finds_ignored and not x.gathers and not x.call.with_sum:
+        scattered = x.step("recomputed_lse", block=x.engine.block(sums))
+    return Forward(sums, x.gathers, x.step("target"), scattered, rescue), 0
 
 
 def _may_form_in_forward(x: _Setting) -> bool:
@@ -170,41 +165,37 @@ def _may_form_in_forward(x: _Setting) -> bool:
         return x.call.may_chunk
     if not x.bytes.stores:
         return x.call.dtype == "float32"
-    return x.engine.multiplies_fastest or x.call.of_dc == 2
+    return x.engine.multiplies_fastest or x.call.dc_itemsize == 2
 
 
 def _is_fastest_in_forward(times: Times) -> bool:
-    return times.in_forward < min(times.again, times.saved)
+    return times.in_forward < min(times.recomputed, times.saved)
 
 
 def _in_forward(x: _Setting, chunks: Chunks) -> InForward:
     """How the forward pass forms the gradients in these chunks."""
-    call, size = x.call, max(chunks.size, chunks.last)
-    everything = Groups(call.vocabulary, call.vocabulary, beyond=not x.engine.finds_target)
-    held, dc = x.bytes.of_chunks(chunks), _sum_of_dc(x, chunks)
+    call, size, dc = x.call, max(chunks.size, chunks.last), _sum_of_dc(x, chunks)
     if not x.bytes.stores:
-        return InForward(chunks, dc, everything, held)
+        return InForward(chunks, dc)
     of_chunk = _Setting(replace(call, tokens=size), x.gpu, x.serving)
     forward = replace(_forward(of_chunk)[0], gathered=True, scattered=None)
-    sizes = {chunks.size or size, chunks.last or size}
-    by_xla = all(x.bytes.de_by_xla(tokens) for tokens in sizes)
-    de = Multiplying(XLA, None, None) if by_xla else x.engine.de_of_chunk(call, size, x.gpu)
-    forming = x.offering("form_dz_in_place") if call.with_sum else None
-    dz = None if forming is None else Step(forming, forming.tile("saved_dz", call, x.gpu))
-    return InForward(chunks, dc, everything, held, forward, de, dz, x.offering("restored"))
+    by_xla = all(x.bytes.de_by_xla(tokens) for tokens in (chunks.size or size, chunks.last or size))
+    de = (XLA if by_xla else x.engine).de_of_chunk(call, size, x.gpu)
+    dz, targets = (x.step("dz_in_place"), None) if call.with_sum else (None, x.step("saved_targets"))
+    return InForward(chunks, dc, forward, de, dz, targets, x.step("restored"))
 
 
 def _sum_of_dc(x: _Setting, chunks: Chunks) -> Step:
     """The step that sums dc over chunks: by the engine that stores exponentials; else by XLA in groups of columns."""
     call = x.call
     if x.bytes.stores:
-        return Step(x.engine, x.engine.tile("sum_dc", call, x.gpu))
-    if x.gpu is not None and call.of_dc == call.wide:  # XLA's matmul adds to dc in place
-        return Step(XLA, (Groups(call.vocabulary, call.vocabulary), chunks.block))
-    of_group = 3 * call.wide * call.width  # a group's part of dc, in float32, and what becomes of it
+        return x.step("sum_dc")
+    if x.gpu is not None and call.dc_itemsize == call.sum_itemsize:  # XLA's matmul adds to dc in place
+        return Step(XLA, chunks.block, groups=Groups.whole(call.vocabulary))
+    of_group = 3 * call.sum_itemsize * call.width  # a group's part of dc, in float32, and what becomes of it
     room = max(min(GROUP_BYTES // 4, call.vocabulary * of_group // 8), SMALL)
     groups = XLA.groups(call, max(chunks.size, chunks.last), room, of_group, x.gpu)
-    return Step(XLA, (groups, chunks.block))
+    return Step(XLA, chunks.block, groups=groups)
 
 
 def _saves(x: _Setting) -> bool:
@@ -215,47 +206,48 @@ def _saves(x: _Setting) -> bool:
     return call.memory_budget - count.gathered >= count.of_saved()
 
 
-def _backward(x: _Setting, saves: bool) -> tuple[Backward, int]:
-    """The plan of the backward pass, and the bytes that it holds."""
-    count, tokens = x.bytes, x.rows
-    if saves and count.direct:
-        how = _of_exponentials(x)
-        beside = count.beside_matmuls if how.de is None else count.scaled_e
-        return how, count.gathered + count.saved(tokens) + beside
-    if saves:
-        beside = count.saved(tokens) + count.beside_groups
-        forming = x.offering("form_dz_of_saved")
-        room = x.call.memory_budget - count.gathered - beside
-        groups, size = _groups(x, tokens, room, XLA, of_saved=forming)
-        step = Step(forming, forming.tile("saved_dz", x.call, x.gpu))
-        few, most = _multiplying(x, forming, groups), _multiplying(x, XLA, groups)
-        if _xla_copies(x, groups.columns):
-            few, most = None, few
-        return Backward(groups, step, most, few if x.looks else None), count.gathered + beside + size
-    products, room = x.products, x.call.memory_budget - count.gathered - count.always
-    groups, size = _groups(x, tokens, room, products)
+def _recomputed(x: _Setting) -> tuple[Recomputed, int]:
+    """How the backward pass computes the logits again, and the bytes that it holds."""
+    products, besides = x.products, x.bytes.gathered + x.bytes.always
+    room = x.call.memory_budget - besides
+    groups, size = _groups(x, x.rows, room, products)
     if products is XLA and _xla_copies(x, groups.columns):
         products = x.stopping if x.engine.stops else XLA
-        groups, size = _groups(x, tokens, room, products, padded=products is XLA)
-    few = None if products.stops or not x.looks else _multiplying(x, x.stopping, groups)
-    step = Step(x.engine, x.engine.tile("form_dz", x.call, x.gpu))
-    return Backward(groups, step, _multiplying(x, products, groups), few), count.gathered + count.always + size
+        groups, size = _groups(x, x.rows, room, products, padded=products is XLA)
+    of_few = _multiplying(x, x.stopping, groups) if x.finds_ignored and not products.stops else None
+    dz = replace(x.step("form_dz"), groups=groups)
+    return Recomputed(dz, _multiplying(x, products, groups), of_few), besides + size
 
 
-def _of_exponentials(x: _Setting) -> Backward:
-    """The plan of the backward pass where the exponentials of all tokens are multiplied as they are."""
-    call, tokens = x.call, x.rows
+def _saved(x: _Setting) -> tuple[Saved, int]:
+    """How the backward pass uses the exponentials of all tokens, and the bytes that it holds, these included."""
+    count = x.bytes
+    if count.direct:
+        way = _of_exponentials(x)
+        besides = count.beside_matmuls if way.de is None else count.scaled_e
+        return way, count.gathered + count.saved(x.rows) + besides
+    besides = count.gathered + count.saved(x.rows) + count.beside_groups
+    dz = x.step("form_dz_of_saved")
+    groups, size = _groups(x, x.rows, x.call.memory_budget - besides, XLA, of_saved=dz.engine)
+    of_few, products = _multiplying(x, dz.engine, groups), _multiplying(x, XLA, groups)
+    if _xla_copies(x, groups.columns):
+        of_few, products = None, of_few
+    return Saved(products, of_few if x.finds_ignored else None, replace(dz, groups=groups)), besides + size
+
+
+def _of_exponentials(x: _Setting) -> Saved:
+    """The same where the exponentials are multiplied as they are."""
+    call, targets = x.call, x.step("saved_targets")
     longer = x.bytes.saved(1) != 2 * call.vocabulary  # P has more columns than c, so that XLA would copy P
     by_xla = not longer and not _xla_copies(x, call.vocabulary)
     in_place = x.bytes.in_place and not (by_xla and call.memory_budget >= x.bytes.everything())
-    everything = Groups(call.vocabulary, call.vocabulary, beyond=in_place)
+    everything = Groups.whole(call.vocabulary, beyond=in_place)
+    own = _multiplying(x, x.engine, everything)
     if in_place:
-        de = Step(x.engine, x.engine.tile("de_of_saved", call, x.gpu, tokens))
-        return Backward(everything, None, _multiplying(x, x.engine, everything), de=de)
-    few = _multiplying(x, x.engine, everything)
+        return Saved(own, targets=targets, de=x.step("de_of_saved"), restored=x.step("restored"))
     if not by_xla:
-        return Backward(everything, None, few)
-    return Backward(everything, None, _multiplying(x, XLA, everything), few if x.looks else None)
+        return Saved(own, targets=targets)
+    return Saved(_multiplying(x, XLA, everything), own if x.finds_ignored else None, targets=targets)
 
 
 def _xla_copies(x: _Setting, columns: int) -> bool:
@@ -275,7 +267,7 @@ def _groups(
     of_saved: the engine that forms dz from saved exponentials; None: dz is formed from logits. padded: whether XLA pads
     dz where it pads such a matmul.
     """
-    how = {"copies": not products.in_place, "of_saved": of_saved is not None}
+    how = {"copies": not products.stops, "of_saved": of_saved is not None}
     column = x.bytes.column(tokens, **how, padded=padded)
     groups = (of_saved or x.engine).groups(x.call, tokens, room, column, x.gpu)
     padded = padded and _xla_copies(x, groups.columns)  # smaller groups may need no padding

@@ -98,7 +98,7 @@ def _of_size(count: Bytes, size: int, last: int | None) -> Chunks:
 
 def sums_in_16_bits(call: Call) -> bool:
     """Whether dc is summed in block floating point; the backward pass then adds the last chunk's part."""
-    return call.wanted is not None and call.wanted.c and call.of_dc == 2
+    return call.wants.c and call.dc_itemsize == 2
 
 
 def predicted(count: Bytes, groups: int, chunks: Chunks | None, all_saved: bool) -> Times:
@@ -107,44 +107,41 @@ def predicted(count: Bytes, groups: int, chunks: Chunks | None, all_saved: bool)
     chunks, all_saved: None and False for what the budget forbids.
     """
     return Times(
-        again(count, groups),
+        recomputed(count, groups),
         math.inf if chunks is None else in_forward(count, chunks),
         _relative(count, 0.0) if all_saved else math.inf,
     )
 
 
-def again(count: Bytes, groups: int) -> float:
+def recomputed(count: Bytes, groups: int) -> float:
     call, cost = count.call, costs(count)
-    assert call.wanted is not None
     logits = call.tokens * call.vocabulary
-    of_group = 8.0 * call.tokens * call.width * cost.byte * call.wanted.e + cost.launches
+    of_group = 8.0 * call.tokens * call.width * cost.byte * call.wants.e + cost.launches
     return _relative(count, (2.0 * call.width * cost.logits + cost.logit) * logits + groups * of_group)
 
 
 def in_forward(count: Bytes, chunks: Chunks) -> float:
     call, cost = count.call, costs(count)
-    assert call.wanted is not None
-    in_groups = not count.stores and (count.gpu is None or call.of_dc < call.wide)
-    moved = 2 * call.of_dc + 16 * in_groups  # bytes, for an element of dc: XLA holds a float32 part of a group
-    of_chunk = moved * cost.byte * call.wanted.c * call.vocabulary * call.width + cost.launches
+    in_groups = not count.stores and (count.gpu is None or call.dc_itemsize < call.sum_itemsize)
+    moved = 2 * call.dc_itemsize + 16 * in_groups  # bytes, for an element of dc: XLA holds a float32 part of a group
+    of_chunk = moved * cost.byte * call.wants.c * call.vocabulary * call.width + cost.launches
     number, largest = chunks.whole + (chunks.last > 0), max(chunks.size, chunks.last)
-    new = cost.new * max(call.wide * largest * call.vocabulary - KEPT, 0)
-    if call.wanted.c and not chunks.last:  # dc begins as zeros, and the factor multiplies it elementwise
-        new += 3 * call.of_dc * cost.byte * call.vocabulary * call.width
+    new = cost.new * max(call.sum_itemsize * largest * call.vocabulary - KEPT, 0)
+    if call.wants.c and not chunks.last:  # dc begins as zeros, and the factor multiplies it elementwise
+        new += 3 * call.dc_itemsize * cost.byte * call.vocabulary * call.width
     return _relative(count, number * of_chunk + new, chunks)
 
 
 def _relative(count: Bytes, more: float, chunks: Chunks | None = None) -> float:
     """The time of the matmuls, the logits and what a way adds, over that of XLA's matmuls."""
     call, cost = count.call, costs(count)
-    assert call.wanted is not None
-    rows, of_gradients = call.tokens, float(call.wanted.e + call.wanted.c)
+    rows, of_gradients = call.tokens, float(call.wants.e + call.wants.c)
     if chunks is not None:
         in_last = min(chunks.last, max(rows - chunks.whole * chunks.size, 0))
         whole, last = (-(-n // cost.multiple) * cost.multiple for n in (chunks.size, in_last))
         rows = chunks.whole * whole + last
         de_by_xla = count.de_by_xla(max(chunks.size, chunks.last))
-        of_gradients += (cost.products - 1) * (call.wanted.c + (call.wanted.e and not de_by_xla))
+        of_gradients += (cost.products - 1) * (call.wants.c + (call.wants.e and not de_by_xla))
     of_matmul = 2.0 * call.vocabulary * call.width
     time = rows * of_matmul * (cost.logits + of_gradients) + cost.logit * call.tokens * call.vocabulary + more
-    return time / (max(call.tokens, 1) * of_matmul * (1 + call.wanted.e + call.wanted.c))
+    return time / (max(call.tokens, 1) * of_matmul * (1 + call.wants.e + call.wants.c))

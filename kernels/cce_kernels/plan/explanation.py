@@ -10,7 +10,7 @@ from cce_kernels.plan.plan import Plan
 
 log = logging.getLogger("cce_kernels")
 MIB = 2**20
-AGAIN = "from logits that the backward pass computes again"
+RECOMPUTED = "from logits that the backward pass computes again"
 SAVED = "from exponentials that the forward pass saves"
 IN_FORWARD = "in the forward pass"
 
@@ -56,9 +56,11 @@ def explained(plan: Plan, impl: Impl) -> Explanation:
         of = plan.in_forward.chunks
         gradients, chunks = IN_FORWARD, (of.whole + (of.last > 0), max(of.size, of.last))
     elif call.wanted is not None:
-        gradients = SAVED if plan.saved else AGAIN
+        gradients = SAVED if plan.saved else RECOMPUTED
     if plan.times is not None:
-        time = {IN_FORWARD: plan.times.in_forward, SAVED: plan.times.saved, AGAIN: plan.times.again}[gradients or AGAIN]
+        time = {IN_FORWARD: plan.times.in_forward, SAVED: plan.times.saved, RECOMPUTED: plan.times.recomputed}[
+            gradients or RECOMPUTED
+        ]
     return Explanation(engine.name, refused, gradients, chunks, plan.held, call.memory_budget, time)
 
 

@@ -9,20 +9,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cce_kernels.call import Call
-from cce_kernels.engines.engine import Engine, Multiplying, Tile
+from cce_kernels.engines.engine import Multiplying, Step
 from cce_kernels.exponentials import saved_shape
 from cce_kernels.tokens import gathered_rows
-from cce_kernels.windows import Groups
 
-FEW = 0.8  # of the tokens: with fewer kept, matmuls that stop at the last kept token beat XLA's matmuls of all tokens
-
-
-@dataclass(frozen=True)
-class Step:
-    """The engine that runs a kernel, and its tiles."""
-
-    engine: Engine
-    tiles: Tile
+# Of the tokens: with a smaller share kept, matmuls that stop at the last kept token beat XLA's matmuls of all tokens.
+FEW_KEPT = 0.8
 
 
 @dataclass(frozen=True)
@@ -30,7 +22,6 @@ class Forward:
     """Target → sums → rescue. A step is None where the engine of `sums` does not need it."""
 
     sums: Step
-    splits: int  # runs of the vocabulary, each with sums of its own
     gathered: bool  # whether e is copied with the kept tokens first; else kernels look up the row of each token
     target: Step | None = None
     scattered: Step | None = None  # where e is not gathered: the blocks whose tokens are not consecutive rows of e
@@ -38,14 +29,24 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class Backward:
-    """The backward pass: from the saved exponentials of all tokens, or from logits that it computes again."""
+class Recomputed:
+    """The backward pass computes the logits again, in groups (cce_kernels/recomputed.py)."""
 
-    groups: Groups  # the groups in which dz is formed; one group if exponentials are multiplied as they are
-    dz: Step | None  # None: the exponentials are multiplied as they are
+    dz: Step
     products: Multiplying
-    few: Multiplying | None = None  # replaces `products` where fewer than FEW of the tokens are kept
-    de: Step | None = None  # writes de from the exponentials in place of `products`, in the memory of the scaled e
+    of_few: Multiplying | None = None  # replaces `products` where few tokens are kept
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The forward pass saves the exponentials of all tokens (cce_kernels/saved.py)."""
+
+    products: Multiplying
+    of_few: Multiplying | None = None  # replaces `products` where few tokens are kept
+    dz: Step | None = None  # forms dz of the exponentials, where a weighted sum is asked for; None: they are multiplied
+    targets: Step | None = None  # writes the targets' elements, where the exponentials are multiplied
+    de: Step | None = None  # writes de in place of `products`, in the memory of the scaled e
+    restored: Step | None = None  # moves rows of that de in place
 
 
 class Chunks(NamedTuple):
@@ -75,16 +76,11 @@ class InForward:
 
     chunks: Chunks
     dc: Step  # sums dc
-    groups: Groups  # the whole vocabulary, as `de` takes it
-    held: int  # bytes, besides inputs and results
     forward: Forward | None = None  # the steps of a chunk whose exponentials are stored; None: its logits are, by XLA
     de: Multiplying | None = None
     dz: Step | None = None  # makes dz of the exponentials, where a weighted sum is asked for; None: they are multiplied
-    restored: Engine | None = None  # moves rows of de in place; None: XLA copies them
-
-    @property
-    def rows(self) -> int:
-        return self.chunks.rows
+    targets: Step | None = None  # writes the targets' elements, where the exponentials are multiplied
+    restored: Step | None = None  # moves rows of de in place; None: XLA copies them
 
 
 class Times(NamedTuple):
@@ -93,7 +89,7 @@ class Times(NamedTuple):
     These are the matmuls of the logits and of the gradients that are wanted. inf: what the memory budget forbids.
     """
 
-    again: float  # the backward pass computes the logits again
+    recomputed: float  # the backward pass computes the logits again
     in_forward: float  # the forward pass forms the gradients
     saved: float  # the forward pass saves the exponentials of all tokens
 
@@ -105,14 +101,21 @@ class Plan:
     call: Call
     gpu: Any  # device.Gpu; None: no CUDA device
     rows: int  # into which the kept tokens are gathered
-    looks: bool  # whether ignored tokens are looked for; else they are computed and masked
-    saved: int  # tokens whose exponentials are saved: all rows, or 0
+    finds_ignored: bool  # whether ignored tokens are looked for; else they are computed and masked
     forward: Forward
-    backward: Backward | None  # None: no gradient is wanted
+    gradients: Recomputed | Saved | InForward | None  # the way to the gradients; None: none is wanted
     held: int  # the most bytes that this plan holds besides inputs and results; 0 for evaluation
-    in_forward: InForward | None  # how the forward pass forms the gradients; None: the backward pass does
     least: int  # the bytes that the least plan holds, whatever the budget; 0 for evaluation
     times: Times | None = None  # None unless the forward pass may form the gradients
+
+    @property
+    def saved(self) -> int:
+        """Tokens whose exponentials are saved: all rows, or 0."""
+        return self.rows if isinstance(self.gradients, Saved) else 0
+
+    @property
+    def in_forward(self) -> InForward | None:
+        return self.gradients if isinstance(self.gradients, InForward) else None
 
     @property
     def saves_de(self) -> bool:

@@ -11,10 +11,10 @@ import jax
 from cce_kernels.block_floats import block_of
 from cce_kernels.call import Call
 from cce_kernels.device import Gpu
-from cce_kernels.engines.engine import Engine, Multiplying
+from cce_kernels.engines.engine import Block, Engine, Multiplying, Step
 from cce_kernels.engines.hopper import tiles
+from cce_kernels.engines.hopper.tiles import units_of
 from cce_kernels.engines.order import cdiv, vocabulary_splits
-from cce_kernels.gradients import ALL_COLUMNS
 from cce_kernels.tokens import MANY
 from cce_kernels.windows import Groups, vocabulary_groups
 
@@ -22,20 +22,10 @@ BLOCK = tiles.PAIR_ROWS // 2  # tokens of a program
 MOSAIC = jax.__version_info__ >= (0, 11)  # in JAX 0.10 the kernels lower, but were never run on a GPU
 
 
-def _interpret(gpu: Gpu):
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    return plgpu.InterpretGPUParams(detect_races=True) if gpu.interpreted else None  # type: ignore[attr-defined]
-
-
-def units_of(gpu: Gpu) -> int:
-    """The number of units of the GPU. A unit is a pair of multiprocessors, which runs a pair of programs."""
-    return gpu.multiprocessors // 2
-
-
 class Hopper(Engine):
     name = "hopper"
-    finds_target, stops, in_place, multiplies_fastest = False, True, True, True
+    finds_target, stops, multiplies_fastest = False, True, True
+    launches = "sums", "form_dz", "products", "de_of_saved", "sum_dc"
     depth = tiles.DEPTH
 
     def refuses(self, call: Call, gpu: Gpu | None) -> str:
@@ -61,26 +51,23 @@ class Hopper(Engine):
             return f"it takes {MANY} tokens or more"
         return "" if call.tokens % tiles.TMA_ROWS == 0 else f"it takes a multiple of {tiles.TMA_ROWS} tokens"
 
-    def tile(self, role: str, call: Call, gpu: Gpu, tokens: int = 0) -> tiles.PairTiles:
-        if role == "sum_dc" and call.of_dc == 2:
-            return tiles.SUMMED[block_of(call.width)]
-        if role == "sum_dc":
+    def step(self, method: str, call: Call, gpu: Gpu, rows: int = 0, block: Block | None = None) -> Step:
+        units = units_of(gpu)
+        if method == "sum_dc" and call.dc_itemsize == 2:
+            return Step(self, tiles.SUMMED[block_of(call.width)])
+        if method == "sum_dc":
             sizes = tiles.dc_sizes(call.vocabulary, call.width, call.head.vocab_axis)
-            return tiles.cheapest(tiles.DC, *sizes, units_of(gpu))
-        if role != "de_of_saved":
-            return tiles.LOGITS
-        return tiles.cheapest(tiles.SAVED_DE, cdiv(tokens, tiles.PAIR_ROWS), call.width, units_of(gpu))
-
-    def splits(self, call: Call, rows: int, gpu: Gpu) -> int:
-        blocks = cdiv(rows, tiles.PAIR_ROWS // 2), cdiv(call.vocabulary, tiles.LOGITS.columns)
+            return Step(self, tiles.cheapest(tiles.DC, *sizes, units))
+        if method == "de_of_saved":
+            return Step(self, tiles.cheapest(tiles.SAVED_DE, cdiv(rows, tiles.PAIR_ROWS), call.width, units))
+        if method != "sums":
+            return Step(self, tiles.LOGITS)
+        blocks = cdiv(rows, BLOCK), cdiv(call.vocabulary, tiles.LOGITS.columns)
         splits = vocabulary_splits(*blocks, rows, gpu.multiprocessors)
-        return min(splits, 2) if gpu.interpreted else splits
+        return Step(self, tiles.LOGITS, min(splits, 2) if gpu.interpreted else splits)
 
-    def blocks(self, tiles) -> tuple[int, int]:
-        return BLOCK, tiles.columns
-
-    def dz_bytes(self, call: Call, tokens: int, gpu: Gpu) -> int:
-        return call.itemsize * tokens
+    def block(self, sums: Step) -> Block:
+        return Block(BLOCK, sums.tiles.columns)
 
     def groups(self, call: Call, tokens: int, room: int, column: int, gpu: Gpu) -> Groups:
         cost = partial(tiles.group_cost, tokens, call.width, call.head.vocab_axis, units_of(gpu))
@@ -94,48 +81,17 @@ class Hopper(Engine):
         de = tiles.cheapest(tiles.DE, cdiv(tokens, tiles.PAIR_ROWS), call.width, units)
         sizes = tiles.dc_sizes(groups.columns, call.width, axis)
         dc = tiles.cheapest(tiles.dc_tiles(groups.columns, groups.count, axis), *sizes, units)
-        return Multiplying(self, de, dc)
-
-    def sums(self, inputs, at, reference, save, *, head, with_sum, tiles, splits, gpu):
-        from cce_kernels.engines.hopper import statistics
-
-        return statistics.sums(inputs, at, reference, save, head=head, tiles=tiles, splits=splits,
-                               interpret=_interpret(gpu))  # fmt: skip
-
-    def form_dz(self, inputs, lse, cotangents, count, *, head, groups, wanted, tiles, gpu):
-        from cce_kernels.engines.hopper import dz
-
-        return dz.former(inputs, lse, cotangents, count, head=head, groups=groups, tiles=tiles,
-                         units=units_of(gpu), interpret=_interpret(gpu))  # fmt: skip
-
-    def products(self, e, c, *, head, unit, count, how: Multiplying, groups, gpu):
-        from cce_kernels.engines.hopper import products
-
-        return products.products(e, c, head=head, unit=unit, count=count, de_tiles=how.de, dc_tiles=how.dc,
-                                 splits=how.splits, groups=groups, units=units_of(gpu),
-                                 interpret=_interpret(gpu))  # fmt: skip
+        return Multiplying(self, de, dc, groups)
 
     def de_of_chunk(self, call: Call, tokens: int, gpu: Gpu) -> Multiplying:
         tile, splits = tiles.de_of_chunk(tokens, call.width, call.vocabulary, units_of(gpu))
-        return Multiplying(self, tile, None, splits)
+        return Multiplying(self, tile, None, Groups.whole(call.vocabulary, beyond=True), splits)
 
-    def sum_dc(self, dc, steps, left, e, unit, count, factor, *, head, tiles, gpu):
-        from cce_kernels.engines.hopper import products, summed
+    @property
+    def kernels(self):
+        from cce_kernels.engines.hopper import kernels
 
-        assert unit is None
-        if steps is None:  # in float32, to which the memory system adds
-            how = products.products(e, dc, head=head, unit=None, count=count, de_tiles=tiles, dc_tiles=tiles, splits=1,
-                                    groups=Groups(left.shape[1], left.shape[1], beyond=True), units=units_of(gpu),
-                                    interpret=_interpret(gpu), adding=True)  # fmt: skip
-            return how.put_dc(dc, left, ALL_COLUMNS), None
-        return summed.sum_dc(dc, steps, left, e, count, factor, head=head, tiles=tiles, units=units_of(gpu),
-                             interpret=_interpret(gpu))  # fmt: skip
-
-    def de_of_saved(self, saved, r, c, count, place, *, head, tiles, gpu):
-        from cce_kernels.engines.hopper import products
-
-        return products.de_of_saved(saved, r, c, count, place, head=head, tiles=tiles, units=units_of(gpu),
-                                    interpret=_interpret(gpu))  # fmt: skip
+        return kernels
 
 
 HOPPER = Hopper()

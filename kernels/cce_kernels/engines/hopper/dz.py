@@ -9,32 +9,34 @@ has to be launched to compute it.
 import jax
 import jax.numpy as jnp
 
+from cce_kernels.engines.engine import Problem, Step
 from cce_kernels.engines.hopper.every_tile import PAIR_GROUP, Extent, every_tile, live_pairs, padded
 from cce_kernels.engines.hopper.logits import logits
-from cce_kernels.engines.hopper.matmul import Multiply, Place, Sum, along_rows, column_numbers, parts_of, vector_of
-from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS, PairTiles
+from cce_kernels.engines.hopper.matmul import Multiply, Origin, Sum
+from cce_kernels.engines.hopper.registers import along_rows, column_numbers, parts_of, vector_of
+from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS
 from cce_kernels.engines.order import row_group
 from cce_kernels.gradients import FormDz
-from cce_kernels.head import Head
-from cce_kernels.numbers import LOG2_E, Cotangents, Inputs
-from cce_kernels.windows import Groups, Window
+from cce_kernels.numbers import LOG2_E, Cotangents
+from cce_kernels.windows import Window
 
 
-def former(
-    inputs: Inputs, lse: jax.Array, cotangents: Cotangents, count: jax.Array,
-    *, head: Head, groups: Groups, tiles: PairTiles, units: int, interpret,
-) -> FormDz:  # fmt: skip
-    """engine.Engine.form_dz. groups.columns: a multiple of DEPTH. dz is 0 from column V on."""
-    e, c, vocabulary = inputs.e, inputs.c, head.vocabulary(inputs.c)
+def form_dz(step: Step, problem: Problem, lse: jax.Array, cotangents: Cotangents, count: jax.Array) -> FormDz:
+    """engine.Launched.form_dz. groups.columns: a multiple of DEPTH. dz is 0 from column V on."""
+    head, groups = problem.head, step.groups
+    e, c, vocabulary = problem.inputs.e, problem.inputs.c, problem.call.vocabulary
     cotangents = jax.tree.map(padded, cotangents)
-    of_tokens = padded(lse * LOG2_E), padded(inputs.targets), cotangents, count, inputs.scale  # the same for all groups
+    # the same for all groups
+    of_tokens = padded(lse * LOG2_E), padded(problem.inputs.targets), cotangents, count, problem.inputs.scale
+    multiply = Multiply(step.tiles, right_axis=1 - head.vocab_axis)
+    group = row_group(e.shape[1], e.dtype.itemsize, PAIR_ROWS, PAIR_GROUP)
 
     def extent(others) -> Extent:
         (*_, count_ref, _scale_ref), number_ref = others
         start = groups.window(number_ref[0]).start
         left = jnp.minimum(groups.columns, groups.vocabulary - start)
-        logits_sum = Sum(e.shape[1] // DEPTH, lambda row, column: Place(row, start + column))
-        return Extent(live_pairs(count_ref[0]), left, logits_sum)
+        logits_sum = Sum(e.shape[1] // DEPTH, lambda row, column: Origin(row, start + column))
+        return Extent(live_pairs(count_ref[0]), left, logits_sum, group)
 
     def write(warpgroup, product, row, column, dz_ref, others):
         (lse_ref, targets_ref, cotangents_refs, _, scale_ref), number_ref = others
@@ -56,12 +58,7 @@ def former(
         warpgroup.write(parts(), dz_ref, row, column)
 
     def form(window: Window) -> tuple[jax.Array, None]:
-        dz = every_tile(
-            (e, c), (of_tokens, window.number.reshape(1)),
-            jax.ShapeDtypeStruct((e.shape[0], groups.columns), e.dtype),
-            Multiply(tiles, right_axis=1 - head.vocab_axis), extent, write, units=units,
-            group=row_group(e.shape[1], e.dtype.itemsize, PAIR_ROWS, PAIR_GROUP), name="cce_dz", interpret=interpret,
-        )  # fmt: skip
-        return dz, None
+        others, out = (of_tokens, window.number.reshape(1)), jax.ShapeDtypeStruct((len(e), groups.columns), e.dtype)
+        return every_tile((e, c), others, out, multiply, extent, write, name="cce_dz", gpu=problem.gpu), None
 
     return form

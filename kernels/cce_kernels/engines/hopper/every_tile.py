@@ -5,6 +5,7 @@ multiprocessors.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,8 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cce_kernels.engines.hopper.matmul import BLOCK, Multiply, Sum, Work, launch, quotient
-from cce_kernels.engines.hopper.tiles import PAIR_ROWS
+from cce_kernels.device import Gpu
+from cce_kernels.engines.hopper.matmul import Multiply, Sum, Work, launch
+from cce_kernels.engines.hopper.registers import BLOCK, quotient
+from cce_kernels.engines.hopper.tiles import PAIR_ROWS, units_of
 from cce_kernels.engines.order import grouped_order
 
 PAIR_GROUP = 8  # the most pairs of row blocks that are computed for all columns before the next pairs
@@ -39,31 +42,30 @@ def spread(unit, units: int, pairs, column_tiles: int | jax.Array, group: int):
 
 
 class Extent(NamedTuple):
-    """The size of a product: pairs of row blocks, columns, and the sum that makes up a tile."""
+    """The size of a product."""
 
-    pairs: Any
+    pairs: Any  # of row blocks
     columns: Any
-    sum: Sum
+    sum: Sum  # that makes up a tile
+    group: int = PAIR_GROUP  # pairs that are computed for all columns before the next pairs
 
 
 def every_tile(
-    operands: tuple[jax.Array, jax.Array], others: Any, out: Any,
-    multiply: Multiply, extent: Callable[[Any], Extent], write: Callable[..., None],
-    *, units: int, group: int, name: str, interpret,
-) -> Any:  # fmt: skip
+    operands: Any, others: Any, out: Any, multiply: Multiply, extent: Callable, write: Callable, *, name: str, gpu: Gpu
+) -> Any:
     """Runs a kernel that writes each tile of left·right once. operands: left and right.
 
-    others: a tree of arrays, which extent(others) and write(...) get as refs.
+    others: a tree of arrays, which extent(others) -> Extent and write(...) get as refs.
     write(warpgroup, product, row, column, out, others): writes a warpgroup's tile, which begins at this row and column.
     product() computes the tile.
     """
 
-    outs = out if isinstance(out, tuple) else (out,)
+    outs, units = out if isinstance(out, tuple) else (out,), units_of(gpu)
 
     def kernel(others, out_ref, *more_refs):
         shape = extent(others)
         column_tiles = quotient(shape.columns + (multiply.tiles.columns - 1), multiply.tiles.columns)
-        of_unit = partial(spread, units=units, pairs=shape.pairs, column_tiles=column_tiles, group=group)
+        of_unit = partial(spread, units=units, pairs=shape.pairs, column_tiles=column_tiles, group=shape.group)
 
         def work(unit, program) -> Work:
             tiles, at = of_unit(unit)
@@ -87,6 +89,6 @@ def every_tile(
 
         return work, compute
 
-    written = launch(operands, others, outs, multiply, kernel, pairs=units, name=name, written=outs[0].dtype,
-                     interpret=interpret)  # fmt: skip
+    multiply = replace(multiply, written=outs[0].dtype)
+    written = launch(operands, others, outs, multiply, kernel, pairs=units, name=name, gpu=gpu)
     return tuple(written) if isinstance(out, tuple) else written[0]

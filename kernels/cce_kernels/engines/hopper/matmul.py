@@ -25,10 +25,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS, TMA_ROWS, PairTiles
+from cce_kernels.device import Gpu
+from cce_kernels.engines.hopper.registers import BLOCK, ROWS, multiple, remainder
+from cce_kernels.engines.hopper.tiles import DEPTH, TMA_ROWS, PairTiles
 
-BLOCK = PAIR_ROWS // 2  # rows of a program
-ROWS = BLOCK // 2  # rows of a warpgroup: the height of the tensor cores' tiles
 OUTSIDE = 2**30  # an index beyond every array
 COPYING = 2  # the index of the warpgroup that copies
 REGISTERS = {"computing": 232, "copying": 40}  # per thread; 2 · 232 + 40 are all that a multiprocessor has
@@ -49,6 +49,7 @@ class Multiply:
     left_axis: int = 1
     right_axis: int = 1
     out_axis: int = 0
+    written: Any = None  # the type of the parts that Warpgroup.write gets; None: it is not called
 
 
 class Work(NamedTuple):
@@ -63,11 +64,11 @@ class Sum(NamedTuple):
     """The sum over left·right that makes up a tile."""
 
     steps: Any  # steps of DEPTH along the inner axis
-    place: Callable[[Any, Any], "Place"]  # (row, column) of a tile -> where its operands begin
+    origin: Callable[[Any, Any], "Origin"]  # (row, column) of a tile -> where its operands begin
     limit: Any = None  # left counts as 0 from this index of its inner axis on; None: no limit
 
 
-class Place(NamedTuple):
+class Origin(NamedTuple):
     """The indices in left and right where a tile's operands begin."""
 
     row: Any  # of left
@@ -145,59 +146,20 @@ class Warpgroup(NamedTuple):
         return out.at[at if self.multiply.out_axis == 0 else at[::-1]]
 
 
-def quotient(a, b) -> jax.Array:
-    """a // b for numbers that are not negative, in int32 even where JAX's default integers have 64 bits."""
-    return lax.div(jnp.asarray(a, jnp.int32), jnp.asarray(b, jnp.int32))
-
-
-def remainder(a, b) -> jax.Array:
-    """a % b, in int32 as `quotient`."""
-    return lax.rem(jnp.asarray(a, jnp.int32), jnp.asarray(b, jnp.int32))
-
-
-def multiple(x, of: int):
-    """x. Tells the compiler that x is a multiple of `of`."""
-    return x if isinstance(x, int) else pl.multiple_of(x, of)
-
-
-def parts_of(tile: jax.Array, dtype) -> Iterator[tuple[int, jax.Array]]:
-    """The parts of a tile and the first column of each. They are as wide as `Warpgroup.write` takes them in this type.
-
-    An epilogue should compute one part after another: for a whole tile there are not enough registers.
-    """
-    width = 128 // jnp.dtype(dtype).itemsize
-    return ((first, tile[:, first : first + width]) for first in range(0, tile.shape[1], width))
-
-
-def vector_of(ref, row) -> jax.Array:
-    """ref[row : row + ROWS]: a number for each row of a warpgroup's tile."""
-    at = ref.at[pl.ds(row, ROWS)]
-    index = ((),) if jax.__version_info__ < (0, 11) else ()
-    loaded = plgpu.load(at, *index, optimized=False)  # type: ignore[reportCallIssue]
-    return plgpu.layout_cast(loaded, plgpu.Layout.WGMMA.reduce(1))
-
-
-def along_rows(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return lax.broadcast_in_dim(vector, shape, (0,))
-
-
-def column_numbers(shape: tuple[int, ...]) -> jax.Array:
-    return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-
-
-def zero_vector() -> jax.Array:
-    return plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+def interpret_params(gpu: Gpu) -> Any:
+    """What runs the kernels: Pallas' GPU interpreter, or None for the GPU itself."""
+    return plgpu.InterpretGPUParams(detect_races=True) if gpu.interpreted else None  # type: ignore[attr-defined]
 
 
 def _copies(shared: _Shared, multiply: Multiply, left, right, work: Work) -> None:
     """What the copying warpgroup does: it copies every step of every tile as soon as the step's stage is free."""
-    stages, (steps, place_of, limit) = multiply.tiles.stages, work.sum
+    stages, (steps, origin_of, limit) = multiply.tiles.stages, work.sum
 
     def tile(n, carry):
-        place = place_of(*work.at(n))
-        row = multiple(place.row, TMA_ROWS if multiply.left_axis else DEPTH)
-        left_inner, right_inner = multiple(place.left_inner, DEPTH), multiple(place.right_inner, DEPTH)
-        columns = pl.ds(multiple(place.column, DEPTH), multiply.tiles.columns)
+        origin = origin_of(*work.at(n))
+        row = multiple(origin.row, TMA_ROWS if multiply.left_axis else DEPTH)
+        left_inner, right_inner = multiple(origin.left_inner, DEPTH), multiple(origin.right_inner, DEPTH)
+        columns = pl.ds(multiple(origin.column, DEPTH), multiply.tiles.columns)
 
         def step(k, carry):
             i = n * steps + k
@@ -205,15 +167,13 @@ def _copies(shared: _Shared, multiply: Multiply, left, right, work: Work) -> Non
             inner = left_inner + k * DEPTH
             if limit is not None:
                 inner = multiple(jnp.where(inner < limit, inner, OUTSIDE), DEPTH)
-            of_left, of_right = (
-                (pl.ds(row, BLOCK), pl.ds(inner, DEPTH)),
-                (columns, pl.ds(right_inner + k * DEPTH, DEPTH)),
-            )
+            of_left = pl.ds(row, BLOCK), pl.ds(inner, DEPTH)
+            of_right = columns, pl.ds(right_inner + k * DEPTH, DEPTH)
             pl.when(i >= stages)(lambda: plgpu.barrier_wait(shared.free.at[slot]))
-            plgpu.copy_gmem_to_smem(left.at[of_left if multiply.left_axis else of_left[::-1]], shared.left.at[slot],
-                                    shared.full.at[slot])  # fmt: skip
-            plgpu.copy_gmem_to_smem(right.at[of_right if multiply.right_axis else of_right[::-1]],
-                                    shared.right.at[slot], shared.full.at[slot], collective_axes="cluster")  # fmt: skip
+            left_part = left.at[of_left if multiply.left_axis else of_left[::-1]]
+            plgpu.copy_gmem_to_smem(left_part, shared.left.at[slot], shared.full.at[slot])
+            right_part, full = right.at[of_right if multiply.right_axis else of_right[::-1]], shared.full.at[slot]
+            plgpu.copy_gmem_to_smem(right_part, shared.right.at[slot], full, collective_axes="cluster")
             return carry
 
         lax.fori_loop(jnp.int32(0), steps, step, None)
@@ -296,13 +256,11 @@ def launch(
     *,
     pairs: int,
     name: str,
-    written: Any = None,
-    interpret: Any = None,
+    gpu: Gpu,
 ) -> list[jax.Array | None]:
     """Runs a kernel in `pairs` pairs of programs, and returns its outputs.
 
-    operands: left and right. others: a tree of arrays. outputs: an array is written in
-    place. written: the type of the parts that `Warpgroup.write` gets; None if it is not called.
+    operands: left and right. others: a tree of arrays. outputs: an array is written in place.
     kernel(others, *outputs) gets refs, or None for None. It returns work_of(pair, program) -> Work, where program is 0
     or 1, and compute(warpgroup, work, product), which must call product(n) once for each tile, in order.
     """
@@ -311,14 +269,15 @@ def launch(
     arrays, tree = jax.tree.flatten(begun)
     inputs = len(arrays) - len(jax.tree.leaves(outputs))
     dtype = operands[0].dtype
-    mesh = plgpu.Mesh(grid=(pairs,), grid_names=("pair",), cluster=(2,), cluster_names=("cluster",), num_threads=3,
-                      thread_name="warpgroup")  # fmt: skip
+    axes = {"grid": (pairs,), "grid_names": ("pair",), "cluster": (2,), "cluster_names": ("cluster",)}
+    mesh = plgpu.Mesh(**axes, num_threads=3, thread_name="warpgroup")
 
     def tile(rows: int, axis: int):
         shape = (rows, DEPTH) if axis else (DEPTH, rows)
         return plgpu.SMEM((multiply.tiles.stages, *shape), dtype, transforms=_swizzled(dtype))
 
     stages = multiply.tiles.stages
+    written = multiply.written
     slots = 2, multiply.tiles.slots, ROWS, 128 // jnp.dtype(dtype if written is None else written).itemsize
     scratch = [
         tile(BLOCK, multiply.left_axis),
@@ -328,7 +287,7 @@ def launch(
         plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=2, num_barriers=stages),
         plgpu.Barrier(),
         plgpu.Barrier(num_arrivals=multiply.tiles.slots, num_barriers=2),
-    ]  # fmt: skip
+    ]
 
     @jax.custom_batching.sequential_vmap
     def call(*arrays):
@@ -337,12 +296,13 @@ def launch(
 
             def body(*_):
                 work_of, compute = kernel(of_others, *of_outputs)
-                pl.run_scoped(
-                    lambda *shared: _body(left, right, multiply, work_of, compute, _Shared(*shared)),
-                    *scratch, collective_axes="warpgroup",
-                )  # fmt: skip
 
-            options = {"name": name, "interpret": interpret, "compiler_params": PARAMETERS}
+                def scoped(*shared):
+                    _body(left, right, multiply, work_of, compute, _Shared(*shared))
+
+                pl.run_scoped(scoped, *scratch, collective_axes="warpgroup")
+
+            options = {"name": name, "interpret": interpret_params(gpu), "compiler_params": PARAMETERS}
             if jax.__version_info__ < (0, 11):  # there pl.kernel copies arrays that are only read, as it aliases them
                 pl.core_map(mesh, **options)(body)
             else:

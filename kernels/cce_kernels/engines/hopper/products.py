@@ -17,42 +17,41 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cce_kernels.engines.hopper.every_tile import PAIR_GROUP, Extent, every_tile, live_pairs, padded
-from cce_kernels.engines.hopper.matmul import Multiply, Place, Sum, along_rows, parts_of, quotient, remainder, vector_of
-from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS, PairTiles
+from cce_kernels.engines.engine import Multiplying, Problem, Step
+from cce_kernels.engines.hopper.every_tile import Extent, every_tile, live_pairs, padded
+from cce_kernels.engines.hopper.matmul import Multiply, Origin, Sum
+from cce_kernels.engines.hopper.registers import along_rows, parts_of, quotient, remainder, vector_of
+from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS
 from cce_kernels.engines.order import cdiv
 from cce_kernels.gradients import Products
-from cce_kernels.head import Head
-from cce_kernels.windows import Groups
 
 
 def de_of_saved(
-    p: jax.Array, r: jax.Array, c: jax.Array, count: jax.Array, place: jax.Array,
-    *, head: Head, tiles: PairTiles, units: int, interpret,
-) -> jax.Array:  # fmt: skip
-    """engine.Engine.de_of_saved. p: (rows, V); r: (rows,)."""
-    vocabulary, width = head.vocabulary(c), place.shape[1]
+    step: Step, problem: Problem, p: jax.Array, r: jax.Array, count: jax.Array, out: jax.Array
+) -> jax.Array:
+    """engine.Launched.de_of_saved. p: (rows, V); r: (rows,)."""
+    vocabulary, width, axis = problem.call.vocabulary, out.shape[1], problem.head.vocab_axis
 
     def extent(others) -> Extent:
         _, count_ref = others
-        return Extent(live_pairs(count_ref[0]), width, Sum(cdiv(vocabulary, DEPTH), Place))
+        return Extent(live_pairs(count_ref[0]), width, Sum(cdiv(vocabulary, DEPTH), Origin))
 
     def write(warpgroup, product, row, column, out_ref, others):
         r = vector_of(others[0], row)
         parts = (x * along_rows(r, x.shape) for _, x in parts_of(product(), out_ref.dtype))
         warpgroup.write((x.astype(out_ref.dtype) for x in parts), out_ref, row, column)
 
-    return every_tile((p, c), (padded(r), count), place, Multiply(tiles, right_axis=head.vocab_axis), extent, write,
-                      units=units, group=PAIR_GROUP, name="cce_saved_de", interpret=interpret)  # fmt: skip
+    operands, others, multiply = (p, problem.inputs.c), (padded(r), count), Multiply(step.tiles, right_axis=axis)
+    return every_tile(operands, others, out, multiply, extent, write, name="cce_saved_de", gpu=problem.gpu)
 
 
 def products(
-    e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None, count: jax.Array, de_tiles: PairTiles,
-    dc_tiles: PairTiles, splits: int, groups: Groups, units: int, interpret, adding: bool = False,
-) -> Products:  # fmt: skip
-    """engine.Engine.products. adding: put_dc adds to dc, which is float32."""
-    (tokens, width), vocabulary, axis = e.shape, head.vocabulary(c), head.vocab_axis
-    run = partial(every_tile, units=units, group=PAIR_GROUP, interpret=interpret)
+    step: Multiplying, problem: Problem, unit: jax.Array | None, count: jax.Array, adding: bool = False
+) -> Products:
+    """engine.Launched.products. adding: put_dc adds to dc, which is float32."""
+    (e, c, *_), groups, splits = problem.inputs, step.groups, step.splits
+    (tokens, width), vocabulary, axis = e.shape, problem.call.vocabulary, problem.head.vocab_axis
+    run = partial(every_tile, gpu=problem.gpu)
 
     def start_of(number_ref):
         return groups.window(number_ref[0]).start
@@ -70,11 +69,11 @@ def products(
             left = jnp.minimum(dz.shape[1], vocabulary - start)  # the group's columns that are in the vocabulary
             steps, live = quotient(left + (DEPTH * splits - 1), DEPTH * splits), live_pairs(count_ref[0])
 
-            def place(row, column) -> Place:
+            def origin(row, column) -> Origin:
                 inner = quotient(row, live * PAIR_ROWS) * steps * DEPTH
-                return Place(remainder(row, live * PAIR_ROWS), column, inner, start + inner)
+                return Origin(remainder(row, live * PAIR_ROWS), column, inner, start + inner)
 
-            return Extent(live * splits, width, Sum(steps, place, None if splits == 1 else left))
+            return Extent(live * splits, width, Sum(steps, origin, None if splits == 1 else left))
 
         def write(warpgroup, product, row, column, de_ref, others):
             count_ref, _ = others
@@ -82,7 +81,7 @@ def products(
             below = quotient(row, live) * tokens + remainder(row, live)
             warpgroup.write((x for _, x in parts_of(product(), de_ref.dtype)), de_ref, below, column, add=adds)
 
-        multiply = Multiply(de_tiles, right_axis=axis)
+        multiply = Multiply(step.de, right_axis=axis)
         return run((dz, c), (count, window.number.reshape(1)), de, multiply, extent, write, name="cce_de")
 
     def put_dc(dc, dz, window):
@@ -94,7 +93,7 @@ def products(
             count_ref, number_ref, _ = others
             start = start_of(number_ref)
             rows, columns = in_layout(jnp.minimum(dz.shape[1], vocabulary - start), width)
-            tokens = Sum(quotient(count_ref[0] + (DEPTH - 1), DEPTH), Place)
+            tokens = Sum(quotient(count_ref[0] + (DEPTH - 1), DEPTH), Origin)
             pairs = quotient(rows + (PAIR_ROWS - 1), PAIR_ROWS)
             return Extent(jnp.where(count_ref[0] > 0, pairs, 0) if adding else pairs, columns, tokens)
 
@@ -105,7 +104,7 @@ def products(
             parts = (x.astype(dc_ref.dtype) for x in parts)
             warpgroup.write(parts, dc_ref, first_row + row, first_column + column, add=adding)
 
-        multiply = Multiply(dc_tiles, left_axis=0, right_axis=0)
+        multiply = Multiply(step.dc, left_axis=0, right_axis=0)
         others = count, window.number.reshape(1), None if unit is None else unit.reshape(1)
         return run(in_layout(dz, e), others, dc, multiply, extent, write, name="cce_dc")
 

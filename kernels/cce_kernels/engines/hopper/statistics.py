@@ -11,42 +11,34 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from cce_kernels.engines.engine import Sums
+from cce_kernels.engines.engine import Problem, Step, Sums
 from cce_kernels.engines.hopper.every_tile import PAIR_GROUP, padded
 from cce_kernels.engines.hopper.logits import logits
-from cce_kernels.engines.hopper.matmul import (
+from cce_kernels.engines.hopper.matmul import Multiply, Origin, Sum, Work, launch
+from cce_kernels.engines.hopper.registers import (
     BLOCK,
     ROWS,
-    Multiply,
-    Place,
-    Sum,
-    Work,
     along_rows,
     column_numbers,
-    launch,
     parts_of,
     quotient,
     vector_of,
     zero_vector,
 )
-from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS, PairTiles
+from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS
 from cce_kernels.engines.order import cdiv, grouped_order, row_group
 from cce_kernels.exponentials import saved_shape
-from cce_kernels.head import Head
-from cce_kernels.numbers import FLOAT32_MAX, LOG2_E, Inputs
+from cce_kernels.numbers import FLOAT32_MAX, LOG2_E
 from cce_kernels.tokens import Rows
 
 
-def sums(
-    inputs: Inputs, at: Rows, reference: jax.Array, save: bool, *, head: Head, tiles: PairTiles, splits: int,
-    interpret,
-) -> Sums:  # fmt: skip
-    """engine.Engine.sums.
+def sums(step: Step, problem: Problem, at: Rows, reference: jax.Array, save: bool) -> Sums:
+    """engine.Launched.sums.
 
     at.starts: one for each block of BLOCK tokens. Blocks whose tokens are not consecutive rows of e are not written.
     """
-    e, c, columns = inputs.e, inputs.c, tiles.columns
-    tokens, width, vocabulary = reference.size, e.shape[1], head.vocabulary(c)
+    (e, c, *_), head, tiles, splits = problem.inputs, problem.head, step.tiles, step.splits
+    tokens, width, vocabulary, columns = reference.size, e.shape[1], problem.call.vocabulary, tiles.columns
     pairs, column_tiles = cdiv(tokens, PAIR_ROWS), cdiv(vocabulary, columns)
     reference = jnp.clip(reference * LOG2_E, -FLOAT32_MAX, FLOAT32_MAX)
     starts, count = at.starts, at.count
@@ -69,7 +61,7 @@ def sums(
             length = jnp.where(pair * PAIR_ROWS < count_ref[0], length, 0)
             if starts_ref is not None:
                 row = jnp.maximum(starts_ref[pair * 2 + program], 0)
-            return Work(length, lambda n: (row, (first + n) * columns), Sum(width // DEPTH, Place))
+            return Work(length, lambda n: (row, (first + n) * columns), Sum(width // DEPTH, Origin))
 
         def compute(warpgroup, work, product):
             program = lax.axis_index("cluster")
@@ -110,11 +102,10 @@ def sums(
         return work, compute
 
     saved = jax.ShapeDtypeStruct(saved_shape(tokens, vocabulary), e.dtype) if save else None
-    total, p = launch(
-        (e, c), (padded(reference), starts, count, inputs.scale),
-        (jax.ShapeDtypeStruct((splits, pairs * PAIR_ROWS), jnp.float32), saved),
-        Multiply(tiles, right_axis=1 - head.vocab_axis), kernel, pairs=pairs * splits, name="cce_statistics",
-        written=None if saved is None else saved.dtype, interpret=interpret,
-    )  # fmt: skip
+    multiply = Multiply(tiles, right_axis=1 - head.vocab_axis, written=e.dtype if save else None)
+    others = padded(reference), starts, count, problem.inputs.scale
+    outputs = jax.ShapeDtypeStruct((splits, pairs * PAIR_ROWS), jnp.float32), saved
+    name, programs = "cce_statistics", pairs * splits
+    total, p = launch((e, c), others, outputs, multiply, kernel, pairs=programs, name=name, gpu=problem.gpu)
     assert total is not None
     return Sums((reference + jnp.log2(total[:, :tokens])) / LOG2_E, None, None, p)

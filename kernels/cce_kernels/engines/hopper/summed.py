@@ -14,30 +14,48 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from cce_kernels.block_floats import decode, encode, step_of
-from cce_kernels.engines.hopper.every_tile import PAIR_GROUP, Extent, every_tile
-from cce_kernels.engines.hopper.matmul import ROWS, Multiply, Place, Sum, along_rows, parts_of, quotient, vector_of
+from cce_kernels.call import Call
+from cce_kernels.device import Gpu
+from cce_kernels.engines.engine import Multiplying, Problem, Step
+from cce_kernels.engines.hopper.every_tile import Extent, every_tile
+from cce_kernels.engines.hopper.matmul import Multiply, Origin, Sum
+from cce_kernels.engines.hopper.products import products
+from cce_kernels.engines.hopper.registers import ROWS, along_rows, parts_of, quotient, vector_of
 from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS, PairTiles
-from cce_kernels.head import Head
+from cce_kernels.gradients import ALL_COLUMNS, Left
+from cce_kernels.numbers import Inputs
+from cce_kernels.windows import Groups
 
 
 def sum_dc(
-    dc: jax.Array, steps: jax.Array | None, p: jax.Array, e: jax.Array, count: jax.Array, factor: jax.Array | None,
-    *, head: Head, tiles: PairTiles, units: int, interpret,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """engine.Engine.sum_dc. A block of numbers that share a step is a row of a tile: one vocabulary entry.
+    step: Step, call: Call, gpu: Gpu, dc: jax.Array, steps: jax.Array | None, left: Left, factor: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """engine.Launched.sum_dc."""
+    assert left.unit is None
+    if steps is not None:
+        return _in_block_floats(step.tiles, call, gpu, dc, steps, left, factor)
+    # The memory system adds to float32.
+    how = Multiplying(step.engine, None, step.tiles, Groups.whole(left.left.shape[1], beyond=True))
+    problem = Problem(call, gpu, Inputs(left.e, dc, None, None))  # type: ignore[arg-type]
+    return products(how, problem, None, left.count, adding=True).put_dc(dc, left.left, ALL_COLUMNS), None
+
+
+def _in_block_floats(
+    tiles: PairTiles, call: Call, gpu: Gpu, dc: jax.Array, steps: jax.Array, left: Left, factor: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """A block of numbers that share a step is a row of a tile: one vocabulary entry.
 
     For a dc (D, V) too, whose tiles are then transposed: if an entry were a column, its largest magnitude would have to
     be exchanged between the warps, each of which holds 16 rows.
     """
-    axis = head.vocab_axis
-    vocabulary, width = dc.shape[axis], dc.shape[1 - axis]
+    vocabulary, width, axis = call.vocabulary, call.width, call.head.vocab_axis
 
     def extent(others) -> Extent:
         count = others[0][0]
         pairs = -(-vocabulary // PAIR_ROWS)
         if factor is None:  # a chunk without tokens adds nothing
             pairs = jnp.where(count > 0, pairs, 0)
-        return Extent(pairs, width, Sum(quotient(count + (DEPTH - 1), DEPTH), Place))
+        return Extent(pairs, width, Sum(quotient(count + (DEPTH - 1), DEPTH), Origin))
 
     def write(warpgroup, product, row, column, dc_ref, others, steps_ref):
         factor = None if others[1] is None else others[1][0]
@@ -58,5 +76,5 @@ def sum_dc(
         warpgroup.write_at_once((encode(x, inverse, dc_ref.dtype) for x in parts), dc_ref, row, column)
 
     multiply = Multiply(tiles, left_axis=0, right_axis=0, out_axis=axis)
-    return every_tile((p, e), (count, factor), (dc, steps), multiply, extent, write, units=units, group=PAIR_GROUP,
-                      name="cce_dc_sum", interpret=interpret)  # fmt: skip
+    operands, others, outputs = (left.left, left.e), (left.count, factor), (dc, steps)
+    return every_tile(operands, others, outputs, multiply, extent, write, name="cce_dc_sum", gpu=gpu)

@@ -4,11 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from cce_kernels.device import Gpu
 from cce_kernels.windows import Groups
 
 PAIR_ROWS = 256  # rows of the tile of a pair of programs
 DEPTH = 64  # elements of the inner axis in one step of a tile's sum
 TMA_ROWS, TMA_COLUMNS = 8, 64  # TMA copies arrays of 16-bit elements that are multiples of this tile
+
+
+def units_of(gpu: Gpu) -> int:
+    """The number of units of the GPU. A unit is a pair of multiprocessors, which runs a pair of programs."""
+    return gpu.multiprocessors // 2
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from cce_kernels.call import Call
 from cce_kernels.device import Gpu
-from cce_kernels.engines.engine import Engine, Multiplying
+from cce_kernels.engines.engine import Block, Engine, Multiplying, Step
 from cce_kernels.engines.order import cdiv, vocabulary_splits
 from cce_kernels.engines.triton import tiles
 from cce_kernels.windows import Groups, vocabulary_groups
@@ -15,7 +15,11 @@ from cce_kernels.windows import Groups, vocabulary_groups
 
 class Triton(Engine):
     name = "triton"
-    finds_target, stops, in_place, multiplies_fastest = False, True, True, False
+    finds_target, stops, multiplies_fastest = False, True, False
+    launches = (
+        *("target", "sums", "recomputed_lse", "saved_by_lse", "saved_targets", "restored"),
+        *("form_dz", "form_dz_of_saved", "dz_in_place", "products", "sum_dc"),
+    )
 
     def refuses(self, call: Call, gpu: Gpu | None) -> str:
         """All types except float64."""
@@ -23,28 +27,31 @@ class Triton(Engine):
             return "it needs an NVIDIA GPU of compute capability 8.0 or more"
         return "" if call.itemsize <= 4 else "it takes no float64"
 
-    def tile(self, role: str, call: Call, gpu: Gpu, tokens: int = 0) -> tiles.TileConfig:
-        if role in ("target", "saved_dz"):
-            return tiles.other_tiles(tiles.SAVED_DZ, gpu.interpreted) if role == "saved_dz" else tiles.TARGET
-        if role == "sum_dc":
-            return tiles.sum_dc_tiles(call.itemsize, call.width, call.of_dc, gpu)
+    def step(self, method: str, call: Call, gpu: Gpu, rows: int = 0, block: Block | None = None) -> Step:
         found = tiles.tiles_for(call.itemsize, call.width, gpu)
-        return found.statistics if role == "sums" else found.dz
-
-    def splits(self, call: Call, rows: int, gpu: Gpu) -> int:
-        tile = self.tile("sums", call, gpu)
-        blocks = cdiv(rows, tile.rows), cdiv(call.vocabulary, tile.columns)
+        if method == "target":
+            return Step(self, tiles.TARGET)
+        if method in ("form_dz_of_saved", "dz_in_place"):
+            return Step(self, tiles.other_tiles(tiles.SAVED_DZ, gpu.interpreted))
+        if method == "sum_dc":
+            return Step(self, tiles.sum_dc_tiles(call, gpu))
+        if method == "form_dz":
+            return Step(self, found.dz)
+        if method == "recomputed_lse" and block is not None:
+            return Step(
+                self, replace(found.statistics, rows=block.rows or found.statistics.rows, columns=block.columns)
+            )
+        if method != "sums":
+            return Step(self)
+        blocks = cdiv(rows, found.statistics.rows), cdiv(call.vocabulary, found.statistics.columns)
         splits = vocabulary_splits(*blocks, rows, gpu.multiprocessors)
-        return min(splits, 2) if gpu.interpreted else splits
+        return Step(self, found.statistics, min(splits, 2) if gpu.interpreted else splits)
 
-    def blocks(self, tiles) -> tuple[int, int]:
-        return tiles.rows, tiles.columns
-
-    def dz_bytes(self, call: Call, tokens: int, gpu: Gpu) -> int:
-        return call.itemsize * tokens
+    def block(self, sums: Step) -> Block:
+        return Block(sums.tiles.rows, sums.tiles.columns)
 
     def groups(self, call: Call, tokens: int, room: int, column: int, gpu: Gpu) -> Groups:
-        tile = self.tile("form_dz", call, gpu)
+        tile = tiles.tiles_for(call.itemsize, call.width, gpu).dz
 
         def waves(_: Groups, columns: int) -> float:
             """The cost of a group in tiles: one for each wave of the dz kernel's programs, and GROUP_COST."""
@@ -55,74 +62,18 @@ class Triton(Engine):
 
     def multiplying(self, call: Call, tokens: int, groups: Groups, gpu: Gpu) -> Multiplying:
         found = tiles.tiles_for(call.itemsize, call.width, gpu)
-        return Multiplying(self, found.de, found.dc)
+        return Multiplying(self, found.de, found.dc, groups)
 
     def de_of_chunk(self, call: Call, tokens: int, gpu: Gpu) -> Multiplying:
         tile = tiles.tiles_for(call.itemsize, call.width, gpu).de
-        return Multiplying(self, tile, None, tiles.splits_of(tokens, call.width, tile, gpu.multiprocessors))
+        splits = tiles.splits_of(tokens, call.width, tile, gpu.multiprocessors)
+        return Multiplying(self, tile, None, Groups.whole(call.vocabulary, beyond=True), splits)
 
-    def target(self, inputs, order, *, head, tiles, gpu):
-        from cce_kernels.engines.triton import target
+    @property
+    def kernels(self):
+        from cce_kernels.engines.triton import kernels
 
-        return target.target(inputs, order, head=head, tiles=tiles, interpret=gpu.interpreted)
-
-    def sums(self, inputs, at, reference, save, *, head, with_sum, tiles, splits, gpu):
-        from cce_kernels.engines.triton import statistics
-
-        return statistics.sums(inputs, at, reference, save, head=head, with_sum=with_sum, tiles=tiles,
-                               splits=splits, interpret=gpu.interpreted)  # fmt: skip
-
-    def again(self, inputs, at, reference, before, *, head, tiles, gpu):
-        from cce_kernels.engines.triton import statistics
-
-        return statistics.again(inputs, at, reference, before, head=head, tiles=tiles, interpret=gpu.interpreted)
-
-    def replaced(self, inputs, lse, by_lse, saved, *, head, tiles, splits, gpu):
-        from cce_kernels.engines.triton import statistics
-
-        return statistics.replaced(inputs, lse, by_lse, saved, head=head, tiles=tiles, splits=splits,
-                                   interpret=gpu.interpreted)  # fmt: skip
-
-    def form_dz(self, inputs, lse, cotangents, count, *, head, groups, wanted, tiles, gpu):
-        from cce_kernels.engines.triton import dz
-
-        return dz.former(inputs, lse, cotangents, count, head=head, groups=groups, with_sums=wanted.bias, tiles=tiles,
-                         interpret=gpu.interpreted)  # fmt: skip
-
-    def form_dz_of_saved(self, saved, inputs, reference, lse, cotangents, *, head, groups, wanted, tiles, gpu):
-        from cce_kernels.engines.triton import saved as exponentials
-
-        return exponentials.former_of_saved(saved, inputs, reference, lse, cotangents, head=head, groups=groups,
-                                     with_sums=wanted.bias, tiles=tiles, interpret=gpu.interpreted)  # fmt: skip
-
-    def products(self, e, c, *, head, unit, count, how: Multiplying, groups, gpu):
-        from cce_kernels.engines.triton import products
-
-        return products.products(e, c, head=head, unit=unit, count=count, de=how.de, dc=how.dc, splits=how.splits,
-                                 interpret=gpu.interpreted)  # fmt: skip
-
-    def form_dz_in_place(self, saved, inputs, reference, lse, cotangents, *, head, vocabulary, tiles, gpu):
-        from cce_kernels.engines.triton import saved as exponentials
-
-        return exponentials.dz_in_place(saved, inputs, reference, lse, cotangents, head=head, vocabulary=vocabulary,
-                                        tiles=tiles, interpret=gpu.interpreted)  # fmt: skip
-
-    def sum_dc(self, dc, steps, left, e, unit, count, factor, *, head, tiles, gpu):
-        from cce_kernels.engines.triton import summed
-
-        assert unit is None
-        return summed.sum_dc(dc, steps, left, e, count, factor, head=head, tiles=tiles, interpret=gpu.interpreted)
-
-    def ready(self, saved, targets, at_target, clear, *, vocabulary, gpu):
-        from cce_kernels.engines.triton import saved as exponentials
-
-        filled = exponentials.with_targets(saved, targets, at_target, vocabulary=vocabulary, interpret=gpu.interpreted)
-        return filled if clear is None else exponentials.cleared(filled, targets, clear, interpret=gpu.interpreted)
-
-    def restored(self, x, kept, *, gpu):
-        from cce_kernels.engines.triton import restored
-
-        return restored.restored(x, kept, interpret=gpu.interpreted)
+        return kernels
 
 
 TRITON = Triton()

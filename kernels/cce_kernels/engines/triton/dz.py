@@ -9,29 +9,19 @@ Written: dz once, 2 bytes an element for 16-bit inputs, into a buffer that every
 a probability, dz of the whole vocabulary.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
+from cce_kernels.engines.engine import Problem, Step
 from cce_kernels.engines.order import cdiv, grouped_order, row_group
-from cce_kernels.engines.triton.loads import (
-    dz_shapes,
-    exp2_shifted,
-    indices,
-    inside,
-    launch,
-    load_scalar,
-    load_vector,
-    logits_tile,
-    store_dz,
-)
-from cce_kernels.engines.triton.tiles import TileConfig
+from cce_kernels.engines.triton.launch import How, launch
+from cce_kernels.engines.triton.loads import indices, inside, load_scalar, load_vector, tile_index, tile_mask
+from cce_kernels.engines.triton.logits import exp2_shifted, logits_tile
 from cce_kernels.gradients import FormDz
-from cce_kernels.head import Head
 from cce_kernels.numbers import LOG2_E, Cotangents, Inputs
-from cce_kernels.windows import Groups, Window
+from cce_kernels.windows import Window
 
 
 def window_numbers(window: Window) -> jax.Array:
@@ -48,11 +38,26 @@ def load_weights(weights_ref, columns: jax.Array, columns_ok) -> jax.Array | Non
     return None if weights_ref is None else load_vector(weights_ref, columns, columns_ok)[None, :]
 
 
-def _kernel(
-    inputs: Inputs, lse_ref, cotangents: Cotangents, window_ref, count_ref, dz_ref, sums_ref,
-    *, head: Head, tiles: TileConfig, groups: Groups, interpret: bool,
-):  # fmt: skip
+def store_dz(dz_ref, sums_ref, dz: jax.Array, row_block, rows: jax.Array, local: jax.Array, rows_ok, local_ok) -> None:
+    """Writes the tile dz[rows, local], and its column sums to sums[row_block, local] if sums_ref is not None."""
+    mask = tile_mask(rows_ok, local_ok, (rows.size, local.size))
+    plgpu.store(dz_ref.at[tile_index(rows, local)], dz.astype(dz_ref.dtype), mask=mask)
+    if sums_ref is not None:
+        if rows_ok is not None:
+            dz = jnp.where(rows_ok[:, None], dz, 0.0)
+        block = jnp.full((local.size,), row_block, jnp.int32)
+        plgpu.store(sums_ref.at[block, local], jnp.sum(dz, axis=0), mask=local_ok)
+
+
+def dz_shapes(tokens: int, columns: int, dtype, rows: int, with_sums: bool) -> tuple:
+    """The shapes of the two arrays that store_dz writes for a group of columns, in tiles of `rows` rows."""
+    sums = jax.ShapeDtypeStruct((cdiv(tokens, rows), columns), jnp.float32) if with_sums else None
+    return jax.ShapeDtypeStruct((tokens, columns), dtype), sums
+
+
+def _kernel(how: How, inputs: Inputs, lse_ref, cotangents, window_ref, count_ref, dz_ref, sums_ref):
     """One tile of dz. Blocks of tokens from count_ref[0] on are neither computed nor written."""
+    head, tiles, groups = how.head, how.tiles, how.groups
     tokens, group_columns = dz_ref.shape
     column_blocks = cdiv(group_columns, tiles.columns)
     height = row_group(inputs.e.shape[1], inputs.e.dtype.itemsize, tiles.rows)
@@ -71,7 +76,7 @@ def _kernel(
         of = load_cotangents(cotangents, rows, rows_ok)
 
         z = logits_tile(inputs, rows, columns, rows_ok, local_ok, head=head, tiles=tiles)
-        p = exp2_shifted(z, lse, interpret=interpret)
+        p = exp2_shifted(z, lse, interpret=how.interpret)
         dz = head.cotangent(z, p, columns[None, :] == targets, of, weights, load_scalar(inputs.scale))
         if groups.overlap:
             dz = jnp.where((columns >= window_ref[1])[None, :], dz, 0.0)
@@ -83,21 +88,16 @@ def _kernel(
         pl.when(row_block * tiles.rows < count_ref[0])(tile)
 
 
-def former(
-    inputs: Inputs, lse: jax.Array, cotangents: Cotangents, count: jax.Array | None,
-    *, head: Head, groups: Groups, with_sums: bool, tiles: TileConfig, interpret: bool,
-) -> FormDz:  # fmt: skip
-    """engine.Engine.form_dz. count: rows of dz from this one on need not be written; None: all rows are written."""
-    tokens = inputs.e.shape[0]
+def form_dz(step: Step, problem: Problem, lse: jax.Array, cotangents: Cotangents, count: jax.Array | None) -> FormDz:
+    """engine.Launched.form_dz. count: rows of dz from this one on need not be written; None: all rows are written."""
+    inputs, tiles, groups = problem.inputs, step.tiles, step.groups
+    tokens, with_sums = inputs.e.shape[0], problem.call.wants.bias
     row_blocks, column_blocks = cdiv(tokens, tiles.rows), cdiv(groups.columns, tiles.columns)
+    out = dz_shapes(tokens, groups.columns, inputs.e.dtype, tiles.rows, with_sums)
 
     def form(window: Window) -> tuple[jax.Array, jax.Array | None]:
-        dz, sums = launch(
-            partial(_kernel, head=head, tiles=tiles, groups=groups, interpret=interpret),
-            inputs, lse, cotangents, window_numbers(window), count,
-            out_shape=dz_shapes(tokens, groups.columns, inputs.e.dtype, tiles.rows, with_sums),
-            programs=row_blocks * column_blocks, tiles=tiles, interpret=interpret, name="cce_dz",
-        )  # fmt: skip
+        given = How.of(step, problem), inputs, lse, cotangents, window_numbers(window), count
+        dz, sums = launch(_kernel, *given, programs=row_blocks * column_blocks, name="cce_dz", out_shape=out)
         if sums is None:
             return dz, None
         if count is not None:

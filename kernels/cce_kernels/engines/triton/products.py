@@ -17,25 +17,27 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from cce_kernels.engines.engine import Multiplying, Problem
 from cce_kernels.engines.order import cdiv, grouped_order
-from cce_kernels.engines.triton.loads import indices, inside, launch, load_tile, tile_index, tile_mask
+from cce_kernels.engines.triton.launch import How, launch
+from cce_kernels.engines.triton.loads import indices, inside, load_tile, tile_index, tile_mask
 from cce_kernels.engines.triton.tiles import TileConfig, blocks
 from cce_kernels.gradients import Products
 from cce_kernels.head import Head
+from cce_kernels.windows import Window
 
+Kind = Literal["de", "dc"]
 ROW_GROUP = 8  # row blocks that are computed for all columns before the next row blocks
 
 
-def _kernel(
-    left_ref, right_ref, start_ref, count_ref, unit_ref, before_ref, out_ref,
-    *, head: Head, tiles: TileConfig, shape: tuple[int, int, int], kind: Literal["de", "dc"], splits: int,
-):  # fmt: skip
+def _kernel(how: How, left_ref, right_ref, start_ref, count_ref, unit_ref, before_ref, out_ref, *, shape, kind: Kind):
     """One tile of out. shape: the sizes (rows, columns, inner) of the product, which sums over inner.
 
     kind "de": dz (N, V_g) times c_g. Each of `splits` parts of the group adds to its own (N, D) sum; out (splits·N, D)
     holds the sums one below the other. before_ref: the sums before, in the memory of out; None: 0.
     kind "dc": dzᵀ times e for dc (V, D), or eᵀ times dz for dc (D, V).
     """
+    head, tiles, splits = how.head, how.tiles, how.splits
     row_count, column_count, inner_count = shape
     row_blocks, column_blocks = cdiv(row_count, tiles.rows), cdiv(column_count, tiles.columns)
     split, block = pl.program_id(0) // (row_blocks * column_blocks), pl.program_id(0) % (row_blocks * column_blocks)
@@ -49,8 +51,8 @@ def _kernel(
         total = sum_over_tokens(left_ref, right_ref, rows, columns, count, total, head=head, tiles=tiles)
         if unit_ref is not None:
             total *= unit_ref[0]
-        place = (start + rows, columns) if head.vocab_axis == 0 else (rows, start + columns)
-        plgpu.store(out_ref.at[tile_index(*place)], total.astype(out_ref.dtype), mask=mask)
+        at = (start + rows, columns) if head.vocab_axis == 0 else (rows, start + columns)
+        plgpu.store(out_ref.at[tile_index(*at)], total.astype(out_ref.dtype), mask=mask)
         return
 
     # nothing reads rows of de from count on, so any number may be added there
@@ -102,35 +104,28 @@ def sum_over_tokens(
     return lax.fori_loop(jnp.int32(0), (count + tiles.depth - 1) // tiles.depth, step, total)
 
 
-def products(
-    e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None, count: jax.Array, de: TileConfig, dc: TileConfig,
-    splits: int, interpret: bool,
-) -> Products:  # fmt: skip
-    """engine.Engine.products, for the first `count` tokens alone."""
+def products(step: Multiplying, problem: Problem, unit: jax.Array | None, count: jax.Array) -> Products:
+    """engine.Launched.products, for the first `count` tokens alone."""
+    (e, c, *_), head, splits = problem.inputs, problem.head, step.splits
     width, vocabulary = e.shape[1], head.vocabulary(c)
 
-    def run(kind, tiles: TileConfig, left, right, window, out, shape, unit, splits, before):
-        return launch(
-            partial(_kernel, head=head, tiles=tiles, shape=shape, kind=kind, splits=splits),
-            left, right, window.start.reshape(1), count, unit, before, out_shape=out,
-            programs=blocks(shape, tiles) * splits, tiles=tiles, interpret=interpret, name=f"cce_{kind}",
-            in_place=before,
-        )  # fmt: skip
+    def run(kind: Kind, left, right, window: Window, shape, out, before):
+        tiles, parts = (step.de, splits) if kind == "de" else (step.dc, 1)
+        scale = None if kind == "de" or unit is None else unit.reshape(1)
+        how, programs = How(head, tiles, problem.gpu.interpreted, parts), blocks(shape, tiles) * parts
+        given = how, left, right, window.start.reshape(1), count, scale, before
+        kernel = partial(_kernel, shape=shape, kind=kind)
+        return launch(kernel, *given, programs=programs, name=f"cce_{kind}", out_shape=out, in_place=before)
 
     def add_de(sums, dz, window):
         """Without sums, the result's rows from `count` on are arbitrary."""
-        shape, out = (
-            (*e.shape, min(dz.shape[1], vocabulary)),
-            jax.ShapeDtypeStruct((splits * e.shape[0], width), jnp.float32),
-        )
-        return run("de", de, dz, c, window, out, shape, None, splits, sums)
+        shape = *e.shape, min(dz.shape[1], vocabulary)
+        return run("de", dz, c, window, shape, jax.ShapeDtypeStruct((splits * len(e), width), jnp.float32), sums)
 
-    def put_dc(out, dz, window):
+    def put_dc(dc, dz, window):
         left, right = (dz, e) if head.vocab_axis == 0 else (e, dz)
         columns = min(dz.shape[1], vocabulary)
         shape = (columns, width) if head.vocab_axis == 0 else (width, columns)
-        scale = None if unit is None else unit.reshape(1)
-        of_dc = jax.ShapeDtypeStruct(out.shape, out.dtype)
-        return run("dc", dc, left, right, window, of_dc, (*shape, e.shape[0]), scale, 1, out)
+        return run("dc", left, right, window, (*shape, len(e)), jax.ShapeDtypeStruct(dc.shape, dc.dtype), dc)
 
     return Products(add_de, put_dc)

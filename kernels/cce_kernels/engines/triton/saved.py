@@ -7,6 +7,7 @@
 dz reads and writes 2 bytes an element. targets writes 2 bytes a token. clear writes the rows of ignored tokens.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -15,31 +16,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from cce_kernels.engines.engine import Problem, Step
 from cce_kernels.engines.order import cdiv
-from cce_kernels.engines.triton.dz import load_cotangents, load_weights, window_numbers
-from cce_kernels.engines.triton.loads import (
-    dz_shapes,
-    indices,
-    inside,
-    launch,
-    load_scalar,
-    load_tile,
-    load_vector,
-    store_dz,
-    tile_index,
-    tile_mask,
-)
-from cce_kernels.engines.triton.tiles import CLEARED, SAVED_TARGETS, TileConfig, other_tiles
+from cce_kernels.engines.triton.dz import dz_shapes, load_cotangents, load_weights, store_dz, window_numbers
+from cce_kernels.engines.triton.launch import How, launch
+from cce_kernels.engines.triton.loads import indices, inside, load_scalar, load_tile, load_vector, tile_index, tile_mask
+from cce_kernels.engines.triton.tiles import CLEARED, SAVED_TARGETS, TileConfig, blocks, other_tiles
 from cce_kernels.gradients import ALL_COLUMNS, FormDz
-from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Inputs
 from cce_kernels.windows import Groups, Window
 
 
-def _dz_kernel(
-    saved_ref, inputs: Inputs, reference_ref, lse_ref, cotangents: Cotangents, window_ref, dz_ref, sums_ref,
-    *, head: Head, tiles: TileConfig, groups: Groups,
-):  # fmt: skip
+def _dz_kernel(how: How, saved_ref, inputs: Inputs, reference_ref, lse_ref, cotangents, window_ref, dz_ref, sums_ref):
+    head, tiles, groups = how.head, how.tiles, how.groups
     tokens, group_columns = dz_ref.shape
     program, column_blocks = pl.program_id(0), cdiv(group_columns, tiles.columns)
     row_block, column_block = program // column_blocks, program % column_blocks
@@ -64,47 +53,38 @@ def _dz_kernel(
     store_dz(dz_ref, sums_ref, dz, row_block, rows, local, rows_ok, local_ok)
 
 
-def former_of_saved(
-    saved: jax.Array, inputs: Inputs, reference: jax.Array, lse: jax.Array, cotangents: Cotangents,
-    *, head: Head, groups: Groups, with_sums: bool, tiles: TileConfig, interpret: bool,
-) -> FormDz:  # fmt: skip
-    """engine.Engine.form_dz_of_saved."""
+def form_dz_of_saved(
+    step: Step, problem: Problem, saved: jax.Array, reference: jax.Array, lse: jax.Array, of: Cotangents
+) -> FormDz:
+    """engine.Launched.form_dz_of_saved."""
 
     def form(window: Window) -> tuple[jax.Array, jax.Array | None]:
-        dz, sums = _dz(saved, inputs, reference, lse, cotangents, window, head=head, groups=groups,
-                       with_sums=with_sums, tiles=tiles, interpret=interpret)  # fmt: skip
+        dz, sums = _dz(step, problem, window, saved, (reference, lse, of), with_sums=problem.call.wants.bias)
         return dz, None if sums is None else jnp.sum(sums, axis=0)
 
     return form
 
 
 def dz_in_place(
-    saved: jax.Array, inputs: Inputs, reference: jax.Array, lse: jax.Array, cotangents: Cotangents,
-    *, head: Head, vocabulary: int, tiles: TileConfig, interpret: bool,
-) -> jax.Array:  # fmt: skip
-    """engine.Engine.form_dz_in_place."""
-    columns = saved.shape[1]
-    groups = Groups(vocabulary, columns, beyond=columns > vocabulary)
-    return _dz(saved, inputs, reference, lse, cotangents, ALL_COLUMNS, head=head, groups=groups, with_sums=False,
-               tiles=tiles, interpret=interpret, in_place=saved)[0]  # fmt: skip
+    step: Step, problem: Problem, saved: jax.Array, reference: jax.Array, lse: jax.Array, of: Cotangents
+) -> jax.Array:
+    """engine.Launched.dz_in_place."""
+    columns, vocabulary = saved.shape[1], problem.call.vocabulary
+    step = replace(step, groups=Groups(vocabulary, columns, beyond=columns > vocabulary))
+    return _dz(step, problem, ALL_COLUMNS, saved, (reference, lse, of), in_place=saved)[0]
 
 
-def _dz(
-    saved: jax.Array, inputs: Inputs, reference: jax.Array, lse: jax.Array, cotangents: Cotangents, window: Window,
-    *, head: Head, groups: Groups, with_sums: bool, tiles: TileConfig, interpret: bool, in_place=None,
-) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
-    tokens = saved.shape[0]
-    inputs = Inputs(None, None, None, inputs.targets, inputs.weights, inputs.scale)  # type: ignore[arg-type]
-    return launch(
-        partial(_dz_kernel, head=head, tiles=tiles, groups=groups),
-        saved, inputs, reference, lse, cotangents, window_numbers(window),
-        out_shape=dz_shapes(tokens, groups.columns, saved.dtype, tiles.rows, with_sums),
-        programs=cdiv(tokens, tiles.rows) * cdiv(groups.columns, tiles.columns),
-        tiles=tiles, interpret=interpret, name="cce_saved_dz", in_place=in_place,
-    )  # fmt: skip
+def _dz(step: Step, problem: Problem, window: Window, saved: jax.Array, of_tokens, with_sums=False, in_place=None):
+    tiles, groups, tokens, given = step.tiles, step.groups, saved.shape[0], problem.inputs
+    inputs = Inputs(None, None, None, given.targets, given.weights, given.scale)  # type: ignore[arg-type]
+    given = How.of(step, problem), saved, inputs, *of_tokens, window_numbers(window)
+    out = dz_shapes(tokens, groups.columns, saved.dtype, tiles.rows, with_sums)
+    programs = blocks((tokens, groups.columns), tiles)
+    return launch(_dz_kernel, *given, programs=programs, name="cce_saved_dz", out_shape=out, in_place=in_place)
 
 
-def _targets_kernel(_, targets_ref, values_ref, saved_ref, *, tiles: TileConfig, vocabulary: int):
+def _targets_kernel(how: How, _, targets_ref, values_ref, saved_ref, *, vocabulary: int):
+    tiles = how.tiles
     rows = indices(pl.program_id(0), tiles.rows)
     rows_ok = rows < saved_ref.shape[0]
     targets = load_vector(targets_ref, rows, rows_ok, other=-1)
@@ -113,8 +93,9 @@ def _targets_kernel(_, targets_ref, values_ref, saved_ref, *, tiles: TileConfig,
     plgpu.store(saved_ref.at[rows, jnp.where(named, targets, 0)], value.astype(saved_ref.dtype), mask=named)
 
 
-def _clear_kernel(_, targets_ref, clear_ref, saved_ref, *, tiles: TileConfig):
+def _clear_kernel(how: How, _, targets_ref, clear_ref, saved_ref):
     """Writes 0 into the rows of ignored tokens among the first clear_ref[0] rows."""
+    tiles = how.tiles
     tokens, columns_of_p = saved_ref.shape
     rows = indices(pl.program_id(0), tiles.rows)
     ignored = (load_vector(targets_ref, rows, rows < tokens) < 0) & (rows < clear_ref[0])
@@ -130,21 +111,17 @@ def _clear_kernel(_, targets_ref, clear_ref, saved_ref, *, tiles: TileConfig):
     lax.fori_loop(jnp.int32(0), last, clear, 0)
 
 
-def _in_place(kernel, saved, *operands, name: str, tiles: TileConfig, interpret: bool):
-    return launch(
-        partial(kernel, tiles=tiles), saved, *operands, out_shape=jax.ShapeDtypeStruct(saved.shape, saved.dtype),
-        programs=cdiv(saved.shape[0], tiles.rows), tiles=tiles, interpret=interpret, name=name, in_place=saved,
-    )  # fmt: skip
+def saved_targets(
+    _: Step, problem: Problem, saved: jax.Array, at_target: jax.Array, clear: jax.Array | None
+) -> jax.Array:
+    """engine.Launched.saved_targets, in two launches. at_target: (rows,); clear: (1,) int32."""
+    interpret, targets, vocabulary = problem.gpu.interpreted, problem.inputs.targets, problem.call.vocabulary
 
+    def in_place(kernel, saved: jax.Array, numbers: jax.Array, tiles: TileConfig, name: str) -> jax.Array:
+        tiles = other_tiles(tiles, interpret)
+        given, programs = (saved, targets, numbers), cdiv(saved.shape[0], tiles.rows)
+        return launch(kernel, How(problem.head, tiles, interpret), *given, programs=programs, name=name, in_place=saved)
 
-def with_targets(saved: jax.Array, targets: jax.Array, values: jax.Array, *, vocabulary: int, interpret: bool):
-    """saved, in place, with each token's value in the column of its target. targets, values: (rows,)."""
-    kernel = partial(_targets_kernel, vocabulary=vocabulary)
-    tiles = other_tiles(SAVED_TARGETS, interpret)
-    return _in_place(kernel, saved, targets, values, name="cce_targets", tiles=tiles, interpret=interpret)
-
-
-def cleared(saved: jax.Array, targets: jax.Array, rows: jax.Array, *, interpret: bool) -> jax.Array:
-    """saved, in place, with 0 in the rows of ignored tokens among the first `rows` rows. rows: (1,) int32."""
-    tiles = other_tiles(CLEARED, interpret)
-    return _in_place(_clear_kernel, saved, targets, rows, name="cce_clear", tiles=tiles, interpret=interpret)
+    write = partial(_targets_kernel, vocabulary=vocabulary)
+    filled = in_place(write, saved, at_target, SAVED_TARGETS, "cce_targets")
+    return filled if clear is None else in_place(_clear_kernel, filled, clear, CLEARED, "cce_clear")

@@ -18,7 +18,9 @@ A program owns `tiles.rows` tokens and one of `splits` equal runs of the vocabul
 Ignored tokens come last; a program that has only ignored tokens ends at once (cce_kernels/tokens.py).
 """
 
+from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,28 +28,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from cce_kernels.engines.engine import Sums
+from cce_kernels.engines.engine import Problem, Step, Sums
 from cce_kernels.engines.order import cdiv, grouped_order, row_group
-from cce_kernels.engines.triton.loads import (
-    exp2_shifted,
-    indices,
-    inside,
-    launch,
-    load_vector,
-    logits_tile,
-    tile_index,
-    tile_mask,
-    token_rows,
-)
+from cce_kernels.engines.triton.launch import How, launch
+from cce_kernels.engines.triton.loads import indices, inside, load_vector, tile_index, tile_mask, token_rows
+from cce_kernels.engines.triton.logits import exp2_shifted, logits_tile
 from cce_kernels.engines.triton.tiles import TileConfig
 from cce_kernels.exponentials import saved_shape
-from cce_kernels.head import Head
 from cce_kernels.numbers import FLOAT32_MAX, LOG2_E, Inputs
 from cce_kernels.tokens import Rows
 
+Kind = Literal["statistics", "rescue", "scattered"]
 
-def _run_of(inputs: Inputs, tokens: int, *, head: Head, tiles: TileConfig, splits: int):
+
+def _run_of(how: How, inputs: Inputs, tokens: int):
     """This program's block of rows, its split, the first tile of columns of its run, and the tile after the last."""
+    head, tiles, splits = how.head, how.tiles, how.splits
     column_tiles = cdiv(saved_shape(tokens, head.vocabulary(inputs.c))[1], tiles.columns)
     height = row_group(inputs.e.shape[1], inputs.e.dtype.itemsize, tiles.rows)
     row_block, split = grouped_order(pl.program_id(0), cdiv(tokens, tiles.rows), splits, height)
@@ -70,18 +66,16 @@ def _store_exponentials(saved_ref, p: jax.Array, slope, rows: jax.Array, columns
     plgpu.store(saved_ref.at[tile_index(rows, columns)], p.astype(saved_ref.dtype), mask=mask)
 
 
-def _kernel(
-    inputs: Inputs, at: Rows, reference_ref, before_ref, lse_ref, sum_ref, saved_ref,
-    *, head: Head, tiles: TileConfig, splits: int, interpret: bool, rescue: bool = False, scattered: bool = False,
-):  # fmt: skip
+def _kernel(how: How, inputs: Inputs, at: Rows, reference_ref, before_ref, lse_ref, sum_ref, saved_ref, *, kind: Kind):
     """The statistics of a block of rows and a run of columns, relative to the reference.
 
-    rescue: relative to a running maximum, for the rows whose lse in before_ref is inf or NaN; lse_ref is the same
-    buffer. With at.starts the kernel computes only blocks whose tokens are consecutive rows of e; with `scattered`,
+    "rescue": relative to a running maximum, for the rows whose lse in before_ref is inf or NaN; lse_ref is the same
+    buffer. With at.starts the kernel computes only blocks whose tokens are consecutive rows of e; with "scattered",
     only the other blocks.
     """
+    head, tiles, rescue = how.head, how.tiles, kind == "rescue"
     tokens, vocabulary = lse_ref.shape[1], head.vocabulary(inputs.c)
-    row_block, split, first, last = _run_of(inputs, tokens, head=head, tiles=tiles, splits=splits)
+    row_block, split, first, last = _run_of(how, inputs, tokens)
     rows = indices(row_block, tiles.rows)
     rows_ok = inside(rows, tokens, tiles.rows)
     slot = jnp.full((tiles.rows,), split, jnp.int32), rows
@@ -92,11 +86,11 @@ def _kernel(
     written = rows_ok
     if at.starts is not None:
         start = at.starts[row_block]
-        here = start < 0 if scattered else start >= 0
+        here = start < 0 if kind == "scattered" else start >= 0
         last = jnp.where(here, last, first)
         assert rows_ok is not None  # a plan that knows starts knows the count too
         written = rows_ok & here
-        if not scattered:
+        if kind != "scattered":
             # The mask tells the compiler that start is small. It then reads rows at constant offsets from one address.
             small = start & jnp.int32(2 ** tokens.bit_length() - 1)
             source = small + jnp.arange(tiles.rows, dtype=jnp.int32)
@@ -123,7 +117,7 @@ def _kernel(
         if rescue:
             peak = jnp.maximum(reference, jnp.minimum(jnp.max(z, axis=1) * LOG2_E, FLOAT32_MAX))
             reference, total = peak, total * jnp.exp2(reference - peak)
-        p = exp2_shifted(z, reference[:, None], interpret=interpret)
+        p = exp2_shifted(z, reference[:, None], interpret=how.interpret)
         total += jnp.sum(p, axis=1)
         if saved_ref is not None:
             _store_exponentials(saved_ref, p, slope, rows, columns, rows_ok)
@@ -138,46 +132,35 @@ def _kernel(
         plgpu.store(sum_ref.at[slot], weighted, mask=rows_ok)
 
 
-def sums(
-    inputs: Inputs, at: Rows, reference: jax.Array, save: bool, *, head: Head, with_sum: bool,
-    tiles: TileConfig, splits: int, interpret: bool,
-) -> Sums:  # fmt: skip
-    """engine.Engine.sums. With at.starts, only blocks whose tokens are consecutive rows of e are written."""
-    tokens, vocabulary = reference.size, head.vocabulary(inputs.c)
-    partials = jax.ShapeDtypeStruct((splits, tokens), jnp.float32)
+def sums(step: Step, problem: Problem, at: Rows, reference: jax.Array, save: bool) -> Sums:
+    """engine.Launched.sums. With at.starts, only blocks whose tokens are consecutive rows of e are written."""
+    inputs, tiles, splits = problem.inputs, step.tiles, step.splits
+    tokens, vocabulary = reference.size, problem.head.vocabulary(inputs.c)
+    parts = jax.ShapeDtypeStruct((splits, tokens), jnp.float32)
     saved = jax.ShapeDtypeStruct(saved_shape(tokens, vocabulary), inputs.e.dtype) if save else None
-    lse, total, p = launch(
-        partial(_kernel, head=head, tiles=tiles, splits=splits, interpret=interpret),
-        inputs._replace(targets=None), at, reference, None,
-        out_shape=(partials, partials if with_sum else None, saved), programs=cdiv(tokens, tiles.rows) * splits,
-        tiles=tiles, interpret=interpret, name="cce_statistics",
-    )  # fmt: skip
+    given = How.of(step, problem), inputs._replace(targets=None), at, reference, None
+    kernel, programs = partial(_kernel, kind="statistics"), cdiv(tokens, tiles.rows) * splits
+    out = parts, parts if problem.call.with_sum else None, saved
+    lse, total, p = launch(kernel, *given, programs=programs, name="cce_statistics", out_shape=out)
     return Sums(lse, None, total, p)
 
 
-def again(
-    inputs: Inputs, at: Rows, reference: jax.Array | None, before: jax.Array, *, head: Head, tiles: TileConfig,
-    interpret: bool,
-) -> jax.Array:  # fmt: skip
-    """engine.Engine.again. before: the log-sum-exps of each split, (splits, rows)."""
-    kind = {"rescue": True} if reference is None else {"scattered": True}
+def recomputed_lse(step: Step, problem: Problem, at: Rows, reference: jax.Array | None, before: jax.Array) -> jax.Array:
+    """engine.Launched.recomputed_lse. before: the log-sum-exps of each split, (splits, rows)."""
+    kind: Kind = "rescue" if reference is None else "scattered"
     splits, tokens = before.shape
-    lse, _, _ = launch(
-        partial(_kernel, head=head, tiles=tiles, splits=splits, interpret=interpret, **kind),
-        inputs._replace(targets=None, weights=None), at, reference, before,
-        out_shape=(jax.ShapeDtypeStruct(before.shape, jnp.float32), None, None),
-        programs=cdiv(tokens, tiles.rows) * splits, tiles=tiles, interpret=interpret,
-        name="cce_rescue" if reference is None else "cce_scattered", in_place=before,
-    )  # fmt: skip
+    inputs, how = problem.inputs._replace(targets=None, weights=None), How.of(replace(step, splits=splits), problem)
+    given, programs = (how, inputs, at, reference, before), cdiv(tokens, step.tiles.rows) * splits
+    name, kernel = f"cce_{kind}", partial(_kernel, kind=kind)
+    lse, _, _ = launch(kernel, *given, programs=programs, name=name, in_place=(before, None, None))
     return lse
 
 
-def _replace_kernel(
-    inputs: Inputs, lse_ref, by_lse_ref, _, saved_ref, *, head: Head, tiles: TileConfig, splits: int, interpret: bool
-):  # fmt: skip
+def _replace_kernel(how: How, inputs: Inputs, lse_ref, by_lse_ref, _, saved_ref):
     """Writes the saved exponentials of tokens where by_lse > 0, relative to lse. Skips blocks without such tokens."""
+    head, tiles = how.head, how.tiles
     tokens, vocabulary = saved_ref.shape[0], head.vocabulary(inputs.c)
-    row_block, _, first, last = _run_of(inputs, tokens, head=head, tiles=tiles, splits=splits)
+    row_block, _, first, last = _run_of(how, inputs, tokens)
     rows = indices(row_block, tiles.rows)
     rows_ok = inside(rows, tokens, tiles.rows)
     written = load_vector(by_lse_ref, rows, rows_ok) > 0
@@ -191,20 +174,14 @@ def _replace_kernel(
         slope = None if head.softcap is None else head.slope(z)
         if columns_ok is not None:
             z = jnp.where(columns_ok[None, :], z, -jnp.inf)
-        _store_exponentials(saved_ref, exp2_shifted(z, lse, interpret=interpret), slope, rows, columns, written)
+        _store_exponentials(saved_ref, exp2_shifted(z, lse, interpret=how.interpret), slope, rows, columns, written)
         return carry
 
     lax.fori_loop(first, last, tile, 0)
 
 
-def replaced(
-    inputs: Inputs, lse: jax.Array, by_lse: jax.Array, saved: jax.Array, *, head: Head, tiles: TileConfig, splits: int,
-    interpret: bool,
-) -> jax.Array:  # fmt: skip
-    """engine.Engine.replaced. saved: (rows, V); lse: (rows,); by_lse: (rows,) bool; inputs.e: gathered."""
-    return launch(
-        partial(_replace_kernel, head=head, tiles=tiles, splits=splits, interpret=interpret),
-        inputs._replace(targets=None, weights=None), lse, by_lse.astype(jnp.int32), saved,
-        programs=cdiv(saved.shape[0], tiles.rows) * splits, out_shape=jax.ShapeDtypeStruct(saved.shape, saved.dtype),
-        tiles=tiles, interpret=interpret, name="cce_replace", in_place=saved,
-    )  # fmt: skip
+def saved_by_lse(step: Step, problem: Problem, lse: jax.Array, by_lse: jax.Array, saved: jax.Array) -> jax.Array:
+    """engine.Launched.saved_by_lse. saved: (rows, V); lse: (rows,); by_lse: (rows,) bool; inputs.e: gathered."""
+    inputs, programs = problem.inputs._replace(targets=None, weights=None), cdiv(len(saved), step.tiles.rows)
+    given = How.of(step, problem), inputs, lse, by_lse.astype(jnp.int32), saved
+    return launch(_replace_kernel, *given, programs=programs * step.splits, name="cce_replace", in_place=saved)

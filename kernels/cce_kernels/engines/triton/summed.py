@@ -18,23 +18,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from cce_kernels.block_floats import decode, encode, step_of
+from cce_kernels.call import Call
+from cce_kernels.device import Gpu
+from cce_kernels.engines.engine import Step
 from cce_kernels.engines.order import cdiv, grouped_order
-from cce_kernels.engines.triton.loads import indices, inside, launch, tile_index, tile_mask
+from cce_kernels.engines.triton.launch import How, launch
+from cce_kernels.engines.triton.loads import indices, inside, tile_index, tile_mask
 from cce_kernels.engines.triton.products import ROW_GROUP, sum_over_tokens
-from cce_kernels.engines.triton.tiles import TileConfig, blocks
+from cce_kernels.engines.triton.tiles import blocks
 from cce_kernels.exponentials import ALIGNMENT
-from cce_kernels.head import Head
+from cce_kernels.gradients import Left
 
 
-def _kernel(
-    left_ref, e_ref, _, old_steps_ref, count_ref, factor_ref, dc_ref, steps_ref,
-    *, head: Head, tiles: TileConfig, result,
-):  # fmt: skip
+def _kernel(how: How, left_ref, e_ref, _, old_steps_ref, count_ref, factor_ref, dc_ref, steps_ref, *, result):
     """One tile of dc: its rows are vocabulary entries and its columns one block of D, in either layout of dc.
 
     So the largest magnitude of a block is that of a tile's row. dc_ref: int16 if there are steps; result: the type that
     the last sum is rounded to.
     """
+    head, tiles = how.head, how.tiles
     vocabulary, width = dc_ref.shape if head.vocab_axis == 0 else dc_ref.shape[::-1]
     row_blocks, column_blocks = cdiv(vocabulary, tiles.rows), cdiv(width, tiles.columns)
     row_block, column_block = grouped_order(pl.program_id(0), row_blocks, column_blocks, ROW_GROUP)
@@ -67,21 +69,17 @@ def _kernel(
 
 
 def sum_dc(
-    dc: jax.Array, steps: jax.Array | None, left: jax.Array, e: jax.Array, count: jax.Array, factor: jax.Array | None,
-    *, head: Head, tiles: TileConfig, interpret: bool,
-) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
-    """engine.Engine.sum_dc. tiles.columns: how many columns of D share a step.
+    step: Step, call: Call, gpu: Gpu, dc: jax.Array, steps: jax.Array | None, left: Left, factor: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """engine.Launched.sum_dc. step.tiles.columns: how many columns of D share a step.
 
     The kernel gets and gives 16-bit integers: XLA may take them for NaN in the type of the result, and change them.
     """
-    result, axis = dc.dtype, head.vocab_axis
-    shape = dc.shape[axis], dc.shape[1 - axis]
+    assert left.unit is None
+    tiles, head, result, axis = step.tiles, call.head, dc.dtype, call.head.vocab_axis
     held = dc if steps is None else lax.bitcast_convert_type(dc, jnp.int16)
-    written = None if factor is not None else steps
-    found, new_steps = launch(
-        partial(_kernel, head=head, tiles=tiles, result=result),
-        left, e, held, steps, count, factor,
-        out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (held, written)),
-        programs=blocks(shape, tiles), tiles=tiles, interpret=interpret, name="cce_dc_sum", in_place=(held, written),
-    )  # fmt: skip
+    written = held, None if factor is not None else steps
+    given = How(head, tiles, gpu.interpreted), left.left, left.e, held, steps, left.count, factor
+    kernel, programs = partial(_kernel, result=result), blocks((dc.shape[axis], dc.shape[1 - axis]), tiles)
+    found, new_steps = launch(kernel, *given, programs=programs, name="cce_dc_sum", in_place=written)
     return found if steps is None else lax.bitcast_convert_type(found, result), new_steps

@@ -6,21 +6,21 @@ The kernel loads each token's row of e and the row of c that its target names, a
 Read: e once, and one row of c a token. Written: 4 bytes a token. Never written: another logit.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from cce_kernels.engines.engine import Problem, Step
 from cce_kernels.engines.order import cdiv
-from cce_kernels.engines.triton.loads import indices, inside, launch, load_scalar, load_vector, product_tile, token_rows
-from cce_kernels.engines.triton.tiles import TileConfig
-from cce_kernels.head import Head
+from cce_kernels.engines.triton.launch import How, launch
+from cce_kernels.engines.triton.loads import indices, inside, load_scalar, load_vector, token_rows
+from cce_kernels.engines.triton.logits import product_tile
 from cce_kernels.numbers import FLOAT32_MAX, Inputs
 
 
-def _kernel(inputs: Inputs, order_ref, target_ref, *, head: Head, tiles: TileConfig):
+def _kernel(how: How, inputs: Inputs, order_ref, target_ref):
+    head, tiles = how.head, how.tiles
     tokens, vocabulary = target_ref.shape[0], head.vocabulary(inputs.c)
     rows = indices(pl.program_id(0), tiles.rows)
     rows_ok = inside(rows, tokens, tiles.rows)
@@ -38,15 +38,13 @@ def _kernel(inputs: Inputs, order_ref, target_ref, *, head: Head, tiles: TileCon
     plgpu.store(target_ref.at[rows], target, mask=rows_ok)
 
 
-def target(inputs: Inputs, order: jax.Array | None, *, head: Head, tiles: TileConfig, interpret: bool) -> jax.Array:
-    """Each token's reference, (rows,) float32: its target's logit.
+def target(step: Step, problem: Problem, order: jax.Array | None) -> jax.Array:
+    """engine.Launched.target. inputs.targets: (rows,), the kept tokens first.
 
     It is FLOAT32_MAX for an ignored token, so that the sum of exp(z − reference) is small. It is −FLOAT32_MAX where the
-    target names no column. inputs.targets: (rows,), the kept tokens first; order: tokens.Rows.order.
+    target names no column.
     """
-    tokens = inputs.targets.size
-    return launch(
-        partial(_kernel, head=head, tiles=tiles), inputs._replace(weights=None), order,
-        out_shape=jax.ShapeDtypeStruct((tokens,), jnp.float32), programs=cdiv(tokens, tiles.rows), tiles=tiles,
-        interpret=interpret, name="cce_target",
-    )  # fmt: skip
+    inputs, tokens = problem.inputs, problem.inputs.targets.size
+    given, programs = (inputs._replace(weights=None), order), cdiv(tokens, step.tiles.rows)
+    out = jax.ShapeDtypeStruct((tokens,), jnp.float32)
+    return launch(_kernel, How.of(step, problem), *given, programs=programs, name="cce_target", out_shape=out)

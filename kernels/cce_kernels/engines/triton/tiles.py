@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cce_kernels.block_floats import block_of
+from cce_kernels.call import Call
 from cce_kernels.device import Gpu
 from cce_kernels.engines.order import cdiv
 
@@ -88,14 +89,14 @@ def tiles_for(itemsize: int, width: int, gpu: Gpu) -> Tiles:
     return narrow or TABLE.get(key) or SAFE[itemsize]
 
 
-def sum_dc_tiles(itemsize: int, width: int, of_dc: int, gpu: Gpu) -> TileConfig:
-    """The tiles of the kernel that sums dc over chunks. of_dc: bytes of an element of dc.
+def sum_dc_tiles(call: Call, gpu: Gpu) -> TileConfig:
+    """The tiles of the kernel that sums dc over chunks.
 
     In 16 bits the columns of a tile share a step. Where they are not 256, they are 128: `steps_shape` has as much room
     for blocks of 128 columns as for blocks of 192.
     """
-    found = tiles_for(itemsize, width, gpu)
-    return found.sum_dc if of_dc == 2 and block_of(width) == 256 else replace(found.dc, columns=128)
+    found = tiles_for(call.itemsize, call.width, gpu)
+    return found.sum_dc if call.dc_itemsize == 2 and block_of(call.width) == 256 else replace(found.dc, columns=128)
 
 
 def other_tiles(tiles: TileConfig, interpret: bool) -> TileConfig:

@@ -7,26 +7,28 @@ type.
 import jax
 import jax.numpy as jnp
 
+from cce_kernels.engines.engine import Problem
 from cce_kernels.gradients import fitted
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Inputs, Statistics
 
 
-def numbers_and_logits(inputs: Inputs, *, head: Head, with_sum: bool) -> tuple[Statistics, jax.Array]:
+def numbers_and_logits(problem: Problem) -> tuple[Statistics, jax.Array]:
     """The chunk's numbers over these columns, and its logits, (n, V). e of ignored tokens must be finite."""
+    inputs, head = problem.inputs, problem.head
     raw = head.product(inputs.e, inputs.c, 1 - head.vocab_axis)
     z = head.logits(raw, None if inputs.bias is None else inputs.bias.astype(raw.dtype), inputs.scale)
     targets = inputs.targets[:, None]
     named = (targets >= 0) & (targets < z.shape[1])
     target = jnp.take_along_axis(z, jnp.where(named, targets, 0), axis=1)
     weights, total = inputs.weights, None
-    if with_sum:
+    if problem.call.with_sum:
         total = jnp.sum(z if weights is None else jnp.where(weights == 0, 0, weights * z), axis=1)
     return Statistics(jax.nn.logsumexp(z, axis=1), jnp.where(named, target, 0)[:, 0], total), z
 
 
 def dz_of(
-    inputs: Inputs, z: jax.Array, lse: jax.Array, of: Cotangents, *, head: Head
+    inputs: Inputs, z: jax.Array, lse: jax.Array, of: Cotangents, head: Head
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """dz in e's type, divided by a unit; the column sums of dz, (V,); the unit, or None for 1.
 

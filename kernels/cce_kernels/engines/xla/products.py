@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from cce_kernels.engines.engine import Multiplying, Problem
 from cce_kernels.gradients import Products, unscaled
-from cce_kernels.head import Head
 
 
-def products(e: jax.Array, c: jax.Array, *, head: Head, unit: jax.Array | None) -> Products:
-    """engine.Engine.products."""
+def products(step: Multiplying, problem: Problem, unit: jax.Array | None, count: jax.Array) -> Products:
+    """engine.Launched.products."""
+    (e, c, *_), head = problem.inputs, problem.head
     axis, wide = head.vocab_axis, jnp.promote_types(e.dtype, jnp.float32)
 
     def matmul(left, right, left_axis: int, right_axis: int, out) -> jax.Array:

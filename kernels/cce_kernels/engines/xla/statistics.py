@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cce_kernels.engines.engine import Sums
+from cce_kernels.engines.engine import Problem, Step, Sums
 from cce_kernels.gradients import FormDz, over_groups
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Inputs
@@ -29,8 +29,9 @@ def _logits(inputs: Inputs, window: Window, *, head: Head, groups: Groups) -> tu
     return head.logits(raw, bias_g, inputs.scale), columns
 
 
-def sums(inputs: Inputs, *, head: Head, with_sum: bool, groups: Groups) -> Sums:
-    """engine.Engine.sums: one part, with the targets' logits."""
+def sums(step: Step, problem: Problem, *_) -> Sums:
+    """engine.Launched.sums: one part, with the targets' logits."""
+    inputs, head, with_sum, groups = problem.inputs, problem.head, problem.call.with_sum, step.groups
     targets = inputs.targets
     zeros = jnp.zeros(targets.shape, jnp.promote_types(inputs.e.dtype, jnp.float32))
 
@@ -55,10 +56,10 @@ def sums(inputs: Inputs, *, head: Head, with_sum: bool, groups: Groups) -> Sums:
     return Sums(lse[None], target, None if total is None else total[None], None)
 
 
-def former(
-    inputs: Inputs, lse: jax.Array, cotangents: Cotangents, *, head: Head, groups: Groups, with_sums: bool
-) -> FormDz:
-    """engine.Engine.form_dz."""
+def form_dz(step: Step, problem: Problem, lse: jax.Array, cotangents: Cotangents, _) -> FormDz:
+    """engine.Launched.form_dz."""
+    inputs, head, groups = problem.inputs, problem.head, step.groups
+    with_sums = problem.call.wants.bias
     of = jax.tree.map(lambda x: x[:, None], cotangents)
 
     def form(window: Window) -> tuple[jax.Array, jax.Array | None]:

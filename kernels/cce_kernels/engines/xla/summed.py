@@ -10,24 +10,24 @@ import jax.numpy as jnp
 from jax import lax
 
 from cce_kernels.block_floats import decode, encode, step_of
-from cce_kernels.gradients import over_groups
-from cce_kernels.head import Head
-from cce_kernels.windows import Groups
+from cce_kernels.call import Call
+from cce_kernels.engines.engine import Step
+from cce_kernels.gradients import Left, over_groups
 
 
 def sum_dc(
-    dc: jax.Array, steps: jax.Array | None, left: jax.Array, e: jax.Array, unit: jax.Array | None,
-    factor: jax.Array | None, *, head: Head, groups: Groups, block: int,
-) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
-    """engine.Engine.sum_dc."""
+    step: Step, call: Call, _, dc: jax.Array, steps: jax.Array | None, left: Left, factor: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """engine.Launched.sum_dc. step.tiles: how many columns of D share a step."""
+    block, groups, head, e, unit = step.tiles, step.groups, call.head, left.e, left.unit
     axis, width, dtype, wide = head.vocab_axis, e.shape[1], dc.dtype, jnp.promote_types(e.dtype, jnp.float32)
     blocks_of_d = -(-width // block)
 
     def part(window) -> jax.Array:
         """The group's part of the sum, (V_g, D)."""
-        left_g = lax.dynamic_slice_in_dim(left, window.start, groups.columns, 1)
-        found = lax.dot_general(left_g, e, (((0,), (0,)), ((), ())), precision=head.precision,
-                                preferred_element_type=wide)  # fmt: skip
+        left_g = lax.dynamic_slice_in_dim(left.left, window.start, groups.columns, 1)
+        contract = (((0,), (0,)), ((), ()))
+        found = lax.dot_general(left_g, e, contract, precision=head.precision, preferred_element_type=wide)
         return found if unit is None else found * unit
 
     def in_blocks(x: jax.Array) -> jax.Array:
@@ -44,12 +44,12 @@ def sum_dc(
             new = (total if factor is None else total * factor).astype(dc.dtype)
         else:
             of_group = lax.dynamic_slice_in_dim(steps, window.start, groups.columns, 1)
-            step = of_group[:blocks_of_d].T
-            total = in_blocks(total) + decode(in_blocks(old), step[:, :, None])
+            size = of_group[:blocks_of_d].T
+            total = in_blocks(total) + decode(in_blocks(old), size[:, :, None])
             if factor is None:
-                step = jnp.where(own, step_of(jnp.max(jnp.abs(total), axis=2)), step)
-                total = encode(total, 1 / step[:, :, None], jnp.int16)
-                of_group = lax.dynamic_update_slice_in_dim(of_group, step.T, 0, 0)
+                size = jnp.where(own, step_of(jnp.max(jnp.abs(total), axis=2)), size)
+                total = encode(total, 1 / size[:, :, None], jnp.int16)
+                of_group = lax.dynamic_update_slice_in_dim(of_group, size.T, 0, 0)
                 steps = lax.dynamic_update_slice_in_dim(steps, of_group, window.start, 1)
             else:
                 total = lax.bitcast_convert_type((total * factor).astype(dtype), jnp.int16)

@@ -1,0 +1,58 @@
+"""A tile of logits, and its exponentials."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import triton as plgpu
+
+from cce_kernels.engines.order import cdiv
+from cce_kernels.engines.triton.loads import indices, inside, load_scalar, load_tile, load_vector
+from cce_kernels.engines.triton.tiles import TileConfig
+from cce_kernels.head import Head
+from cce_kernels.numbers import LOG2_E, Inputs
+
+
+def exp2_shifted(z: jax.Array, shift: jax.Array, *, interpret: bool) -> jax.Array:
+    """exp2(z · log2 e − shift), in two instructions an element on a GPU. shift broadcasts against z.
+
+    The compiler would take seven: it does not fuse the multiplication with the subtraction, and it adds instructions
+    to the hardware's exponential to keep denormal results.
+    """
+    if interpret:
+        return jnp.exp2(z * LOG2_E - shift)
+    (p,) = plgpu.elementwise_inline_asm(
+        "{ .reg .f32 x; fma.rn.ftz.f32 x, $1, 0f3FB8AA3B, $2; ex2.approx.ftz.f32 $0, x; }",
+        args=[z, jnp.broadcast_to(-shift, z.shape)],
+        constraints="=f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(z.shape, jnp.float32)],
+    )
+    return p
+
+
+def product_tile(e_ref, c_ref, rows, columns, rows_ok, columns_ok, *, head: Head, depth: int) -> jax.Array:
+    """(e·cᵀ)[rows, columns], float32, in steps of `depth` along D. columns: columns of the logits.
+
+    Reads each element of its block of e and of c once, accumulates in registers, and writes nothing.
+    """
+    width = e_ref.shape[1]
+
+    def step(k, accumulator):
+        inner = indices(k, depth)
+        inner_ok = inside(inner, width, depth)
+        e = load_tile(e_ref, rows, inner, rows_ok, inner_ok)
+        if head.vocab_axis == 0:
+            c, contract = load_tile(c_ref, columns, inner, columns_ok, inner_ok), 1
+        else:
+            c, contract = load_tile(c_ref, inner, columns, inner_ok, columns_ok), 0
+        return accumulator + head.product(e, c, contract)
+
+    return lax.fori_loop(0, cdiv(width, depth), step, jnp.zeros((rows.size, columns.size), jnp.float32))
+
+
+def logits_tile(inputs: Inputs, rows, columns, rows_ok, columns_ok, *, head: Head, tiles: TileConfig) -> jax.Array:
+    """z[rows, columns], float32, (tiles.rows, tiles.columns)."""
+    raw = product_tile(inputs.e, inputs.c, rows, columns, rows_ok, columns_ok, head=head, depth=tiles.depth)
+    bias = inputs.bias
+    bias = None if bias is None else load_vector(bias, columns, columns_ok).astype(jnp.float32)[None, :]
+    return head.logits(raw, bias, load_scalar(inputs.scale))

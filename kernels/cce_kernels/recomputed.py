@@ -1,0 +1,20 @@
+"""Gradients from logits that the backward pass computes again, one group of the vocabulary at a time.
+
+A group's logits are turned into dz, which two matmuls take (cce_kernels/gradients.py). Nothing is saved.
+"""
+
+from cce_kernels.arranged import Arranged
+from cce_kernels.engines.engine import Multiplying
+from cce_kernels.gradients import add_groups
+from cce_kernels.numbers import Gradients
+from cce_kernels.plan.plan import Recomputed
+
+
+def gradients(run: Arranged, way: Recomputed) -> Gradients:
+    def found(products: Multiplying) -> Gradients:
+        problem, count = run.problem, run.count if products.engine.stops else None
+        form = way.dz.engine.form_dz(way.dz, problem, run.numbers.lse, run.cotangents, count)
+        start = run.begun(problem)
+        return add_groups(start, form, products.groups, run.products(products, problem))
+
+    return run.finished(run.chosen(found, way.products, way.of_few))
