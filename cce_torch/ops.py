@@ -101,7 +101,8 @@ class _Loss(torch.autograd.Function):
         rounded = _in_type_of_e(given)
         if saving_for and not compiling and given.e.shape[0]:  # the graph holds the Kind, which chose the padded size
             kind = _programs().kind_of_tensors(rounded.e, rounded.c, call)
-            handover = _programs().handover(kind, rounded, saving_for)
+            if call.reduction != "none":
+                handover = _programs().handover(kind, rounded, saving_for)
         formed = handover is not None and handover.formed
         if formed and drops_what_is_saved():  # the gradients are formed when the forward pass runs again
             value, statistics, _ = _loss_operator(rounded, [], call, kind)

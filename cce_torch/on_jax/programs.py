@@ -57,6 +57,9 @@ class Handover:
         return [like.new_empty((), dtype=dtype).expand(shape) for shape, dtype in self.leaves]
 
 
+NOTHING = Handover(Residuals())
+
+
 @lru_cache(maxsize=PROGRAMS)
 def handover_of(kind: Kind, size: int, with_bias: bool, wanted: Wanted | None) -> Handover:
     """What is left for these gradients by the program of `size` tokens. wanted: None for evaluation."""
@@ -85,7 +88,10 @@ def compiled_kind(given: Given, call: Call, wanted: Sequence[bool]) -> tuple[Kin
 
 
 def _wanted(gradients: Sequence[bool]) -> Wanted | None:
-    return Wanted(*gradients) if gradients else None
+    return _made(*gradients) if gradients else None
+
+
+_made = lru_cache(Wanted)
 
 
 def loss(kind: Kind, given: Given, wanted: Sequence[bool]) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -99,7 +105,7 @@ def loss(kind: Kind, given: Given, wanted: Sequence[bool]) -> tuple[Tensor, Tens
         *(new(shape, dtype=dtype) for shape, dtype in left.leaves),
     ]
     program = (_begin_program if left.formed else _loss_program)(kind, tokens.size, asked, len(outputs))
-    value, statistics, *tensors = bridge.run(program, tokens.inputs(given), outputs)
+    value, statistics, *tensors = bridge.run(program, tokens.inputs(given, kind.in_memory(given.c)), outputs)
     return tokens.cut(value) if whole else value, tokens.first(statistics), tensors
 
 
@@ -121,9 +127,9 @@ def gradients(
     the program overwrites only parts of it that no later call reads (cce_kernels/exponentials.py).
     """
     tokens, of_token_weight = Tokens(kind, given.targets.shape[0]), wanted[3]
-    asked, with_bias = Wanted(*wanted[:3]), given.bias is not None
+    asked, with_bias = _made(*wanted[:3]), given.bias is not None
     left_for = _wanted(saved.left_for) if saved.left else None
-    left = handover_of(kind, tokens.size, with_bias, left_for)
+    left = handover_of(kind, tokens.size, with_bias, left_for) if left_for is not None else NOTHING
     small = [tokens.of_parameter(given.bias)] if asked.bias else []
     if of_token_weight:
         small.append(torch.empty(tokens.size, dtype=torch.float32, device=given.targets.device))
@@ -139,11 +145,11 @@ def gradients(
     else:
         of_loss = tokens.padded(of[0], 0) if of[0] is not None and of[0].dim() else dense(of[0])
         program = _gradients_program(kind, asked, of_token_weight, left.field, tokens.size)
-        given = given._replace(c=kind.in_memory(given.c))
+        c = kind.in_memory(given.c)
         inputs = [of_loss, tokens.padded(of[1], 0, axis=1), tokens.padded(saved.statistics, 0, axis=1)]
-        inputs += tokens.inputs(given, c_in_memory=True)
+        inputs += tokens.inputs(given, c)
         outputs = [given.e.new_empty((tokens.size, given.e.shape[1]))] if asked.e else []
-        outputs, scratch = [*outputs, *([tokens.of_parameter(given.c)] if asked.c else []), *small], list(saved.left)
+        outputs, scratch = [*outputs, *([tokens.of_parameter(c)] if asked.c else []), *small], list(saved.left)
     found = iter(bridge.run(program, inputs, outputs, scratch))
     de, dc, dbias, dweight = (next(found) if w else None for w in wanted)
     if dc is not None:
@@ -180,9 +186,8 @@ class Tokens:
         """The tokens of (..., N) that are no padding."""
         return x if self.size == self.count else x[..., : self.count].contiguous()
 
-    def inputs(self, given: Given, c_in_memory: bool = False) -> list:
-        """The arguments of `Problem.of`."""
-        c = given.c if c_in_memory else self.kind.in_memory(given.c)
+    def inputs(self, given: Given, c: Tensor) -> list:
+        """The arguments of `Problem.of`. c: given.c in the order of memory."""
         return [self.padded(given.e, 0), c, dense(given.bias), *self.of_loss(given)]
 
     def of_loss(self, given: Given) -> list:
