@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -16,12 +17,12 @@ from cce_kernels.plan import plan_of
 
 @pytest.mark.parametrize("engine", ["hopper", "triton"])
 def test_candidates_are_planned_with(engine, monkeypatch):
-    """Each kernel's tiles, in a call of one of two budgets; afterwards what is shipped is planned with again."""
+    """Each kernel's tiles, in a call of some budget and reduction; afterwards what is shipped is planned with again."""
     monkeypatch.setattr(hopper, "MOSAIC", True)
     shape, listed, changed = (8192, 2304, 256000), list(tune.candidates(engine, "9.0")), set()
-    for budget in (2**29, 2 * shape[0] * shape[2]):
+    for budget, one_factor in product((2**29, 2 * shape[0] * shape[2]), (True, False)):
         head = Head(), engine == "triton", False, Wanted(True, True, False), budget
-        call = replace(Call(*shape, "bfloat16", *head), one_factor=True)
+        call = replace(Call(*shape, "bfloat16", *head), one_factor=one_factor)
         shipped = plan_of(call, H200, "cce")
         for candidate in listed:
             with candidate.in_place():
