@@ -12,7 +12,7 @@ from cce_kernels import contract
 from cce_torch import losses, ops
 from cce_torch.call import Call, Given, Operands
 from cce_torch.on_jax import tensors
-from cce_torch.options import Impl, Options, Reduction
+from cce_torch.options import Impl, Options, OptionsOfTokens, Reduction
 from cce_torch.processes import vocab_in_forward, vocab_statistics
 from cce_torch.processes import vocab_parallel as parallel
 from cce_torch.processes.vocab_parallel import VocabParallel
@@ -28,32 +28,57 @@ Result = TypeVar("Result")
 
 @overload
 def linear_cross_entropy(
-    e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
-    softcap: float | None = None, reduction: Reduction = "mean", shift: bool | int = False,
-    return_lse: Literal[False] = False, *, class_weight: Tensor | None = None, token_weight: Tensor | None = None,
-    num_items: float | Tensor | None = None, **options: Unpack[Options],
-) -> Tensor: ...  # fmt: skip
+    e: Tensor,
+    c: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    reduction: Reduction = "mean",
+    shift: bool | int = False,
+    return_lse: Literal[False] = False,
+    **options: Unpack[OptionsOfTokens],
+) -> Tensor: ...
 @overload
 def linear_cross_entropy(
-    e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
-    softcap: float | None = None, reduction: Reduction = "mean", shift: bool | int = False,
-    *, return_lse: Literal[True], class_weight: Tensor | None = None, token_weight: Tensor | None = None,
-    num_items: float | Tensor | None = None, **options: Unpack[Options],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    e: Tensor,
+    c: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    reduction: Reduction = "mean",
+    shift: bool | int = False,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[OptionsOfTokens],
+) -> tuple[Tensor, Tensor]: ...
 @overload
 def linear_cross_entropy(
-    e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None, ignore_index: int, softcap: float | None,
-    reduction: Reduction, shift: bool | int, return_lse: Literal[True],
-    *, class_weight: Tensor | None = None, token_weight: Tensor | None = None,
-    num_items: float | Tensor | None = None, **options: Unpack[Options],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    e: Tensor,
+    c: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    softcap: float | None,
+    reduction: Reduction,
+    shift: bool | int,
+    return_lse: Literal[True],
+    **options: Unpack[OptionsOfTokens],
+) -> tuple[Tensor, Tensor]: ...
 @overload
 def linear_cross_entropy(
-    e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
-    softcap: float | None = None, reduction: Reduction = "mean", shift: bool | int = False,
-    return_lse: bool = False, *, class_weight: Tensor | None = None, token_weight: Tensor | None = None,
-    num_items: float | Tensor | None = None, **options: Unpack[Options],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+    e: Tensor,
+    c: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    reduction: Reduction = "mean",
+    shift: bool | int = False,
+    return_lse: bool = False,
+    **options: Unpack[OptionsOfTokens],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def linear_cross_entropy(
     e: Tensor,
     c: Tensor,
@@ -171,14 +196,41 @@ def linear_cross_entropy(
     if tensors.has_dtensor(given):
         from cce_torch.processes import dtensors
 
-        return dtensors.loss(linear_cross_entropy, given, num_items, dict(  # type: ignore[call-issue]
-            ignore_index=ignore_index, softcap=softcap, reduction=reduction, shift=shift, return_lse=return_lse,
-            logit_scale=logit_scale, label_smoothing=label_smoothing, z_loss=z_loss, vocab_axis=vocab_axis, impl=impl,
-            memory_budget=memory_budget, precision=precision, check_targets=check_targets,
-            vocab_parallel=vocab_parallel, vocab_parallel_options=vocab_parallel_options,
-        ))  # fmt: skip
-    options = (reduction, impl, vocab_axis, precision, logit_scale, softcap, label_smoothing, z_loss, ignore_index,
-               memory_budget, shift)  # fmt: skip
+        return dtensors.loss(
+            linear_cross_entropy,
+            given,
+            num_items,
+            dict(  # type: ignore[call-issue]
+                ignore_index=ignore_index,
+                softcap=softcap,
+                reduction=reduction,
+                shift=shift,
+                return_lse=return_lse,
+                logit_scale=logit_scale,
+                label_smoothing=label_smoothing,
+                z_loss=z_loss,
+                vocab_axis=vocab_axis,
+                impl=impl,
+                memory_budget=memory_budget,
+                precision=precision,
+                check_targets=check_targets,
+                vocab_parallel=vocab_parallel,
+                vocab_parallel_options=vocab_parallel_options,
+            ),
+        )
+    options = (
+        reduction,
+        impl,
+        vocab_axis,
+        precision,
+        logit_scale,
+        softcap,
+        label_smoothing,
+        z_loss,
+        ignore_index,
+        memory_budget,
+        shift,
+    )
     cacheable = CACHEABLE.issuperset(map(type, options)) and not torch.compiler.is_compiling()
     check = _checked_once if cacheable else _checked
     scale, softcap, label_smoothing, z_loss, ignore_index, budget, shift = check(*options)
@@ -216,9 +268,18 @@ def linear_cross_entropy(
     alone = impl not in OF_TORCH and shard is None
     smooths, has_z_loss = _constant(label_smoothing > 0), _constant(z_loss != 0)
     call = Call(
-        softcap, budget, ignore_index if alone else -1, shift if alone else 0, reduction, smooths, has_z_loss,
-        precision, impl, c.dtype != e.dtype, shard is not None,
-    )  # fmt: skip
+        softcap,
+        budget,
+        ignore_index if alone else -1,
+        shift if alone else 0,
+        reduction,
+        smooths,
+        has_z_loss,
+        precision,
+        impl,
+        c.dtype != e.dtype,
+        shard is not None,
+    )
     scheduled = label_smoothing, z_loss, scale
     if alone:
         flat = _flat(e, 1), c, bias, _flat(targets), class_weight, _flat(token_weight), num_items
@@ -265,28 +326,45 @@ class LinearCrossEntropy(torch.nn.Module, Generic[Result]):
 
     @overload
     def __init__(
-        self: "LinearCrossEntropy[Tensor]", ignore_index: int = -100, softcap: float | None = None,
-        reduction: Reduction = "mean", shift: bool | int = False, return_lse: Literal[False] = False,
-        *, class_weight: Tensor | None = None, **options: Unpack[Options],
-    ) -> None: ...  # fmt: skip
+        self: "LinearCrossEntropy[Tensor]",
+        ignore_index: int = -100,
+        softcap: float | None = None,
+        reduction: Reduction = "mean",
+        shift: bool | int = False,
+        return_lse: Literal[False] = False,
+        **options: Unpack[Options],
+    ) -> None: ...
     @overload
     def __init__(
-        self: "LinearCrossEntropy[tuple[Tensor, Tensor]]", ignore_index: int = -100, softcap: float | None = None,
-        reduction: Reduction = "mean", shift: bool | int = False,
-        *, return_lse: Literal[True], class_weight: Tensor | None = None, **options: Unpack[Options],
-    ) -> None: ...  # fmt: skip
+        self: "LinearCrossEntropy[tuple[Tensor, Tensor]]",
+        ignore_index: int = -100,
+        softcap: float | None = None,
+        reduction: Reduction = "mean",
+        shift: bool | int = False,
+        *,
+        return_lse: Literal[True],
+        **options: Unpack[Options],
+    ) -> None: ...
     @overload
     def __init__(
-        self: "LinearCrossEntropy[tuple[Tensor, Tensor]]", ignore_index: int, softcap: float | None,
-        reduction: Reduction, shift: bool | int, return_lse: Literal[True],
-        *, class_weight: Tensor | None = None, **options: Unpack[Options],
-    ) -> None: ...  # fmt: skip
+        self: "LinearCrossEntropy[tuple[Tensor, Tensor]]",
+        ignore_index: int,
+        softcap: float | None,
+        reduction: Reduction,
+        shift: bool | int,
+        return_lse: Literal[True],
+        **options: Unpack[Options],
+    ) -> None: ...
     @overload
     def __init__(
-        self: "LinearCrossEntropy[Tensor | tuple[Tensor, Tensor]]", ignore_index: int = -100,
-        softcap: float | None = None, reduction: Reduction = "mean", shift: bool | int = False,
-        return_lse: bool = False, *, class_weight: Tensor | None = None, **options: Unpack[Options],
-    ) -> None: ...  # fmt: skip
+        self: "LinearCrossEntropy[Tensor | tuple[Tensor, Tensor]]",
+        ignore_index: int = -100,
+        softcap: float | None = None,
+        reduction: Reduction = "mean",
+        shift: bool | int = False,
+        return_lse: bool = False,
+        **options: Unpack[Options],
+    ) -> None: ...
     def __init__(
         self,
         ignore_index: int = -100,
@@ -328,8 +406,16 @@ class LinearCrossEntropy(torch.nn.Module, Generic[Result]):
         num_items: float | Tensor | None = None,
     ) -> Result:
         """As `linear_cross_entropy`."""
-        return linear_cross_entropy(e, c, targets, bias, class_weight=self.class_weight, token_weight=token_weight,
-                                    num_items=num_items, **self.options)  # fmt: skip
+        return linear_cross_entropy(
+            e,
+            c,
+            targets,
+            bias,
+            class_weight=self.class_weight,
+            token_weight=token_weight,
+            num_items=num_items,
+            **self.options,
+        )
 
     def extra_repr(self) -> str:
         return ", ".join(f"{k}={v!r}" for k, v in self.options.items())
@@ -358,10 +444,14 @@ def _checked(*options: Any) -> tuple:
     contract.choice("precision", precision, (None, *PRECISIONS))
     scale = 1.0 if logit_scale is None else contract.number("logit_scale", logit_scale)
     return (
-        scale, contract.softcap(softcap), contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0),
-        contract.number("z_loss", z_loss), contract.integer("ignore_index", ignore_index),
-        contract.memory_budget(memory_budget), contract.integer("shift", shift),
-    )  # fmt: skip
+        scale,
+        contract.softcap(softcap),
+        contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0),
+        contract.number("z_loss", z_loss),
+        contract.integer("ignore_index", ignore_index),
+        contract.memory_budget(memory_budget),
+        contract.integer("shift", shift),
+    )
 
 
 CACHEABLE = {str, int, bool, float, type(None)}  # types of options that a cache can hold

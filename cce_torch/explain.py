@@ -39,8 +39,15 @@ def explain(
     contract.choice("impl", impl, ("auto", "cce", "chunked"))
     smooths = contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0) > 0
     softcap, budget = contract.softcap(softcap), contract.memory_budget(memory_budget)
-    call = Call(softcap, budget, reduction=reduction, smooths=smooths, precision=precision, impl=impl,
-                wide_dc=c.dtype != e.dtype)  # fmt: skip
+    call = Call(
+        softcap,
+        budget,
+        reduction=reduction,
+        smooths=smooths,
+        precision=precision,
+        impl=impl,
+        wide_dc=c.dtype != e.dtype,
+    )
     kind = kinds.kind_of_tensors(e, c.T if vocab_axis else c, call)
     shapes = kind.shapes(kind.sizes(e.numel() // max(e.shape[-1], 1)), bias is not None)
     return plans.explanation(shapes, kind.static, reduction, gradients_of)

@@ -28,14 +28,28 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[Result]):
 
     @overload
     def __init__(
-        self: "LinearCrossEntropyHead[Tensor]", in_features: int, out_features: int, bias: bool = True,
-        device: Any = None, dtype: torch.dtype | None = None, *, return_lse: Literal[False] = False, **options: Any,
-    ) -> None: ...  # fmt: skip
+        self: "LinearCrossEntropyHead[Tensor]",
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        return_lse: Literal[False] = False,
+        **options: Any,
+    ) -> None: ...
     @overload
     def __init__(
-        self: "LinearCrossEntropyHead[tuple[Tensor, Tensor]]", in_features: int, out_features: int, bias: bool = True,
-        device: Any = None, dtype: torch.dtype | None = None, *, return_lse: Literal[True], **options: Any,
-    ) -> None: ...  # fmt: skip
+        self: "LinearCrossEntropyHead[tuple[Tensor, Tensor]]",
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        return_lse: Literal[True],
+        **options: Any,
+    ) -> None: ...
     def __init__(
         self,
         in_features: int,
@@ -93,9 +107,13 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[Result]):
     ) -> Result: ...
     @overload
     def __call__(
-        self, h: Tensor, targets: Tensor | None, *, token_weight: Tensor | None = None,
+        self,
+        h: Tensor,
+        targets: Tensor | None,
+        *,
+        token_weight: Tensor | None = None,
         num_items: float | Tensor | None = None,
-    ) -> Tensor | Result: ...  # fmt: skip
+    ) -> Tensor | Result: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As `forward`.
 

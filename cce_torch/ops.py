@@ -150,8 +150,9 @@ def _save(ctx: Any, given: Given, options: tuple, statistics: Tensor, left: Sequ
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, of: tuple, given: Given, statistics: Tensor, left: Sequence[Tensor], wanted: list[bool]
-               ) -> tuple[Tensor | None, ...]:  # fmt: skip
+def _gradients(
+    ctx: Any, of: tuple, given: Given, statistics: Tensor, left: Sequence[Tensor], wanted: list[bool]
+) -> tuple[Tensor | None, ...]:
     """The gradients of e, c, bias and token_weight. of: the cotangents of the loss and the statistics.
 
     If a graph of the backward pass is asked for, the operator runs in a Function that refuses to be differentiated. Not
@@ -172,9 +173,17 @@ def _gradients(ctx: Any, of: tuple, given: Given, statistics: Tensor, left: Sequ
             backward = _Backward(given, (of_loss, of_statistics), statistics, left, saving_for, wanted, call)
             return _run_gradients(backward, kind, in_place)
         return torch.ops.cce_torch.gradients.default(
-            of_loss, of_statistics, *_for_operator(given), statistics, *left, *[None] * (LEFT - len(left)), saving_for,
-            wanted, compiling, *call.encoded(),
-        )  # fmt: skip
+            of_loss,
+            of_statistics,
+            *_for_operator(given),
+            statistics,
+            *left,
+            *[None] * (LEFT - len(left)),
+            saving_for,
+            wanted,
+            compiling,
+            *call.encoded(),
+        )
 
     arguments: Any = *of, statistics, *given.tensors, *left
     guarded = torch.is_grad_enabled() and not compiling

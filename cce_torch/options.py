@@ -2,6 +2,8 @@
 
 from typing import Any, Literal, TypedDict
 
+from torch import Tensor
+
 from cce_torch.processes.vocab_parallel import VocabParallel
 
 Reduction = Literal["mean", "sum", "none"]
@@ -9,8 +11,9 @@ Impl = Literal["auto", "cce", "chunked", "reference", "torch_compile"]
 
 
 class Options(TypedDict, total=False):
-    """The keyword-only arguments of both the function and the module that are no tensors."""
+    """The keyword-only arguments of both the function and the module."""
 
+    class_weight: Tensor | None
     logit_scale: float | None
     label_smoothing: float
     z_loss: float
@@ -21,3 +24,10 @@ class Options(TypedDict, total=False):
     check_targets: bool
     vocab_parallel: VocabParallel | None
     vocab_parallel_options: Any
+
+
+class OptionsOfTokens(Options, total=False):
+    """Those of the function."""
+
+    token_weight: Tensor | None
+    num_items: float | Tensor | None

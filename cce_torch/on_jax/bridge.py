@@ -48,8 +48,12 @@ from cce_torch.on_jax.jax_devices import cpu, gpu, jax_device, out_of_memory
 GPU_ALIGNMENT = 16  # bytes: the widest loads of XLA's kernels
 DLPACK_CPU, DLPACK_CUDA = 1, 2
 DLPACK_TYPES = {
-    torch.int16: (0, 16), torch.int32: (0, 32), torch.float16: (2, 16), torch.float32: (2, 32), torch.bfloat16: (4, 16),
-}  # fmt: skip
+    torch.int16: (0, 16),
+    torch.int32: (0, 32),
+    torch.float16: (2, 16),
+    torch.float32: (2, 32),
+    torch.bfloat16: (4, 16),
+}
 DEFAULT_STREAM = 1  # DLPack's number for CUDA's legacy default stream, whose handle is 0
 CONSTANTS = 1024  # scalars that stay on their device for the next call
 
@@ -224,11 +228,19 @@ class DLManagedTensor(ctypes.Structure):
     """DLPack's structure of this name. With strides null the tensor is row-major."""
 
     _fields_ = [
-        ("address", ctypes.c_void_p), ("platform", ctypes.c_int32), ("device", ctypes.c_int32),
-        ("rank", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p), ("offset", ctypes.c_uint64),
-        ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p),
-    ]  # fmt: skip
+        ("address", ctypes.c_void_p),
+        ("platform", ctypes.c_int32),
+        ("device", ctypes.c_int32),
+        ("rank", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("offset", ctypes.c_uint64),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    ]
 
 
 DESCRIPTION_BYTES, ADDRESS_BYTES = ctypes.sizeof(DLManagedTensor), ctypes.sizeof(ctypes.c_void_p)
@@ -251,8 +263,16 @@ def _array(address: int, shape: torch.Size, dtype: torch.dtype, index: int, stre
 def _described(shape: torch.Size, dtype: torch.dtype, index: int) -> tuple[bytes, Any]:
     """The bytes after the address in a DLManagedTensor, and the sizes that they point to, which JAX copies."""
     sizes = (ctypes.c_int64 * len(shape))(*shape)
-    whole = DLManagedTensor(None, DLPACK_CUDA, index, len(shape), *DLPACK_TYPES[dtype], 1, ctypes.addressof(sizes),
-                            deleter=ctypes.cast(_free, ctypes.c_void_p))  # fmt: skip
+    whole = DLManagedTensor(
+        None,
+        DLPACK_CUDA,
+        index,
+        len(shape),
+        *DLPACK_TYPES[dtype],
+        1,
+        ctypes.addressof(sizes),
+        deleter=ctypes.cast(_free, ctypes.c_void_p),
+    )
     return bytes(whole)[ADDRESS_BYTES:], sizes
 
 

@@ -43,8 +43,12 @@ def loss(function: Callable, given: dict[str, Any], num_items: Any, options: dic
     if options["check_targets"]:  # of all processes: if one raised alone, the other processes would wait for ever
         options["check_targets"], targets = False, given["targets"]
         whole_targets = targets.full_tensor() if isinstance(targets, DTensor) else targets
-        tensors.check_targets(whole_targets.long(), given["c"].shape[options["vocab_axis"]], options["ignore_index"],
-                              int(options["shift"]))  # fmt: skip
+        tensors.check_targets(
+            whole_targets.long(),
+            given["c"].shape[options["vocab_axis"]],
+            options["ignore_index"],
+            int(options["shift"]),
+        )
     e, c, mesh, shift = given["e"], given["c"], given["e"].device_mesh, int(options["shift"])
     of_e, of_c, split, gathered = _placements(e, c, options["vocab_axis"])
     token_axes = [i for i, p in enumerate(of_e) if p.is_shard() and i != gathered]
@@ -71,9 +75,12 @@ def loss(function: Callable, given: dict[str, Any], num_items: Any, options: dic
         num_items = num_items.full_tensor()
     if split is not None:
         options["vocab_parallel"] = VocabParallel.from_placements(
-            c.shape, mesh, of_c, vocab_axis=options["vocab_axis"],
+            c.shape,
+            mesh,
+            of_c,
+            vocab_axis=options["vocab_axis"],
             sequence_axis=None if gathered is None else of_e[gathered].dim,
-        )  # fmt: skip
+        )
     returned = options["return_lse"]
 
     def called(**more: Any) -> tuple[Tensor, Any]:

@@ -37,8 +37,9 @@ def statistics(
     return found, saved if saved.numel() else None
 
 
-def gradients(cotangents: Tensor, operands: Operands, held: tuple, wanted: tuple[bool, ...], call: Call, scale: float,
-              kind: Any) -> Sequence[Tensor]:  # fmt: skip
+def gradients(
+    cotangents: Tensor, operands: Operands, held: tuple, wanted: tuple[bool, ...], call: Call, scale: float, kind: Any
+) -> Sequence[Tensor]:
     """de, dc and dbias; one that is not wanted has no elements. kind: of the forward pass, if it saved something."""
     if torch.compiler.is_compiling():
         return shard_gradients(cotangents, *operands, *held, wanted, scale, *call.encoded())
@@ -49,18 +50,34 @@ def gradients(cotangents: Tensor, operands: Operands, held: tuple, wanted: tuple
 
 @torch.library.custom_op("cce_torch::shard_target", mutates_args=(), tags=TAGS)
 def shard_target(
-    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, saving_for: Sequence[bool], scale: float, options: str,
-    softcap: float | None, memory_budget: int | None,
-) -> Tensor:  # fmt: skip
+    e: Tensor,
+    c: Tensor,
+    bias: Tensor | None,
+    columns: Tensor,
+    saving_for: Sequence[bool],
+    scale: float,
+    options: str,
+    softcap: float | None,
+    memory_budget: int | None,
+) -> Tensor:
     call = decoded(options, softcap, memory_budget)
     return target(Operands(e, c, bias, columns, None), tuple(saving_for), call, scale)
 
 
 @torch.library.custom_op("cce_torch::shard_statistics", mutates_args=(), tags=TAGS)
 def shard_statistics(
-    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None, reference: Tensor | None,
-    saving_for: Sequence[bool], scale: float, options: str, softcap: float | None, memory_budget: int | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    e: Tensor,
+    c: Tensor,
+    bias: Tensor | None,
+    columns: Tensor,
+    weights: Tensor | None,
+    reference: Tensor | None,
+    saving_for: Sequence[bool],
+    scale: float,
+    options: str,
+    softcap: float | None,
+    memory_budget: int | None,
+) -> tuple[Tensor, Tensor]:
     """The statistics, and the saved exponentials, which have no elements if nothing is saved."""
     operands, call = Operands(e, c, bias, columns, weights), decoded(options, softcap, memory_budget)
     found, saved = statistics(operands, reference, tuple(saving_for), call, scale)
@@ -69,10 +86,22 @@ def shard_statistics(
 
 @torch.library.custom_op("cce_torch::shard_gradients", mutates_args=(), tags=TAGS)
 def shard_gradients(
-    cotangents: Tensor, e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None,
-    own: Tensor, lse: Tensor, reference: Tensor | None, saved: Tensor | None, wanted: Sequence[bool], scale: float,
-    options: str, softcap: float | None, memory_budget: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    cotangents: Tensor,
+    e: Tensor,
+    c: Tensor,
+    bias: Tensor | None,
+    columns: Tensor,
+    weights: Tensor | None,
+    own: Tensor,
+    lse: Tensor,
+    reference: Tensor | None,
+    saved: Tensor | None,
+    wanted: Sequence[bool],
+    scale: float,
+    options: str,
+    softcap: float | None,
+    memory_budget: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     operands, call = Operands(e, c, bias, columns, weights), decoded(options, softcap, memory_budget)
     held = own, lse, reference, saved
     de, dc, dbias = gradients(cotangents, operands, held, tuple(wanted), call, scale, None)

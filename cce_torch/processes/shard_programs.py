@@ -60,8 +60,14 @@ class _Shard(Tokens):
         e, c, bias, columns, weights = operands
         super().__init__(kind, e.shape[0])
         self.c = kind.in_memory(c)
-        self.arrays = [self.padded(e, 0), self.c, dense(bias), self.padded(columns, -1), dense(real(weights)),
-                       scale_of(scale)]  # fmt: skip
+        self.arrays = [
+            self.padded(e, 0),
+            self.c,
+            dense(bias),
+            self.padded(columns, -1),
+            dense(real(weights)),
+            scale_of(scale),
+        ]
 
     def of_tokens(self, *each: Tensor | None) -> list[Tensor | None]:
         """(..., N) with as many tokens as the programs take; the new ones hold 0. None stays None."""
@@ -308,8 +314,11 @@ class Exchanged(NamedTuple):
 def chunk_gradients(way: Way, chunk: Chunk, of: Losses, exchanged: Exchanged, results: Results) -> None:
     """Writes the results."""
     written = tuple(x is not None for x in results)
-    bridge.run(_chunk_gradients_program(way, len(chunk.e), written), [*exchanged, *of, *chunk],
-               [x for x in results if x is not None])  # fmt: skip
+    bridge.run(
+        _chunk_gradients_program(way, len(chunk.e), written),
+        [*exchanged, *of, *chunk],
+        [x for x in results if x is not None],
+    )
 
 
 def finish(

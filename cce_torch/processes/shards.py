@@ -95,8 +95,9 @@ def gradients(
         with torch.autocast(e.device.type, enabled=False):
             found = _gradients_of_reference(cotangents, operands, held.lse, call, scale)
     elif call.impl == "torch_compile":
-        found = compiled.run_gradients(cotangents, *operands, held.lse[None], scale, call.softcap, call.memory_budget,
-                                       *wanted, wide_e=True)  # fmt: skip
+        found = compiled.run_gradients(
+            cotangents, *operands, held.lse[None], scale, call.softcap, call.memory_budget, *wanted, wide_e=True
+        )
     else:
         found = shard_ops.gradients(cotangents, operands, held, wanted, call, scale, kind)
     return tuple(x if w else None for x, w in zip(found, wanted, strict=True))
@@ -108,10 +109,13 @@ def _gradients_of_reference(cotangents: Tensor, operands: Operands, lse: Tensor,
     accumulate, kept, c_of_e, bias_of_e = lse.dtype, columns >= 0, tensors.rounded(c, e), tensors.rounded(bias, e)
     e = torch.where(kept[:, None], e, 0).to(accumulate)
     block = blocks.Block(
-        e @ c_of_e.to(accumulate).T, lse.new_zeros(()) if bias_of_e is None else bias_of_e.to(accumulate),
-        lse.new_ones(()) if weights is None else weights.to(accumulate), columns, scale,  # type: ignore[arg-type]
+        e @ c_of_e.to(accumulate).T,
+        lse.new_zeros(()) if bias_of_e is None else bias_of_e.to(accumulate),
+        lse.new_ones(()) if weights is None else weights.to(accumulate),
+        columns,
+        scale,  # type: ignore[arg-type]
         None if call.softcap is None else lse.new_full((), call.softcap),
-    )  # fmt: skip
+    )
     of = blocks.Cotangents(torch.where(kept, lse, torch.inf), *(torch.where(kept, cotangents, 0) * scale))
     dz = blocks.cotangents(block, of, accumulate)
     dc = torch.empty_like(c).copy_(dz.T @ e)  # with c's strides

@@ -86,14 +86,26 @@ class VocabParallel:
                 f"c must be split along its axis {vocab_axis}, the vocabulary, by one axis of its mesh and replicated "
                 f"over the others, got placements {c.placements}"
             )
-        return cls.from_placements(c.shape, c.device_mesh, c.placements, vocab_axis=vocab_axis,
-                                   reduce_e_grad=reduce_e_grad, sequence_axis=sequence_axis)  # fmt: skip
+        return cls.from_placements(
+            c.shape,
+            c.device_mesh,
+            c.placements,
+            vocab_axis=vocab_axis,
+            reduce_e_grad=reduce_e_grad,
+            sequence_axis=sequence_axis,
+        )
 
     @classmethod
     def from_placements(
-        cls, shape: torch.Size, mesh: Any, placements: Sequence[Any], *, vocab_axis: int = 0,
-        reduce_e_grad: bool = True, sequence_axis: int | None = None,
-    ) -> Self:  # fmt: skip
+        cls,
+        shape: torch.Size,
+        mesh: Any,
+        placements: Sequence[Any],
+        *,
+        vocab_axis: int = 0,
+        reduce_e_grad: bool = True,
+        sequence_axis: int | None = None,
+    ) -> Self:
         """As from_dtensor, for a DTensor's shape, mesh and placements, exactly one of which splits the vocabulary."""
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

@@ -92,9 +92,16 @@ class _Gradients(torch.autograd.Function):
 
 @torch.library.custom_op("cce_torch::compiled_statistics", mutates_args=())
 def run_statistics(
-    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None, scale: float,
-    softcap: float | None, with_sum: bool, memory_budget: int | None,
-) -> Tensor:  # fmt: skip
+    e: Tensor,
+    c: Tensor,
+    bias: Tensor | None,
+    columns: Tensor,
+    weights: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    with_sum: bool,
+    memory_budget: int | None,
+) -> Tensor:
     """Equations (1), (2) and, with_sum, (3)."""
     with _plainly(e):
         accumulate, operand = blocks.types(e)
@@ -111,10 +118,21 @@ def run_statistics(
 
 @torch.library.custom_op("cce_torch::compiled_gradients", mutates_args=())
 def run_gradients(
-    cotangents: Tensor, e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, weights: Tensor | None,
-    output: Tensor, scale: float, softcap: float | None, memory_budget: int | None, want_e: bool, want_c: bool,
-    want_bias: bool, wide_e: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    cotangents: Tensor,
+    e: Tensor,
+    c: Tensor,
+    bias: Tensor | None,
+    columns: Tensor,
+    weights: Tensor | None,
+    output: Tensor,
+    scale: float,
+    softcap: float | None,
+    memory_budget: int | None,
+    want_e: bool,
+    want_c: bool,
+    want_bias: bool,
+    wide_e: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Equations (6) and (7): de, dc and dbias. A gradient that is not wanted has no elements. dc is written once.
 
     output: the statistics, of which the first row is read: lse. wide_e: de is not rounded to e's type.
@@ -159,8 +177,22 @@ def _(e, c, bias, columns, weights, scale, softcap, with_sum, memory_budget):
 
 
 @run_gradients.register_fake
-def _(cotangents, e, c, bias, columns, weights, output, scale, softcap, memory_budget, want_e, want_c, want_bias,
-      wide_e=False):  # fmt: skip
+def _(
+    cotangents,
+    e,
+    c,
+    bias,
+    columns,
+    weights,
+    output,
+    scale,
+    softcap,
+    memory_budget,
+    want_e,
+    want_c,
+    want_bias,
+    wide_e=False,
+):
     return _new_gradients(e, c, bias, want_e, want_c, want_bias, wide_e)
 
 

@@ -83,8 +83,16 @@ class Request:
         if logits.vocabulary < weight.shape[0]:
             weight = weight[: logits.vocabulary]
             bias = None if bias is None else bias[: logits.vocabulary]
-        loss = linear_cross_entropy(h, weight, self.targets.to(h.device), bias, softcap=softcap, logit_scale=scale,
-                                    **{**self.options, "reduction": reduction}, **settings.of_loss(h))  # fmt: skip
+        loss = linear_cross_entropy(
+            h,
+            weight,
+            self.targets.to(h.device),
+            bias,
+            softcap=softcap,
+            logit_scale=scale,
+            **{**self.options, "reduction": reduction},
+            **settings.of_loss(h),
+        )
         self.computed = loss.reshape(logits.tokens) if reduction == "none" else loss
         self.version = _version(self.computed)
         return self.computed

@@ -168,9 +168,32 @@ def _operator(name: str) -> Callable[..., NoReturn]:
 
 # Python looks for operators in the class and never asks __getattr__. Its own == and iteration would give nonsense.
 for _name in (
-    "add", "radd", "sub", "rsub", "rtruediv", "floordiv", "mod", "pow", "rpow", "matmul", "rmatmul", "neg", "abs",
-    "eq", "ne", "lt", "le", "gt", "ge", "setitem", "iter", "len", "bool", "int", "float",
-):  # fmt: skip
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "rtruediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "rpow",
+    "matmul",
+    "rmatmul",
+    "neg",
+    "abs",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "setitem",
+    "iter",
+    "len",
+    "bool",
+    "int",
+    "float",
+):
     setattr(LazyLogits, f"__{_name}__", _operator(f"__{_name}__"))
 
 
@@ -204,5 +227,11 @@ def _cross_entropy(
             f"labels must have the shape of input_ids: the model has logits of {len(logits.h)} tokens, "
             f"{tuple(logits.tokens)}, and its loss function got {len(targets)} labels"
         )
-    return logits.loss(logits, targets, class_weight=weight, ignore_index=ignore_index, reduction=reduction,
-                       label_smoothing=label_smoothing)  # fmt: skip
+    return logits.loss(
+        logits,
+        targets,
+        class_weight=weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
