@@ -58,9 +58,8 @@ def loss_of(model: LanguageModel, params: dict, tokens, token_weight, num_items)
     hidden = model.apply({"params": params}, tokens)
     c, vocab_axis = (params["embed"]["embedding"], 0) if model.tied else (params["head"]["kernel"], 1)
     return linear_cross_entropy(
-        hidden, c, tokens, vocab_axis=vocab_axis, shift=1,
-        token_weight=token_weight, num_items=num_items,
-    )  # fmt: skip
+        hidden, c, tokens, vocab_axis=vocab_axis, shift=1, token_weight=token_weight, num_items=num_items
+    )
 
 
 def gradient_of(model: LanguageModel, params: dict, tokens, token_weight) -> tuple[jax.Array, dict]:

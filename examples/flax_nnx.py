@@ -50,9 +50,8 @@ def loss_of(model: LanguageModel, tokens, token_weight, num_items) -> jax.Array:
     hidden = model(tokens)
     c, vocab_axis = (model.embed.embedding, 0) if model.head is None else (model.head.kernel, 1)
     return linear_cross_entropy(
-        hidden, c, tokens, vocab_axis=vocab_axis, shift=1,
-        token_weight=token_weight, num_items=num_items,
-    )  # fmt: skip
+        hidden, c, tokens, vocab_axis=vocab_axis, shift=1, token_weight=token_weight, num_items=num_items
+    )
 
 
 def gradient_of(model: LanguageModel, tokens, token_weight) -> tuple[jax.Array, nnx.State]:

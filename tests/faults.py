@@ -90,8 +90,9 @@ def answer(fault: Fault, sound: bool, python: str) -> tuple[str, str]:
         paths = f"{copy}{os.pathsep}{copy / 'kernels'}"
         environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
         try:
-            done = subprocess.run(command, cwd=copy / "tests", env=environment, timeout=SECONDS, capture_output=True,
-                                  text=True)  # fmt: skip
+            done = subprocess.run(
+                command, cwd=copy / "tests", env=environment, timeout=SECONDS, capture_output=True, text=True
+            )
         except subprocess.TimeoutExpired:
             return "caught", f"no end after {SECONDS} s"
     output = done.stdout.strip().splitlines()

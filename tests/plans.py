@@ -13,9 +13,14 @@ BOTH = Wanted(e=True, c=True, bias=False)
 
 
 def call_of(
-    shape: tuple[int, int, int], memory_budget: int, head: Head | None = None, *, dtype: str = "bfloat16",
-    with_sum: bool = False, wanted: Wanted | None = BOTH,
-) -> Call:  # fmt: skip
+    shape: tuple[int, int, int],
+    memory_budget: int,
+    head: Head | None = None,
+    *,
+    dtype: str = "bfloat16",
+    with_sum: bool = False,
+    wanted: Wanted | None = BOTH,
+) -> Call:
     """shape: tokens, width, vocabulary. There is a bias if its gradient is wanted."""
     with_bias = wanted is not None and wanted.bias
     return Call(*shape, dtype, head or Head(), with_bias, with_sum, wanted, memory_budget)

@@ -51,11 +51,17 @@ ROWS = [
     ({"e": E.tolist()}, TypeError, r"e must be a.*list"),
     ({"e": E.astype(np.int32)}, TypeError, r"e must be one of.*int32"),
     ({"c": C.astype(np.int8)}, TypeError, r"c must be one of.*int8"),
-    ({"c": jnp.ones((V, D), jnp.bfloat16)}, TypeError,
-     r"c must be of e's type, or float32 beside a 16-bit e, got c bfloat16 and e float32: "
-     r"write c\.(astype|to)\(e\.dtype\) or e\.(astype|to)\(c\.dtype\)$"),
-    ({"bias": jnp.ones(V, jnp.float16)}, TypeError,
-     r"bias must be of c's type.*float16.*float32: write bias\.(astype|to)\(c\.dtype\)$"),
+    (
+        {"c": jnp.ones((V, D), jnp.bfloat16)},
+        TypeError,
+        r"c must be of e's type, or float32 beside a 16-bit e, got c bfloat16 and e float32: "
+        r"write c\.(astype|to)\(e\.dtype\) or e\.(astype|to)\(c\.dtype\)$",
+    ),
+    (
+        {"bias": jnp.ones(V, jnp.float16)},
+        TypeError,
+        r"bias must be of c's type.*float16.*float32: write bias\.(astype|to)\(c\.dtype\)$",
+    ),
     ({"bias": np.ones(V, np.int32)}, TypeError, r"bias must be one of.*int32"),
     ({"e": None}, TypeError, r"e must be a.*NoneType"),
     ({"reduction": "avg"}, ValueError, r"reduction='avg'.*'mean', 'sum', 'none'"),
@@ -81,7 +87,7 @@ ROWS = [
     ({"memory_budget": "300 MiB"}, TypeError, r"memory_budget='300 MiB' must be a whole number.*2e9, or 'all'"),
     ({"memory_budget": True}, TypeError, r"memory_budget=True .*'all' .*; leave it out for 640 MiB or more"),
     ({"class_weight": np.ones(V, np.complex64)}, TypeError, r"class_weight must be real.*complex64"),
-]  # fmt: skip
+]
 
 
 TORCH_ROWS = [

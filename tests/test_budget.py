@@ -214,8 +214,9 @@ def test_a_bias_of_minus_infinity_removes_a_class(way):
     for low in (-np.inf, -1e4):  # of which both exponentials are 0
         bias = np.where(np.arange(way.vocabulary) % 5 == 2, low, given.optional["bias"]).astype(given.e.dtype)
         targets = np.where(given.targets % 5 == 2, given.targets - 1, given.targets)
-        results.append(run(replace(given, optional={"bias": bias}, targets=targets), way.options, "cce",
-                           memory_budget=way.budget))  # fmt: skip
+        results.append(
+            run(replace(given, optional={"bias": bias}, targets=targets), way.options, "cce", memory_budget=way.budget)
+        )
     jax.tree.map(np.testing.assert_array_equal, *results)
     assert np.isfinite(np.float32(results[0][2]["c"])).all()
 

@@ -20,10 +20,11 @@ LAYOUTS = [
     Layout("tokens and vocabulary", {"data": 2, "tensor": GPUS // 2}, P("data"), P("tensor")),
     Layout("c's vocabulary over data", {"data": GPUS}, P("data"), P("data")),
     Layout("width over data, vocabulary over tensor", {"data": GPUS // 2, "tensor": 2}, P("data"), P("tensor", "data")),
-]  # fmt: skip
+]
 HOPPER = Case("hopper", leading=(8, 512), width=128, vocabulary=4096)
-TRITON = Case("triton", leading=(8, 512), width=128, vocabulary=4096, arrays=("bias", "token_weight"),
-              options={"softcap": 30.0})  # fmt: skip
+TRITON = Case(
+    "triton", leading=(8, 512), width=128, vocabulary=4096, arrays=("bias", "token_weight"), options={"softcap": 30.0}
+)
 
 
 @pytest.mark.parametrize("memory_budget", [0, 2**23, "all"])

@@ -163,9 +163,12 @@ def test_out_of_range_targets_touch_no_memory_under_memcheck(tmp_path):
     cached = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     for checker in ([], [tool, "--tool", "memcheck", "--error-exitcode", "9"]):
         checked = subprocess.run(
-            [*checker, sys.executable, "-c", MEMCHECK], capture_output=True, text=True, timeout=300,
+            [*checker, sys.executable, "-c", MEMCHECK],
+            capture_output=True,
+            text=True,
+            timeout=300,
             env={**os.environ, **cached},
-        )  # fmt: skip
+        )
         assert checked.returncode == 0, checked.stdout[-3000:] + checked.stderr[-3000:]
     assert "every out-of-range target gave NaN" in checked.stdout
     assert "ERROR SUMMARY: 0 errors" in checked.stdout + checked.stderr

@@ -111,9 +111,10 @@ def test_a_call_stays_within_its_budget(shape, name):
 
 @pytest.mark.parametrize("name", ["default", "logits", "all"])
 @pytest.mark.parametrize(
-    ("tokens", "argnums"), [(8192, (0,)), (8192, (1,)), (8192, (0, 1, 3)), (8187, (0, 1))],
+    ("tokens", "argnums"),
+    [(8192, (0,)), (8192, (1,)), (8192, (0, 1, 3)), (8187, (0, 1))],
     ids=["frozen classifier", "frozen embeddings", "bias", "ragged"],
-)  # fmt: skip
+)
 def test_a_call_of_another_kind_stays_within_its_budget(tokens, argnums, name):
     shape = SHAPES["llama3-8b"]._replace(tokens=tokens)
     allowed = budgets(shape)[name]

@@ -89,9 +89,12 @@ def test_alone_the_way_that_is_predicted_to_be_fastest_is():
         without, formed = in_turns(calls, 3).values()
         others, chooses = min(times.recomputed, times.saved), choose._is_fastest_in_forward(times)
         tokens, width, vocabulary = call.shape
-        print(f"{tokens}x{width}x{vocabulary} {call.memory_budget // 2**20} {call.vocab_axis} "
-              f"{'float32' if call.mixed else 'bfloat16'}: {others:.3f} {times.in_forward:.3f}; "
-              f"{without:.2f} {formed:.2f}", flush=True)  # fmt: skip
+        print(
+            f"{tokens}x{width}x{vocabulary} {call.memory_budget // 2**20} {call.vocab_axis} "
+            f"{'float32' if call.mixed else 'bfloat16'}: {others:.3f} {times.in_forward:.3f}; "
+            f"{without:.2f} {formed:.2f}",
+            flush=True,
+        )
         if (formed if chooses else without) > DEARER * min(without, formed):
             wrong.append((call, times, without, formed))
     assert not wrong

@@ -140,9 +140,23 @@ class Call:
 def planned(call: Call) -> Plan:
     wanted = Wanted(0 in call.wanted, 1 in call.wanted, 3 in call.wanted)
     head = Head(call.softcap, call.vocab_axis, call.precision)
-    return plan_of(Planned(call.tokens, call.width, call.vocabulary, call.dtype, head, call.bias,
-                           call.label_smoothing > 0, wanted, call.budget, wide_dc=call.mixed,
-                           one_factor=call.reduction != "none"), H200, call.impl)  # fmt: skip
+    return plan_of(
+        Planned(
+            call.tokens,
+            call.width,
+            call.vocabulary,
+            call.dtype,
+            head,
+            call.bias,
+            call.label_smoothing > 0,
+            wanted,
+            call.budget,
+            wide_dc=call.mixed,
+            one_factor=call.reduction != "none",
+        ),
+        H200,
+        call.impl,
+    )
 
 
 def drawn() -> list[Call]:
@@ -202,8 +216,10 @@ def test_calls_whose_forward_pass_forms_the_gradients_are_drawn_often():
     assert sum(plan.in_forward is not None for plan in plans) >= CALLS_IN_FORWARD // 2
 
 
-@pytest.mark.parametrize(("reduction", "memory_budget", "mib"),
-                         [("none", 300 * MIB, 276.2), ("mean", 300 * MIB, 286.1), ("mean", None, 554.1)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("reduction", "memory_budget", "mib"),
+    [("none", 300 * MIB, 276.2), ("mean", 300 * MIB, 286.1), ("mean", None, 554.1)],
+)
 def test_what_a_real_head_holds(reduction, memory_budget, mib):
     """The first as measured on an H200."""
     call = Call(8192, 2304, 256000, "bfloat16", 0, False, (0, 1), None, 0.0, memory_budget, reduction=reduction)
@@ -220,8 +236,14 @@ def test_a_forward_pass_by_itself_is_within_the_budget(call):
     if plan.in_forward is None:
         pytest.skip("computes the logits again")
     wanted, head = plan.call.wanted, plan.call.head
-    core = plans.Core(head, plan.call.with_sum, "cce" if call.impl == "auto" else call.impl, call.memory_budget, H200,
-                       wide_dc=call.mixed)  # fmt: skip
+    core = plans.Core(
+        head,
+        plan.call.with_sum,
+        "cce" if call.impl == "auto" else call.impl,
+        call.memory_budget,
+        H200,
+        wide_dc=call.mixed,
+    )
     c_shape = (call.vocabulary, call.width) if call.vocab_axis == 0 else (call.width, call.vocabulary)
     shaped = partial(jax.ShapeDtypeStruct, dtype=call.dtype)
     targets = jax.ShapeDtypeStruct((call.tokens,), jnp.int32)
@@ -248,8 +270,19 @@ def test_a_forward_pass_by_itself_is_within_the_budget(call):
 def test_the_halves_of_a_chunk_work_in_place(wanted, axis):
     """As programs of PyTorch run them on a shard of the vocabulary: in the memory of P, dc and its steps."""
     shaped, vocabulary, width = jax.ShapeDtypeStruct, 64000, 2304
-    call = Planned(8192, width, vocabulary, "bfloat16", Head(vocab_axis=axis), False, False, wanted, 640 * MIB,
-                   wide_de=True, one_factor=True)  # fmt: skip
+    call = Planned(
+        8192,
+        width,
+        vocabulary,
+        "bfloat16",
+        Head(vocab_axis=axis),
+        False,
+        False,
+        wanted,
+        640 * MIB,
+        wide_de=True,
+        one_factor=True,
+    )
     plan = plan_of(call, H200, "auto")
     assert plan.in_forward is not None
     chunks = plan.in_forward.chunks
@@ -277,8 +310,10 @@ def test_the_halves_of_a_chunk_work_in_place(wanted, axis):
         return left.left, de, dc, steps
 
     de = shaped((n, width), jnp.float32)
-    halves = (held(first, numbers, p, *given, donated=2),
-              held(second, p, de, dc, steps, *3 * [numbers], *given, donated=4))  # fmt: skip
+    halves = (
+        held(first, numbers, p, *given, donated=2),
+        held(second, p, de, dc, steps, *3 * [numbers], *given, donated=4),
+    )
     for half, count in zip(halves, (2, 3 + wanted.c), strict=True):
         assert all(f"{{{k}}}: ({k}, {{}}" in half.hlo.splitlines()[0] for k in range(count)), "not in place"
         large = f"{n},{vocabulary}", ",".join(map(str, c.shape))

@@ -44,15 +44,25 @@ def launched(*of, **options):
     return for_hopper(*call(*of, **options))
 
 
-def call(shape=SHAPE, dtype=BF16, vocab_axis=0, bias=False, gradient=True, memory_budget=0, reduction="none",
-         **options):  # fmt: skip
+def call(
+    shape=SHAPE, dtype=BF16, vocab_axis=0, bias=False, gradient=True, memory_budget=0, reduction="none", **options
+):
     """The sum of the losses or its gradient, and its arguments."""
     n, d, v = shape
 
     def loss(e, c, t, bias_):
         more = {"bias": bias_} if bias else {}
-        found = linear_cross_entropy(e, c, t, impl="cce", vocab_axis=vocab_axis, memory_budget=memory_budget,
-                                     reduction=reduction, **more, **options)  # fmt: skip
+        found = linear_cross_entropy(
+            e,
+            c,
+            t,
+            impl="cce",
+            vocab_axis=vocab_axis,
+            memory_budget=memory_budget,
+            reduction=reduction,
+            **more,
+            **options,
+        )
         return jnp.sum(found)
 
     c = S((v, d) if vocab_axis == 0 else (d, v), dtype)

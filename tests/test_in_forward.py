@@ -111,16 +111,27 @@ def summed(step: Step, gpu, parts, vocabulary: int, width: int, axis: int, dtype
 
 @settings(max_examples=25, deadline=None)
 @given(
-    vocabulary=st.integers(200, 700), width=st.integers(1, 300), chunks=st.integers(1, 6), axis=st.integers(0, 1),
-    dtype=st.sampled_from(["bfloat16", "float16", "float32"]), columns=st.integers(100, 700),
-    block=st.sampled_from([64, 192, 256]), seed=st.integers(0, 99),
-)  # fmt: skip
+    vocabulary=st.integers(200, 700),
+    width=st.integers(1, 300),
+    chunks=st.integers(1, 6),
+    axis=st.integers(0, 1),
+    dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
+    columns=st.integers(100, 700),
+    block=st.sampled_from([64, 192, 256]),
+    seed=st.integers(0, 99),
+)
 def test_dc_summed_by_xla(vocabulary, width, chunks, axis, dtype, columns, block, seed):
     """Also its rows: some vocabulary entries are a thousand times as frequent as others."""
     draw, tokens = np.random.default_rng(seed), 24
     frequency = 10.0 ** draw.uniform(-3, 0, vocabulary)
-    parts = [(jnp.asarray(draw.normal(size=(tokens, vocabulary)) * frequency, dtype),
-              jnp.asarray(draw.normal(size=(tokens, width)), dtype), tokens) for _ in range(chunks)]  # fmt: skip
+    parts = [
+        (
+            jnp.asarray(draw.normal(size=(tokens, vocabulary)) * frequency, dtype),
+            jnp.asarray(draw.normal(size=(tokens, width)), dtype),
+            tokens,
+        )
+        for _ in range(chunks)
+    ]
     want = 0.37 * sum(np.float64(p).T @ np.float64(e) for p, e, _ in parts)
     step = Step(XLA, block, groups=Groups(vocabulary, min(columns, vocabulary)))
     found = summed(step, None, parts, vocabulary, width, axis, dtype, block, 0.37)
@@ -137,10 +148,14 @@ def test_dc_summed_by_xla(vocabulary, width, chunks, axis, dtype, columns, block
 
 @settings(max_examples=15, deadline=None)
 @given(
-    vocabulary=st.integers(1, 300), width=st.integers(1, 300), chunks=st.integers(1, 12), axis=st.integers(0, 1),
-    dtype=st.sampled_from(["bfloat16", "bfloat16", "float16", "float32"]), block=st.sampled_from([128, 256]),
+    vocabulary=st.integers(1, 300),
+    width=st.integers(1, 300),
+    chunks=st.integers(1, 12),
+    axis=st.integers(0, 1),
+    dtype=st.sampled_from(["bfloat16", "bfloat16", "float16", "float32"]),
+    block=st.sampled_from([128, 256]),
     seed=st.integers(0, 99),
-)  # fmt: skip
+)
 def test_dc_summed_by_triton(vocabulary, width, chunks, axis, dtype, block, seed):
     """In chunks of which some have no tokens. Rows from `count` on and columns from V on hold NaN.
 
@@ -170,11 +185,18 @@ def test_dc_summed_by_triton(vocabulary, width, chunks, axis, dtype, block, seed
 
 @settings(max_examples=10, deadline=None)
 @given(
-    tokens=st.integers(300, 1500), width=st.integers(20, 300), vocabulary=st.integers(200, 900),
-    dtype=st.sampled_from(["bfloat16", "float16", "float32"]), axis=st.integers(0, 1), size=st.integers(1, 3),
-    ignored=st.floats(0, 1), factor=st.sampled_from([1.0, 65536.0, 0.3, 0.0]), smoothing=st.booleans(),
-    reduction=st.sampled_from(["mean", "sum"]), seed=st.integers(0, 99),
-)  # fmt: skip
+    tokens=st.integers(300, 1500),
+    width=st.integers(20, 300),
+    vocabulary=st.integers(200, 900),
+    dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
+    axis=st.integers(0, 1),
+    size=st.integers(1, 3),
+    ignored=st.floats(0, 1),
+    factor=st.sampled_from([1.0, 65536.0, 0.3, 0.0]),
+    smoothing=st.booleans(),
+    reduction=st.sampled_from(["mean", "sum"]),
+    seed=st.integers(0, 99),
+)
 def test_gradients_in_chunks(tokens, width, vocabulary, dtype, axis, size, ignored, factor, reduction, smoothing, seed):
     """Any number of chunks, upstream factors and ignored tokens, held to the reference in float32."""
     memory_budget = size * 256 * 12 * (vocabulary + width) + 100 * (tokens + 256) + 4 * vocabulary * (1 + width // 256)
@@ -204,8 +226,16 @@ def test_gradients_in_chunks(tokens, width, vocabulary, dtype, axis, size, ignor
             assert np.linalg.norm(np.float64(x) - y) <= 3 * np.finfo(np.float32).eps * 2**15 * np.linalg.norm(y)
 
 
-OPTIONS = {"softcap": 4.0, "logit_scale": 1.3, "label_smoothing": 0.2, "z_loss": 0.02, "num_items": 12.5,
-           "vocab_axis": 1, "return_lse": True, "reduction": "sum"}  # fmt: skip
+OPTIONS = {
+    "softcap": 4.0,
+    "logit_scale": 1.3,
+    "label_smoothing": 0.2,
+    "z_loss": 0.02,
+    "num_items": 12.5,
+    "vocab_axis": 1,
+    "return_lse": True,
+    "reduction": "sum",
+}
 
 
 @st.composite
@@ -366,8 +396,16 @@ def test_with_a_frozen_head_the_forward_pass_forms_de_for_any_cotangents(package
         pytest.importorskip("torch")
     call = draw(29, SHARED * number, "small")
     wanted = "e", *(x for x in ("token_weight",) if x in call.program.arrays)
-    program = replace(call.program, package=package, impl="chunked", label_smoothing=0.0, wanted=wanted,
-                      memory_budget=2**28, reduction="none", num_items=None)  # fmt: skip
+    program = replace(
+        call.program,
+        package=package,
+        impl="chunked",
+        label_smoothing=0.0,
+        wanted=wanted,
+        memory_budget=2**28,
+        reduction="none",
+        num_items=None,
+    )
     with mock.patch.object(ways, "of_any_cotangents", wraps=ways.of_any_cotangents) as formed:
         assert failures(replace(call, program=program)) == []
     assert formed.called == (program.dtype != "float16" and program.tokens > 0)

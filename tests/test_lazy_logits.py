@@ -109,8 +109,11 @@ def test_what_is_recorded_is_what_real_logits_do(name):
     expected = RECORDED[name](logits)
     assert found.shape == expected.shape
     assert (found.dtype, found.device, found.dim(), found.size(-1)) == (
-        expected.dtype, expected.device, expected.dim(), expected.size(-1),
-    )  # fmt: skip
+        expected.dtype,
+        expected.device,
+        expected.dim(),
+        expected.size(-1),
+    )
     targets = torch.randint(V - 5, expected.shape[:-1]).flatten()
     reference = F.cross_entropy(expected.flatten(0, -2), targets, label_smoothing=0.1)
     width = found.shape[-1]

@@ -95,8 +95,11 @@ def test_the_kernels_of_a_gradient_with_saved_exponentials():
 def test_an_odd_vocabulary_costs_no_accesses_of_single_elements():
     """Masks end at a multiple of 8 columns, or each would be read and written by itself, without running ahead."""
     shape = 2048, 128, 50257
-    found = [k for k in gradient(jnp.bfloat16, *shape, memory_budget=whole_bytes(*shape))
-             if k.name not in ("target", "targets")]  # fmt: skip
+    found = [
+        k
+        for k in gradient(jnp.bfloat16, *shape, memory_budget=whole_bytes(*shape))
+        if k.name not in ("target", "targets")
+    ]
     assert {"statistics", "replace", "de", "dc"} <= set(names(found))
     assert [k.name for k in found if accesses_of_two_bytes(k, "9.0")] == []
 
@@ -203,9 +206,17 @@ def launched(variant: Variant, tiles: Tiles) -> list:
     c = S((v, d) if variant.vocab_axis == 0 else (d, v), dtype)
     each = [S((n,), f32)] * 3
     return kernels(
-        both, S((n, d), dtype), c, S((v,), dtype), S((n,), jnp.int32), S((v,), f32), S((1,), f32), Statistics(*each),
-        S(saved_shape(n, v), dtype), Cotangents(*each),
-    )  # fmt: skip
+        both,
+        S((n, d), dtype),
+        c,
+        S((v,), dtype),
+        S((n,), jnp.int32),
+        S((v,), f32),
+        S((1,), f32),
+        Statistics(*each),
+        S(saved_shape(n, v), dtype),
+        Cotangents(*each),
+    )
 
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -285,8 +296,15 @@ class Summed(NamedTuple):
             return TRITON.sum_dc(step, call, gpu, dc, steps, Left(left, e, None, count), factor)
 
         c = (self.vocabulary, self.width) if self.vocab_axis == 0 else (self.width, self.vocabulary)
-        return kernels(run, S(c, F32 if self.wide else BF16), S(steps, F32), S((n, entries), BF16),
-                       S((n, self.width), BF16), S((1,), jnp.int32), S((1,), F32))  # fmt: skip
+        return kernels(
+            run,
+            S(c, F32 if self.wide else BF16),
+            S(steps, F32),
+            S((n, entries), BF16),
+            S((n, self.width), BF16),
+            S((1,), jnp.int32),
+            S((1,), F32),
+        )
 
 
 # The elements of a (D, V) array with an odd V are read and written one by one, each at an address of its own.
@@ -311,8 +329,13 @@ def test_the_table_reaches_the_kernels(monkeypatch):
         jax.clear_caches()
         tiles = tiles_for(2, width, Gpu(gpu, 100))
         found = gradient(BF16, d=width, v=1000, memory_budget=0)  # a V that no other kernel is for
-        role = {"statistics": tiles.statistics, "rescue": tiles.statistics, "dz": tiles.dz, "de": tiles.de,
-                "dc": tiles.dc}  # fmt: skip
+        role = {
+            "statistics": tiles.statistics,
+            "rescue": tiles.statistics,
+            "dz": tiles.dz,
+            "de": tiles.de,
+            "dc": tiles.dc,
+        }
         for kernel in found:
             if kernel.name in role:
                 tile = role[kernel.name]

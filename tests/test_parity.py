@@ -43,10 +43,12 @@ def by_torch(given, options, device):
     z, targets = logits(torch, given, options, leaves["e"], leaves["c"], leaves)
     weight = given.optional.get("class_weight")
     loss = F.cross_entropy(
-        z.reshape(-1, z.shape[-1]), torch.tensor(targets, device=device).long().reshape(-1),
-        None if weight is None else tensor(weight, device), reduction=options.get("reduction", "mean"),
+        z.reshape(-1, z.shape[-1]),
+        torch.tensor(targets, device=device).long().reshape(-1),
+        None if weight is None else tensor(weight, device),
+        reduction=options.get("reduction", "mean"),
         label_smoothing=options.get("label_smoothing", 0.0),
-    )  # fmt: skip
+    )
     loss = loss.reshape(given.of_loss.shape)
     gradients = torch.autograd.grad((loss * tensor(given.of_loss, device)).sum(), list(leaves.values()))
     return array(loss), {k: array(g) for k, g in zip(leaves, gradients, strict=True)}

@@ -408,10 +408,33 @@ def keeps_its_promises(call: Call, gpu: Gpu | None, impl) -> Plan:
 
 
 WIDTHS = (64, 128, 576, 768, 896, 1024, 1152, 1536, 2048, 2304, 2560, 3072, 4096, 5120, 5376, 7168, 8192, 16384)
-VOCABULARIES = (32_000, 32_064, 49_152, 50_257, 50_304, 64_000, 100_352, 128_256, 131_072, 151_936, 152_064, 200_064,
-                201_088, 256_000, 256_128, 262_144, 262_208)  # fmt: skip
-MULTIPROCESSORS = {"8.0": (108,), "8.6": (84, 28), "8.9": (142, 58), "9.0": (132, 114, 78), "10.0": (148, 160),
-                   "12.0": (170, 188)}  # fmt: skip
+VOCABULARIES = (
+    32_000,
+    32_064,
+    49_152,
+    50_257,
+    50_304,
+    64_000,
+    100_352,
+    128_256,
+    131_072,
+    151_936,
+    152_064,
+    200_064,
+    201_088,
+    256_000,
+    256_128,
+    262_144,
+    262_208,
+)
+MULTIPROCESSORS = {
+    "8.0": (108,),
+    "8.6": (84, 28),
+    "8.9": (142, 58),
+    "9.0": (132, 114, 78),
+    "10.0": (148, 160),
+    "12.0": (170, 188),
+}
 GPUS = [Gpu(capability, n) for capability, counts in MULTIPROCESSORS.items() for n in counts]
 GPUS += [Gpu("12.1", 48), INTERPRETER, replace(H200, interpreted=True)]
 
@@ -549,13 +572,24 @@ def test_in_float32_the_sum_for_de_is_the_result(shape, count):
 
 @pytest.mark.parametrize(
     ("tokens", "width", "dtype", "mib"),
-    [(8192, 2304, "bfloat16", 640), (8192, 4096, "bfloat16", 640), (65536, 2048, "bfloat16", 928),
-     (139_264, 512, "bfloat16", 748), (8192, 2304, "float32", 640), (8192, 4096, "float32", 640),
-     (65536, 2048, "float32", 1344), (131_072, 2304, "bfloat16", 2048)],
-)  # fmt: skip
+    [
+        (8192, 2304, "bfloat16", 640),
+        (8192, 4096, "bfloat16", 640),
+        (65536, 2048, "bfloat16", 928),
+        (139_264, 512, "bfloat16", 748),
+        (8192, 2304, "float32", 640),
+        (8192, 4096, "float32", 640),
+        (65536, 2048, "float32", 1344),
+        (131_072, 2304, "bfloat16", 2048),
+    ],
+)
 def test_the_default_budget_leaves_many_tokens_large_groups(tokens, width, dtype, mib):
-    shapes = Inputs(jax.ShapeDtypeStruct((tokens, width), dtype), jax.ShapeDtypeStruct((128_256, width), dtype),
-                    None, jax.ShapeDtypeStruct((tokens,), jnp.int32))  # fmt: skip
+    shapes = Inputs(
+        jax.ShapeDtypeStruct((tokens, width), dtype),
+        jax.ShapeDtypeStruct((128_256, width), dtype),
+        None,
+        jax.ShapeDtypeStruct((tokens,), jnp.int32),
+    )
     plan = plan_for(shapes, Core(Head(), False, "auto", None, H200), BOTH)
     assert plan.held <= plan.call.memory_budget == mib * MIB
     assert isinstance(plan.gradients, Recomputed)
@@ -565,9 +599,16 @@ def test_the_default_budget_leaves_many_tokens_large_groups(tokens, width, dtype
 A, B, C = (8192, 2304, 256_000), (8192, 4096, 128_256), (32_768, 768, 128_256)
 # Relative to three of XLA's matmuls, measured on an H200.
 MEASURED_IN_FORWARD = [
-    (A, 300 * MIB, 1.213), (A, 640 * MIB, 1.071), (A, 1.2e9, 1.019), (B, 300 * MIB, 1.082), (B, 640 * MIB, 1.027),
-    (B, 1.2e9, 1.002), (C, 300 * MIB, 1.217), (C, 640 * MIB, 1.133), (C, 1.2e9, 1.096),
-]  # fmt: skip
+    (A, 300 * MIB, 1.213),
+    (A, 640 * MIB, 1.071),
+    (A, 1.2e9, 1.019),
+    (B, 300 * MIB, 1.082),
+    (B, 640 * MIB, 1.027),
+    (B, 1.2e9, 1.002),
+    (C, 300 * MIB, 1.217),
+    (C, 640 * MIB, 1.133),
+    (C, 1.2e9, 1.096),
+]
 MEASURED_OTHERS = [(A, 1.36, 0.983), (B, 1.34, 0.973), (C, 1.49, 1.033)]
 
 

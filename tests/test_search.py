@@ -85,8 +85,14 @@ def test_calls_through_the_interpreter_of_the_kernels_for_hopper(program, both):
 def test_gradients_formed_in_the_forward_pass_by_the_kernels_for_hopper(number, both, monkeypatch):
     """Drawn calls, in chunks of a drawn size; with dc in 16 bits and in float32."""
     call, rng = draw(SEED, number * SHARED, "hopper"), np.random.default_rng(number)
-    program = replace(call.program, reduction=str(rng.choice(["mean", "sum"])), objective="loss", dtype="bfloat16",
-                      memory_budget=2**30, mixed=number % 3 == 0)  # fmt: skip
+    program = replace(
+        call.program,
+        reduction=str(rng.choice(["mean", "sum"])),
+        objective="loss",
+        dtype="bfloat16",
+        memory_budget=2**30,
+        mixed=number % 3 == 0,
+    )
     size, formed = 8 * int(rng.integers(10, 40)), []
 
     def chunks(count, _):
@@ -108,15 +114,29 @@ def test_gradients_formed_in_the_forward_pass_by_the_kernels_for_hopper(number, 
 
 def test_nothing_stands_in_exponentials_for_a_target_out_of_range():
     """A column of the padding had a number for it, inf where lse < −88, and de was NaN."""
-    program = Program(dtype="bfloat16", arrays=("bias",), wanted=("e", "c", "bias"), objective="lse", return_lse=True,
-                      memory_budget=2**30)  # fmt: skip
+    program = Program(
+        dtype="bfloat16",
+        arrays=("bias",),
+        wanted=("e", "c", "bias"),
+        objective="lse",
+        return_lse=True,
+        memory_budget=2**30,
+    )
     assert not failures(Call(program, Data(bias=-110.0, out_of_range=1, seed=3)))
 
 
 def test_many_equal_tokens_are_all_rounded_to_the_same_side():
     """Only 975 of the 6088 tokens are different: dc loses more by the rounding of dz than if each were another."""
-    program = Program(impl="chunked", leading=(6088,), width=1152, vocabulary=512, dtype="bfloat16",
-                      logit_scale=0.169, ignore_index=-(2**31), memory_budget=0)  # fmt: skip
+    program = Program(
+        impl="chunked",
+        leading=(6088,),
+        width=1152,
+        vocabulary=512,
+        dtype="bfloat16",
+        logit_scale=0.169,
+        ignore_index=-(2**31),
+        memory_budget=0,
+    )
     assert not failures(Call(program, Data(seed=2062543425, kind="confident", size=7.195, cotangent=0.011076)))
 
 
@@ -247,11 +267,14 @@ def test_a_number_is_a_call_whose_literal_says_all(where):
 def test_everything_is_drawn():
     programs = {draw(0, SHARED * number, "small").program for number in range(2000)}
     for name, values in {
-        "package": {"jax", "torch"}, "impl": {"cce", "chunked", "reference", "torch_compile"},
+        "package": {"jax", "torch"},
+        "impl": {"cce", "chunked", "reference", "torch_compile"},
         "dtype": {"bfloat16", "float16", "float32"},
-        "vocab_axis": {0, 1}, "objective": {"loss", "lse", "both"}, "return_lse": {True, False},
+        "vocab_axis": {0, 1},
+        "objective": {"loss", "lse", "both"},
+        "return_lse": {True, False},
         "reduction": {"mean", "sum", "none"},
-    }.items():  # fmt: skip
+    }.items():
         assert {getattr(p, name) for p in programs} == values, name
     for name in ("shift", "softcap", "logit_scale", "label_smoothing", "z_loss", "num_items", "memory_budget"):
         assert len({getattr(p, name) for p in programs}) > 2, name

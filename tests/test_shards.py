@@ -35,9 +35,18 @@ class Problem(NamedTuple):
 
 
 def problem(
-    tokens=40, width=32, vocabulary=229, dtype="bfloat16", *, head=None, bias=False, weighted=False, size=1.0, seed=0,
+    tokens=40,
+    width=32,
+    vocabulary=229,
+    dtype="bfloat16",
+    *,
+    head=None,
+    bias=False,
+    weighted=False,
+    size=1.0,
+    seed=0,
     ignored=0.2,
-) -> Problem:  # fmt: skip
+) -> Problem:
     rng, head = np.random.default_rng(seed), head or Head()
     e = (size * rng.standard_normal((tokens, width))).astype(jnp.dtype(dtype))
     c = (rng.standard_normal((vocabulary, width)) / width**0.5).astype(jnp.dtype(dtype))
@@ -47,8 +56,12 @@ def problem(
     b = rng.standard_normal(vocabulary).astype(jnp.dtype(dtype)) if bias else None
     weights = rng.uniform(size=vocabulary).astype(np.float32) if weighted else None
     of = rng.uniform(0.5, 1.5, (3, tokens)).astype(np.float32)
-    return Problem(Inputs(e, c if head.vocab_axis == 0 else c.T, b, targets, weights),  # type: ignore[arg-type]
-                   Cotangents(of[0], -of[1], of[2] / vocabulary if weighted else None), head, vocabulary)  # fmt: skip
+    return Problem(
+        Inputs(e, c if head.vocab_axis == 0 else c.T, b, targets, weights),  # type: ignore[arg-type]
+        Cotangents(of[0], -of[1], of[2] / vocabulary if weighted else None),
+        head,
+        vocabulary,
+    )
 
 
 def truth(x: Problem) -> dict[str, np.ndarray]:
@@ -64,8 +77,13 @@ def truth(x: Problem) -> dict[str, np.ndarray]:
         dz += x.cotangents.sum[:, None] * weights
     dz = np.where(kept[:, None], dz * slope, 0)
     dc = dz.T @ e
-    found = {"lse": lse[kept], "target": (z * is_target).sum(1)[kept], "e": dz @ c, "bias": dz.sum(0),
-             "c": dc if x.head.vocab_axis == 0 else dc.T}  # fmt: skip
+    found = {
+        "lse": lse[kept],
+        "target": (z * is_target).sum(1)[kept],
+        "e": dz @ c,
+        "bias": dz.sum(0),
+        "c": dc if x.head.vocab_axis == 0 else dc.T,
+    }
     return found if weights is None else found | {"sum": (z @ weights)[kept]}
 
 
@@ -77,11 +95,24 @@ def shards_of(x: Problem, bounds, plan: Callable[[Call], Plan]) -> list[tuple[In
     for start, stop in pairwise(bounds):
         local = np.where((targets >= start) & (targets < stop), targets - start, stop - start)
         part = (slice(start, stop), slice(None))[:: 1 - 2 * axis]
-        given = Inputs(inputs.e, inputs.c[part], None if inputs.bias is None else inputs.bias[start:stop],
-                       np.where(targets < 0, -1, local).astype(np.int32),
-                       None if inputs.weights is None else inputs.weights[start:stop])  # fmt: skip
-        call = Call(*inputs.e.shape, stop - start, str(inputs.e.dtype), x.head, wanted.bias,
-                    inputs.weights is not None, wanted, 0, wide_de=True)  # fmt: skip
+        given = Inputs(
+            inputs.e,
+            inputs.c[part],
+            None if inputs.bias is None else inputs.bias[start:stop],
+            np.where(targets < 0, -1, local).astype(np.int32),
+            None if inputs.weights is None else inputs.weights[start:stop],
+        )
+        call = Call(
+            *inputs.e.shape,
+            stop - start,
+            str(inputs.e.dtype),
+            x.head,
+            wanted.bias,
+            inputs.weights is not None,
+            wanted,
+            0,
+            wide_de=True,
+        )
         shards.append((jax.tree.map(jnp.asarray, given), plan(call)))
     return shards
 
@@ -104,8 +135,12 @@ def over_shards(x: Problem, bounds, impl, gpu, memory_budget: int) -> dict[str, 
         for (given, plan), (numbers, saved) in zip(shards, passes, strict=True)
     ]
     assert all(gradients.e.dtype == np.float32 for gradients in found)
-    result = {"lse": lse[kept], "target": sum(numbers.target for numbers, _ in passes)[kept],
-              "e": sum(of.e for of in found), "c": np.concatenate([of.c for of in found], axis)}  # fmt: skip
+    result = {
+        "lse": lse[kept],
+        "target": sum(numbers.target for numbers, _ in passes)[kept],
+        "e": sum(of.e for of in found),
+        "c": np.concatenate([of.c for of in found], axis),
+    }
     if inputs.bias is not None:
         result["bias"] = np.concatenate([gradients.bias for gradients in found])
     if inputs.weights is not None:
@@ -122,16 +157,21 @@ def in_chunks(x: Problem, bounds, impl, gpu, size: int) -> dict[str, np.ndarray]
     shards = shards_of(x, bounds, lambda call: plan_of(replace(call, one_factor=True), gpu, impl, 0, chunks=chunks))
     reference, kept = reference_of(x, shards), Kept.of(jnp.asarray(inputs.targets), chunks.rows)
     sums: list[Any] = [
-        (jnp.zeros(own.c.shape, jnp.int16 if in_16_bits else dtype),
-         jnp.zeros(steps_shape(plan.call.vocabulary, plan.call.width, 256)) if in_16_bits else None, 0.0)
+        (
+            jnp.zeros(own.c.shape, jnp.int16 if in_16_bits else dtype),
+            jnp.zeros(steps_shape(plan.call.vocabulary, plan.call.width, 256)) if in_16_bits else None,
+            0.0,
+        )
         for own, plan in shards
-    ]  # fmt: skip
+    ]
     numbers, de, dc = [], [], []
     for start in range(0, chunks.rows, size):
         order = kept.order[start : start + size]
         count = jnp.clip(kept.count - start, 0, size)
-        given = [Chunk.of(own._replace(e=own.e[order], targets=own.targets[order]), reference[order], count)
-                 for own, _ in shards]  # fmt: skip
+        given = [
+            Chunk.of(own._replace(e=own.e[order], targets=own.targets[order]), reference[order], count)
+            for own, _ in shards
+        ]
         of_own = [numbers_of(chunk, plan) for chunk, (_, plan) in zip(given, shards, strict=True)]
         lse = jax.nn.logsumexp(jnp.stack([own.lse for own, _ in of_own]), axis=0)
         more = [None if own.sum is None else sum(found.sum for found, _ in of_own) for own, _ in of_own[:1]]
@@ -153,8 +193,12 @@ def in_chunks(x: Problem, bounds, impl, gpu, size: int) -> dict[str, np.ndarray]
         de.append(sum(parts))
     live = np.asarray(inputs.targets) >= 0
     restored = jax.tree.map(lambda *parts: kept.restored(jnp.concatenate(parts)), *numbers)
-    result = {"lse": restored.lse[live], "target": restored.target[live], "e": kept.restored(jnp.concatenate(de)),
-              "c": np.concatenate(dc or [total for total, _, _ in sums], axis)}  # fmt: skip
+    result = {
+        "lse": restored.lse[live],
+        "target": restored.target[live],
+        "e": kept.restored(jnp.concatenate(de)),
+        "c": np.concatenate(dc or [total for total, _, _ in sums], axis),
+    }
     if inputs.bias is not None:
         result["bias"] = np.concatenate([bias for _, _, bias in sums])
     return result if inputs.weights is None else result | {"sum": restored.sum[live]}
@@ -184,8 +228,18 @@ def problems(draw, sizes) -> tuple:
     dtype = draw(st.sampled_from(["bfloat16", "bfloat16", "float16", "float32"]))
     bias, weighted, seed = draw(st.booleans()), draw(st.booleans()), draw(st.integers(0, 99))
     size, ignored = draw(st.sampled_from(sizes)), draw(st.sampled_from([0.0, 0.5, 0.9]))
-    x = problem(draw(st.integers(2, 60)), 16, vocabulary, dtype, head=head, bias=bias, weighted=weighted, size=size,
-                seed=seed, ignored=ignored)  # fmt: skip
+    x = problem(
+        draw(st.integers(2, 60)),
+        16,
+        vocabulary,
+        dtype,
+        head=head,
+        bias=bias,
+        weighted=weighted,
+        size=size,
+        seed=seed,
+        ignored=ignored,
+    )
     bounds = sorted({0, vocabulary, *draw(st.lists(st.integers(1, vocabulary), max_size=3))})
     return x, bounds, *draw(st.sampled_from(ENGINES))
 

@@ -140,9 +140,17 @@ def test_stop_gradient_freezes_too():
 WHOLE = whole_bytes(N, D, V)
 LAUNCHES = {  # by the name of a kernel, how often the two passes launch it: once more where the kept tokens decide
     0: {"cce_target": 1, "cce_statistics": 1, "cce_rescue": 1, "cce_dz": 2, "cce_de": 1, "cce_dc": 1},
-    WHOLE: {"cce_target": 1, "cce_statistics": 1, "cce_rescue": 1, "cce_replace": 1, "cce_targets": 1, "cce_clear": 1,
-            "cce_de": 1, "cce_dc": 1},
-}  # fmt: skip
+    WHOLE: {
+        "cce_target": 1,
+        "cce_statistics": 1,
+        "cce_rescue": 1,
+        "cce_replace": 1,
+        "cce_targets": 1,
+        "cce_clear": 1,
+        "cce_de": 1,
+        "cce_dc": 1,
+    },
+}
 
 
 def residuals(impl, memory_budget, **options) -> list[tuple[str, int]]:
@@ -156,8 +164,10 @@ def size(arrays: list[tuple[str, int]]) -> int:
     return sum(jnp.dtype(kind).itemsize * count for kind, count in arrays)
 
 
-@pytest.mark.parametrize(("impl", "memory_budget", "options"),
-                         [("cce", 0, {}), ("chunked", 0, {}), ("chunked", 2**40, {"reduction": "none"})])  # fmt: skip
+@pytest.mark.parametrize(
+    ("impl", "memory_budget", "options"),
+    [("cce", 0, {}), ("chunked", 0, {}), ("chunked", 2**40, {"reduction": "none"})],
+)
 def test_the_residuals_are_the_inputs_and_a_few_numbers_a_token(impl, memory_budget, options):
     assert size(residuals(impl, memory_budget, **options)) <= 2 * (N * D + V * D) + 64 * N
 
@@ -203,8 +213,9 @@ def test_the_kernels_that_a_budget_launches(memory_budget, launches):
     assert {name: len(eqns) for name, eqns in found.items()} == expected
 
 
-@pytest.mark.parametrize(("options", "more"), [({}, {"cce_targets": 4, "cce_clear": 2}),
-                                               ({"label_smoothing": 0.1}, {"cce_saved_dz": 4})])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "more"), [({}, {"cce_targets": 4, "cce_clear": 2}), ({"label_smoothing": 0.1}, {"cce_saved_dz": 4})]
+)
 def test_the_kernels_that_form_gradients_in_the_forward_pass(options, more):
     """One each for the chunks of the loop and for the last chunk; no exponentials of more tokens than a chunk's.
 

@@ -187,8 +187,17 @@ def test_padding_changes_nothing(reduction, monkeypatch):
     weight = torch.rand(20, 15, requires_grad=True)
 
     def run(impl):
-        loss, lse = linear_cross_entropy(e.view(20, 15, -1), c, t.view(20, 15), shift=2, token_weight=weight, impl=impl,
-                                         reduction=reduction, return_lse=True, label_smoothing=0.1)  # fmt: skip
+        loss, lse = linear_cross_entropy(
+            e.view(20, 15, -1),
+            c,
+            t.view(20, 15),
+            shift=2,
+            token_weight=weight,
+            impl=impl,
+            reduction=reduction,
+            return_lse=True,
+            label_smoothing=0.1,
+        )
         return [loss, lse, *gradients(loss.sum() + lse.sum(), e, c, weight)]
 
     monkeypatch.setattr(kinds, "EXACT", 0)

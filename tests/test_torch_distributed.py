@@ -207,8 +207,14 @@ def check_data_parallel() -> None:
         wrapped = nn.parallel.DistributedDataParallel(model(head, **options))
         assert_loss(step(wrapped), what, **options)
         assert_gradients(whole_gradients(wrapped), what, **options)
-    ways = [("in the root", kinds[1]), ("in the root", kinds[3]), ("by itself", {}), ("by itself", kinds[2]),
-            ("with the norm", {}), ("with the norm", kinds[3])]  # fmt: skip
+    ways = [
+        ("in the root", kinds[1]),
+        ("in the root", kinds[3]),
+        ("by itself", {}),
+        ("by itself", kinds[2]),
+        ("with the norm", {}),
+        ("with the norm", kinds[3]),
+    ]
     for (how, options), (impl, head) in zip(ways, heads, strict=False):
         what = f"FSDP2 {how}, {impl}, {options}"
         wrapped = fsdp2(model(head, **options), how)
@@ -251,8 +257,9 @@ def check_mixed_precision_checkpoints_and_compile() -> None:
 
     class Checkpointed(Model):
         def forward(self, tokens, targets, *, reentrant, **options):
-            return checkpoint(functools.partial(self.head, **options), self.hidden(tokens), targets,
-                              use_reentrant=reentrant)  # fmt: skip
+            return checkpoint(
+                functools.partial(self.head, **options), self.hidden(tokens), targets, use_reentrant=reentrant
+            )
 
     root = functools.partial(fsdp2, how="in the root")
     wraps = nn.parallel.DistributedDataParallel, root
@@ -380,8 +387,9 @@ def check_dropped_strides() -> None:
         e, c, targets, shard = split(inputs(Case("strides", (tokens,), 8, 40), "bfloat16"), (16, 40), torch.bfloat16)
         c = c.detach().T.contiguous().requires_grad_()
         with torch.autograd.graph.save_on_cpu(pin_memory=True) if hooks else contextlib.nullcontext():
-            loss = linear_cross_entropy(e, c, targets, vocab_axis=1, impl="cce", memory_budget="all",
-                                        vocab_parallel=shard)  # fmt: skip
+            loss = linear_cross_entropy(
+                e, c, targets, vocab_axis=1, impl="cce", memory_budget="all", vocab_parallel=shard
+            )
         alive.append((loss, torch.autograd.grad(loss, (e, c), retain_graph=True)))
     kinds.EXACT = before
     for x, y in zip(alive[1][1], alive[2][1], strict=True):
@@ -606,8 +614,14 @@ def check_dtensors() -> None:
     rng = np.random.default_rng(0)
     meshes = [init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)]) for shape in ((4,), (2, 2))]
     everywhere = [Replicate(), Shard(0), Shard(1)]
-    ways = {"e": [*everywhere, Shard(2)], "c": [Replicate(), Shard(0), Shard(0), Shard(1)], "targets": everywhere,
-            "token_weight": everywhere, "bias": everywhere[:2], "class_weight": everywhere[:2]}  # fmt: skip
+    ways = {
+        "e": [*everywhere, Shard(2)],
+        "c": [Replicate(), Shard(0), Shard(0), Shard(1)],
+        "targets": everywhere,
+        "token_weight": everywhere,
+        "bias": everywhere[:2],
+        "class_weight": everywhere[:2],
+    }
     cases = [x for x in CASES if int(x.options.get("shift", 0)) <= 1]
     for draw in range(20):
         leading, vocabulary = ((5, 7), (2, 9), (1, 3))[draw % 3], int(rng.choice((203, 37, 5)))
@@ -659,8 +673,12 @@ def check_tensor_parallel() -> None:
         for name, x in found.items():
             assert_close(array(x), truth_[1][name], reference[1][name], f"{options}: {name}")
         part = split.head(split.hidden(tokens))
-        assert_close(array(DTensor.from_local(part, mesh, [Shard(1)], shape=(N, V), stride=(V, 1)).full_tensor()),
-                     truth_[2], reference[2], "logits")  # fmt: skip
+        assert_close(
+            array(DTensor.from_local(part, mesh, [Shard(1)], shape=(N, V), stride=(V, 1)).full_tensor()),
+            truth_[2],
+            reference[2],
+            "logits",
+        )
 
     split = parallelize_module(model(head), mesh, {"head": VocabParallelStyle()})
     loss = torch.compile(split, backend="aot_eager")(tokens, targets)  # breaks the graph at the head
@@ -811,8 +829,15 @@ def test_vocab_parallel_in_two_processes():
 
 
 def test_vocab_parallel_in_four_processes():
-    in_processes(4, check_vocab_parallel_drawn, check_shards_far_apart, check_gradients_of_split_e,
-                 check_options_of_split, check_collectives, check_errors_of_split)  # fmt: skip
+    in_processes(
+        4,
+        check_vocab_parallel_drawn,
+        check_shards_far_apart,
+        check_gradients_of_split_e,
+        check_options_of_split,
+        check_collectives,
+        check_errors_of_split,
+    )
 
 
 def test_dtensors():

@@ -48,8 +48,13 @@ def assert_identical(actual, want):
 
 def run_python(code: str, timeout: int = 200, launcher: tuple[str, ...] = (), **environment: str) -> str:
     ours = {k: v for k, v in os.environ.items() if not k.startswith("XLA_")}
-    done = subprocess.run([sys.executable, *launcher, *(("-c", code) if not launcher else ())], capture_output=True,
-                          text=True, timeout=timeout, env=ours | environment)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, *launcher, *(("-c", code) if not launcher else ())],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=ours | environment,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 

@@ -88,11 +88,19 @@ def held_to_float64(found, want, rounded, what, roundings=3):
 
 @settings(max_examples=14, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
-    tokens=st.integers(257, 1500), width=st.integers(16, 70), vocabulary=st.integers(100, 500), data=st.data(),
-    dtype=st.sampled_from(DTYPES), axis=st.integers(0, 1), chunk=st.integers(0, 2), padded=st.booleans(),
-    ignored=st.sampled_from([0.0, 0.4, 0.95, 1.0]), reduction=st.sampled_from(["mean", "sum"]), seed=st.integers(0, 99),
+    tokens=st.integers(257, 1500),
+    width=st.integers(16, 70),
+    vocabulary=st.integers(100, 500),
+    data=st.data(),
+    dtype=st.sampled_from(DTYPES),
+    axis=st.integers(0, 1),
+    chunk=st.integers(0, 2),
+    padded=st.booleans(),
+    ignored=st.sampled_from([0.0, 0.4, 0.95, 1.0]),
+    reduction=st.sampled_from(["mean", "sum"]),
+    seed=st.integers(0, 99),
     factor=st.sampled_from([1.0, 0.3, -7.0, 0.0, 2.0**16]),
-)  # fmt: skip
+)
 def test_any_call(tokens, width, vocabulary, dtype, axis, chunk, padded, ignored, reduction, seed, factor, data):
     wide, chosen = dtype != torch.float32 and data.draw(st.booleans()), partial(data.draw, st.booleans())
     if dtype == torch.float16:
@@ -104,9 +112,14 @@ def test_any_call(tokens, width, vocabulary, dtype, axis, chunk, padded, ignored
         leaves["bias"] = torch.randn(vocabulary, generator=draw).to(c.dtype).requires_grad_()
     if chosen():
         leaves["token_weight"] = torch.rand(tokens, generator=draw).requires_grad_()
-    options = {"reduction": reduction, "shift": tokens // 7 if chosen() else 0, "softcap": 9.0 if chosen() else None,
-               "logit_scale": 0.7 if chosen() else None, "label_smoothing": 0.1 * chosen(),
-               "z_loss": 1e-3 * chosen()}  # fmt: skip
+    options = {
+        "reduction": reduction,
+        "shift": tokens // 7 if chosen() else 0,
+        "softcap": 9.0 if chosen() else None,
+        "logit_scale": 0.7 if chosen() else None,
+        "label_smoothing": 0.1 * chosen(),
+        "z_loss": 1e-3 * chosen(),
+    }
     if chosen():
         options["class_weight"] = torch.rand(vocabulary, generator=draw) + 0.5
     if reduction == "mean" and chosen():

@@ -30,8 +30,9 @@ class Named(torch.Tensor):
 def run(code: str, **environment: str) -> str:
     """What a process prints that runs the code."""
     own = {k: v for k, v in os.environ.items() if not k.startswith("XLA_")} | environment
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=own,
-                          timeout=300)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=own, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -116,8 +117,13 @@ def test_any_argument_may_be_of_a_subclass_that_is_understood(name, kind):
 
     wrapped = AsyncCollectiveTensor if kind == "collective" else lambda x: x.as_subclass(Named)
     e, c, t = example()
-    given = {"c": c.detach(), "targets": t, "class_weight": torch.rand(70), "token_weight": torch.rand(24),
-             "num_items": torch.tensor(3.0)}  # fmt: skip
+    given = {
+        "c": c.detach(),
+        "targets": t,
+        "class_weight": torch.rand(70),
+        "token_weight": torch.rand(24),
+        "num_items": torch.tensor(3.0),
+    }
     expected = linear_cross_entropy(e, **given, impl="chunked")
     actual = linear_cross_entropy(e, **given | {name: wrapped(given[name])}, impl="chunked")
     assert torch.equal(torch.Tensor(actual), expected)
@@ -213,8 +219,7 @@ def test_numbers_that_change_from_step_to_step_compile_nothing(given):
     before = programs._loss_program.cache_info().misses, programs._gradients_program.cache_info().misses
     wide = e.detach().double().requires_grad_(), c.detach().double().requires_grad_()
     for factor in (0.3, 0.7, 1.0):
-        actual, reference, truth = (step("chunked", factor), step("reference", factor),
-                                    step("reference", factor, wide))  # fmt: skip
+        actual, reference, truth = (step("chunked", factor), step("reference", factor), step("reference", factor, wide))
         for k, what in enumerate(("loss", "de", "dc")):
             assert_close(actual[k], truth[k], reference[k], what)
     assert (programs._loss_program.cache_info().misses, programs._gradients_program.cache_info().misses) == before

@@ -97,17 +97,29 @@ def drawn(rng: np.random.Generator, impl: str) -> tuple[dict, dict, dict]:
 
     dtype = DTYPES[rng.integers(3)] if impl == "chunked" else torch.bfloat16
     tokens, width, vocabulary = (int(rng.integers(1, n)) for n in (90, 40, 150))
-    e, c, targets, draw = example(tokens, width, vocabulary, dtype, int(rng.integers(99)),
-                                  float(rng.choice([0.0, 0.4, 0.9, 1.0])),
-                                  dtype != torch.float32 and yes())  # fmt: skip
+    e, c, targets, draw = example(
+        tokens,
+        width,
+        vocabulary,
+        dtype,
+        int(rng.integers(99)),
+        float(rng.choice([0.0, 0.4, 0.9, 1.0])),
+        dtype != torch.float32 and yes(),
+    )
     leaves = {"e": e, "c": c}
     if yes():
         leaves["bias"] = torch.randn(vocabulary, generator=draw).to(c.dtype)
     if yes():
         leaves["token_weight"] = torch.rand(tokens, generator=draw)
-    options = {"targets": targets, "reduction": ["mean", "sum"][yes()], "shift": tokens // 7 * yes(),
-               "softcap": 9.0 if yes() else None, "logit_scale": 0.7 if yes() else None,
-               "label_smoothing": 0.1 * yes(), "z_loss": 1e-3 * yes()}  # fmt: skip
+    options = {
+        "targets": targets,
+        "reduction": ["mean", "sum"][yes()],
+        "shift": tokens // 7 * yes(),
+        "softcap": 9.0 if yes() else None,
+        "logit_scale": 0.7 if yes() else None,
+        "label_smoothing": 0.1 * yes(),
+        "z_loss": 1e-3 * yes(),
+    }
     if yes():
         options["class_weight"] = torch.rand(vocabulary, generator=draw) + 0.5
     if options["reduction"] == "mean" and yes():
@@ -115,8 +127,16 @@ def drawn(rng: np.random.Generator, impl: str) -> tuple[dict, dict, dict]:
     frozen = [set(), set(), {"e"}, {"c"}, {"e", "bias"}, {"c", "bias"}][rng.integers(6)]
     factor = float(rng.choice([1.0, 0.3, -7.0, 0.0, 1.0 if dtype == torch.float16 else 2.0**16]))
     stops = (*sorted(int(x) for x in rng.integers(0, vocabulary + 1, dist.get_world_size() - 1)), vocabulary)
-    how = {"impl": impl, "axis": int(yes()), "frozen": frozen, "factor": factor, "size": int(rng.choice([8, 24, 64])),
-           "sequence": yes(), "reduced": yes(), "stops": stops}  # fmt: skip
+    how = {
+        "impl": impl,
+        "axis": int(yes()),
+        "frozen": frozen,
+        "factor": factor,
+        "size": int(rng.choice([8, 24, 64])),
+        "sequence": yes(),
+        "reduced": yes(),
+        "stops": stops,
+    }
     return leaves, options, how
 
 
@@ -289,9 +309,11 @@ def check_exchanged() -> None:
             return run(program, inputs, outputs, *more)
 
         ways = (
-            ((e, c), {}, first + both), ((e, c.detach()), {}, both), ((e.detach(), c), {}, numbers),
+            ((e, c), {}, first + both),
+            ((e, c.detach()), {}, both),
+            ((e.detach(), c), {}, numbers),
             ((e, c), {"vocab_parallel": part}, numbers),
-        )  # fmt: skip
+        )
         with in_chunks(16), mock.patch.object(bridge, "run", measured):
             for own, given, want in ways[: 1 if impl == "cce" else 4]:  # the kernels' interpreter is slow
                 with Collectives() as seen:
@@ -329,8 +351,14 @@ def check_planned() -> None:
     want = torch.autograd.grad(linear_cross_entropy(e, c.requires_grad_(), targets, impl="reference"), c)[0][rows]
     c = c.detach()[rows].requires_grad_()
     with in_chunks(None) as ran:
-        loss = linear_cross_entropy(e, c, targets, impl="chunked", memory_budget=220_000,
-                                    vocab_parallel=VocabParallel(None, rows.start, rows.stop))  # fmt: skip
+        loss = linear_cross_entropy(
+            e,
+            c,
+            targets,
+            impl="chunked",
+            memory_budget=220_000,
+            vocab_parallel=VocabParallel(None, rows.start, rows.stop),
+        )
         torch.testing.assert_close(torch.autograd.grad(loss, c)[0], want, rtol=1e-4, atol=1e-6)
     assert ran.count("torch_chunk_statistics") > 3, ran
 
@@ -347,8 +375,9 @@ def check_gpus() -> None:
             shard = VocabParallel(None, rows.start, rows.stop)
             wanted = [k for k in own if k not in frozen]
             with in_chunks(256) as ran:
-                loss = linear_cross_entropy(**own, targets=targets.cuda(), softcap=softcap, impl="cce",
-                                            vocab_parallel=shard)  # fmt: skip
+                loss = linear_cross_entropy(
+                    **own, targets=targets.cuda(), softcap=softcap, impl="cce", vocab_parallel=shard
+                )
                 again = torch.autograd.grad(3 * loss, [own[k] for k in wanted], retain_graph=True)
                 found = torch.autograd.grad(3 * loss, [own[k] for k in wanted])
             assert_equal(found, again, "twice")
@@ -379,5 +408,4 @@ def test_drawn_calls():
 
 
 def test_what_is_asked_of_one_process():
-    in_processes(4, check_autograd, check_which_way, check_exchanged, check_rows_that_nobody_told,
-                 check_planned)  # fmt: skip
+    in_processes(4, check_autograd, check_which_way, check_exchanged, check_rows_that_nobody_told, check_planned)

@@ -29,9 +29,12 @@ COUNT = int((batch(ROWS)["labels"][:, 1:] != -100).sum())
 def model(saved: bool = False, **changes: Any) -> Any:
     """saved: PEFT trains a copy of the head, and adapters."""
     config = small_config(
-        Gemma2Config, vocab_size=98, initializer_range=0.3, final_logit_softcapping=2.0,
+        Gemma2Config,
+        vocab_size=98,
+        initializer_range=0.3,
+        final_logit_softcapping=2.0,
         **{"tie_word_embeddings": False, **changes},
-    )  # fmt: skip
+    )
     made = small_model(config)
     if not saved:
         return made
@@ -207,6 +210,10 @@ def test_two_processes(tmp_path):
     model().save_pretrained(tmp_path)
     of_transformers = functools.partial(check_tensor_parallelism_of_transformers, str(tmp_path))
     in_processes(
-        2, check_data_parallel, check_mixed_precision_of_fsdp1, check_unpatched_after_fsdp, check_tensor_parallelism,
+        2,
+        check_data_parallel,
+        check_mixed_precision_of_fsdp1,
+        check_unpatched_after_fsdp,
+        check_tensor_parallelism,
         of_transformers,
-    )  # fmt: skip
+    )

@@ -52,10 +52,22 @@ def trained(x, folder):
     rows = [{name: values[i] for name, values in whole.items()} for i in range(12)]
     losses = _Losses()
     arguments = TrainingArguments(
-        str(folder), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1,
-        learning_rate=1e-2, report_to=[], use_cpu=True, disable_tqdm=True, eval_strategy="steps", eval_steps=3, seed=3,
-        save_strategy="no", max_grad_norm=0.0, optim="sgd",
-    )  # fmt: skip
+        str(folder),
+        max_steps=3,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        logging_steps=1,
+        learning_rate=1e-2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        eval_strategy="steps",
+        eval_steps=3,
+        seed=3,
+        save_strategy="no",
+        max_grad_norm=0.0,
+        optim="sgd",
+    )
     shapes = []
 
     def metrics(prediction):

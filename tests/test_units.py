@@ -122,9 +122,7 @@ def planned(shape, memory_budget: int, head: Head | None = None, *, gpu: Gpu = O
 @given(SHAPES | HOPPER_SHAPES, HEADS, st.booleans(), WANTED, st.sampled_from([OTHER, H200]), SHARES, SHARES)
 def test_a_larger_budget_saves_no_less(shape, head, with_sum, wanted, gpu, one, other):
     budgets = (int(share * (whole_bytes(*shape) + GROUP_BYTES)) for share in sorted((one, other)))
-    less, more = (
-        planned(shape, budget, head, gpu=gpu, with_sum=with_sum, wanted=wanted).saved for budget in budgets
-    )  # fmt: skip
+    less, more = (planned(shape, budget, head, gpu=gpu, with_sum=with_sum, wanted=wanted).saved for budget in budgets)
     assert less <= more
 
 
@@ -163,10 +161,16 @@ def test_other_types_save_nothing(shape, head, with_sum, dtype):
 
 @pytest.mark.parametrize(
     ("impl", "dtype", "gpu", "engine"),
-    [("auto", "bfloat16", H200, "hopper"), ("auto", "bfloat16", OTHER, "triton"), ("auto", "float32", H200, "xla"),
-     ("cce", "float32", H200, "triton"), ("chunked", "bfloat16", H200, "xla"), ("auto", "bfloat16", None, "xla"),
-     ("auto", "bfloat16", Gpu("7.5", 40), "xla")],
-)  # fmt: skip
+    [
+        ("auto", "bfloat16", H200, "hopper"),
+        ("auto", "bfloat16", OTHER, "triton"),
+        ("auto", "float32", H200, "xla"),
+        ("cce", "float32", H200, "triton"),
+        ("chunked", "bfloat16", H200, "xla"),
+        ("auto", "bfloat16", None, "xla"),
+        ("auto", "bfloat16", Gpu("7.5", 40), "xla"),
+    ],
+)
 def test_which_engine_computes_a_call(impl, dtype, gpu, engine):
     assert plan_of(call_of((512, 128, 4096), 0, dtype=dtype), gpu, impl).forward.sums.engine.name == engine
 

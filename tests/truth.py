@@ -8,8 +8,23 @@ import torch
 from tests.cases import Inputs
 
 
-def losses(e, c, targets, *, bias=None, ignore_index=-100, softcap=None, reduction="mean", shift=0, logit_scale=None,
-           class_weight=None, label_smoothing=0.0, z_loss=0.0, token_weight=None, num_items=None):  # fmt: skip
+def losses(
+    e,
+    c,
+    targets,
+    *,
+    bias=None,
+    ignore_index=-100,
+    softcap=None,
+    reduction="mean",
+    shift=0,
+    logit_scale=None,
+    class_weight=None,
+    label_smoothing=0.0,
+    z_loss=0.0,
+    token_weight=None,
+    num_items=None,
+):
     """(loss, lse) of tensors, straight from the definition."""
     vocabulary, shift = c.shape[0], int(shift)
     if shift:

@@ -90,17 +90,33 @@ def test_inside_shard_map_an_array_that_is_not_split():
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_shard_map_what_cannot_be_undone(check_vma):
     with pytest.raises(ValueError, match=r"splits the width of c over \('tensor',\), which splits no tokens"):
-        mapped(lambda e, c, t: call(e, c, t, sharding=(P("data"), P(None, "tensor"))), P("data"), P(None, "tensor"),
-               check_vma)  # fmt: skip
+        mapped(
+            lambda e, c, t: call(e, c, t, sharding=(P("data"), P(None, "tensor"))),
+            P("data"),
+            P(None, "tensor"),
+            check_vma,
+        )
     with pytest.raises(ValueError, match="last axis of e"):
-        mapped(lambda e, c, t: call(e, c, t[..., 0], sharding=(P(None, None, "tensor"), P())), P(None, None, "tensor"),
-               P(), check_vma)  # fmt: skip
+        mapped(
+            lambda e, c, t: call(e, c, t[..., 0], sharding=(P(None, None, "tensor"), P())),
+            P(None, None, "tensor"),
+            P(),
+            check_vma,
+        )
     with pytest.raises(ValueError, match="this axis must come last"):
-        mapped(lambda e, c, t: call(e, c, t, sharding=(P("data"), P(("data", "tensor")))), P("data"),
-               P(("data", "tensor")), check_vma)  # fmt: skip
+        mapped(
+            lambda e, c, t: call(e, c, t, sharding=(P("data"), P(("data", "tensor")))),
+            P("data"),
+            P(("data", "tensor")),
+            check_vma,
+        )
     with pytest.raises(ValueError, match="shift targets before"):
-        mapped(lambda e, c, t: call(e, c, t, sharding=(P(None, "tensor"), P()), shift=1, return_lse=True)[0],
-               P(None, "tensor"), P(), check_vma)  # fmt: skip
+        mapped(
+            lambda e, c, t: call(e, c, t, sharding=(P(None, "tensor"), P()), shift=1, return_lse=True)[0],
+            P(None, "tensor"),
+            P(),
+            check_vma,
+        )
 
 
 @pytest.mark.parametrize("impl", ["auto", "cce"])

@@ -65,12 +65,16 @@ LAYOUTS = [
     Layout("vocabulary over two axes", {"tensor": 4, "data": 2}, P("data"), P(("tensor", "data"))),
     Layout("all replicated", {"data": 2, "tensor": 4}, P(), P()),
     Layout("three axes", {"data": 2, "context": 2, "tensor": 2}, P("data", "context"), P("tensor", "data")),
-]  # fmt: skip
+]
 
 EVERYTHING = Case(
-    "everything", leading=(8, 8), width=16, vocabulary=64, arrays=("bias", "class_weight", "token_weight"),
+    "everything",
+    leading=(8, 8),
+    width=16,
+    vocabulary=64,
+    arrays=("bias", "class_weight", "token_weight"),
     options={"softcap": 40.0, "logit_scale": 1.3, "label_smoothing": 0.2, "z_loss": 0.02},
-)  # fmt: skip
+)
 PLAIN = Case("plain", leading=(8, 8), width=16, vocabulary=64)
 
 

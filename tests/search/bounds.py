@@ -122,9 +122,10 @@ def _rows(name: str, found: np.ndarray, of: Rows, program: Program, kept: np.nda
     where = "all rows" if at == starts.size else f"rows {at * BLOCK} to {min(at * BLOCK + BLOCK, off.size) - 1}"
     norm = float(np.sqrt(blocks(size)[at]))
     return Check(
-        name, float(ratios[at]),
+        name,
+        float(ratios[at]),
         f"the gradient of {name}, {where}: off by {errors[at]:.4g}, allowed {allowed[at]:.4g}, norm {norm:.4g}",
-    )  # fmt: skip
+    )
 
 
 def _squares(found: np.ndarray, want: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -30,8 +30,13 @@ def engine(program: Program) -> str:
     e, c, bias = (jax.ShapeDtypeStruct(shape, program.dtype) for shape in (*shapes, (v,)))  # as the passes get them
     arrays = Arrays(e, c, bias if "bias" in program.arrays else None, None)  # type: ignore[arg-type]
     wanted = Wanted(*(name in program.wanted for name in ("e", "c", "bias")))
-    static = plans.Core(Head(program.softcap, program.vocab_axis), program.label_smoothing > 0, program.impl,  # type: ignore[arg-type]
-                       0, local_gpu())  # fmt: skip
+    static = plans.Core(
+        Head(program.softcap, program.vocab_axis),
+        program.label_smoothing > 0,
+        program.impl,  # type: ignore[arg-type]
+        0,
+        local_gpu(),
+    )
     plan = plans.plan_for(arrays, static, wanted if wanted != Wanted(False, False, False) else None)
     name = plan.forward.sums.engine.name
     return f"{name}, interpreted" if plan.gpu is not None and plan.gpu.interpreted else name
@@ -123,9 +128,14 @@ def run_torch(program: Program, given: Inputs) -> dict[str, np.ndarray]:
     hooks = torch.autograd.graph.save_on_cpu(pin_memory=True) if program.offloaded else nullcontext()
     with hooks:
         result = cce_torch.linear_cross_entropy(
-            leaves["e"], leaves["c"], torch.tensor(given.targets, device=device).long(), impl=program.impl,
-            return_lse=program.return_lse, **named, **program.options(),
-        )  # fmt: skip
+            leaves["e"],
+            leaves["c"],
+            torch.tensor(given.targets, device=device).long(),
+            impl=program.impl,
+            return_lse=program.return_lse,
+            **named,
+            **program.options(),
+        )
     loss, lse = result if program.return_lse else (result, None)
     results = {"loss": array(loss)} | ({} if lse is None else {"lse": array(lse)})
     if program.wanted:
