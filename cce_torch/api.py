@@ -196,28 +196,24 @@ def linear_cross_entropy(
     if tensors.has_dtensor(given):
         from cce_torch.processes import dtensors
 
-        return dtensors.loss(
-            linear_cross_entropy,
-            given,
-            num_items,
-            dict(  # type: ignore[call-issue]
-                ignore_index=ignore_index,
-                softcap=softcap,
-                reduction=reduction,
-                shift=shift,
-                return_lse=return_lse,
-                logit_scale=logit_scale,
-                label_smoothing=label_smoothing,
-                z_loss=z_loss,
-                vocab_axis=vocab_axis,
-                impl=impl,
-                memory_budget=memory_budget,
-                precision=precision,
-                check_targets=check_targets,
-                vocab_parallel=vocab_parallel,
-                vocab_parallel_options=vocab_parallel_options,
-            ),
-        )
+        options = {
+            "ignore_index": ignore_index,
+            "softcap": softcap,
+            "reduction": reduction,
+            "shift": shift,
+            "return_lse": return_lse,
+            "logit_scale": logit_scale,
+            "label_smoothing": label_smoothing,
+            "z_loss": z_loss,
+            "vocab_axis": vocab_axis,
+            "impl": impl,
+            "memory_budget": memory_budget,
+            "precision": precision,
+            "check_targets": check_targets,
+            "vocab_parallel": vocab_parallel,
+            "vocab_parallel_options": vocab_parallel_options,
+        }
+        return dtensors.loss(linear_cross_entropy, given, num_items, options)
     options = (
         reduction,
         impl,
