@@ -213,7 +213,7 @@ def linear_cross_entropy(
             "vocab_parallel": vocab_parallel,
             "vocab_parallel_options": vocab_parallel_options,
         }
-        return dtensors.loss(linear_cross_entropy, given, num_items, options)
+        return dtensors.loss(linear_cross_entropy, given, num_items, options)  # type: ignore[call-arg]
     options = (
         reduction,
         impl,
