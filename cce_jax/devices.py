@@ -189,9 +189,9 @@ def whole_weights(weights: jax.Array | None, layout: Layout) -> jax.Array | None
     if weights is None:
         return None
     if axes := tuple(a for a in layout.vocabulary if a not in layout.mapped):
-        place = jnp.zeros(weights.size * layout.size(axes), weights.dtype)
+        whole = jnp.zeros(weights.size * layout.size(axes), weights.dtype)
         start = lax.axis_index(axes) * weights.size
-        weights = lax.psum(lax.dynamic_update_slice_in_dim(place, weights, start, 0), axes)
+        weights = lax.psum(lax.dynamic_update_slice_in_dim(whole, weights, start, 0), axes)
     return layout.pinned(weights, P())
 
 

@@ -239,10 +239,10 @@ def _layout(
         raise ValueError(f"sharding splits the last axis of e over {of_width}, inside jax.shard_map: gather it first")
     vocabulary, width = _in_order(vocab_axis, *of_c)
     splits_tokens = {a for axes in tokens for a in axes}
-    beside = tuple(a for a in width if a not in splits_tokens)  # devices with the same tokens: they share the columns
-    if any(a not in mapped for a in beside):
+    sharing = tuple(a for a in width if a not in splits_tokens)  # devices with the same tokens share the columns
+    if any(a not in mapped for a in sharing):
         raise ValueError(
-            f"sharding splits the width of c over {beside}, which splits no tokens, inside jax.shard_map: gather c "
+            f"sharding splits the width of c over {sharing}, which splits no tokens, inside jax.shard_map: gather c "
             "first, or split its vocabulary"
         )
     width = tuple(a for a in width if a in splits_tokens)
@@ -252,8 +252,8 @@ def _layout(
 
     columns = c.shape[vocab_axis]
     last = {a for a in vocabulary if a in splits_tokens and a not in mapped}  # these must come last
-    if beside and not last and columns % (size(vocabulary) * size(beside)) == 0:
-        vocabulary = vocabulary + beside
+    if sharing and not last and columns % (size(vocabulary) * size(sharing)) == 0:
+        vocabulary = vocabulary + sharing
     shared = frozenset(vocabulary) & splits_tokens
     # The rows that a device would hold if e were gathered over the shared axes, or if c were.
     rows_of_e = math.prod(e.shape[:-1]) * size(splits_tokens - mapped) // size(splits_tokens - shared)

@@ -253,9 +253,9 @@ _new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p
 def _array(address: int, shape: torch.Size, dtype: torch.dtype, index: int, stream: int | None):
     platform = (DLPACK_CUDA,) if jaxlib_extension_version >= 467 else ()
     but_address, _sizes = _described(shape, dtype, index)
-    place = _malloc(DESCRIPTION_BYTES)  # JAX reads `deleter` from here when it frees the array, on any thread
-    ctypes.memmove(place, address.to_bytes(ADDRESS_BYTES, sys.byteorder) + but_address, DESCRIPTION_BYTES)
-    capsule = _new_capsule(place, b"dltensor", None)
+    description = _malloc(DESCRIPTION_BYTES)  # JAX reads `deleter` from here when it frees the array, on any thread
+    ctypes.memmove(description, address.to_bytes(ADDRESS_BYTES, sys.byteorder) + but_address, DESCRIPTION_BYTES)
+    capsule = _new_capsule(description, b"dltensor", None)
     return _jax.dlpack_managed_tensor_to_buffer(capsule, gpu(index), stream, None, *platform)
 
 

@@ -24,13 +24,13 @@ def recording(model_type: type) -> Callable:
     signature = inspect.signature(forward)
     if "labels" not in signature.parameters:
         raise ValueError(f"cce_patch is for models that compute a loss: {model_type.__name__}.forward takes no labels")
-    place = list(signature.parameters).index("labels") - 1  # among the arguments after self
+    position = list(signature.parameters).index("labels") - 1  # among the arguments after self
     shifts = _calls_loss_function(model_type)
 
     @wraps(forward)
     def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
         settings: Settings | None = getattr(self, "cce_settings", None)  # a wrapper of accelerate outlives the patch
-        labels = args[place] if place < len(args) else kwargs.get("labels")
+        labels = args[position] if position < len(args) else kwargs.get("labels")
         if settings is None or labels is None or not self.training:
             return forward(self, *args, **kwargs)
         head, before = self.get_output_embeddings(), recordings.now

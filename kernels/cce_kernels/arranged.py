@@ -69,7 +69,7 @@ class Arranged(NamedTuple):
     def wanted(self) -> Wanted:
         return self.plan.call.wants
 
-    def begun(self, problem: Problem) -> Gradients:
+    def zeros(self, problem: Problem) -> Gradients:
         """de and dbias as zeros, at least float32; dc uninitialised, as the groups write all of it."""
         (e, c, *_), wanted, wide = problem.inputs, self.wanted, problem.call.sum_dtype
         return Gradients(

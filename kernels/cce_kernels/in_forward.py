@@ -114,15 +114,15 @@ def begin(
         return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), whole, part)
 
     def step(i, carry):
-        numbers, begun = carry
+        numbers, formed = carry
         start = i * how.chunks.size
         found, de, left, dbias = chunk(start, how.chunks.size)
-        dc, steps = begun.dc, begun.steps
+        dc, steps = formed.dc, formed.steps
         if wanted.c:
             dc, steps = add_dc(dc, steps, left, plan)
         numbers = put(numbers, found, start)
-        de = None if de is None else put(begun.de, de, start)
-        dbias = None if begun.dbias is None else begun.dbias + dbias
+        de = None if de is None else put(formed.de, de, start)
+        dbias = None if formed.dbias is None else formed.dbias + dbias
         return numbers, Residuals(de=de, dc=dc, steps=steps, dbias=dbias)
 
     numbers = Statistics(zeros, zeros, zeros if call.with_sum else None)
@@ -134,16 +134,16 @@ def begin(
         steps = jnp.zeros(steps_shape(vocabulary, width, how.chunks.block), jnp.float32)  # any integers times 0 are 0
     de = jnp.zeros((rows_of_de, width), call.de_dtype) if wanted.e else None
     dbias = jnp.zeros((vocabulary,), wide) if wanted.bias else None
-    begun = Residuals(de=de, dc=dc, steps=steps, dbias=dbias)
+    formed = Residuals(de=de, dc=dc, steps=steps, dbias=dbias)
     if how.chunks.whole:
-        numbers, begun = lax.fori_loop(0, how.chunks.whole, step, (numbers, begun))
+        numbers, formed = lax.fori_loop(0, how.chunks.whole, step, (numbers, formed))
     last = None
     if how.chunks.last:
         start = jnp.int32(rows - how.chunks.last)
         # The last chunk begins after the loop, so that no two chunks' buffers exist at once. Numbers of the loop say
         # so, not gradients: where jax.checkpoint drops these, JAX can remove them. But XLA inlines a loop of one step.
         if how.chunks.whole == 1:
-            start, begun = lax.optimization_barrier((start, begun))
+            start, formed = lax.optimization_barrier((start, formed))
         else:
             start, numbers = lax.optimization_barrier((start, numbers))
         found, de, last, dbias = chunk(start, how.chunks.last)
@@ -152,26 +152,26 @@ def begin(
             live = jnp.arange(how.chunks.last) < last.count
             last = last._replace(left=jnp.where(live[:, None], last.left, 0))
         in_last = rows_of_de - how.chunks.whole * how.chunks.size
-        de = None if de is None else put(begun.de, de[:in_last], start)
-        begun = begun._replace(de=de, dbias=None if begun.dbias is None else begun.dbias + dbias, last=last)
-    if begun.de is not None:
-        restored, de = how.restored, begun.de
+        de = None if de is None else put(formed.de, de[:in_last], start)
+        formed = formed._replace(de=de, dbias=None if formed.dbias is None else formed.dbias + dbias, last=last)
+    if formed.de is not None:
+        restored, de = how.restored, formed.de
         de = kept.restored(de) if restored is None else restored.engine.restored(restored, plan.gpu, de, kept)
-        begun = begun._replace(de=de)
+        formed = formed._replace(de=de)
     if steps is not None:  # not in the result's type, in which the integers might be taken for NaN
-        begun = begun._replace(dc=lax.bitcast_convert_type(begun.dc, jnp.int16))  # type: ignore[arg-type]
-    return jax.tree.map(kept.restored, numbers), begun
+        formed = formed._replace(dc=lax.bitcast_convert_type(formed.dc, jnp.int16))  # type: ignore[arg-type]
+    return jax.tree.map(kept.restored, numbers), formed
 
 
-def finish(begun: Residuals, factor: jax.Array, live: jax.Array, plan: Plan) -> Gradients:
+def finish(formed: Residuals, factor: jax.Array, live: jax.Array, plan: Plan) -> Gradients:
     """The gradients of factor · S. live: (N,), the tokens that are not ignored."""
-    call, de, dc, dbias = plan.call, begun.de, begun.dc, begun.dbias
+    call, de, dc, dbias = plan.call, formed.de, formed.dc, formed.dbias
     if de is not None:
         of_token = jnp.where(live, factor, 0)[:, None]  # an infinite factor times the 0 of an ignored token is NaN
         de = (de * of_token).astype(call.de_dtype)
-    if dc is not None and begun.last is not None:
-        dc = lax.bitcast_convert_type(dc, begun.last.e.dtype)
-        dc, _ = add_dc(dc, begun.steps, begun.last, plan, factor.reshape(1))
+    if dc is not None and formed.last is not None:
+        dc = lax.bitcast_convert_type(dc, formed.last.e.dtype)
+        dc, _ = add_dc(dc, formed.steps, formed.last, plan, factor.reshape(1))
     elif dc is not None:
         dc = dc * factor.astype(dc.dtype)
     if dbias is not None:
@@ -185,9 +185,9 @@ def of_any_cotangents(inputs: Inputs, plan: Plan, cleared: bool = False) -> tupl
     def of_all_but_the_target(numbers: Statistics, _: Any) -> Cotangents:
         return Cotangents(jnp.ones_like(numbers.lse), -jnp.exp(numbers.target - numbers.lse), None)
 
-    numbers, begun = begin(inputs, (), of_all_but_the_target, plan, cleared)
-    assert begun.de is not None
-    return numbers, begun.de
+    numbers, formed = begin(inputs, (), of_all_but_the_target, plan, cleared)
+    assert formed.de is not None
+    return numbers, formed.de
 
 
 def de_of(inputs: Inputs, numbers: Statistics, m: jax.Array, of: Cotangents, head: Head, dtype: Any) -> jax.Array:

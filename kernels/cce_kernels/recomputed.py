@@ -14,7 +14,7 @@ def gradients(run: Arranged, way: Recomputed) -> Gradients:
     def found(products: Multiplying) -> Gradients:
         problem, count = run.problem, run.count if products.engine.stops else None
         form = way.dz.engine.form_dz(way.dz, problem, run.numbers.lse, run.cotangents, count)
-        start = run.begun(problem)
+        start = run.zeros(problem)
         return add_groups(start, form, products.groups, run.products(products, problem))
 
     return run.finished(run.chosen(found, way.products, way.of_few))

@@ -34,7 +34,7 @@ def _of_dz(run: Arranged, way: Saved, p: jax.Array, products: Multiplying) -> Gr
     assert run.reference is not None
     problem = run.problem
     form = way.dz.engine.form_dz_of_saved(way.dz, problem, p, run.reference, run.numbers.lse, run.cotangents)
-    start = run.begun(problem)
+    start = run.zeros(problem)
     return add_groups(start, form, products.groups, run.products(products, problem))
 
 
@@ -62,7 +62,7 @@ def _multiplied(run: Arranged, p: jax.Array, r: jax.Array, how: Multiplying) -> 
     """The gradients where the exponentials are multiplied as they are; de in the type of the result."""
     problem = run.problem
     e = problem.inputs.e
-    de, dc, dbias = run.begun(problem)
+    de, dc, dbias = run.zeros(problem)
     if run.wanted.e:
         de = (run.products(how, problem).add_de(None, p, ALL_COLUMNS) * r[:, None]).astype(run.plan.call.de_dtype)
         r, de = lax.optimization_barrier((r, de))  # so that the scaled e and a float32 de never exist at the same time

@@ -90,7 +90,7 @@ class Bytes:
         return 2 * self.rows * self.call.width * (wants.c and not wants.e)
 
     @property
-    def beside_matmuls(self) -> int:
+    def bytes_besides_matmuls(self) -> int:
         """What XLA's matmuls with the exponentials of all tokens hold besides the exponentials.
 
         They hold first de, in float32 and rounded, and then the scaled e. XLA puts the float32 de into the memory of dc
@@ -102,23 +102,25 @@ class Bytes:
         return 4 * self.rows * self.call.width + max(rounded, WORKSPACE) + NUMBERS * self.rows
 
     @property
-    def beside_groups(self) -> int:
+    def bytes_besides_groups(self) -> int:
         """What is held besides the exponentials of all tokens and a group, where dz is formed from exponentials."""
         return self.sum_of_de + NUMBERS * self.rows + WORKSPACE + 4 * self.rows * self.call.width
 
     def everything(self) -> int:
         """The most that a plan holds if it saves all exponentials and lets XLA multiply them."""
-        return self.gathered + self.saved(self.rows) + self.beside_matmuls
+        return self.gathered + self.saved(self.rows) + self.bytes_besides_matmuls
 
     def of_saved(self) -> int:
         """The bytes from which on the exponentials of all tokens are saved, besides `gathered`."""
         if self.in_place:
-            beside = self.scaled_e
+            besides = self.scaled_e
         elif self.direct:
-            beside = self.beside_matmuls
+            besides = self.bytes_besides_matmuls
         else:
-            beside = self.beside_groups + max(GROUP_BYTES, self.least_group(self.rows, copies=True, of_saved=True))
-        return self.saved(self.rows) + beside
+            besides = self.bytes_besides_groups + max(
+                GROUP_BYTES, self.least_group(self.rows, copies=True, of_saved=True)
+            )
+        return self.saved(self.rows) + besides
 
     @property
     def stores(self) -> bool:
@@ -182,4 +184,4 @@ class Bytes:
         if self.engine.stops:
             return self.gathered + self.always + self.least_group(self.rows, **of)
         of["padded"] = XLA.pads(self.call, self.rows, min(FEWEST_COLUMNS, self.call.vocabulary), self.gpu)
-        return max(self.gathered + self.always, XLA.beside_logits(self.call)) + self.least_group(self.rows, **of)
+        return max(self.gathered + self.always, XLA.bytes_besides_logits(self.call)) + self.least_group(self.rows, **of)

@@ -142,9 +142,9 @@ class _Setting:
 def _forward(x: _Setting) -> tuple[Forward, int]:
     """The plan of the forward pass, and the bytes of its blocks of logits and of what may be held beside them."""
     if x.engine.finds_target:
-        beside = XLA.beside_logits(x.call)
-        groups, size = _groups(x, x.call.tokens, x.call.memory_budget - beside, x.engine)
-        return Forward(Step(x.engine, groups=groups), x.gathers), beside + size
+        besides = XLA.bytes_besides_logits(x.call)
+        groups, size = _groups(x, x.call.tokens, x.call.memory_budget - besides, x.engine)
+        return Forward(Step(x.engine, groups=groups), x.gathers), besides + size
     sums = x.step("sums")
     rescue = replace(x.step("recomputed_lse", block=Block(0, x.engine.block(sums).columns)), splits=sums.splits)
     scattered = None
@@ -224,9 +224,9 @@ def _saved(x: _Setting) -> tuple[Saved, int]:
     count = x.bytes
     if count.direct:
         way = _of_exponentials(x)
-        besides = count.beside_matmuls if way.de is None else count.scaled_e
+        besides = count.bytes_besides_matmuls if way.de is None else count.scaled_e
         return way, count.gathered + count.saved(x.rows) + besides
-    besides = count.gathered + count.saved(x.rows) + count.beside_groups
+    besides = count.gathered + count.saved(x.rows) + count.bytes_besides_groups
     dz = x.step("form_dz_of_saved")
     groups, size = _groups(x, x.rows, x.call.memory_budget - besides, XLA, of_saved=dz.engine)
     of_few, products = _multiplying(x, dz.engine, groups), _multiplying(x, XLA, groups)

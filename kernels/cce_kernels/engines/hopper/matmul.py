@@ -85,7 +85,7 @@ class _Shared(NamedTuple):
     slots: Any  # buffers of tiles that are being written
     full: Any  # completes when the stage has been copied
     free: Any  # completes when both programs of the pair have multiplied the stage
-    begun: Any  # completes when the first warpgroup is PairTiles.lead steps ahead
+    started: Any  # completes when the first warpgroup is PairTiles.lead steps ahead
     read: Any  # completes when a tile has been copied into a warpgroup's slots; one element for each warpgroup
 
 
@@ -213,7 +213,7 @@ def _product(warpgroup: Warpgroup, work: Work, tile, near_end: Callable[[], None
             if near_end is not None:
                 pl.when(k == jnp.maximum(steps - 2, 0))(near_end)
             if multiply.tiles.lead:
-                pl.when((number == 0) & (i == multiply.tiles.lead))(lambda: plgpu.barrier_arrive(shared.begun))
+                pl.when((number == 0) & (i == multiply.tiles.lead))(lambda: plgpu.barrier_arrive(shared.started))
             return carry
 
         lax.fori_loop(jnp.int32(0), steps, step, None)
@@ -237,7 +237,7 @@ def _body(left, right, multiply: Multiply, work_of, compute, shared: _Shared) ->
         warpgroup = Warpgroup(number, multiply, shared)
         if multiply.tiles.lead:
             behind = (number == 1) & (work.tiles * work.sum.steps > multiply.tiles.lead)
-            pl.when(behind)(lambda: plgpu.barrier_wait(shared.begun))
+            pl.when(behind)(lambda: plgpu.barrier_wait(shared.started))
         compute(warpgroup, work, partial(_product, warpgroup, work))
         plgpu.wait_smem_to_gmem(0)
 
@@ -265,8 +265,8 @@ def launch(
     or 1, and compute(warpgroup, work, product), which must call product(n) once for each tile, in order.
     """
     given = operands, others, tuple(outputs)
-    begun = jax.tree.map(lambda x: lax.empty(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, given)
-    arrays, tree = jax.tree.flatten(begun)
+    started = jax.tree.map(lambda x: lax.empty(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, given)
+    arrays, tree = jax.tree.flatten(started)
     inputs = len(arrays) - len(jax.tree.leaves(outputs))
     dtype = operands[0].dtype
     axes = {"grid": (pairs,), "grid_names": ("pair",), "cluster": (2,), "cluster_names": ("cluster",)}

@@ -29,7 +29,7 @@ class Xla(Engine):
         blocks = 3 * wide if gpu is None else wide + (call.itemsize if call.itemsize < wide else 0)
         return blocks * tokens + call.itemsize * call.width
 
-    def beside_logits(self, call: Call) -> int:
+    def bytes_besides_logits(self, call: Call) -> int:
         """What may be held besides a block of logits of the forward pass.
 
         XLA may write the zeros of the sum for de early. The same without gradients: the same blocks give the same bits.

@@ -1,0 +1,125 @@
+"""The house: the way of a call through the files, the arguments of functions, and the words of names."""
+
+import ast
+import itertools
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ROOT / "cce_jax", ROOT / "cce_torch", ROOT / "kernels" / "cce_kernels"
+FILES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+MOST_FILES = {"JAX": 7, "PyTorch": 9}
+MOST_ARGUMENTS = 8
+PUBLIC = {"linear_cross_entropy", "explain", "__init__"}  # with an argument for each option
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def module(path: Path) -> str:
+    name = path.relative_to(ROOT).with_suffix("").as_posix().removeprefix("kernels/").replace("/", ".")
+    return name.removesuffix(".__init__")
+
+
+def imports(path: Path) -> set[str]:
+    """The modules that a file imports, at its top or in a function; and of `from a import b` both a and a.b."""
+    found = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            found |= {x.name for x in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{x.name}" for x in node.names}
+    return found
+
+
+def launches(path: Path) -> set[str]:
+    """The functions of a file, and what it imports from others to name it there."""
+    body = tree(path).body
+    own = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    return own | {x.name for node in body if isinstance(node, ast.ImportFrom) for x in node.names}
+
+
+def asks(path: Path) -> set[str]:
+    """The launches of engines that a file asks for: x.engine.launch(...), or engine.launch(...)."""
+    found = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            of = node.func.value
+            name = of.attr if isinstance(of, ast.Attribute) else of.id if isinstance(of, ast.Name) else ""
+            if name == "engine":
+                found.add(node.func.attr)
+    return found
+
+
+def ways() -> dict[str, list[Path]]:
+    """The ways of a call that CONTRIBUTING.md lists: a heading each, and a file a line."""
+    section = CONTRIBUTING.split("## The way of a call\n")[1].split("\n## ")[0]
+    found = {}
+    for name, block in re.findall(r"^From (\w+).*?```\n(.*?)```", section, re.MULTILINE | re.DOTALL):
+        found[name] = [ROOT / line.split()[0] for line in block.splitlines()]
+    return found
+
+
+@pytest.mark.parametrize("framework", MOST_FILES)
+def test_a_call_goes_through_few_files_and_no_file_twice(framework):
+    """Each file imports the next one. Or it asks the plan's engine for a launch that the next file has."""
+    way = ways()[framework]
+    assert len(way) == len(set(way)) <= MOST_FILES[framework]
+    for path, after in itertools.pairwise(way):
+        assert module(after) in imports(path) or asks(path) & launches(after), (path.name, after.name)
+    assert "pallas" in way[-1].read_text()
+
+
+def functions() -> list[tuple[Path, ast.FunctionDef]]:
+    return [(path, node) for path in FILES for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef)]
+
+
+def test_no_function_takes_many_arguments():
+    """But public functions, PyTorch's operators, and the bodies of kernels, whose arguments refer to memory."""
+    many = []
+    for path, node in functions():
+        names = [x.arg for x in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        of_kernel = any(name.endswith("_ref") for name in names)
+        of_operator = re.search(r"custom_op|register_|_library", " ".join(map(ast.unparse, node.decorator_list)))
+        many_here = len([x for x in names if x not in ("self", "cls", "ctx")]) > MOST_ARGUMENTS
+        if many_here and not of_kernel and not of_operator:
+            many.append(f"{path.relative_to(ROOT)}: {node.name}")
+    assert [x for x in many if x.split(": ")[1] not in PUBLIC] == []
+
+
+def words() -> set[str]:
+    """The words that CONTRIBUTING.md says names do not have, in the last column of its table of words."""
+    rows = re.findall(
+        r"^\| .*? \| .*? \| (.*?) \|$", CONTRIBUTING.split("## Words\n")[1].split("\n## ")[0], re.MULTILINE
+    )
+    return {word for row in rows for word in re.findall(r"`(\w+)`", row)}
+
+
+def names(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+    return found
+
+
+def test_names_have_the_words_of_the_list():
+    assert len(words()) > 5
+    found = {name: path for path in FILES for name in names(path) if name.strip("_").lower() in words()}
+    assert {name: str(path.relative_to(ROOT)) for name, path in found.items()} == {}
+
+
+def test_nothing_is_kept_from_the_formatter():
+    assert [str(path.relative_to(ROOT)) for path in FILES if "fmt: " + "skip" in path.read_text()] == []
