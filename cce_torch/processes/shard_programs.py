@@ -251,13 +251,13 @@ def spans(chunks: Chunks, tokens: int) -> list[tuple[int, int]]:
     return [*found, (whole * chunks.size, chunks.last)] if chunks.last else found
 
 
-def cleared(begun: Residuals) -> Residuals:
-    """begun, whose sums are 0. With steps of 0 the sum dc is 0, whatever its memory holds."""
-    sums: Any = begun.dc if begun.steps is None else None, begun.steps, begun.dbias
+def cleared(formed: Residuals) -> Residuals:
+    """formed, whose sums are 0. With steps of 0 the sum dc is 0, whatever its memory holds."""
+    sums: Any = formed.dc if formed.steps is None else None, formed.steps, formed.dbias
     for x in sums:
         if x is not None:
             x.zero_()
-    return begun
+    return formed
 
 
 class Chunk(NamedTuple):
@@ -322,13 +322,13 @@ def chunk_gradients(way: Way, chunk: Chunk, of: Losses, exchanged: Exchanged, re
 
 
 def finish(
-    way: Way, begun: Residuals, factor: Tensor, wanted: tuple[bool, ...], in_place: bool
+    way: Way, formed: Residuals, factor: Tensor, wanted: tuple[bool, ...], in_place: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """factor · dc and factor · dbias, float32 or dc in e's type; None where not wanted. factor: () float32.
 
-    in_place: dc takes the memory of begun, which is of no use afterwards.
+    in_place: dc takes the memory of formed, which is of no use afterwards.
     """
-    left: Any = begun
+    left: Any = formed
     _, of_c, of_bias = wanted
     dbias = left.dbias * factor if of_bias and left.dbias is not None else None
     dc = left.dc if of_c else None
@@ -388,8 +388,8 @@ def _chunk_gradients_program(way: Way, size: int, written: tuple[bool, ...]) -> 
 @lru_cache(maxsize=PROGRAMS)
 def _finish_program(way: Way, rows: int, in_place: bool) -> Callable:
     def torch_chunk_finish(memory, dc, factor, steps, *last):
-        begun = Residuals(dc=memory if in_place else dc, steps=steps, last=Left(*last))
-        found: Any = in_forward.finish(begun, factor, jnp.zeros(0, bool), way.plan)
+        formed = Residuals(dc=memory if in_place else dc, steps=steps, last=Left(*last))
+        found: Any = in_forward.finish(formed, factor, jnp.zeros(0, bool), way.plan)
         return (lax.bitcast_convert_type(found.c, jnp.int16),)
 
     return jitted(torch_chunk_finish, 1)

@@ -63,14 +63,14 @@ class _Total(torch.autograd.Function):
         terms = losses.Terms(columns, weights, token_weight, shard.vocabulary)
         run = _Run(Operands(collectives.whole(e, tokens, shard), c, bias, columns, weights), terms, planned)
         drops = ops.drops_what_is_saved()  # the gradients are formed when the forward pass runs again
-        statistics, de, begun = run.evaluated(e.shape) if drops else run.formed(e.shape)
+        statistics, de, formed = run.evaluated(e.shape) if drops else run.formed(e.shape)
         found, _ = losses.totals(statistics, terms, scheduled)
         ctx.way, ctx.types = run.way, [y is not None and y.dtype for y in (bias, token_weight)]
         ctx.in_place = ops.may_be_overwritten()
         kept = columns >= 0
         of_weight = found if token_weight is not None and token_weight.requires_grad else None
         kept_here = collectives.own_tokens(kept, tokens, shard)
-        ctx.save_for_backward(c, bias, de, kept_here, of_weight, *_programs().leaves_of(begun))
+        ctx.save_for_backward(c, bias, de, kept_here, of_weight, *_programs().leaves_of(formed))
         return torch.where(kept, losses.weights(columns, token_weight, found.dtype) * found, 0).sum()
 
     @staticmethod
@@ -103,13 +103,13 @@ def _of_tokens(factor: Tensor, saved: tuple, wanted: tuple[bool, ...], in_place:
 
 def _of_parameters(way: Any, factor: Tensor, saved: tuple, wanted: tuple[bool, ...], in_place: bool) -> tuple:
     """dc and dbias. way: None if this process has no column."""
-    c, bias, _, _, _, *begun = saved
+    c, bias, _, _, _, *formed = saved
     tensors.check({"c": c, "bias": bias})  # FSDP may have freed one after the forward pass
     if way is None:
         return torch.zeros_like(c), None if bias is None else torch.zeros_like(bias)
     if not wanted[1] and not wanted[2]:
         return None, None
-    return _programs().finish(way, way.residuals(begun), factor, wanted[:3], in_place)
+    return _programs().finish(way, way.residuals(formed), factor, wanted[:3], in_place)
 
 
 class _Run:
@@ -143,23 +143,23 @@ class _Run:
         def new(shape: Any, dtype: torch.dtype) -> Tensor:
             return self.e.new_empty((), dtype=dtype).expand(shape)
 
-        begun = None if self.way is None else self.way.new(new)
+        formed = None if self.way is None else self.way.new(new)
         de = new(shape, self.e.dtype) if self.wanted.e else None
-        return of_all_columns(own, self.kept, self.shard), de, begun
+        return of_all_columns(own, self.kept, self.shard), de, formed
 
     def formed(self, shape: torch.Size) -> tuple[Tensor, Tensor | None, Any]:
         """The statistics over all columns; de of S, of this shape, in e's type; Residuals of dc and dbias.
 
         The Residuals are None if this process has no column.
         """
-        begun = None
+        formed = None
         if self.way is not None:
-            begun = self.programs.cleared(self.way.new(lambda n, t: self.e.new_empty(n, dtype=t)))
+            formed = self.programs.cleared(self.way.new(lambda n, t: self.e.new_empty(n, dtype=t)))
         found = self.e.new_empty((self.setting.call.rows, len(self.e)), dtype=torch.float32)
         de = _Rows(self.e, self.setting) if self.wanted.e else None
         for chunk in self._chunks():
-            found.index_copy_(1, chunk.rows, self._chunk(chunk, de, begun))
-        return found, None if de is None else de.whole(shape), begun
+            found.index_copy_(1, chunk.rows, self._chunk(chunk, de, formed))
+        return found, None if de is None else de.whole(shape), formed
 
     def _chunks(self) -> Iterator["_Chunk"]:
         tokens, spans = len(self.e), self.programs.spans(self.chunks, len(self.e))
@@ -174,8 +174,8 @@ class _Run:
             is_last = self.chunks.last > 0 and start == spans[-1][0]
             yield _Chunk(rows, rows[: max(tokens - start, 0)], live, own, reference, is_last)
 
-    def _chunk(self, of: "_Chunk", de: "_Rows | None", begun: Any) -> Tensor:
-        """The statistics of the chunk's tokens over all columns, (rows, n). Adds its gradients to de and begun."""
+    def _chunk(self, of: "_Chunk", de: "_Rows | None", formed: Any) -> Tensor:
+        """The statistics of the chunk's tokens over all columns, (rows, n). Adds its gradients to de and formed."""
         n, count, way, own_columns = len(of.padded), len(of.rows), self.way, None
         chunk: Any = None
         if way is None:
@@ -183,7 +183,7 @@ class _Run:
         else:
             chunk = self._inputs(of)
             # The memory of the last chunk's exponentials.
-            last = begun.last.left if way.stores and begun.last is not None else None
+            last = formed.last.left if way.stores and formed.last is not None else None
             memory = None if last is None or n > len(last) else last[:n]
             own, own_columns = self.programs.chunk_statistics(way, chunk, memory)
         statistics = of_all_columns(own[:, :count], of.live[:count], self.shard)
@@ -194,7 +194,7 @@ class _Run:
         if way is not None:
             whole = torch.nn.functional.pad(statistics, (0, n - count))
             exchanged = self.programs.Exchanged(own, whole, None if way.stores else own_columns)
-            results = self._results(of, begun, own_columns if way.stores else None, part)
+            results = self._results(of, formed, own_columns if way.stores else None, part)
             self.programs.chunk_gradients(way, chunk, self._losses(of), exchanged, results)
         if de is not None:
             de.put(of.rows, part)
@@ -206,14 +206,14 @@ class _Run:
         e, held = self.e[of.padded], self.own.columns[of.padded]
         return self.programs.Chunk(e, self.c, self.bias, held, self.own_weights, self.scale, reference, of.count)
 
-    def _results(self, of: "_Chunk", begun: Any, exponentials: Tensor | None, de: Tensor | None) -> Any:
+    def _results(self, of: "_Chunk", formed: Any, exponentials: Tensor | None, de: Tensor | None) -> Any:
         """What the chunk's second program writes: shard_programs.Results."""
         if not of.is_last:
-            return self.programs.Results(exponentials, de, begun.dc, begun.steps, begun.dbias, None, None)
-        last = begun.last
+            return self.programs.Results(exponentials, de, formed.dc, formed.steps, formed.dbias, None, None)
+        last = formed.last
         last.count.copy_(of.count)
         columns = last.left if exponentials is None else exponentials
-        return self.programs.Results(columns, de, None, None, begun.dbias, last.e, last.unit)
+        return self.programs.Results(columns, de, None, None, formed.dbias, last.e, last.unit)
 
     def _losses(self, of: "_Chunk") -> Any:
         """The chunk's shard_programs.Losses."""
