@@ -11,6 +11,7 @@ from jax import lax
 from cce_jax.one_device import on_one_device
 from cce_kernels import contract
 from cce_kernels.call import Call
+from cce_kernels.default_budget import default_budget
 from cce_kernels.device import H200, INTERPRETER, Gpu, cuda_gpu
 from cce_kernels.engines.xla import XLA
 from cce_kernels.head import Head
@@ -68,7 +69,7 @@ def _plan(
     tokens, width = inputs.e.shape
     budget = core.memory_budget
     if budget is None:
-        budget = contract.default_budget(tokens, width, inputs.e.dtype.itemsize)
+        budget = default_budget(tokens, width, inputs.e.dtype.itemsize)
     call = Call(
         tokens=tokens,
         width=width,

@@ -16,7 +16,7 @@ from cce_kernels import in_forward
 from cce_kernels.block_floats import steps_shape
 from cce_kernels.call import ITEMSIZE
 from cce_kernels.call import Call as Planned
-from cce_kernels.contract import default_budget
+from cce_kernels.default_budget import default_budget
 from cce_kernels.device import H200
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted

@@ -15,7 +15,7 @@ import pytest
 
 from cce_jax.plans import Core, plan_for
 from cce_kernels.call import ITEMSIZE, Call
-from cce_kernels.contract import default_budget
+from cce_kernels.default_budget import default_budget
 from cce_kernels.device import H200, INTERPRETER, Gpu
 from cce_kernels.engines.engine import Multiplying
 from cce_kernels.engines.hopper import HOPPER, tiles

@@ -18,7 +18,7 @@ from jax import lax
 from torch import Tensor
 
 from cce_jax import losses, plans
-from cce_kernels.contract import default_budget
+from cce_kernels.default_budget import default_budget
 from cce_kernels.device import gpu_of
 from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs

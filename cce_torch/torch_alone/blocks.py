@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cce_kernels.contract import default_budget
+from cce_kernels.default_budget import default_budget
 from cce_kernels.float16 import FLOAT16_LARGEST
 from cce_kernels.windows import vocabulary_groups
 from cce_torch.call import Operands

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cce_kernels import contract
+from cce_kernels.default_budget import default_budget
 from cce_torch.api import IMPLS, PRECISIONS, Impl, Reduction
 
 SHARE = 32  # by default the loss may hold one part in so many of the GPU's memory
@@ -42,5 +43,5 @@ class Settings:
             return self.memory_budget
         share = torch.cuda.get_device_properties(h.device).total_memory // SHARE
         width = h.shape[-1]
-        least = contract.default_budget(h.numel() // width, width, h.dtype.itemsize)
+        least = default_budget(h.numel() // width, width, h.dtype.itemsize)
         return share if share > least else None

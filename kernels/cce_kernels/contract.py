@@ -8,10 +8,11 @@ import sys
 from collections.abc import Sequence
 from numbers import Real
 
+from cce_kernels.default_budget import MEMORY_BUDGET
+
 REDUCTIONS = ("mean", "sum", "none")
 IMPLS = ("auto", "cce", "chunked", "reference")
 KERNEL_TYPES = ("bfloat16", "float16", "float32")
-MEMORY_BUDGET = 640 * 2**20  # bytes; the default of memory_budget is this or more
 EVERYTHING = 2**62  # bytes; stands for memory_budget="all": an int64 argument of a PyTorch operator can hold it
 
 Shape = tuple[int, ...]
@@ -71,16 +72,6 @@ def memory_budget(value: object) -> int | None:
     if not 0 <= size < float("inf") or size != int(size):  # NaN is in no interval
         raise ValueError(f"memory_budget={value!r} {allowed}")
     return min(int(size), EVERYTHING)
-
-
-def default_budget(tokens: int, width: int, itemsize: int) -> int:
-    """The bytes that a call may hold if memory_budget is None. itemsize: the bytes of an element of e.
-
-    The default is MEMORY_BUDGET, or for each token a row of e, its sum for de and 1280 logits in e's type if that is
-    more. With many tokens MEMORY_BUDGET would leave only small chunks, each of which reads and writes the whole dc; and
-    where logits are computed again, only small groups, each of which reads and writes the whole sum for de.
-    """
-    return max(MEMORY_BUDGET, tokens * ((max(itemsize, 4) + itemsize) * width + itemsize * 1280))
 
 
 def num_items(value: object, reduction: str) -> None:

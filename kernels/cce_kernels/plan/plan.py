@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from cce_kernels.call import Call
 from cce_kernels.engines.engine import Multiplying, Step
-from cce_kernels.exponentials import saved_shape
 from cce_kernels.tokens import gathered_rows
 
 # Of the tokens: with a smaller share kept, matmuls that stop at the last kept token beat XLA's matmuls of all tokens.
@@ -121,10 +120,3 @@ class Plan:
     def saves_de(self) -> bool:
         """Whether the forward pass forms de for any cotangents (in_forward.of_any_cotangents), and saves that."""
         return self.in_forward is not None and not self.call.one_factor
-
-    @property
-    def saved_shape(self) -> tuple[int, ...]:
-        """The shape of what the forward pass saves, in e's type: exponentials (tokens, V), or de as (1, N, D)."""
-        if self.saves_de:
-            return 1, self.call.tokens, self.call.width
-        return saved_shape(self.saved, self.call.vocabulary)
