@@ -112,6 +112,26 @@ def test_gradients_formed_in_the_forward_pass_by_the_kernels_for_hopper(number, 
     assert set(formed) == {"hopper"}
 
 
+@INTERPRETED
+@pytest.mark.parametrize("number", range(4))
+def test_few_kept_tokens_where_the_kernels_for_hopper_saved_all(number, both, monkeypatch):
+    """Hopper's matmuls stop at the last kept token; their last step reads rows after it, which must be 0."""
+    call = draw(SEED, number * SHARED, "hopper")
+    program = replace(call.program, reduction="none", dtype="bfloat16", memory_budget=2**60, label_smoothing=0.0)
+    program = replace(program, vocabulary=-(-program.vocabulary // 64) * 64, width=-(-program.width // 64) * 64)
+    engines, as_ever = [], choose._of_exponentials
+
+    def of_exponentials(x):
+        found = as_ever(x)
+        engines.append(found.of_few.engine.name if found.of_few else "")
+        return found
+
+    monkeypatch.setattr(choose, "_of_exponentials", of_exponentials)
+    assert not failures(Call(program, replace(call.data, ignored="most", poison="nan")))
+    search_run.forget()
+    assert "hopper" in engines
+
+
 def test_nothing_stands_in_exponentials_for_a_target_out_of_range():
     """A column of the padding had a number for it, inf where lse < −88, and de was NaN."""
     program = Program(
