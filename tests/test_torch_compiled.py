@@ -30,7 +30,6 @@ def small_groups(monkeypatch):
     """64 columns a group: 203 are 64 + 64 + 64 + 11."""
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 0)
     monkeypatch.setattr(windows, "FEWEST_COLUMNS", 64)
-    monkeypatch.setattr(windows, "COLUMN_MULTIPLE", 16)
 
 
 @pytest.fixture
