@@ -48,7 +48,7 @@ class Handover:
     def __init__(self, shapes: Residuals) -> None:
         self.shapes = shapes
         self.leaves = [(x.shape, getattr(torch, x.dtype.name)) for x in jax.tree.leaves(shapes)]
-        self.formed = (shapes.de, shapes.dc, shapes.dbias) != (None, None, None)  # gradients, up to a factor
+        self.formed = shapes.of_one_factor  # gradients, up to a factor
         fields = [k for k, x in zip(Residuals._fields, shapes, strict=True) if x is not None]
         self.field = fields[0] if fields else None  # the only one that is left where no gradients are
 

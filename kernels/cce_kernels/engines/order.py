@@ -6,7 +6,7 @@ A run is a range of consecutive tiles of columns that one program walks through.
 import jax.numpy as jnp
 
 SCRATCH_BYTES = 3 * 2**20  # the most that partial statistics may take
-FEW_BLOCKS = 0.03  # how often two row blocks hold all tokens that are kept, to each time that all row blocks are full
+FEW_BLOCKS = 0.03  # of the launches, assumed: those whose kept tokens fill only two row blocks
 SHARED_BYTES = 20 * 2**20  # the rows of e that programs running at the same time read: a third of an H200's L2
 
 

@@ -19,7 +19,7 @@ from cce_kernels.plan.plan import Chunks
 from cce_kernels.windows import FEWEST_COLUMNS
 
 GROUP_BYTES = 256 * 2**20
-CHUNK_NUMBERS = 96  # the same where the forward pass forms the gradients
+CHUNK_NUMBERS = 96  # bytes a token, for lse and the like, where the forward pass forms the gradients
 SAVED_DZ_ROWS, DZ_ROWS = 16, 64  # the fewest rows of a tile of dz: each tile stores its column sums for dbias
 
 
