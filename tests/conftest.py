@@ -25,6 +25,9 @@ os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
 # number from either variable.
 os.environ["NPROC"] = os.environ["PJRT_NPROC"] = str(max(32, os.cpu_count() or 1))
 
+# The workers of pytest-xdist share a GPU: none may reserve most of its memory.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 
 def pytest_configure(config):
     """Spreads the workers of pytest-xdist over all GPUs, each of which a worker takes for the only one."""
