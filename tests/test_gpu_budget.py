@@ -132,9 +132,12 @@ def test_a_call_from_torch_stays_within_its_budget(shape, name, monkeypatch):
     tokens, width, vocabulary = SHAPES[shape]
     allowed = budgets(SHAPES[shape])[name]
     ran, run = [], bridge.run
-    monkeypatch.setattr(
-        bridge, "run", lambda *call, scratch=(): ran.append((*call, scratch)) or run(*call, scratch=scratch)
-    )
+
+    def recorded(program, inputs, outputs, scratch=()):
+        ran.append((program, inputs, outputs, scratch))
+        return run(program, inputs, outputs, scratch)
+
+    monkeypatch.setattr(bridge, "run", recorded)
     e, c = (
         torch.randn(s, device="cuda").div(width**0.5).bfloat16().requires_grad_()
         for s in ((tokens, width), (vocabulary, width))
