@@ -57,6 +57,7 @@ def linear_cross_entropy(
     memory_budget: float | Literal["all"] | None = None,
     precision: jax.lax.PrecisionLike = None,
     check_targets: bool = False,
+    gradient_tolerance: float = 0.0,
     sharding: tuple[jax.sharding.PartitionSpec, jax.sharding.PartitionSpec] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Cross-entropy of the logits `e @ c.T + bias` against `targets`, without holding the logits.
@@ -153,6 +154,7 @@ def linear_cross_entropy(
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         memory_budget=memory_budget,
+        gradient_tolerance=gradient_tolerance,
     )
     arguments.precision(precision)
     head = Head(softcap=contract.softcap(softcap), vocab_axis=vocab_axis, precision=precision)
@@ -162,6 +164,7 @@ def linear_cross_entropy(
     options = losses.Loss(reduction, smooths=label_smoothing > 0, has_z_loss=z_loss != 0)
     ignore_index = contract.integer("ignore_index", ignore_index)
     budget = contract.memory_budget(memory_budget)
+    tolerance = contract.gradient_tolerance(gradient_tolerance)
     shift = contract.integer("shift", shift)
     given = arguments.arrays(Arrays(e, c, bias, targets, class_weight, token_weight, num_items))
     contract.num_items(given.num_items, reduction)
@@ -193,6 +196,7 @@ def linear_cross_entropy(
         budget,
         gpu,
         wide_dc=c.dtype != e.dtype,
+        gradient_tolerance=tolerance,
         may_chunk=layout is not None or may_chunk(gpu),
         debug_nans=jax.config.jax_debug_nans,  # type: ignore[attr-defined]
     )

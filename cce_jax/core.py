@@ -267,8 +267,9 @@ def _filled(held: Held) -> tuple[jax.Array, ...]:
 
 def _emptied(numbers: Statistics, arrays: tuple[jax.Array, ...]) -> Held:
     """The inverse of `_filled`. numbers: over all columns."""
-    *residuals, left, e, unit, count, lse, target, reference = (None if x.ndim == len(ABSENT) else x for x in arrays)
-    last = None if left is None else Left(left, e, unit, count)  # type: ignore[arg-type]
+    *others, lse, target, reference = (None if x.ndim == len(ABSENT) else x for x in arrays)
+    residuals, left = others[: -len(Left._fields)], Left(*others[-len(Left._fields) :])  # type: ignore[arg-type]
+    last = None if left.left is None else left
     of_device = Residuals(*residuals, last)  # type: ignore[arg-type]
     if lse is None:
         return Held(numbers, of_device, None)

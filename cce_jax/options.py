@@ -29,4 +29,5 @@ class Options(TypedDict, total=False):
     memory_budget: float | Literal["all"] | None
     precision: jax.lax.PrecisionLike
     check_targets: bool
+    gradient_tolerance: float
     sharding: tuple[jax.sharding.PartitionSpec, jax.sharding.PartitionSpec] | None

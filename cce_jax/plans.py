@@ -33,6 +33,7 @@ class Core:
     gpu: Gpu | None = None
     wide_de: bool = False  # whether de is float32, for a sum over devices
     wide_dc: bool = False  # whether c and bias are float32 beside a 16-bit e; their gradients are then float32
+    gradient_tolerance: float = 0.0  # the share of dz that the products may leave out; 0: none
     may_chunk: bool = True  # whether the forward pass may take the tokens in chunks: not if XLA may split them
     debug_nans: bool = False  # jax_debug_nans: what a pass leaves for the other holds no NaN of an ignored token
 
@@ -83,6 +84,7 @@ def _plan(
         wide_de=core.wide_de,
         wide_dc=core.wide_dc,
         one_factor=one_factor,
+        gradient_tolerance=core.gradient_tolerance,
         may_chunk=core.may_chunk,
     )
     return plan_of(call, gpu, impl, *decided)

@@ -506,3 +506,20 @@ def test_dc_is_summed_by_one_kernel_in_both_layouts(width, vocab_axis, monkeypat
     names = launched((2048, width, 65536), vocab_axis=vocab_axis, memory_budget=2**27, reduction="mean")
     plan_of.cache_clear()
     assert sorted(set(names)) == ["dc_sum", "de", "statistics"]
+
+
+def test_a_tolerance_of_0_is_the_program_without_one(monkeypatch):
+    monkeypatch.setattr(api, "local_gpu", lambda: H200)
+    monkeypatch.setattr(choose, "_is_fastest_in_forward", lambda times: True)
+    plan_of.cache_clear()
+    options = {"memory_budget": 2**27, "reduction": "mean"}
+    programs = [
+        str(jax.make_jaxpr(function)(*arrays))
+        for function, *arrays in (
+            call((2048, 256, 65536), **options, **of)
+            for of in ({}, {"gradient_tolerance": 0.0}, {"gradient_tolerance": 2.0**-7})
+        )
+    ]
+    plan_of.cache_clear()
+    assert programs[0] == programs[1]
+    assert ["cce_thresholds" in x for x in programs] == [False, False, True]

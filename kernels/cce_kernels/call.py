@@ -24,6 +24,7 @@ class Call:
     wide_de: bool = False  # whether de is at least float32, for a sum over devices; else it has the type of e
     wide_dc: bool = False  # whether dc and dbias are at least float32, for float32 parameters; else of e's type
     one_factor: bool = False  # whether the forward pass knows the cotangents, up to one factor for all tokens
+    gradient_tolerance: float = 0.0  # the share of dz that the products may leave out (cce_kernels/block_sparse.py)
     may_chunk: bool = True  # whether the tokens may be taken in chunks: not if XLA may split them over devices
 
     @property

@@ -105,6 +105,15 @@ def softcap(value: object) -> float | None:
     return max(cap, 1 / LARGEST_SOFTCAP)
 
 
+def gradient_tolerance(value: object) -> float:
+    tolerance = number("gradient_tolerance", value, low=0.0, high=1.0)
+    if tolerance == 1.0:
+        raise ValueError(
+            f"gradient_tolerance={value!r} must be less than 1: with 1 all of a gradient could be left out"
+        )
+    return tolerance
+
+
 def integer(name: str, value: object) -> int:
     try:
         return operator.index(value)  # type: ignore[arg-type]

@@ -52,7 +52,7 @@ def statistics(
     else:
         given = reference if kept is None else kept.gathered(reference, 0)
         reference = jnp.where(inputs.targets < 0, FLOAT32_MAX, given)
-    numbers, saved = of_rows(problem, at, reference, plan.forward, plan.saved > 0)
+    numbers, saved, _ = of_rows(problem, at, reference, plan.forward, plan.saved > 0)
     if cleared:
         live = inputs.targets >= 0
         numbers = jax.tree.map(lambda x: jnp.where(live, x, 0), numbers)
@@ -64,8 +64,11 @@ def statistics(
 
 def of_rows(
     problem: Problem, at: Rows, reference: jax.Array | None, how: Forward, save: bool
-) -> tuple[Statistics, jax.Array | None]:
-    """`statistics` of tokens whose kept ones come first, in that order. reference: None if `how` finds the targets."""
+) -> tuple[Statistics, jax.Array | None, jax.Array | None]:
+    """`statistics` of tokens whose kept ones come first, in that order; and the masses of what is saved.
+
+    reference: None if `how` finds the targets.
+    """
     sums = _sums(problem, at, reference, how, save)
     assert sums.target is not None
     numbers = Statistics(
@@ -74,11 +77,12 @@ def of_rows(
         None if sums.sum is None else jnp.sum(sums.sum, axis=0),
     )
     if sums.saved is None:
-        return numbers, None
+        return numbers, None, None
     # `sums` did not know lse yet.
     by_lse = (problem.inputs.targets >= 0) & ~by_target(numbers.lse, sums.target)
     assert how.rescue is not None
-    return numbers, how.rescue.engine.saved_by_lse(how.rescue, problem, numbers.lse, by_lse, sums.saved)
+    saved = how.rescue.engine.saved_by_lse(how.rescue, problem, numbers.lse, by_lse, sums.saved)
+    return numbers, saved, sums.masses
 
 
 def _arranged(inputs: Inputs, kept: Kept | None, plan: Plan) -> tuple[Inputs, Rows]:

@@ -41,6 +41,7 @@ class Left(NamedTuple):
     e: jax.Array  # (n, D)
     unit: jax.Array | None
     count: jax.Array  # type: ignore[assignment]  # (1,) int32
+    blocks: jax.Array | None = None  # the blocks of `left` that are multiplied (block_sparse.Blocks.dc); None: all
 
 
 def over_groups(body: Callable[[Any, Window], Any], carry: Any, groups: Groups) -> Any:

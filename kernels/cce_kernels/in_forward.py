@@ -27,6 +27,7 @@ cancel each other: m's rounding would then be larger than de.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +35,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from cce_kernels.block_floats import steps_shape
+from cce_kernels.block_sparse import Blocks, Tokens, all_blocks, kept_blocks
 from cce_kernels.engines.engine import Problem
 from cce_kernels.engines.xla.chunk import dz_of, numbers_and_logits
 from cce_kernels.exponentials import dbias_of, factors, references, saved_shape, scaled
@@ -49,6 +51,14 @@ from cce_kernels.tokens import Kept, Rows
 CotangentsOf = Callable[[Statistics, Any], Cotangents]
 # the numbers of a shard of the vocabulary, (n,) each -> the numbers of all columns
 OfAllColumns = Callable[[Statistics], Statistics]
+
+
+class Columns(NamedTuple):
+    """What the second half of a chunk needs of its columns."""
+
+    # exponentials, (n, V) with the padding of saved_shape, in e's type; in plain XLA logits, (n, V), at least float32
+    values: jax.Array
+    blocks: Blocks | None = None  # what the products keep; None: all
 
 
 class Chunk(NamedTuple):
@@ -207,22 +217,26 @@ def de_of(inputs: Inputs, numbers: Statistics, m: jax.Array, of: Cotangents, hea
     return jnp.where(live[:, None], de, 0).astype(dtype)
 
 
-def numbers_of(chunk: Chunk, plan: Plan) -> tuple[Statistics, jax.Array]:
-    """The first half of a chunk: its numbers over these columns, and what `gradients_of` needs of the columns.
-
-    That is exponentials, (n, V) with the padding of saved_shape, in e's type; or in plain XLA logits, (n, V), at least
-    float32.
-    """
+def numbers_of(chunk: Chunk, plan: Plan) -> tuple[Statistics, Columns]:
+    """The first half of a chunk: its numbers over these columns, and what `gradients_of` needs of the columns."""
     problem, how = Problem(plan.call, plan.gpu, chunk.inputs), _way(plan)
     if how.forward is None:
-        return numbers_and_logits(problem)
-    of_columns, p = of_rows(problem, Rows(count=chunk.count), chunk.reference, how.forward, True)
+        numbers, logits = numbers_and_logits(problem)
+        return numbers, Columns(logits, all_blocks(plan.call, len(logits)))
+    of_columns, p, masses = of_rows(problem, Rows(count=chunk.count), chunk.reference, how.forward, True)
     assert p is not None
-    return of_columns, p
+    call, step = plan.call, how.thresholds
+    if masses is None or step is None:
+        return of_columns, Columns(p, all_blocks(call, len(p)))
+    u = jnp.ones_like(of_columns.target)
+    u = u if call.head.softcap is None else call.head.slope(of_columns.target)
+    tokens = Tokens(chunk.inputs.targets, u, chunk.count)
+    blocks = kept_blocks(masses, tokens, call.gradient_tolerance, partial(step.engine.thresholds, step, plan.gpu))
+    return of_columns, Columns(p, blocks)
 
 
 def gradients_of(
-    chunk: Chunk, columns: jax.Array, own: Statistics, numbers: Statistics, of: Cotangents, plan: Plan
+    chunk: Chunk, columns: Columns, own: Statistics, numbers: Statistics, of: Cotangents, plan: Plan
 ) -> tuple[jax.Array | None, Left, Any]:
     """The second half: the chunk's de, (n, D), what is left of dc, and its part of dbias, (V,), if that is wanted.
 
@@ -243,8 +257,8 @@ def add_dc(
     return step.engine.sum_dc(step, plan.call, plan.gpu, dc, steps, left, factor)
 
 
-def _of_logits(chunk: Chunk, z: jax.Array, numbers: Statistics, of: Cotangents, plan: Plan):
-    call, inputs, how = plan.call, chunk.inputs, _way(plan)
+def _of_logits(chunk: Chunk, columns: Columns, numbers: Statistics, of: Cotangents, plan: Plan):
+    call, inputs, how, (z, blocks) = plan.call, chunk.inputs, _way(plan), columns
     lse = jnp.where(chunk.live, numbers.lse, jnp.inf)
     dz, dbias, unit = dz_of(inputs, z, lse, of, call.head)
     de = None
@@ -257,12 +271,13 @@ def _of_logits(chunk: Chunk, z: jax.Array, numbers: Statistics, of: Cotangents, 
     dbias = dbias if unit is None else dbias * unit
     if how.chunks.last:  # the last chunk has the shape that the forward pass leaves on every platform
         dz = jnp.pad(dz, ((0, 0), (0, saved_shape(1, call.vocabulary)[1] - call.vocabulary)))
-    return de, Left(dz, inputs.e, unit, chunk.count), dbias
+    return de, Left(dz, inputs.e, unit, chunk.count, None if blocks is None else blocks.dc), dbias
 
 
-def _of_exponentials(chunk: Chunk, p: jax.Array, own: Statistics, numbers: Statistics, of: Cotangents, plan: Plan):
+def _of_exponentials(chunk: Chunk, columns: Columns, own: Statistics, numbers: Statistics, of: Cotangents, plan: Plan):
     call, how, wanted = plan.call, _way(plan), plan.call.wants
     assert how.de is not None
+    p, blocks = columns
     inputs, live, tokens = chunk.inputs, chunk.live, len(chunk.inputs.e)
     problem = Problem(call, plan.gpu, inputs)
     of_tokens = Statistics(jnp.where(live, numbers.lse, jnp.inf), own.target, None)
@@ -282,11 +297,12 @@ def _of_exponentials(chunk: Chunk, p: jax.Array, own: Statistics, numbers: Stati
         r = jnp.where(live, r if inputs.scale is None else r * inputs.scale, 0)
     de = None
     if wanted.e:
-        products = how.de.engine.products(how.de, problem, None, chunk.count)
+        products = how.de.engine.products(how.de, problem, None, chunk.count, None if blocks is None else blocks.de)
         sums = products.add_de(None, p, ALL_COLUMNS).reshape(how.de.splits, *inputs.e.shape)
         de = jnp.where(live[:, None], jnp.sum(sums, axis=0) * r[:, None], 0)
         de = de.astype(call.de_dtype)
         de, p, own = lax.optimization_barrier((de, p, inputs.e))
         inputs = inputs._replace(e=own)  # what is scaled is made once the sums for de are no more
     dbias = dbias_of(p, r, call.vocabulary) if wanted.bias else None
-    return de, Left(p, inputs.e if how.dz is not None else scaled(inputs.e, r), None, chunk.count), dbias
+    e = inputs.e if how.dz is not None else scaled(inputs.e, r)
+    return de, Left(p, e, None, chunk.count, None if blocks is None else blocks.dc), dbias

@@ -70,6 +70,7 @@ class Sums(NamedTuple):
     target: jax.Array | None  # (rows,): the target's logit; None unless the engine `finds_target`
     sum: jax.Array | None  # (parts, rows): weighted sums of the logits
     saved: jax.Array | None  # (rows, V): exponentials (cce_kernels/exponentials.py)
+    masses: jax.Array | None = None  # (parts of V, rows): sums of the exponentials (cce_kernels/block_sparse.py)
 
 
 class Planned:
@@ -77,6 +78,7 @@ class Planned:
     finds_target: bool  # whether `sums` also finds the targets' logits, works in groups and needs no reference
     stops: bool  # whether kernels stop at the last kept token; `products` then copies no part of c or dc
     multiplies_fastest: bool  # whether `products` takes no longer than XLA's matmuls
+    block_sparse: bool = False  # whether products and sum_dc leave out blocks (cce_kernels/block_sparse.py)
     depth: int = 1  # a matmul that sums over tokens reads so many in a step, unless it masks those that do not count
     workspace: int = 0  # bytes that its matmuls hold besides operands and results
 
@@ -139,7 +141,7 @@ class Launched:
         return self.kernels.target(step, problem, order)
 
     def sums(self, step: Step, problem: Problem, at: Rows, reference: Any, save: bool) -> Sums:
-        """The sums, and the exponentials if these are to be saved.
+        """The sums, and the exponentials if these are to be saved, with masses if the call has a gradient_tolerance.
 
         A log-sum-exp is inf where the sum of exp(z − reference) overflows. A block whose tokens are not consecutive
         rows of e is not computed if at.starts says so.
@@ -184,18 +186,29 @@ class Launched:
         """saved, in place, with at_target at the targets, and 0 for ignored tokens in the first `clear` rows."""
         return self.kernels.saved_targets(step, problem, saved, at_target, clear)
 
-    def products(self, step: Multiplying, problem: Problem, unit: jax.Array | None, count: jax.Array) -> Products:
+    def products(
+        self,
+        step: Multiplying,
+        problem: Problem,
+        unit: jax.Array | None,
+        count: jax.Array,
+        blocks: jax.Array | None = None,
+    ) -> Products:
         """The two matmuls with dz of the first `count` tokens, or of all tokens if the engine does not stop.
 
-        unit: the number that dz was divided by.
+        unit: the number that dz was divided by. blocks: of dz, that add_de multiplies (block_sparse.Blocks.de).
         """
-        return self.kernels.products(step, problem, unit, count)
+        return self.kernels.products(step, problem, unit, count, blocks)
 
     def de_of_saved(
         self, step: Step, problem: Problem, saved: jax.Array, r: jax.Array, count: jax.Array, out: jax.Array
     ) -> jax.Array:
         """out, (rows, D), with r·(P·c) of the first `count` tokens, rounded, written into it."""
         return self.kernels.de_of_saved(step, problem, saved, r, count, out)
+
+    def thresholds(self, step: Step, gpu: Any, masses: jax.Array, scores: jax.Array, most: jax.Array) -> jax.Array:
+        """block_sparse.Thresholds."""
+        return self.kernels.thresholds(step, gpu, masses, scores, most)
 
     def sum_dc(
         self, step: Step, call: Call, gpu: Any, dc: jax.Array, steps: Any, left: Left, factor: jax.Array | None

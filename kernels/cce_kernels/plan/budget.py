@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from cce_kernels.block_floats import steps_shape
+from cce_kernels.block_sparse import PART
 from cce_kernels.call import Call
 from cce_kernels.device import Gpu
 from cce_kernels.engines.engine import Engine
@@ -151,7 +152,10 @@ class Bytes:
         if not self.stores:
             return XLA.chunk_bytes(call, tokens, columns, self.gpu)
         of_de = self.sums_of_de(tokens) + call.de_itemsize  # partial sums, and their sum
-        return 2 * columns + (call.itemsize + max(call.itemsize, of_de * call.wants.e)) * call.width  # e, and scaled e
+        masses = 6 * columns // PART * bool(call.gradient_tolerance)  # and sums and scores of them
+        return (
+            2 * columns + masses + (call.itemsize + max(call.itemsize, of_de * call.wants.e)) * call.width
+        )  # e, and scaled e
 
     def of_chunks(self, chunks: Chunks) -> int:
         """What is held where the forward pass forms the gradients in these chunks.

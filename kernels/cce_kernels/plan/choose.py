@@ -52,6 +52,8 @@ def plan_of(
     the number of tokens of its last chunk. chunks (Chunks): the same from the plan for another shard of the
     vocabulary, and all its chunks.
     """
+    if not can_be_saved(call.dtype, call.head, call.with_sum):
+        call = replace(call, gradient_tolerance=0.0)
     gathered = with_gathered_rows(call)
     serving = tuple(engine for engine in engines(call.itemsize, impl) if engine.serves(gathered, gpu))
     if not serving:
@@ -70,8 +72,11 @@ def plan_of(
             chunks = fastest_chunks(x.bytes, last)
         recomputed = gradients if isinstance(gradients, Recomputed) else _recomputed(x)[0]
         times = predicted(x.bytes, recomputed.products.groups.count, chunks, saves)
-        if chunks is not None and (decided or _is_fastest_in_forward(times)):
+        leaves_out = bool(call.gradient_tolerance) and x.engine.block_sparse
+        if chunks is not None and (decided or leaves_out or _is_fastest_in_forward(times)):
             gradients, held = _in_forward(x, chunks), x.bytes.of_chunks(chunks)
+    if not isinstance(gradients, InForward):  # the other ways leave out nothing
+        plan = replace(plan, call=replace(call, gradient_tolerance=0.0))
     return replace(plan, gradients=gradients, held=held, least=x.bytes.least(), times=times)
 
 
@@ -182,7 +187,8 @@ def _in_forward(x: _Setting, chunks: Chunks) -> InForward:
     by_xla = all(x.bytes.de_by_xla(tokens) for tokens in (chunks.size or size, chunks.last or size))
     de = (XLA if by_xla else x.engine).de_of_chunk(call, size, x.gpu)
     dz, targets = (x.step("dz_in_place"), None) if call.with_sum else (None, x.step("saved_targets"))
-    return InForward(chunks, dc, forward, de, dz, targets, x.step("restored"))
+    thresholds = x.step("thresholds") if call.gradient_tolerance and x.engine.block_sparse else None
+    return InForward(chunks, dc, forward, de, dz, targets, x.step("restored"), thresholds)
 
 
 def _sum_of_dc(x: _Setting, chunks: Chunks) -> Step:

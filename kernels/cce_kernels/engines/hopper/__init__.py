@@ -26,6 +26,7 @@ class Hopper(Engine):
     name = "hopper"
     finds_target, stops, multiplies_fastest = False, True, True
     launches = "sums", "form_dz", "products", "de_of_saved", "sum_dc"
+    block_sparse = True
     depth = tiles.DEPTH
 
     def refuses(self, call: Call, gpu: Gpu | None) -> str:
@@ -84,7 +85,8 @@ class Hopper(Engine):
         return Multiplying(self, de, dc, groups)
 
     def de_of_chunk(self, call: Call, tokens: int, gpu: Gpu) -> Multiplying:
-        tile, splits = tiles.de_of_chunk(tokens, call.width, call.vocabulary, units_of(gpu))
+        of = tiles.SPARSE_DE if call.gradient_tolerance else tiles.DE
+        tile, splits = tiles.de_of_chunk(of, tokens, call.width, call.vocabulary, units_of(gpu))
         return Multiplying(self, tile, None, Groups.whole(call.vocabulary, beyond=True), splits)
 
     @property

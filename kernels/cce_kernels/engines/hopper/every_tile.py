@@ -32,6 +32,11 @@ def live_pairs(count: jax.Array) -> jax.Array:
     return quotient(count + (PAIR_ROWS - 1), PAIR_ROWS)
 
 
+def live_blocks(count: jax.Array) -> jax.Array:
+    """How many row blocks hold the first `count` tokens."""
+    return quotient(count + (BLOCK - 1), BLOCK)
+
+
 def spread(unit, units: int, pairs, column_tiles: int | jax.Array, group: int):
     """How many of the pairs · column_tiles tiles a unit computes, and a function: n -> (pair, column) of its n-th tile.
 
@@ -48,6 +53,11 @@ class Extent(NamedTuple):
     columns: Any
     sum: Sum  # that makes up a tile
     group: int = PAIR_GROUP  # pairs that are computed for all columns before the next pairs
+    pair_of: Callable[[Any], Any] | None = None  # k -> the k-th pair that is computed; None: all are
+
+    def at(self, tile: tuple[Any, Any]) -> tuple[Any, Any]:
+        pair, column = tile
+        return (pair if self.pair_of is None else self.pair_of(pair)), column
 
 
 def every_tile(
@@ -61,31 +71,33 @@ def every_tile(
     """
 
     outs, units = out if isinstance(out, tuple) else (out,), units_of(gpu)
+    tiles, (rows, columns) = multiply.tiles, multiply.tiles.of_pair
+
+    def at_program(tile: tuple[Any, Any], program) -> tuple[Any, Any]:
+        """The first row and column of a program's part of a pair's tile."""
+        row, column = tile[0] * rows, tile[1] * columns
+        return (row, column + program * tiles.columns) if tiles.across else (row + program * BLOCK, column)
 
     def kernel(others, out_ref, *more_refs):
         shape = extent(others)
-        column_tiles = quotient(shape.columns + (multiply.tiles.columns - 1), multiply.tiles.columns)
+        column_tiles = quotient(shape.columns + (columns - 1), columns)
         of_unit = partial(spread, units=units, pairs=shape.pairs, column_tiles=column_tiles, group=shape.group)
 
         def work(unit, program) -> Work:
-            tiles, at = of_unit(unit)
+            count, at = of_unit(unit)
 
-            def first(n):
-                pair, column = at(n)
-                return pair * PAIR_ROWS + program * BLOCK, column * multiply.tiles.columns
-
-            return Work(tiles, first, shape.sum)
+            return Work(count, lambda n: at_program(shape.at(at(n)), program), shape.sum)
 
         def compute(warpgroup, work, product):
             program, (_, at) = lax.axis_index("cluster"), of_unit(lax.axis_index("pair"))
 
-            def tile(n, carry):
-                pair, column = at(n)
-                row = warpgroup.first_row(pair * PAIR_ROWS + program * BLOCK)
-                write(warpgroup, partial(product, n), row, column * multiply.tiles.columns, out_ref, others, *more_refs)
-                return carry
+            def tile(n, first_step):
+                first, column = at_program(shape.at(at(n)), program)
+                steps, row = shape.sum.steps_at(first, column), warpgroup.first_row(first)
+                write(warpgroup, partial(product, first_step, steps), row, column, out_ref, others, *more_refs)
+                return first_step + steps
 
-            lax.fori_loop(jnp.int32(0), work.tiles, tile, None)
+            return lax.fori_loop(jnp.int32(0), work.tiles, tile, jnp.int32(0))
 
         return work, compute
 

@@ -6,7 +6,8 @@ A program has three warpgroups, which work at the same time. One copies tiles in
 steps ahead, even while another is in its epilogue. The other two multiply, 64 rows each. The second begins a few steps
 after the first, so that the tensor cores work for one while the other is in its epilogue.
 Programs come in pairs on neighbouring multiprocessors. The two programs of a pair have 128 rows each and the same
-columns of right, of which each copies one half into the shared memory of both.
+columns of right, of which each copies one half into the shared memory of both; or, with PairTiles.across, the same rows
+of left and columns of their own.
 Edges need no masks: TMA reads zeros beyond an array and writes nothing there. This holds only for arrays wider than
 one of its tiles (64 columns): on an H200, writes beyond an array of exactly that width landed in the array.
 
@@ -50,6 +51,7 @@ class Multiply:
     right_axis: int = 1
     out_axis: int = 0
     written: Any = None  # the type of the parts that Warpgroup.write gets; None: it is not called
+    gather: int = DEPTH  # along the inner axis, so many elements of a step are neighbours; with less, both axes are 0
 
 
 class Work(NamedTuple):
@@ -63,9 +65,12 @@ class Work(NamedTuple):
 class Sum(NamedTuple):
     """The sum over left·right that makes up a tile."""
 
-    steps: Any  # steps of DEPTH along the inner axis
+    steps: Any  # steps of DEPTH along the inner axis; or a function: (row, column) of a tile -> its steps
     origin: Callable[[Any, Any], "Origin"]  # (row, column) of a tile -> where its operands begin
     limit: Any = None  # left counts as 0 from this index of its inner axis on; None: no limit
+
+    def steps_at(self, row, column):
+        return self.steps(row, column) if callable(self.steps) else self.steps
 
 
 class Origin(NamedTuple):
@@ -75,6 +80,8 @@ class Origin(NamedTuple):
     column: Any  # of right
     left_inner: Any = 0
     right_inner: Any = 0
+    # k -> where the k-th `gather` elements of a block-sparse sum are, in units of as many; None: the k-th are
+    listed: Callable[[Any], Any] | None = None
 
 
 class _Shared(NamedTuple):
@@ -85,7 +92,7 @@ class _Shared(NamedTuple):
     slots: Any  # buffers of tiles that are being written
     full: Any  # completes when the stage has been copied
     free: Any  # completes when both programs of the pair have multiplied the stage
-    started: Any  # completes when the first warpgroup is PairTiles.lead steps ahead
+    started: Any  # completes when the first warpgroup is PairTiles.lead steps ahead, or has computed all of its tiles
     read: Any  # completes when a tile has been copied into a warpgroup's slots; one element for each warpgroup
 
 
@@ -153,56 +160,63 @@ def interpret_params(gpu: Gpu) -> Any:
 
 def _copies(shared: _Shared, multiply: Multiply, left, right, work: Work) -> None:
     """What the copying warpgroup does: it copies every step of every tile as soon as the step's stage is free."""
-    stages, (steps, origin_of, limit) = multiply.tiles.stages, work.sum
+    stages, limit, size, buffers = multiply.tiles.stages, work.sum.limit, multiply.gather, (shared.left, shared.right)
+    shared_left, shared_right = ("cluster", None) if multiply.tiles.across else (None, "cluster")
 
-    def tile(n, carry):
-        origin = origin_of(*work.at(n))
+    def tile(n, first_step):
+        at = work.at(n)
+        origin, steps = work.sum.origin(*at), work.sum.steps_at(*at)
         row = multiple(origin.row, TMA_ROWS if multiply.left_axis else DEPTH)
         left_inner, right_inner = multiple(origin.left_inner, DEPTH), multiple(origin.right_inner, DEPTH)
         columns = pl.ds(multiple(origin.column, DEPTH), multiply.tiles.columns)
 
         def step(k, carry):
-            i = n * steps + k
+            i = first_step + k
             slot = remainder(i, stages)
-            inner = left_inner + k * DEPTH
-            if limit is not None:
-                inner = multiple(jnp.where(inner < limit, inner, OUTSIDE), DEPTH)
-            of_left = pl.ds(row, BLOCK), pl.ds(inner, DEPTH)
-            of_right = columns, pl.ds(right_inner + k * DEPTH, DEPTH)
+            parts = DEPTH // size
+            # loaded before the wait, which hides that they come from memory
+            along = [x if origin.listed is None else origin.listed(x) for x in (k * parts + j for j in range(parts))]
             pl.when(i >= stages)(lambda: plgpu.barrier_wait(shared.free.at[slot]))
-            left_part = left.at[of_left if multiply.left_axis else of_left[::-1]]
-            plgpu.copy_gmem_to_smem(left_part, shared.left.at[slot], shared.full.at[slot])
-            right_part, full = right.at[of_right if multiply.right_axis else of_right[::-1]], shared.full.at[slot]
-            plgpu.copy_gmem_to_smem(right_part, shared.right.at[slot], full, collective_axes="cluster")
+            full = shared.full.at[slot]
+            for j, at in enumerate(along):
+                inner = left_inner + at * size
+                if limit is not None:
+                    inner = multiple(jnp.where(inner < limit, inner, OUTSIDE), size)
+                of_left = pl.ds(row, BLOCK), pl.ds(multiple(inner, size), size)
+                of_right = columns, pl.ds(multiple(right_inner + at * size, size), size)
+                to_left, to_right = (x.at[slot] if parts == 1 else x.at[slot, pl.ds(j * size, size)] for x in buffers)
+                left_part = left.at[of_left if multiply.left_axis else of_left[::-1]]
+                plgpu.copy_gmem_to_smem(left_part, to_left, full, collective_axes=shared_left)
+                right_part = right.at[of_right if multiply.right_axis else of_right[::-1]]
+                plgpu.copy_gmem_to_smem(right_part, to_right, full, collective_axes=shared_right)
             return carry
 
         lax.fori_loop(jnp.int32(0), steps, step, None)
-        return carry
+        return first_step + steps
 
     def drain(i, carry):  # a program must not end while its pair's other program still copies into its shared memory
         plgpu.barrier_wait(shared.free.at[remainder(i, stages)])
         return carry
 
-    total = work.tiles * steps
-    lax.fori_loop(jnp.int32(0), work.tiles, tile, None)
+    total = lax.fori_loop(jnp.int32(0), work.tiles, tile, jnp.int32(0))
     lax.fori_loop(jnp.maximum(total - stages, 0), total, drain, None)
 
 
-def _product(warpgroup: Warpgroup, work: Work, tile, near_end: Callable[[], None] | None = None) -> jax.Array:
-    """This warpgroup's rows of the program's tile number `tile`, (ROWS, columns), float32.
+def _product(warpgroup: Warpgroup, first_step, steps, near_end: Callable[[], None] | None = None) -> jax.Array:
+    """This warpgroup's rows of a tile that is the sum of so many steps, (ROWS, columns), float32.
 
+    first_step: the steps of the program's tiles before this one.
     near_end: called once, two steps before the last. It may wait until the tile before this one has been written, and
     the matmul waits with it. So earlier is slower: a sum of dc over 512 tokens, 8 steps, took 1.31, 1.23 and 1.18 ms
     where near_end came in step 1, 4 and 6.
     """
     multiply, shared, number = warpgroup.multiply, warpgroup.shared, warpgroup.number
-    steps, stages = work.sum.steps, multiply.tiles.stages
-    first = tile * steps
+    stages = multiply.tiles.stages
     own = pl.ds(number * ROWS, ROWS)
 
     def run(accumulator):
         def step(k, carry):
-            i = first + k
+            i = first_step + k
             slot = remainder(i, stages)
             plgpu.barrier_wait(shared.full.at[slot])
             left = shared.left.at[slot, own] if multiply.left_axis else shared.left.at[slot, :, own].transpose((1, 0))
@@ -223,7 +237,7 @@ def _product(warpgroup: Warpgroup, work: Work, tile, near_end: Callable[[], None
         pl.when(steps == 0)(near_end)
     accumulator = plgpu.ACC((ROWS, multiply.tiles.columns), jnp.float32)  # type: ignore[reportPrivateImportUsage]
     product = pl.run_scoped(run, accumulator)
-    pl.when(steps > 0)(lambda: plgpu.barrier_arrive(shared.free.at[remainder(first + steps - 1 + stages, stages)]))
+    pl.when(steps > 0)(lambda: plgpu.barrier_arrive(shared.free.at[remainder(first_step + steps - 1 + stages, stages)]))
     return product
 
 
@@ -236,9 +250,10 @@ def _body(left, right, multiply: Multiply, work_of, compute, shared: _Shared) ->
         plgpu.set_max_registers(REGISTERS["computing"], action="increase")
         warpgroup = Warpgroup(number, multiply, shared)
         if multiply.tiles.lead:
-            behind = (number == 1) & (work.tiles * work.sum.steps > multiply.tiles.lead)
-            pl.when(behind)(lambda: plgpu.barrier_wait(shared.started))
-        compute(warpgroup, work, partial(_product, warpgroup, work))
+            pl.when(number == 1)(lambda: plgpu.barrier_wait(shared.started))
+        steps = compute(warpgroup, work, partial(_product, warpgroup))
+        if multiply.tiles.lead:
+            pl.when((number == 0) & (steps <= multiply.tiles.lead))(lambda: plgpu.barrier_arrive(shared.started))
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(number == COPYING)
@@ -252,7 +267,7 @@ def launch(
     others: Any,
     outputs: Sequence[jax.Array | jax.ShapeDtypeStruct | None],
     multiply: Multiply,
-    kernel: Callable[..., tuple[Callable[..., Work], Callable[..., None]]],
+    kernel: Callable[..., tuple[Callable[..., Work], Callable[..., Any]]],
     *,
     pairs: int,
     name: str,
@@ -262,7 +277,8 @@ def launch(
 
     operands: left and right. others: a tree of arrays. outputs: an array is written in place.
     kernel(others, *outputs) gets refs, or None for None. It returns work_of(pair, program) -> Work, where program is 0
-    or 1, and compute(warpgroup, work, product), which must call product(n) once for each tile, in order.
+    or 1, and compute(warpgroup, work, product), which must call product(first_step, steps) once for each tile, in
+    order, and returns the steps of all its tiles.
     """
     given = operands, others, tuple(outputs)
     started = jax.tree.map(lambda x: lax.empty(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, given)
@@ -283,7 +299,7 @@ def launch(
         tile(BLOCK, multiply.left_axis),
         tile(multiply.tiles.columns, multiply.right_axis),
         None if written is None else plgpu.SMEM(slots, written, transforms=_swizzled(written)),
-        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=2 * DEPTH // multiply.gather, num_barriers=stages),
         plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=2, num_barriers=stages),
         plgpu.Barrier(),
         plgpu.Barrier(num_arrivals=multiply.tiles.slots, num_barriers=2),

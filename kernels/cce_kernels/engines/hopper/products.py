@@ -17,13 +17,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from cce_kernels.block_sparse import DE_BLOCK, Listed
 from cce_kernels.engines.engine import Multiplying, Problem, Step
-from cce_kernels.engines.hopper.every_tile import Extent, every_tile, live_pairs, padded
+from cce_kernels.engines.hopper.every_tile import Extent, every_tile, live_blocks, live_pairs, padded
 from cce_kernels.engines.hopper.matmul import Multiply, Origin, Sum
-from cce_kernels.engines.hopper.registers import along_rows, parts_of, quotient, remainder, vector_of
+from cce_kernels.engines.hopper.registers import BLOCK, along_rows, parts_of, quotient, remainder, vector_of
 from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS
 from cce_kernels.engines.order import cdiv
 from cce_kernels.gradients import Products
+
+assert DE_BLOCK == (BLOCK, DEPTH)
 
 
 def de_of_saved(
@@ -46,7 +49,12 @@ def de_of_saved(
 
 
 def products(
-    step: Multiplying, problem: Problem, unit: jax.Array | None, count: jax.Array, adding: bool = False
+    step: Multiplying,
+    problem: Problem,
+    unit: jax.Array | None,
+    count: jax.Array,
+    blocks: jax.Array | None = None,
+    adding: bool = False,
 ) -> Products:
     """engine.Launched.products. adding: put_dc adds to dc, which is float32."""
     (e, c, *_), groups, splits = problem.inputs, step.groups, step.splits
@@ -58,13 +66,37 @@ def products(
 
     def add_de(de, dz, window):
         adds = de is not None
-        if not adds and splits > 1 and tokens % PAIR_ROWS:  # a partial sum's last tile has rows of the next one
+        if (
+            not adds and splits > 1 and tokens % step.de.of_pair[0]
+        ):  # a partial sum's last tile has rows of the next one
             de, adds = jnp.zeros((splits * tokens, width), jnp.float32), True
         elif not adds:
             de = lax.empty((splits * tokens, width), jnp.float32)
 
+        def sparse(others) -> Extent:
+            count_ref, _, listed = others
+            live = live_blocks(count_ref[0])
+
+            def run_of(row):
+                """The row block, and the first of its run of kept steps and of the next run."""
+                block, split = remainder(quotient(row, BLOCK), live), quotient(row, live * BLOCK)
+                steps = listed.count[block]
+                return block, quotient(split * steps, splits), quotient((split + 1) * steps, splits)
+
+            def steps(row, column):
+                _, first, end = run_of(row)
+                return end - first
+
+            def origin(row, column) -> Origin:
+                block, first, _ = run_of(row)
+                return Origin(block * BLOCK, column, listed=lambda k: listed.steps[block, first + k])
+
+            return Extent(live * splits, width, Sum(steps, origin))
+
         def extent(others) -> Extent:
-            count_ref, number_ref = others
+            if blocks is not None:
+                return sparse(others)
+            count_ref, number_ref, _ = others
             start = start_of(number_ref)
             left = jnp.minimum(dz.shape[1], vocabulary - start)  # the group's columns that are in the vocabulary
             steps, live = quotient(left + (DEPTH * splits - 1), DEPTH * splits), live_pairs(count_ref[0])
@@ -76,13 +108,13 @@ def products(
             return Extent(live * splits, width, Sum(steps, origin, None if splits == 1 else left))
 
         def write(warpgroup, product, row, column, de_ref, others):
-            count_ref, _ = others
-            live = live_pairs(count_ref[0]) * PAIR_ROWS
+            live = (live_pairs if blocks is None else live_blocks)(others[0][0]) * step.de.of_pair[0]
             below = quotient(row, live) * tokens + remainder(row, live)
             warpgroup.write((x for _, x in parts_of(product(), de_ref.dtype)), de_ref, below, column, add=adds)
 
         multiply = Multiply(step.de, right_axis=axis)
-        return run((dz, c), (count, window.number.reshape(1)), de, multiply, extent, write, name="cce_de")
+        others = count, window.number.reshape(1), None if blocks is None else Listed.of(blocks)
+        return run((dz, c), others, de, multiply, extent, write, name="cce_de")
 
     def put_dc(dc, dz, window):
         def in_layout(of_vocabulary, of_width):

@@ -8,9 +8,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cce_kernels.engines.hopper.tiles import PAIR_ROWS
+from cce_kernels.engines.hopper.tiles import BLOCK
 
-BLOCK = PAIR_ROWS // 2  # rows of a program
 ROWS = BLOCK // 2  # rows of a warpgroup: the height of the tensor cores' tiles
 
 

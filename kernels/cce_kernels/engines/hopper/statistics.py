@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from cce_kernels.block_sparse import PART
 from cce_kernels.engines.engine import Problem, Step, Sums
 from cce_kernels.engines.hopper.every_tile import PAIR_GROUP, padded
 from cce_kernels.engines.hopper.logits import logits
@@ -47,7 +48,7 @@ def sums(step: Step, problem: Problem, at: Rows, reference: jax.Array, save: boo
         starts = jnp.pad(starts, (0, 2 * pairs - starts.size), constant_values=-1)
     count = jnp.full(1, tokens, jnp.int32) if count is None else count
 
-    def kernel(others, total_ref, saved_ref):
+    def kernel(others, total_ref, saved_ref, masses_ref):
         reference_ref, starts_ref, count_ref, scale_ref = others
 
         def run(unit):
@@ -70,12 +71,14 @@ def sums(step: Step, problem: Problem, at: Rows, reference: jax.Array, save: boo
             shift = vector_of(reference_ref, row)
             scale = None if scale_ref is None else scale_ref[0]
 
+            steps = work.sum.steps
+
             def tile(n, total):
                 column = (first + n) * columns
                 sums: list[jax.Array] = [total]
 
                 def exponentials():
-                    for begin, raw in parts_of(product(n), e.dtype):
+                    for begin, raw in parts_of(product(n * steps, steps), e.dtype):
                         z = logits(raw, head, scale)
                         p = jnp.exp2(z * LOG2_E - along_rows(shift, raw.shape))
                         if vocabulary % columns:
@@ -83,6 +86,9 @@ def sums(step: Step, problem: Problem, at: Rows, reference: jax.Array, save: boo
                         sums.append(jnp.sum(p, axis=1))
                         if saved_ref is not None and head.softcap is not None:
                             p *= head.slope(z)
+                        if masses_ref is not None:
+                            mass = sums[-1] if head.softcap is None else jnp.sum(p, axis=1)
+                            masses_ref[quotient(column + begin, PART), pl.ds(row, ROWS)] = mass
                         yield p.astype(e.dtype)
 
                 if saved_ref is None:
@@ -99,13 +105,18 @@ def sums(step: Step, problem: Problem, at: Rows, reference: jax.Array, save: boo
             def _():
                 total_ref[split, pl.ds(row, ROWS)] = total
 
+            return work.tiles * steps
+
         return work, compute
 
     saved = jax.ShapeDtypeStruct(saved_shape(tokens, vocabulary), e.dtype) if save else None
     multiply = Multiply(tiles, right_axis=1 - head.vocab_axis, written=e.dtype if save else None)
+    masses = None
+    if save and problem.call.gradient_tolerance:
+        masses = jax.ShapeDtypeStruct((column_tiles * (columns // PART), pairs * PAIR_ROWS), jnp.float32)
     others = padded(reference), starts, count, problem.inputs.scale
-    outputs = jax.ShapeDtypeStruct((splits, pairs * PAIR_ROWS), jnp.float32), saved
+    outputs = jax.ShapeDtypeStruct((splits, pairs * PAIR_ROWS), jnp.float32), saved, masses
     name, programs = "cce_statistics", pairs * splits
-    total, p = launch((e, c), others, outputs, multiply, kernel, pairs=programs, name=name, gpu=problem.gpu)
+    total, p, masses = launch((e, c), others, outputs, multiply, kernel, pairs=programs, name=name, gpu=problem.gpu)
     assert total is not None
-    return Sums((reference + jnp.log2(total[:, :tokens])) / LOG2_E, None, None, p)
+    return Sums((reference + jnp.log2(total[:, :tokens])) / LOG2_E, None, None, p, masses)

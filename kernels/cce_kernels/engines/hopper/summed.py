@@ -9,11 +9,15 @@ once, copied while the tensor cores multiply. Written: dc once, 2 bytes an eleme
 Never made: dc in float32.
 """
 
+from dataclasses import replace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from cce_kernels.block_floats import decode, encode, step_of
+from cce_kernels.block_sparse import DC_BLOCK, Listed
 from cce_kernels.call import Call
 from cce_kernels.device import Gpu
 from cce_kernels.engines.engine import Multiplying, Problem, Step
@@ -51,11 +55,28 @@ def _in_block_floats(
     vocabulary, width, axis = call.vocabulary, call.width, call.head.vocab_axis
 
     def extent(others) -> Extent:
-        count = others[0][0]
+        count, listed = others[0][0], others[2]
         pairs = -(-vocabulary // PAIR_ROWS)
+        if listed is not None:
+            return sparse(pairs, listed)
         if factor is None:  # a chunk without tokens adds nothing
             pairs = jnp.where(count > 0, pairs, 0)
         return Extent(pairs, width, Sum(quotient(count + (DEPTH - 1), DEPTH), Origin))
+
+    def sparse(pairs: int, listed: Any) -> Extent:
+        """Only rows of dc that some token keeps are read; but the last sum writes every row in the result's type."""
+
+        def origin(row, column) -> Origin:
+            pair = quotient(row, PAIR_ROWS)
+            return Origin(row, column, listed=lambda k: listed.steps[pair, k])
+
+        def steps(row, column):
+            return quotient(listed.count[quotient(row, PAIR_ROWS)] * DC_BLOCK.tokens + (DEPTH - 1), DEPTH)
+
+        of_listed = Sum(steps, origin)
+        if factor is not None:
+            return Extent(pairs, width, of_listed)
+        return Extent(listed.live[0], width, of_listed, pair_of=lambda k: listed.blocks[k])
 
     def write(warpgroup, product, row, column, dc_ref, others, steps_ref):
         factor = None if others[1] is None else others[1][0]
@@ -76,5 +97,8 @@ def _in_block_floats(
         warpgroup.write_at_once((encode(x, inverse, dc_ref.dtype) for x in parts), dc_ref, row, column)
 
     multiply = Multiply(tiles, left_axis=0, right_axis=0, out_axis=axis)
-    operands, others, outputs = (left.left, left.e), (left.count, factor), (dc, steps)
+    listed = None if left.blocks is None else Listed.of(left.blocks.T)
+    if listed is not None:
+        multiply = replace(multiply, gather=DC_BLOCK.tokens)
+    operands, others, outputs = (left.left, left.e), (left.count, factor, listed), (dc, steps)
     return every_tile(operands, others, outputs, multiply, extent, write, name="cce_dc_sum", gpu=gpu)

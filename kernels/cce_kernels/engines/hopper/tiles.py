@@ -1,13 +1,14 @@
 """Tiles of the kernels for Hopper GPUs. They were measured on an H200; `python -m bench.tune` measures them again."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cce_kernels.device import Gpu
 from cce_kernels.windows import Groups
 
-PAIR_ROWS = 256  # rows of the tile of a pair of programs
+PAIR_ROWS = 256  # rows of the tile of a pair of programs, if these are not side by side
+BLOCK = PAIR_ROWS // 2  # rows of a program's tile
 DEPTH = 64  # elements of the inner axis in one step of a tile's sum
 TMA_ROWS, TMA_COLUMNS = 8, 64  # TMA copies arrays of 16-bit elements that are multiples of this tile
 
@@ -19,16 +20,25 @@ def units_of(gpu: Gpu) -> int:
 
 @dataclass(frozen=True)
 class PairTiles:
-    """The tile of a pair of programs: PAIR_ROWS × columns."""
+    """The tile of a pair of programs. Each program's is BLOCK × columns.
+
+    The two are one below the other; or, if `across`, side by side.
+    """
 
     columns: int
     stages: int  # steps that are copied ahead
     slots: int  # buffers through which a warpgroup writes its tile, 64 rows of 128 bytes each
     lead: int = 0  # steps that the first warpgroup computes before the second begins
+    across: bool = False
+
+    @property
+    def of_pair(self) -> tuple[int, int]:
+        """The rows and columns of the pair's tile."""
+        return (BLOCK, 2 * self.columns) if self.across else (PAIR_ROWS, self.columns)
 
     def waves(self, pairs: int, width: int, units: int) -> int:
-        """The most tiles of an array (pairs · PAIR_ROWS, width) that one unit, a pair of multiprocessors, computes."""
-        return -(-pairs * -(-width // self.columns) // units)
+        """The most tiles of an array of `pairs` tiles' height, (…, width), that one unit computes."""
+        return -(-pairs * -(-width // self.of_pair[1]) // units)
 
     def cost(self, pairs: int, width: int, units: int) -> float:
         """The time of one step of all tiles, relative to one step of one wave of tiles of 256 columns."""
@@ -38,6 +48,7 @@ class PairTiles:
 LOGITS = PairTiles(256, stages=4, slots=2, lead=2)  # the tile of statistics and dz
 # With 256, 192 and 128 columns the kernels take 224, 208 and 192 KiB of shared memory.
 DE = (PairTiles(256, stages=4, slots=2), PairTiles(192, stages=4, slots=3), PairTiles(128, stages=5, slots=2))
+SPARSE_DE = tuple(replace(x, across=True) for x in DE)
 SAVED_DE = (PairTiles(256, 4, 2, lead=2), PairTiles(192, 4, 3, lead=2), PairTiles(128, 5, 2, lead=2))
 DC = SAVED_DE
 # By the columns of a tile; the slots hold a whole tile, which is read before it is written.
@@ -83,9 +94,15 @@ def group_cost(tokens: int, width: int, vocab_axis: int, units: int, groups: Gro
     return dz + de + dc + GROUP
 
 
-def de_of_chunk(tokens: int, width: int, vocabulary: int, units: int) -> tuple[PairTiles, int]:
+def de_of_chunk(
+    tiles: Sequence[PairTiles], tokens: int, width: int, vocabulary: int, units: int
+) -> tuple[PairTiles, int]:
     """The tile, and the number of partial sums of de, with which the programs for a chunk fill the GPU best."""
-    pairs = -(-tokens // PAIR_ROWS)
     most = max(1, min(SPLITS, vocabulary // (SPLIT_PART * width)))
-    choices = [(tile, splits) for tile in DE for splits in range(1, most + 1)]
-    return min(choices, key=lambda x: x[0].cost(pairs * x[1], width, units) / x[1] + SPLIT_COST * x[1])
+
+    def cost(choice: tuple[PairTiles, int]) -> float:
+        tile, splits = choice
+        pairs = -(-tokens // tile.of_pair[0])
+        return tile.cost(pairs * splits, width, units) / (splits * (PAIR_ROWS // tile.of_pair[0])) + SPLIT_COST * splits
+
+    return min([(tile, splits) for tile in tiles for splits in range(1, most + 1)], key=cost)

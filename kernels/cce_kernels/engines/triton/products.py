@@ -104,7 +104,9 @@ def sum_over_tokens(
     return lax.fori_loop(jnp.int32(0), (count + tiles.depth - 1) // tiles.depth, step, total)
 
 
-def products(step: Multiplying, problem: Problem, unit: jax.Array | None, count: jax.Array) -> Products:
+def products(
+    step: Multiplying, problem: Problem, unit: jax.Array | None, count: jax.Array, kept_blocks: jax.Array | None = None
+) -> Products:
     """engine.Launched.products, for the first `count` tokens alone."""
     (e, c, *_), head, splits = problem.inputs, problem.head, step.splits
     width, vocabulary = e.shape[1], head.vocabulary(c)

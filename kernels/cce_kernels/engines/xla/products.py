@@ -8,7 +8,9 @@ from cce_kernels.engines.engine import Multiplying, Problem
 from cce_kernels.gradients import Products, unscaled
 
 
-def products(step: Multiplying, problem: Problem, unit: jax.Array | None, count: jax.Array) -> Products:
+def products(
+    step: Multiplying, problem: Problem, unit: jax.Array | None, count: jax.Array, blocks: jax.Array | None = None
+) -> Products:
     """engine.Launched.products."""
     (e, c, *_), head = problem.inputs, problem.head
     axis, wide = head.vocab_axis, jnp.promote_types(e.dtype, jnp.float32)
