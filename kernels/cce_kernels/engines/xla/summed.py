@@ -47,7 +47,9 @@ def sum_dc(
             size = of_group[:blocks_of_d].T
             total = in_blocks(total) + decode(in_blocks(old), size[:, :, None])
             if factor is None:
-                size = jnp.where(own, step_of(jnp.max(jnp.abs(total), axis=2)), size)
+                largest = jnp.max(jnp.abs(total), axis=2)
+                largest = jnp.where(jnp.any(jnp.isnan(total), axis=2), jnp.nan, largest)  # a maximum drops NaN on CPUs
+                size = jnp.where(own, step_of(largest), size)
                 total = encode(total, 1 / size[:, :, None], jnp.int16)
                 of_group = lax.dynamic_update_slice_in_dim(of_group, size.T, 0, 0)
                 steps = lax.dynamic_update_slice_in_dim(steps, of_group, window.start, 1)
