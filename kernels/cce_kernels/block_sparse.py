@@ -94,24 +94,27 @@ def kept_blocks(masses: jax.Array, tokens: Tokens, tolerance: float, thresholds:
     in_own, masses = jax.lax.optimization_barrier((in_own, masses))  # read before it is written: XLA makes no copy
     masses = masses.at[part, every].set(0.0, mode="drop")  # the target's part is kept: it uses up nothing of the bound
     rest = jnp.maximum(in_own * (1 - ROUNDED) - own * (1 + ROUNDED), 0.0)
-    most = jnp.where(live, tolerance * (1 - ROUNDED) * (jnp.sum(masses, axis=0) + rest), jnp.inf)
+    most = tolerance * (1 - ROUNDED) * (jnp.sum(masses, axis=0) + rest)
+    most = jnp.where(live, jnp.where(jnp.isfinite(most), most, -1.0), jnp.inf)
     wide = jnp.sum(masses.reshape(-1, DC_BLOCK.columns // PART, rows), axis=1)
     dc = _kept(wide, jnp.where(named, targets // DC_BLOCK.columns, len(wide)), most, DC_BLOCK.tokens, thresholds)
     return Blocks(_kept(masses, part, most, DE_BLOCK.tokens, thresholds), dc)
 
 
 def _kept(masses: jax.Array, own: jax.Array, most: jax.Array, block: int, thresholds: Thresholds) -> jax.Array:
-    """masses: (parts, rows). own: the part of each row's target. most: inf where a row is not of a kept token."""
+    """masses: (parts, rows). own: the part of each row's target.
+
+    most: inf where a row is not of a kept token, and less than 0 where a token keeps everything.
+    """
     parts, rows = masses.shape
     own = jnp.zeros((parts, rows // block), bool).at[own, jnp.arange(rows) // block].set(True, mode="drop")
     live = most < jnp.inf
-    per_mass, bounded = jnp.where(live, 1 / jnp.maximum(most, LEAST), 0.0), jnp.where(jnp.isfinite(most), most, -1.0)
-    bounded = jnp.where(live, bounded, jnp.inf)
+    per_mass = jnp.where(live, 1 / jnp.maximum(most, LEAST), 0.0)
 
     def scored(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
         of_masses = jnp.where(live, masses * (weights * per_mass), 0.0)
         scores = jnp.where(own, jnp.inf, jnp.sum(of_masses.reshape(parts, -1, block), axis=2))
-        return scores, thresholds(masses, scores, bounded).reshape(-1, block)
+        return scores, thresholds(masses, scores, most).reshape(-1, block)
 
     weights = jnp.ones(rows)
     scores, found = scored(weights)

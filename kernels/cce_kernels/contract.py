@@ -106,11 +106,10 @@ def softcap(value: object) -> float | None:
 
 
 def gradient_tolerance(value: object) -> float:
-    tolerance = number("gradient_tolerance", value, low=0.0, high=1.0)
-    if tolerance == 1.0:
-        raise ValueError(
-            f"gradient_tolerance={value!r} must be less than 1: with 1 all of a gradient could be left out"
-        )
+    """With 1 all of a gradient could be left out."""
+    tolerance = number("gradient_tolerance", value)
+    if not 0 <= tolerance < 1:
+        raise ValueError(f"gradient_tolerance={value!r} must be in [0, 1)")
     return tolerance
 
 

@@ -24,6 +24,7 @@ from cce_kernels.windows import Groups
 
 Impl = Literal["auto", "cce", "chunked"]
 KERNELS = (HOPPER, TRITON)  # Pallas, fastest first
+DEARER = 1.03  # what a call with a tolerance may take, over the exact one
 SMALL = 4 * 2**20  # bytes: a group of dc may have so many even if dc is small
 
 
@@ -72,8 +73,7 @@ def plan_of(
             chunks = fastest_chunks(x.bytes, last)
         recomputed = gradients if isinstance(gradients, Recomputed) else _recomputed(x)[0]
         times = predicted(x.bytes, recomputed.products.groups.count, chunks, saves)
-        leaves_out = bool(call.gradient_tolerance) and x.engine.block_sparse
-        if chunks is not None and (decided or leaves_out or _is_fastest_in_forward(times)):
+        if chunks is not None and (decided or _is_fastest_in_forward(times) or _may_leave_out(x, times)):
             gradients, held = _in_forward(x, chunks), x.bytes.of_chunks(chunks)
     if not isinstance(gradients, InForward):  # the other ways leave out nothing
         plan = replace(plan, call=replace(call, gradient_tolerance=0.0))
@@ -175,6 +175,12 @@ def _may_form_in_forward(x: _Setting) -> bool:
 
 def _is_fastest_in_forward(times: Times) -> bool:
     return times.in_forward < min(times.recomputed, times.saved)
+
+
+def _may_leave_out(x: _Setting, times: Times) -> bool:
+    """Whether the call takes at most DEARER times as long as the exact one, even if no block can be left out."""
+    sparse = x.call.gradient_tolerance > 0 and x.engine.block_sparse
+    return sparse and times.in_forward < DEARER * min(times.recomputed, times.saved)
 
 
 def _in_forward(x: _Setting, chunks: Chunks) -> InForward:
