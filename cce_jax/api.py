@@ -72,8 +72,9 @@ def linear_cross_entropy(
         total = where(targets == ignore_index, 0, token_weight * (ce + z_loss * lse**2))
         loss = sum(total) / num_items                           # for reduction="mean"
 
-    The gradient is that of Cut Cross-Entropy (Wijmans et al. 2024, arXiv:2411.09009) without its filter: exact.
-    The loss, and with `return_lse` lse too, can be differentiated once in e, c, bias and token_weight with any impl.
+    The gradient is that of Cut Cross-Entropy (Wijmans et al. 2024, arXiv:2411.09009) without its filter: exact, unless
+    gradient_tolerance is given. The loss, and with `return_lse` lse too, can be differentiated once in e, c, bias and
+    token_weight with any impl.
 
     Args:
       e: embeddings, (..., D), bfloat16, float16 or float32 (float64 with impl "chunked" and "reference"). Any argument
@@ -112,6 +113,13 @@ def linear_cross_entropy(
         jax_default_matmul_precision.
       check_targets: raise if a target is outside [0, V) and not ignore_index. This waits until targets is computed, and
         does not work under jit.
+      gradient_tolerance: a number τ in [0, 1). With 0 the gradients are exact. With more, the products that form those
+        of e and c may leave out blocks of the vocabulary with small probabilities, which saves time. Of each token's
+        cotangents of the logits they leave out at most τ of the sum of magnitudes, whatever the loss consists of, and
+        never the target's. There is no bound for a single row of the gradient of c: that of a rare token may consist of
+        small probabilities alone. Only the kernels for Hopper GPUs leave out anything, in bfloat16, where the forward
+        pass forms the gradients; every other call is exact, with impl "chunked" and "reference" too. The loss, lse and
+        the gradients of bias and token_weight are always exact. docs/options.md says more.
       sharding: for several devices (docs/devices.md): which axes of the mesh split e and c, as a pair of
         jax.sharding.PartitionSpec such as (P("data"), P("tensor")). It is needed where the types of e and c do not say
         so: for the kernels over Auto axes, and inside jax.shard_map where a mesh axis splits one loss. There "mean" and

@@ -28,13 +28,14 @@ def explain(
     memory_budget: float | Literal["all"] | None = None,
     precision: jax.lax.PrecisionLike = None,
     gradients_of: Collection[str] = ("e", "c"),
+    gradient_tolerance: float = 0.0,
 ) -> Explanation:
     """How `linear_cross_entropy(e, c, ...)` runs on this machine, on one device: print it, or read its fields.
 
     Args:
       e, c, bias: the arrays of the call, or jax.ShapeDtypeStruct of their shapes (..., D), (V, D) or (D, V), and (V,).
-      softcap, reduction, label_smoothing, vocab_axis, impl, memory_budget, precision: as for `linear_cross_entropy`.
-        The other options change nothing of what is told here.
+      softcap, reduction, label_smoothing, vocab_axis, impl, memory_budget, precision, gradient_tolerance: as for
+        `linear_cross_entropy`. The other options change nothing of what is told here.
       gradients_of: of which of "e", "c" and "bias" the gradient is asked for; () for evaluation.
 
     Returns:
@@ -62,6 +63,7 @@ def explain(
         contract.memory_budget(memory_budget),
         gpu,
         wide_dc=c.dtype != e.dtype,
+        gradient_tolerance=contract.gradient_tolerance(gradient_tolerance),
         may_chunk=may_chunk(gpu),
     )
     tokens = jax.ShapeDtypeStruct((e.size // max(e.shape[-1], 1), e.shape[-1]), e.dtype)

@@ -101,6 +101,7 @@ def linear_cross_entropy(
     memory_budget: float | Literal["all"] | None = None,
     precision: Literal["highest", "high", "medium"] | None = None,
     check_targets: bool = False,
+    gradient_tolerance: float = 0.0,
     vocab_parallel: VocabParallel | None = None,
     vocab_parallel_options: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -118,9 +119,10 @@ def linear_cross_entropy(
 
     With ignore_index alone this is `torch.nn.functional.cross_entropy`, except that it is 0 if every token is ignored.
     The first nine arguments are those of cut_cross_entropy. The gradient is that of Cut Cross-Entropy (Wijmans et al.
-    2024, arXiv:2411.09009) without its filter: exact. The loss, and with `return_lse` lse too, can be differentiated
-    once in e, c, bias and token_weight with any impl. Under autocast the products are computed in the type in which
-    `torch.nn.functional.linear` computes them; the gradients of a float32 c and bias are not rounded to it.
+    2024, arXiv:2411.09009) without its filter: exact, unless gradient_tolerance is given. The loss, and with
+    `return_lse` lse too, can be differentiated once in e, c, bias and token_weight with any impl. Under autocast the
+    products are computed in the type in which `torch.nn.functional.linear` computes them; the gradients of a float32 c
+    and bias are not rounded to it.
 
     Args:
       e: embeddings, (..., D), bfloat16, float16 or float32 (float64 with impl "reference" and "torch_compile").
@@ -160,6 +162,13 @@ def linear_cross_entropy(
         value that was set there. "high" and "medium" are TF32.
       check_targets: raise if a target is outside [0, V) and not ignore_index. This waits until targets is computed, and
         does not work under torch.compile.
+      gradient_tolerance: a number τ in [0, 1). With 0 the gradients are exact. With more, the products that form those
+        of e and c may leave out blocks of the vocabulary with small probabilities, which saves time. Of each token's
+        cotangents of the logits they leave out at most τ of the sum of magnitudes, whatever the loss consists of, and
+        never the target's. There is no bound for a single row of the gradient of c: that of a rare token may consist of
+        small probabilities alone. Only the kernels for Hopper GPUs leave out anything, in bfloat16, where the forward
+        pass forms the gradients; every other call is exact, with impl "chunked", "torch_compile" and "reference" too.
+        The loss, lse and the gradients of bias and token_weight are always exact. docs/options.md says more.
       vocab_parallel: the rows of the whole classifier that c holds, if each process of a group holds some. c is then
         (stop - start, D), or (D, stop - start) with vocab_axis=1, and bias (stop - start,). V is still that of the
         whole vocabulary: targets are columns of it, and class_weight is (V,), on every process. The loss and lse are
@@ -210,6 +219,7 @@ def linear_cross_entropy(
             "memory_budget": memory_budget,
             "precision": precision,
             "check_targets": check_targets,
+            "gradient_tolerance": gradient_tolerance,
             "vocab_parallel": vocab_parallel,
             "vocab_parallel_options": vocab_parallel_options,
         }
@@ -225,11 +235,12 @@ def linear_cross_entropy(
         z_loss,
         ignore_index,
         memory_budget,
+        gradient_tolerance,
         shift,
     )
     cacheable = CACHEABLE.issuperset(map(type, options)) and not torch.compiler.is_compiling()
     check = _checked_once if cacheable else _checked
-    scale, softcap, label_smoothing, z_loss, ignore_index, budget, shift = check(*options)
+    scale, softcap, label_smoothing, z_loss, ignore_index, budget, tolerance, shift = check(*options)
     contract.num_items(num_items, reduction)
     required = e is not None and c is not None and targets is not None
     if not required or num_items is not None or not tensors.are_usual(*given.values()):
@@ -266,6 +277,7 @@ def linear_cross_entropy(
     call = Call(
         softcap,
         budget,
+        tolerance,
         ignore_index if alone else -1,
         shift if alone else 0,
         reduction,
@@ -423,17 +435,17 @@ OPTIONS = Options.__annotations__.keys()
 
 CHECKED = (
     *("reduction", "impl", "vocab_axis", "precision", "logit_scale", "softcap", "label_smoothing", "z_loss"),
-    *("ignore_index", "memory_budget", "shift"),
+    *("ignore_index", "memory_budget", "gradient_tolerance", "shift"),
 )
 
 
 def _checked(*options: Any) -> tuple:
-    """scale, softcap, label_smoothing, z_loss, ignore_index, budget and shift, or an error for the option at fault.
+    """scale, softcap, label_smoothing, z_loss, ignore_index, budget, tolerance, shift; or an error that names one.
 
     options: in the order of CHECKED.
     """
     reduction, impl, vocab_axis, precision, logit_scale, softcap, label_smoothing, z_loss, *others = options
-    ignore_index, memory_budget, shift = others
+    ignore_index, memory_budget, tolerance, shift = others
     contract.choice("reduction", reduction, contract.REDUCTIONS)
     contract.choice("impl", impl, IMPLS)
     contract.choice("vocab_axis", vocab_axis, (0, 1))
@@ -446,6 +458,7 @@ def _checked(*options: Any) -> tuple:
         contract.number("z_loss", z_loss),
         contract.integer("ignore_index", ignore_index),
         contract.memory_budget(memory_budget),
+        contract.gradient_tolerance(tolerance),
         contract.integer("shift", shift),
     )
 

@@ -17,6 +17,7 @@ class Call(NamedTuple):
 
     softcap: float | None = None
     memory_budget: int | None = None
+    gradient_tolerance: float = 0.0
     ignore_index: int = -100
     shift: int = 0
     reduction: str = "mean"
@@ -32,18 +33,19 @@ class Call(NamedTuple):
         """The number of statistics of a token."""
         return 2 + self.smooths
 
-    def encoded(self) -> tuple[str, float | None, int | None]:
+    def encoded(self) -> tuple[str, float | None, int | None, float]:
         """The arguments of a PyTorch operator. torch.compile can make a constant of a number there, not in a str."""
-        return repr(tuple(self[2:])), self.softcap, self.memory_budget
+        return repr(tuple(self[3:])), *self[:3]
 
 
-SCHEMA = "str options, float? softcap, int? memory_budget"  # of what `Call.encoded` returns
+SCHEMA = "str options, float? softcap, int? memory_budget, float gradient_tolerance"  # of what `Call.encoded` returns
+ENCODED = 4  # arguments
 
 
 @lru_cache(maxsize=1024)
-def decoded(options: str, softcap: float | None, memory_budget: int | None) -> Call:
+def decoded(options: str, softcap: float | None, memory_budget: int | None, gradient_tolerance: float) -> Call:
     """The inverse of `Call.encoded`."""
-    return Call(softcap, memory_budget, *literal_eval(options))
+    return Call(softcap, memory_budget, gradient_tolerance, *literal_eval(options))
 
 
 class Given(NamedTuple):

@@ -22,6 +22,7 @@ def explain(
     memory_budget: float | Literal["all"] | None = None,
     precision: Literal["highest", "high", "medium"] | None = None,
     gradients_of: Collection[str] = ("e", "c"),
+    gradient_tolerance: float = 0.0,
 ) -> Any:
     """How `linear_cross_entropy(e, c, ...)` runs on this machine: print it, or read its fields.
 
@@ -42,6 +43,7 @@ def explain(
     call = Call(
         softcap,
         budget,
+        contract.gradient_tolerance(gradient_tolerance),
         reduction=reduction,
         smooths=smooths,
         precision=precision,

@@ -22,6 +22,7 @@ class Options(TypedDict, total=False):
     memory_budget: float | Literal["all"] | None
     precision: Literal["highest", "high", "medium"] | None
     check_targets: bool
+    gradient_tolerance: float
     vocab_parallel: VocabParallel | None
     vocab_parallel_options: Any
 

@@ -53,6 +53,7 @@ DLPACK_TYPES = {
     torch.float16: (2, 16),
     torch.float32: (2, 32),
     torch.bfloat16: (4, 16),
+    torch.bool: (6, 8),
 }
 DEFAULT_STREAM = 1  # DLPack's number for CUDA's legacy default stream, whose handle is 0
 CONSTANTS = 1024  # scalars that stay on their device for the next call

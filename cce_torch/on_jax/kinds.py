@@ -112,7 +112,16 @@ def kind_of(call: Call, c_shape: torch.Size, vocab_axis: int, dtype: torch.dtype
         head = Head(call.softcap, vocab_axis, lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT)
         gpu = gpu_of(on) if device.type == "cuda" else None
         impl: Any = call.impl
-        static = plans.Core(head, call.smooths, impl, call.memory_budget, gpu, call.of_shard, call.wide_dc)
+        static = plans.Core(
+            head,
+            call.smooths,
+            impl,
+            call.memory_budget,
+            gpu,
+            wide_de=call.of_shard,
+            wide_dc=call.wide_dc,
+            gradient_tolerance=call.gradient_tolerance,
+        )
         with _choosing:
             found = _kinds.setdefault(key, Kind(call, static, c_shape, dtype, on, Sizes()))
     return found

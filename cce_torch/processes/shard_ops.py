@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cce_torch import ops
-from cce_torch.call import Call, Operands, decoded
+from cce_torch.call import ENCODED, Call, Operands, decoded
 
 TAGS = (torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe)
 
@@ -59,8 +59,9 @@ def shard_target(
     options: str,
     softcap: float | None,
     memory_budget: int | None,
+    gradient_tolerance: float,
 ) -> Tensor:
-    call = decoded(options, softcap, memory_budget)
+    call = decoded(options, softcap, memory_budget, gradient_tolerance)
     return target(Operands(e, c, bias, columns, None), tuple(saving_for), call, scale)
 
 
@@ -77,9 +78,11 @@ def shard_statistics(
     options: str,
     softcap: float | None,
     memory_budget: int | None,
+    gradient_tolerance: float,
 ) -> tuple[Tensor, Tensor]:
     """The statistics, and the saved exponentials, which have no elements if nothing is saved."""
-    operands, call = Operands(e, c, bias, columns, weights), decoded(options, softcap, memory_budget)
+    operands = Operands(e, c, bias, columns, weights)
+    call = decoded(options, softcap, memory_budget, gradient_tolerance)
     found, saved = statistics(operands, reference, tuple(saving_for), call, scale)
     return found, e.new_empty(0) if saved is None else saved
 
@@ -101,8 +104,10 @@ def shard_gradients(
     options: str,
     softcap: float | None,
     memory_budget: int | None,
+    gradient_tolerance: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    operands, call = Operands(e, c, bias, columns, weights), decoded(options, softcap, memory_budget)
+    operands = Operands(e, c, bias, columns, weights)
+    call = decoded(options, softcap, memory_budget, gradient_tolerance)
     held = own, lse, reference, saved
     de, dc, dbias = gradients(cotangents, operands, held, tuple(wanted), call, scale, None)
     return de, dc, dbias
@@ -115,10 +120,10 @@ def _(e, *others):
 
 @shard_statistics.register_fake
 def _(e, *others):
-    return e.new_empty((decoded(*others[-3:]).rows, e.shape[0]), dtype=torch.float32), e.new_empty(0)
+    return e.new_empty((decoded(*others[-ENCODED:]).rows, e.shape[0]), dtype=torch.float32), e.new_empty(0)
 
 
 @shard_gradients.register_fake
 def _(cotangents, e, c, bias, *others):
-    de, dc, dbias = ops.new_gradients((e, c, bias), others[6], torch.float32, decoded(*others[-3:]))
+    de, dc, dbias = ops.new_gradients((e, c, bias), others[6], torch.float32, decoded(*others[-ENCODED:]))
     return de, dc, dbias

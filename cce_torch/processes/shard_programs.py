@@ -10,7 +10,8 @@ On all tokens: `target`, `statistics` and `gradients`.
 Where the forward pass forms the gradients, the tokens come in chunks, kept ones first (cce_kernels/in_forward.py). A
 chunk is two programs:
 
-    chunk_statistics    the statistics over the shard's columns; the exponentials, or in plain XLA the logits
+    chunk_statistics    the statistics over the shard's columns; the exponentials, or in plain XLA the logits; and with
+                        a gradient_tolerance the blocks of them that are multiplied (cce_kernels/block_sparse.py)
     chunk_gradients     from the statistics over all columns: the chunk's de, its part of dc and of dbias
 
 All processes take the same number of chunks of the same sizes, whatever columns they hold: these are planned for the
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from cce_jax import losses, passes, plans
 from cce_kernels import in_forward
+from cce_kernels.block_sparse import Blocks, all_blocks
 from cce_kernels.exponentials import saved_shape
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Shard, Statistics, Wanted
 from cce_kernels.plan import Chunks, Plan
@@ -289,8 +291,8 @@ def readable(x: Tensor | None) -> Tensor | None:
     return None if x is None else bridge.aligned(dense(x))
 
 
-def chunk_statistics(way: Way, chunk: Chunk, memory: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The statistics over the shard's columns; the exponentials or logits.
+def chunk_statistics(way: Way, chunk: Chunk, memory: Tensor | None) -> tuple[Tensor, in_forward.Columns]:
+    """The statistics over the shard's columns; the exponentials or logits, and which blocks of them are multiplied.
 
     memory: takes the exponentials; None: a new tensor.
     """
@@ -299,8 +301,10 @@ def chunk_statistics(way: Way, chunk: Chunk, memory: Tensor | None) -> tuple[Ten
         shape = saved_shape(n, call.vocabulary) if way.stores else (n, call.vocabulary)
         memory = new(shape, dtype=chunk.e.dtype if way.stores else torch.float32)
     own = new((way.kind.call.rows, n), dtype=torch.float32)
-    own, columns = bridge.run(_chunk_statistics_program(way, n), chunk, [own, memory])
-    return own, columns
+    shapes = jax.tree.leaves(jax.eval_shape(lambda: all_blocks(call, n)))
+    outputs = [own, memory, *(new(x.shape, dtype=torch.bool) for x in shapes)]
+    own, values, *blocks = bridge.run(_chunk_statistics_program(way, n, len(outputs)), chunk, outputs)
+    return own, in_forward.Columns(values, Blocks(*blocks) if blocks else None)  # type: ignore[arg-type]
 
 
 class Exchanged(NamedTuple):
@@ -309,6 +313,8 @@ class Exchanged(NamedTuple):
     own: Tensor  # over the shard's columns
     whole: Tensor  # over all columns
     logits: Tensor | None  # None where the program gave exponentials, which are in the Results
+    blocks_of_de: Tensor | None  # the blocks of exponentials or logits that are multiplied for de; None: all
+    blocks_of_dc: Tensor | None
 
 
 def chunk_gradients(way: Way, chunk: Chunk, of: Losses, exchanged: Exchanged, results: Results) -> None:
@@ -350,12 +356,12 @@ def _chunk(*arrays) -> in_forward.Chunk:
 
 
 @lru_cache(maxsize=PROGRAMS)
-def _chunk_statistics_program(way: Way, size: int) -> Callable:
+def _chunk_statistics_program(way: Way, size: int, count: int) -> Callable:
     def torch_chunk_statistics(*arrays):
-        own, columns = in_forward.numbers_of(_chunk(*arrays[2:]), way.plan)  # the first two are the results' memory
-        return stacked(own), columns
+        own, columns = in_forward.numbers_of(_chunk(*arrays[count:]), way.plan)  # the first are the results' memory
+        return stacked(own), *jax.tree.leaves(columns)
 
-    return jitted(torch_chunk_statistics, 2)
+    return jitted(torch_chunk_statistics, count)
 
 
 @lru_cache(maxsize=PROGRAMS)
@@ -365,12 +371,14 @@ def _chunk_gradients_program(way: Way, size: int, written: tuple[bool, ...]) -> 
     def torch_chunk_gradients(*arrays):
         memory = iter(arrays[:count])  # of the results
         given = Results(*(next(memory) if x else None for x in written))
-        exchanged: Any = Exchanged(*arrays[count:][:3])
-        of: Any = Losses(*arrays[count:][3:9])
-        chunk, whole, own = _chunk(*arrays[count:][9:]), *(unstacked(Statistics, x) for x in exchanged[1::-1])
+        exchanged: Any = Exchanged(*arrays[count:][:5])
+        of: Any = Losses(*arrays[count:][5:11])
+        chunk, whole, own = _chunk(*arrays[count:][11:]), *(unstacked(Statistics, x) for x in exchanged[1::-1])
         common = losses.Common(of.label_smoothing, of.z_loss, of.class_weight)
         cotangents = losses.cotangents_of(common, way.kind.loss, way.vocabulary)(whole, losses.Terms(*of[:3]))
-        columns = given.columns if exchanged.logits is None else exchanged.logits
+        values = given.columns if exchanged.logits is None else exchanged.logits
+        blocks = None if exchanged.blocks_of_de is None else Blocks(exchanged.blocks_of_de, exchanged.blocks_of_dc)
+        columns = in_forward.Columns(values, blocks)
         de, left, dbias = in_forward.gradients_of(chunk, columns, own, whole, cotangents, plan)
         dc, steps = given.dc, given.steps
         if steps is not None:  # not in the result's type outside of a program: the integers might be taken for NaN

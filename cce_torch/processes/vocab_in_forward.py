@@ -10,6 +10,9 @@ Let S be the sum of the tokens' losses. A process goes over the tokens in chunks
 de is then rounded to e's type. The backward pass multiplies de, dc and dbias by the cotangent of S, and exchanges
 nothing. Under sequence parallelism the whole float32 de is reduce-scattered after the last chunk.
 
+With a gradient_tolerance each process chooses by itself which blocks of its columns it leaves out: the bounds over the
+columns of the processes add up to the bound over all columns (cce_kernels/block_sparse.py).
+
 All processes take the same chunks, so they meet in the same collectives, even if one of them holds no column.
 """
 
@@ -176,8 +179,9 @@ class _Run:
 
     def _chunk(self, of: "_Chunk", de: "_Rows | None", formed: Any) -> Tensor:
         """The statistics of the chunk's tokens over all columns, (rows, n). Adds its gradients to de and formed."""
-        n, count, way, own_columns = len(of.padded), len(of.rows), self.way, None
+        n, count, way = len(of.padded), len(of.rows), self.way
         chunk: Any = None
+        columns: Any = None
         if way is None:
             own = shards.of_no_columns(self.e.new_empty((n, 0)), self.setting.call)
         else:
@@ -185,7 +189,7 @@ class _Run:
             # The memory of the last chunk's exponentials.
             last = formed.last.left if way.stores and formed.last is not None else None
             memory = None if last is None or n > len(last) else last[:n]
-            own, own_columns = self.programs.chunk_statistics(way, chunk, memory)
+            own, columns = self.programs.chunk_statistics(way, chunk, memory)
         statistics = of_all_columns(own[:, :count], of.live[:count], self.shard)
         part: Any = None
         if de is not None:
@@ -193,8 +197,9 @@ class _Run:
             part = (self.e.new_zeros if way is None else self.e.new_empty)((n, self.e.shape[1]), dtype=torch.float32)
         if way is not None:
             whole = torch.nn.functional.pad(statistics, (0, n - count))
-            exchanged = self.programs.Exchanged(own, whole, None if way.stores else own_columns)
-            results = self._results(of, formed, own_columns if way.stores else None, part)
+            logits, blocks = None if way.stores else columns.values, columns.blocks or (None, None)
+            exchanged = self.programs.Exchanged(own, whole, logits, *blocks)
+            results = self._results(of, formed, columns, part)
             self.programs.chunk_gradients(way, chunk, self._losses(of), exchanged, results)
         if de is not None:
             de.put(of.rows, part)
@@ -206,14 +211,17 @@ class _Run:
         e, held = self.e[of.padded], self.own.columns[of.padded]
         return self.programs.Chunk(e, self.c, self.bias, held, self.own_weights, self.scale, reference, of.count)
 
-    def _results(self, of: "_Chunk", formed: Any, exponentials: Tensor | None, de: Tensor | None) -> Any:
-        """What the chunk's second program writes: shard_programs.Results."""
+    def _results(self, of: "_Chunk", formed: Any, columns: Any, de: Tensor | None) -> Any:
+        """What the chunk's second program writes: shard_programs.Results. columns: what the first one gave."""
+        exponentials = columns.values if self.way.stores else None
         if not of.is_last:
             return self.programs.Results(exponentials, de, formed.dc, formed.steps, formed.dbias, None, None)
         last = formed.last
         last.count.copy_(of.count)
-        columns = last.left if exponentials is None else exponentials
-        return self.programs.Results(columns, de, None, None, formed.dbias, last.e, last.unit)
+        if last.blocks is not None:
+            last.blocks.copy_(columns.blocks.dc)
+        written = last.left if exponentials is None else exponentials
+        return self.programs.Results(written, de, None, None, formed.dbias, last.e, last.unit)
 
     def _losses(self, of: "_Chunk") -> Any:
         """The chunk's shard_programs.Losses."""

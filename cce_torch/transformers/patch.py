@@ -40,6 +40,7 @@ def cce_patch(
     *,
     memory_budget: float | Literal["all"] | None = None,
     precision: Literal["highest", "high", "medium"] | None = None,
+    gradient_tolerance: float = 0.0,
     head_adapter: bool = False,
 ) -> Any:
     """Make a causal language model of transformers compute its training loss without the logits.
@@ -60,7 +61,7 @@ def cce_patch(
         of which all objects are patched: a class such as LlamaForCausalLM, its config, or the model_type that the
         config has, "llama". Patch a model before accelerate's prepare, and a type before from_pretrained with
         tensor parallelism.
-      impl: as `cce_torch.linear_cross_entropy` takes it, and so is precision.
+      impl: as `cce_torch.linear_cross_entropy` takes it, and so are precision and gradient_tolerance.
       memory_budget: as `cce_torch.linear_cross_entropy` takes it, with another default: on a GPU a thirty-second of its
         memory, which is 2.5 GB of 80, or the loss's own default where that is more. For the least memory give 0.
       reduction: "mean": the model's own. "sum" and "none" replace it, and num_items_in_batch divides nothing then.
@@ -78,7 +79,7 @@ def cce_patch(
       TypeError: model_or_type is no model and no type of models. At a training step: the model does something with its
         logits that cannot be done without them; the message names the operation.
     """
-    settings = Settings(reduction, impl, memory_budget, precision, head_adapter)
+    settings = Settings(reduction, impl, memory_budget, precision, gradient_tolerance, head_adapter)
     if isinstance(model_or_type, (str, type, PretrainedConfig)):
         return _patch_type(_class(model_or_type), settings)
     model: Any = _model(model_or_type)

@@ -21,6 +21,7 @@ class Settings:
     impl: Impl = "auto"
     memory_budget: float | Literal["all"] | None = None
     precision: Literal["highest", "high", "medium"] | None = None
+    gradient_tolerance: float = 0.0
     head_adapter: bool = False
 
     def __post_init__(self) -> None:
@@ -28,10 +29,16 @@ class Settings:
         contract.choice("impl", self.impl, IMPLS)
         contract.choice("precision", self.precision, (None, *PRECISIONS))
         contract.memory_budget(self.memory_budget)
+        contract.gradient_tolerance(self.gradient_tolerance)
 
     def of_loss(self, h: Tensor) -> dict[str, Any]:
         """The options that `linear_cross_entropy` takes as they are, for the hidden states h."""
-        return {"impl": self.impl, "memory_budget": self._budget(h), "precision": self.precision}
+        return {
+            "impl": self.impl,
+            "memory_budget": self._budget(h),
+            "precision": self.precision,
+            "gradient_tolerance": self.gradient_tolerance,
+        }
 
     def _budget(self, h: Tensor) -> float | Literal["all"] | None:
         """memory_budget, or its default: a share of the GPU's memory, and never less than the loss's own default.
