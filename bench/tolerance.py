@@ -18,6 +18,7 @@ from bench import report
 from bench.calls import Call, floor
 from bench.data import HEADS, SHAPES, Inputs, Shape, flat, trained
 from bench.measure import in_turns
+from bench.sparsity.inputs import by_probability, ordered
 from cce_jax import linear_cross_entropy
 from cce_jax.plans import Core, plan_for
 from cce_kernels import in_forward
@@ -32,18 +33,10 @@ COLUMNS = {"data": "", "tolerance": "", "kept_de": ".3f", "kept_dc": ".3f", "rat
 CHUNK = 1024  # tokens
 
 
-@jax.jit
-def _mean_probabilities(e: jax.Array, c: jax.Array) -> jax.Array:
-    logits = jnp.einsum("nd,vd->nv", e, c, preferred_element_type=jnp.float32)
-    return jnp.sum(jax.nn.softmax(logits, axis=1), axis=0)
-
-
 def given(shape: Shape, data: str) -> Inputs:
     e, c, targets = (flat if data == "flat" else trained)(shape)
     if data == "sorted":
-        parts = [_mean_probabilities(e[i : i + CHUNK], c) for i in range(0, len(e), CHUNK)]
-        order = jnp.argsort(-sum(parts, jnp.zeros(len(c))))
-        c, targets = c[order], jnp.argsort(order)[targets].astype(targets.dtype)
+        e, c, targets = ordered((e, c, targets), by_probability(e, c, CHUNK))
     return e, c, targets
 
 
