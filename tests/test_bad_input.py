@@ -86,6 +86,18 @@ ROWS = [
     ({"memory_budget": float("inf")}, ValueError, r"memory_budget=inf .*'all'"),
     ({"memory_budget": "300 MiB"}, TypeError, r"memory_budget='300 MiB' must be a whole number.*2e9, or 'all'"),
     ({"memory_budget": True}, TypeError, r"memory_budget=True .*'all' .*; leave it out for 640 MiB or more"),
+    ({"gradient_tolerance": 1.0}, ValueError, r"gradient_tolerance=1\.0 must be in \[0, 1\)"),
+    ({"gradient_tolerance": 2}, ValueError, r"gradient_tolerance=2 must be in \[0, 1\)"),
+    ({"gradient_tolerance": -0.1}, ValueError, r"gradient_tolerance=-0\.1 must be in \[0, 1\)"),
+    ({"gradient_tolerance": float("nan")}, ValueError, r"gradient_tolerance=nan must be finite"),
+    ({"gradient_tolerance": "2**-7"}, TypeError, r"gradient_tolerance must be a Python number, got str"),
+    ({"gradient_tolerance": None}, TypeError, r"gradient_tolerance must be a Python number, got NoneType"),
+    ({"gradient_tolerance": np.zeros(1)}, TypeError, r"gradient_tolerance must be .*: write float\(gradient_tolerance"),
+    (
+        {"gradient_tolerance": jnp.zeros(())},
+        TypeError,
+        r"gradient_tolerance must be a Python number, got .*: write float",
+    ),
     ({"class_weight": np.ones(V, np.complex64)}, TypeError, r"class_weight must be real.*complex64"),
 ]
 
@@ -141,15 +153,17 @@ def test_raises_in_jax(changed, error, message):
 
 
 @pytest.mark.parametrize(
-    "name", ["shift", "ignore_index", "softcap", "logit_scale", "label_smoothing", "z_loss", "memory_budget"]
+    ("name", "allowed"),
+    [(x, 1) for x in ("shift", "ignore_index", "softcap", "logit_scale", "label_smoothing", "z_loss", "memory_budget")]
+    + [("gradient_tolerance", 0.25)],
 )
-def test_an_option_that_jax_traces_is_to_be_static(name):
+def test_an_option_that_jax_traces_is_to_be_static(name, allowed):
     def call(value):
         return linear_cross_entropy(E, C, T, **{name: value})
 
     with pytest.raises(TypeError, match=rf"^{name} must be .*JitTracer.*static_argnames='{name}'"):
-        jax.jit(call)(1)
-    assert np.isfinite(jax.jit(call, static_argnums=0)(1))
+        jax.jit(call)(allowed)
+    assert np.isfinite(jax.jit(call, static_argnums=0)(allowed))
     if name == "logit_scale":
         with pytest.raises(TypeError, match="or multiply e by a scale that is learned"):
             jax.grad(call)(1.0)
@@ -245,6 +259,7 @@ def test_the_module_says_what_goes_to_the_call(name):
         ({"impl": "tritan"}, ValueError, r"impl='tritan'.*'torch_compile'"),
         ({"shift": 1.0}, TypeError, r"shift must be an integer"),
         ({"softcap": -1.0}, ValueError, r"softcap=-1\.0.*positive"),
+        ({"gradient_tolerance": 1.0}, ValueError, r"gradient_tolerance=1\.0 must be in \[0, 1\)"),
         ({"class_weight": [1.0] * V}, TypeError, r"class_weight must be a .*got list: write torch\.tensor"),
     ],
 )

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from bench import __main__ as command
-from bench import errors, methods, plot, profile, report, torch_losses
+from bench import errors, methods, plot, profile, report, tolerance, torch_losses
 from bench import truth as float64
 from bench.calls import Call, step
 from bench.data import HEADS, SHAPES, Shape, flat, trained
 from bench.devices.__main__ import related
 from bench.measure import HEATING, in_turns, steady
 from bench.run import measure
+from bench.sparsity.inputs import mean_probabilities
 from tests.cases import Case, inputs
 from tests.truth import truth
 
@@ -207,3 +208,13 @@ def test_the_bare_time_of_several_gpus_has_each_matmul_and_collective():
     bare |= {"all-gather of c": 10, "reduce-scatter of dc": 100, "all-reduce of dc": 1000}
     [row] = related([bare, {"layout": "fsdp", "method": "default", "gpus": 2, "ms": 252}])
     assert (row["bare_ms"], row["ratio"]) == (126, 2)  # c is gathered twice
+
+
+def test_ids_in_order_of_probability_change_no_loss():
+    """bench.tolerance's order of the vocabulary: its first half is likelier than the second."""
+    (e, c, targets), own = tolerance.given(SMALL, "sorted"), tolerance.given(SMALL, "own")
+    assert float64.mean_loss(e, c, targets).loss == pytest.approx(float64.mean_loss(*own).loss, rel=1e-6)
+    likely = np.asarray(mean_probabilities(e, c))
+    assert likely[:256].min() >= likely[256:].max()
+    first, second = tolerance.errors((c, 2 * c), (c, c))
+    assert (first, second) == (0, 1)

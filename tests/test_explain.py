@@ -43,6 +43,10 @@ def test_each_way_to_the_gradients(on_h200, monkeypatch):
         assert (found.chunks is not None) == (way == "in the forward pass")
         assert found.held > 0
         assert str(found).count("\n") >= 2
+    head = S((8192, 4096), jnp.bfloat16), S((128256, 4096), jnp.bfloat16)
+    exact, tolerant = (cce_jax.explain(*head, memory_budget="all", gradient_tolerance=x) for x in (0.0, 2**-7))
+    assert exact.gradients == "from exponentials that the forward pass saves"
+    assert tolerant.gradients == "in the forward pass", "which alone can leave out blocks"
     evaluation = cce_jax.explain(E, C, gradients_of=())
     assert (evaluation.gradients, evaluation.chunks, evaluation.time) == (None, None, None)
 
@@ -79,7 +83,8 @@ def test_it_tells_of_the_program_that_runs():
 
 def test_both_packages_say_the_same():
     e, c = torch.zeros(2048, 128), torch.zeros(32000, 128)
-    for options in ({}, {"memory_budget": 2**24}, {"reduction": "none"}, {"gradients_of": ("e",)}):
+    given = {"memory_budget": 2**24}, {"reduction": "none"}, {"gradients_of": ("e",)}, {"gradient_tolerance": 2**-7}
+    for options in ({}, *given):
         shapes = S((2048, 128), jnp.float32), S((32000, 128), jnp.float32)
         assert cce_torch.explain(e, c, **options) == cce_jax.explain(*shapes, **options)
 
@@ -96,6 +101,9 @@ def test_one_line_of_logging(caplog):
 def test_what_is_no_option_is_an_error():
     with pytest.raises(ValueError, match="gradients_of"):
         cce_jax.explain(E, C, gradients_of=("d",))
+    for explain, arrays in ((cce_jax.explain, (E, C)), (cce_torch.explain, (torch.zeros(2, 2), torch.zeros(3, 2)))):
+        with pytest.raises(ValueError, match="gradient_tolerance"):
+            explain(*arrays, gradient_tolerance=1.0)
     with pytest.raises(ValueError, match="impl"):
         cce_jax.explain(E, C, impl="reference")
     with pytest.raises(ValueError, match="impl"):

@@ -4,6 +4,7 @@ import random
 import re
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from unittest import mock
 
 import jax
@@ -36,6 +37,7 @@ from tests.cases import ARRAYS, Case, inputs
 from tests.search.calls import SHARED, draw
 from tests.search.run import failures
 from tests.test_plan import drawn
+from tests.test_transforms import REVERSE
 from tests.tolerance import assert_close, assert_rounded
 
 BOTH = Wanted(True, True, False)
@@ -144,6 +146,17 @@ def test_dc_summed_by_xla(vocabulary, width, chunks, axis, dtype, columns, block
     least = np.finfo(np.float16).smallest_subnormal if dtype == "float16" else 0
     of_rounding = np.linalg.norm(rounded - want, axis=1)
     assert (rows <= 2.2 * of_rounding + 2e-3 * np.linalg.norm(want, axis=1) + least).all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
+@pytest.mark.parametrize("width", [64, 256])
+def test_in_dc_summed_by_xla_a_number_that_is_not_finite_stays_so(width):
+    """The maximum that finds the step drops NaN on a CPU: dc was then finite where the loss was NaN."""
+    draw = np.random.default_rng(width)
+    p, e = (jnp.asarray(draw.normal(size=(24, n)), "bfloat16") for n in (512, width))
+    parts = [(p, e.at[5].set(jnp.nan), 24), (p, e, 24), (p, e, 24)]
+    step = Step(XLA, 256, groups=Groups(512, 512))
+    assert np.isnan(summed(step, None, parts, 512, width, 0, "bfloat16", 256, 1.0)).all()
 
 
 @settings(max_examples=15, deadline=None)
@@ -422,3 +435,70 @@ def test_its_backward_pass_has_no_matmul():
 def backward_of(function, x):
     value, pull = jax.vjp(function, x)
     return jax.make_jaxpr(pull)(value)
+
+
+TOLERANCE = 2.0**-7
+
+
+def tolerant(tokens: int = 70, width: int = 20, vocabulary: int = 90, dtype: str = "bfloat16") -> tuple:
+    """e, c and targets."""
+    draw = np.random.default_rng(0)
+    e, c = (jnp.asarray(draw.normal(size=shape), dtype) for shape in ((tokens, width), (vocabulary, width)))
+    return e, c, np.where(np.arange(tokens) % 5 == 0, -100, draw.integers(0, vocabulary, tokens))
+
+
+SLOW = "jit of grad", "vmap of vjp", "vmap of grad of scan of checkpoint"  # in the kernels' interpreter
+
+
+@pytest.mark.parametrize(
+    ("derivative", "of_c", "impl"),
+    [*zip(REVERSE, cycle([False, True]), cycle(["chunked"]), strict=False), *((x, True, "cce") for x in SLOW)],
+)
+def test_every_transformation_takes_a_tolerance(derivative, of_c, impl):
+    """On a CPU nothing is left out: the bits are those of the exact gradients."""
+    e, c, targets = tolerant()
+
+    def gradient(**more):
+        def loss(x):
+            operands = (e, x) if of_c else (x, c)
+            return linear_cross_entropy(*operands, targets, impl=impl, **more)
+
+        return REVERSE[derivative](loss)(c if of_c else e)
+
+    forget()
+    with mock.patch.object(ways, "begin", wraps=ways.begin) as begun:
+        np.testing.assert_array_equal(gradient(gradient_tolerance=TOLERANCE), gradient())
+    assert {x.args[3].call.gradient_tolerance for x in begun.call_args_list} == {TOLERANCE, 0.0}
+
+
+@pytest.mark.parametrize("options", [{"softcap": 4.0}, {"z_loss": 0.02}, {"return_lse": True}, {"vocab_axis": 1}])
+def test_a_tolerance_beside_other_options(options):
+    e, c, targets = tolerant()
+    c = c.T if "vocab_axis" in options else c
+
+    def gradients(**more):
+        def loss(e, c):
+            found = linear_cross_entropy(e, c, targets, impl="chunked", **options, **more)
+            return found[0] + jnp.sum(found[1] ** 2) if "return_lse" in options else found
+
+        return jax.grad(loss, (0, 1))(e, c)
+
+    jax.tree.map(np.testing.assert_array_equal, gradients(gradient_tolerance=TOLERANCE), gradients())
+
+
+@pytest.mark.parametrize(("dtype", "differs"), [("bfloat16", True), ("float16", False), ("float32", False)])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_without_a_tolerance_the_program_is_the_one_without_the_option(dtype, differs, reduction):
+    """And so it is where nothing can be left out: in other types, and where the forward pass forms no gradients."""
+    e, c, targets = tolerant(dtype=dtype)
+
+    def program(**more) -> str:
+        def loss(e, c):
+            found = linear_cross_entropy(e, c, targets, impl="chunked", reduction=reduction, **more)
+            return jnp.sum(found)
+
+        return jax.jit(jax.grad(loss, (0, 1))).lower(e, c).as_text()
+
+    assert program(gradient_tolerance=0.0) == program() == program(gradient_tolerance=0)
+    tolerated = program(gradient_tolerance=TOLERANCE)
+    assert (tolerated != program()) == (differs and reduction == "mean")

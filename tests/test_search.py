@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from cce_jax import plans
-from cce_kernels import backward, forward, gradients
+from cce_kernels import backward, forward, gradients, in_forward
+from cce_kernels.block_sparse import DC_BLOCK, DE_BLOCK, Blocks
 from cce_kernels.device import H200
 from cce_kernels.engines import hopper
 from cce_kernels.plan import choose, plan_of
@@ -22,9 +23,10 @@ from cce_kernels.plan.plan import Chunks
 from cce_kernels.tokens import gathered_rows
 from tests.search import bounds
 from tests.search import run as search_run
-from tests.search.calls import DEFAULT, SHARED, Call, Data, Program, draw
+from tests.search.calls import DEFAULT, SHARED, TOLERANCES, Call, Data, Program, draw
 from tests.search.data import drawn_arrays
-from tests.search.run import engine, examine, failures
+from tests.search.logits import Logits
+from tests.search.run import engine, examine, failures, planned
 from tests.search.shrink import shrunk
 from tests.search.truth import truth
 from tests.test_hopper import INTERPRETED, SMALL, adding_copies  # noqa: F401
@@ -74,16 +76,56 @@ def both(adding_copies, monkeypatch):  # noqa: F811
     plan_of.cache_clear()
 
 
+@pytest.fixture
+def of_chunks(monkeypatch):
+    """The blocks that the products of each chunk keep, in the order of the chunks."""
+    kept_blocks, found = in_forward.kept_blocks, []
+
+    def recorded(*given):
+        blocks = kept_blocks(*given)
+        jax.debug.callback(lambda *x: found.append(Blocks(*map(np.asarray, x))), *blocks, ordered=True)
+        return blocks
+
+    monkeypatch.setattr(in_forward, "kept_blocks", recorded)
+    return found
+
+
+def leaves_out(program: Program) -> bool:
+    plan = planned(program)
+    return plan is not None and plan.in_forward is not None and plan.in_forward.thresholds is not None
+
+
 @INTERPRETED
 @pytest.mark.parametrize("program", range(HOPPER_PROGRAMS))
 def test_calls_through_the_interpreter_of_the_kernels_for_hopper(program, both):
     check(range(program * SHARED, (program + 1) * SHARED), "hopper")
 
 
-@INTERPRETED
-@pytest.mark.parametrize("number", range(6))
-def test_gradients_formed_in_the_forward_pass_by_the_kernels_for_hopper(number, both, monkeypatch):
-    """Drawn calls, in chunks of a drawn size; with dc in 16 bits and in float32."""
+@pytest.fixture
+def in_chunks(both, monkeypatch):
+    """in_chunks(size): the forward pass forms gradients, in chunks of so many tokens. Returns the engines that do."""
+
+    def take(size: int) -> list[str]:
+        def chunks(count, _):
+            tokens, last = gathered_rows(count.call.tokens), size * sums_in_16_bits(count.call)
+            return Chunks(-(-(tokens - last) // size), size, last, hopper.block_of(count.call.width))
+
+        def in_forward(x, chosen):
+            formed.append(x.engine.name)
+            return as_ever(x, chosen)
+
+        formed, as_ever = [], choose._in_forward
+        monkeypatch.setattr(choose, "fastest_chunks", chunks)
+        monkeypatch.setattr(choose, "_in_forward", in_forward)
+        monkeypatch.setattr(choose, "_is_fastest_in_forward", lambda times: True)
+        return formed
+
+    yield take
+    search_run.forget()
+
+
+def formed_in_forward(number: int) -> tuple[Call, int]:
+    """A drawn call whose gradients the forward pass may form, and a size of chunks; dc in 16 bits or in float32."""
     call, rng = draw(SEED, number * SHARED, "hopper"), np.random.default_rng(number)
     program = replace(
         call.program,
@@ -91,25 +133,58 @@ def test_gradients_formed_in_the_forward_pass_by_the_kernels_for_hopper(number, 
         objective="loss",
         dtype="bfloat16",
         memory_budget=2**30,
+        gradient_tolerance=0.0,
         mixed=number % 3 == 0,
     )
-    size, formed = 8 * int(rng.integers(10, 40)), []
+    return Call(program, call.data), 8 * int(rng.integers(10, 40))
 
-    def chunks(count, _):
-        tokens, last = gathered_rows(count.call.tokens), size * sums_in_16_bits(count.call)
-        return Chunks(-(-(tokens - last) // size), size, last, hopper.block_of(count.call.width))
 
-    def in_forward(x, chosen):
-        formed.append(x.engine.name)
-        return as_ever(x, chosen)
-
-    as_ever = choose._in_forward
-    monkeypatch.setattr(choose, "fastest_chunks", chunks)
-    monkeypatch.setattr(choose, "_in_forward", in_forward)
-    monkeypatch.setattr(choose, "_is_fastest_in_forward", lambda times: True)
-    assert not failures(Call(program, call.data))
-    search_run.forget()
+@INTERPRETED
+@pytest.mark.parametrize("number", range(6))
+def test_gradients_formed_in_the_forward_pass_by_the_kernels_for_hopper(number, in_chunks):
+    """Drawn calls, in chunks of a drawn size."""
+    call, size = formed_in_forward(number)
+    formed = in_chunks(size)
+    assert not failures(call)
     assert set(formed) == {"hopper"}
+
+
+SPARSE = Program(dtype="bfloat16", memory_budget=2**30, width=128)
+CAPPED = replace(SPARSE, arrays=("class_weight",), softcap=20.0, logit_scale=1.3, z_loss=1e-3)
+SIDE_BY_SIDE = Data(seed=7, kind="together", size=14.0, ignored="few", poison="nan")
+LEFT_OUT = {
+    "(D, V)": Call(
+        replace(SPARSE, leading=(300,), vocabulary=448, vocab_axis=1, gradient_tolerance=2.0**-9), SIDE_BY_SIDE
+    ),
+    # de alone: in the interpreter the maximum that finds a step of dc drops the NaN of a target out of range.
+    "softcap": Call(
+        replace(CAPPED, leading=(264,), vocabulary=456, wanted=("e",), gradient_tolerance=2.0**-5),
+        replace(SIDE_BY_SIDE, out_of_range=1),
+    ),
+}
+
+
+@INTERPRETED
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_the_kernels_for_hopper_leave_out_what_a_gradient_is_not_worth(name, in_chunks, of_chunks):
+    """Gradients within the bound of the search, and what is left out within that of cce_kernels/block_sparse.py."""
+    call, size = LEFT_OUT[name], 136
+    program, formed = call.program, in_chunks(size)
+    assert not failures(call)
+    assert set(formed) == {"hopper"}
+    given = drawn_arrays(call)
+    live = given.targets != program.ignore_index
+    head = Logits(given, given.e[live], given.targets[live], program, np, "cpu")
+    z, slope, _ = head.logits(slice(None))
+    mass = np.exp(z - z.max(1, keepdims=True)) * slope
+    mass[np.arange(len(z))[head.valid], head.targets[head.valid]] = 0
+    for block, kept in zip((DE_BLOCK, DC_BLOCK), zip(*of_chunks, strict=True), strict=True):
+        keeps = np.concatenate([x.repeat(block.tokens, axis=0)[:size] for x in kept])[: len(z)]
+        keeps = keeps.repeat(block.columns, axis=1)[:, : program.vocabulary]
+        left_out = np.sum(np.where(keeps, 0, mass), axis=1)
+        assert np.all(left_out <= program.gradient_tolerance * mass.sum(1))
+        assert keeps[~head.valid].all(), "a target out of range"
+        assert np.mean(keeps) < 0.7, "little is left out"
 
 
 @INTERPRETED
@@ -185,7 +260,7 @@ def test_the_truth_is_that_of_the_other_tests():
         program, given = call.program, drawn_arrays(call)
         if call.data.out_of_range or program.objective == "lse" or (program.softcap or 1e9) < 1:
             continue
-        others = ("vocab_axis", "precision", "memory_budget")
+        others = ("vocab_axis", "precision", "memory_budget", "gradient_tolerance")
         options = {k: v for k, v in program.options().items() if k not in others}
         found = truth(given, program)
 
@@ -298,12 +373,14 @@ def test_everything_is_drawn():
         assert {getattr(p, name) for p in programs} == values, name
     for name in ("shift", "softcap", "logit_scale", "label_smoothing", "z_loss", "num_items", "memory_budget"):
         assert len({getattr(p, name) for p in programs}) > 2, name
+    assert {p.gradient_tolerance for p in programs} == set(TOLERANCES)
     assert {x for p in programs for x in p.arrays} == {"bias", "class_weight", "token_weight"}
     assert len({p.wanted for p in programs}) > 10
     assert {0, DEFAULT, "all"} < {p.memory_budget for p in programs}
     calls = [draw(0, number, "small") for number in range(2000)]
     assert len(Counter(c.data.ignored for c in calls)) == 7
     assert len(Counter(c.data.kind for c in calls)) == 4
+    assert "together" in {draw(0, number, "hopper").data.kind for number in range(400)}
     assert all(any(getattr(c.data, x) for c in calls) for x in ("poison", "out_of_range", "bias", "odd"))
 
 
@@ -315,9 +392,21 @@ def test_on_a_gpu_half_of_the_calls_are_hoppers_and_fit(monkeypatch):
     engines = Counter(engine(p) for p in programs)
     assert engines["hopper"] > 500
     assert engines["triton"] > 150
+    assert sum(leaves_out(p) for p in programs) > 100
     assert max(p.tokens * p.vocabulary for p in programs) <= 2**30 * 1.01
     assert max(p.vocabulary * p.width for p in programs) <= 2**29
     assert max(p.vocabulary for p in programs) > 2**17
+    plan_of.cache_clear()
+
+
+def test_of_the_calls_for_hoppers_interpreter_some_may_leave_out_blocks(monkeypatch):
+    monkeypatch.setattr(plans, "INTERPRETER", SMALL)
+    monkeypatch.setattr(hopper, "MOSAIC", True)
+    plan_of.cache_clear()
+    calls = [draw(0, number, "hopper") for number in range(1000)]
+    left_out = [call for call in calls if leaves_out(call.program)]
+    assert len(left_out) > 50
+    assert sum(call.data.kind == "together" for call in left_out) > 20
     plan_of.cache_clear()
 
 

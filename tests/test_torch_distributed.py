@@ -491,7 +491,9 @@ def check_options_of_split() -> None:
         assert torch.equal(copy.deepcopy(module)(e, c, targets), loss)
         with pytest.raises(NotImplementedError, match=r"vocab_parallel does not work with torch\.func.*loss\.backward"):
             torch.func.grad(lambda e, c=c, call=call: call(e, c))(e)
-        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        tolerant = functools.partial(call, gradient_tolerance=2**-7)
+        assert_same(torch.autograd.grad(tolerant(e, c), (e, c)), "a tolerance")
+        compiled = torch.compile(tolerant, backend="aot_eager", fullgraph=True)
         for x, y in zip(torch.autograd.grad(compiled(e, c), (e, c)), expected_, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-7)
         none = call(e[:0], c, targets=targets[:0])
@@ -631,7 +633,9 @@ def check_dtensors() -> None:
         placements = {k: [ways[k][rng.integers(len(ways[k]))] for _ in range(mesh.ndim)] for k in names}
         if case.options.get("shift"):
             placements["e"] = [Replicate() if p == Shard(1) else p for p in placements["e"]]
-        assert_dtensors(case, mesh, placements, "chunked" if draw % 5 == 4 else IMPLS[draw % 2])
+        assert_dtensors(
+            case, mesh, placements, "chunked" if draw % 5 == 4 else IMPLS[draw % 2], gradient_tolerance=draw / 20
+        )
 
 
 # Tensor parallelism of the head.

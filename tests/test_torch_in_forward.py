@@ -10,11 +10,12 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from torch._dynamo.backends.registry import lookup_backend
 from torch.utils.checkpoint import checkpoint
 
 from cce_jax import passes
 from cce_kernels.numbers import Cotangents, Wanted
-from cce_torch import linear_cross_entropy, ops
+from cce_torch import LinearCrossEntropy, LinearCrossEntropyHead, linear_cross_entropy, ops
 from cce_torch.call import Call
 from cce_torch.on_jax import bridge, kinds, programs
 from tests import truth
@@ -26,6 +27,7 @@ from tests.tolerance import assert_rounded
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 ONCE = ["torch_begin", "torch_finish"]  # the programs of a step
 AGAIN = ["torch_loss", "torch_gradients"]
+TOLERANCE = 2.0**-7
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -125,7 +127,8 @@ def test_any_call(tokens, width, vocabulary, dtype, axis, chunk, padded, ignored
     if reduction == "mean" and chosen():
         options["num_items"] = 37.0
     frozen = data.draw(st.sampled_from([set(), {"e"}, {"c"}, {"e", "bias"}, {"c", "bias"}]))
-    budget = {"memory_budget": budget_of(chunk, tokens, width, vocabulary)} if chunk else {}
+    more: dict = {"memory_budget": budget_of(chunk, tokens, width, vocabulary)} if chunk else {}
+    more["gradient_tolerance"] = TOLERANCE * chosen()  # on a CPU nothing is left out
 
     def call(function, dtype=None, **more):
         own = {k: x.detach() if dtype is None else x.detach().to(dtype) for k, x in leaves.items()}
@@ -142,7 +145,7 @@ def test_any_call(tokens, width, vocabulary, dtype, axis, chunk, padded, ignored
         names = []
         real = bridge.run
         patch.setattr(bridge, "run", lambda f, *more: names.append(f.__wrapped__.__name__) or real(f, *more))
-        found, of_found = call(linear_cross_entropy, impl="chunked", precision="highest", **budget)
+        found, of_found = call(linear_cross_entropy, impl="chunked", precision="highest", **more)
     assert names == ONCE
     rounded, of_rounded = call(linear_cross_entropy, impl="reference")
     want, of_want = call(truth.losses, torch.float64)
@@ -160,7 +163,7 @@ def test_any_call(tokens, width, vocabulary, dtype, axis, chunk, padded, ignored
 )
 def test_the_shapes_of_what_is_formed(dtype, wide, axis, wanted):
     e, c, _ = example(500, 300, 203, dtype, axis=axis)
-    call = Call(precision="highest", impl="chunked", wide_dc=wide)
+    call = Call(gradient_tolerance=TOLERANCE * axis, precision="highest", impl="chunked", wide_dc=wide)
     kind = kinds.kind_of_tensors(e, c, call)
     wanted = Wanted(*map(bool, wanted))
 
@@ -413,7 +416,8 @@ def test_compiled_code_that_computes_the_logits_again(more, ran):
 def test_opcheck(axis, wide):
     e, c, t = (x.detach() for x in example(wide=wide, axis=axis))
     rounded, weight, scheduled = c.to(e.dtype), torch.rand(600), torch.tensor(SCHEDULED)
-    call, saving_for, wanted = CALL_OF._replace(wide_dc=wide).encoded(), [True, True, False], [True, True, False, True]
+    call = CALL_OF._replace(wide_dc=wide, gradient_tolerance=TOLERANCE * axis).encoded()
+    saving_for, wanted = [True, True, False], [True, True, False, True]
     assert rounded.stride() == c.stride()
     given = None, t, None, weight, None, scheduled, 1
     torch.library.opcheck(torch.ops.cce_torch.loss.default, (e, rounded, *given, saving_for, False, *call))
@@ -427,3 +431,77 @@ def test_opcheck(axis, wide):
     assert_same(
         [de, dc, dweight], gradients(loss(*leaves[:2], t, token_weight=leaves[2], memory_budget=2**28), *leaves)
     )
+
+
+def blocks(value):
+    """Which blocks are multiplied, of what a loss left for its backward pass."""
+    return [x for x in value.grad_fn.saved_tensors[9:] if x.dtype == torch.bool]
+
+
+@pytest.mark.parametrize(("dtype", "count"), [(torch.bfloat16, 1), (torch.float16, 0), (torch.float32, 0)])
+def test_a_tolerance_leaves_which_blocks_are_multiplied(dtype, count, ran):
+    """In bfloat16 alone. On a CPU all are, and the bits are those of the exact gradients."""
+    e, c, t = example(dtype=dtype)
+    bias = torch.zeros(300, dtype=dtype, requires_grad=True)  # with it a call leaves as much as any
+    exact, value = (loss(e, c, t, bias=bias, gradient_tolerance=x) for x in (0.0, TOLERANCE))
+    assert blocks(exact) == blocks(loss(e, c, t)) == []
+    assert len(blocks(value)) == count
+    assert all(x.all() for x in blocks(value))
+    assert len(value.grad_fn.saved_tensors[9:]) <= ops.LEFT
+    assert_same(gradients(value, e, c, bias), gradients(exact, e, c, bias))
+    assert ran[:3] == ["torch_begin"] * 3
+
+
+@pytest.mark.parametrize("impl", ["chunked", "cce", "torch_compile", "reference"])
+def test_every_impl_takes_a_tolerance(impl, ran):
+    """The kernels that run on a CPU leave out nothing either."""
+    e, c, t = example(70, 20, 90)
+    exact, found = (loss(e, c, t, impl=impl, gradient_tolerance=x) for x in (0.0, TOLERANCE))
+    if impl in ("chunked", "cce"):
+        assert len(blocks(found)) == 1
+    else:
+        assert not ran
+    assert torch.equal(exact, found)
+    assert_same(gradients(found, e, c), gradients(exact, e, c))
+
+
+def test_every_way_through_autograd_takes_a_tolerance():
+    e, c, t = example()
+    exact = gradients(loss(e, c, t), e, c)
+    call = partial(loss, gradient_tolerance=TOLERANCE)
+    value = call(e, c, t)
+    assert_same(gradients(value, e, c, retain_graph=True), exact)
+    assert_same(gradients(value, e, c), exact)
+    assert_same([x.detach() for x in gradients(call(e, c, t), e, c, create_graph=True)], exact)
+    with torch.autograd.graph.save_on_cpu():
+        value = call(e, c, t)
+    assert_same(gradients(value, e, c), exact)
+    assert_same(gradients(checkpoint(call, e, c, t, use_reentrant=False), e, c), exact)
+    found = torch.func.grad(call, (0, 1))(e.detach(), c.detach(), t)
+    assert_same(found, torch.func.grad(loss, (0, 1))(e.detach(), c.detach(), t))
+    options = {"impl": "chunked", "precision": "highest", "gradient_tolerance": TOLERANCE}
+    assert_same(gradients(LinearCrossEntropy(**options)(e, c, t), e, c), exact)
+    head = LinearCrossEntropyHead(40, 300, bias=False, dtype=torch.bfloat16, **options)
+    head.weight = torch.nn.Parameter(c.detach())
+    assert_same(gradients(head(e, t), e, head.weight), exact)
+
+
+def test_each_tolerance_is_a_constant_of_compiled_code(ran):
+    torch._dynamo.reset()
+    graphs = []
+
+    def counted(graph, inputs):
+        graphs.append(graph)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    step = torch.compile(lambda e, c, t, x: loss(e * 2, c, t, gradient_tolerance=x), fullgraph=True, backend=counted)
+    e, c, t = example()
+    exact = gradients(loss(e * 2, c, t), e, c)
+    seen = []
+    for tolerance in (0.0, TOLERANCE, TOLERANCE / 2, 0.0, TOLERANCE):
+        ran.clear()
+        for x, y in zip(gradients(step(e, c, t, tolerance), e, c), exact, strict=True):
+            assert torch.linalg.norm(x - y) <= 2**-7 * torch.linalg.norm(y)
+        assert ran == ONCE
+        seen.append(len(graphs))
+    assert seen[0] < seen[1] < seen[2] == seen[4], "nothing is compiled again for a tolerance that came before"

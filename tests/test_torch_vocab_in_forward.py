@@ -28,6 +28,7 @@ from tests.tolerance import assert_rounded
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
+TOLERANCE = 2.0**-7
 SHARDS = 40, 111, 111, 203  # where each of four processes ends: the third holds no column
 
 
@@ -135,6 +136,7 @@ def drawn(rng: np.random.Generator, impl: str) -> tuple[dict, dict, dict]:
         "size": int(rng.choice([8, 24, 64])),
         "sequence": yes(),
         "reduced": yes(),
+        "tolerance": TOLERANCE * yes(),  # on a CPU nothing is left out
         "stops": stops,
     }
     return leaves, options, how
@@ -160,7 +162,13 @@ def split(leaves: dict, how: dict) -> tuple[dict, dict]:
         parts = [*leaves["e"].chunk(dist.get_world_size()), *[leaves["e"][:0]] * dist.get_world_size()]
         leaves["e"] = parts[dist.get_rank()]
     shard = VocabParallel(None, rows.start, rows.stop, how["reduced"], None, 0 if how["sequence"] else None)  # type: ignore[arg-type]
-    return leaves, {"vocab_parallel": shard, "vocab_axis": how["axis"], "impl": how["impl"], "precision": "highest"}
+    return leaves, {
+        "vocab_parallel": shard,
+        "vocab_axis": how["axis"],
+        "impl": how["impl"],
+        "precision": "highest",
+        "gradient_tolerance": how["tolerance"],
+    }
 
 
 def whole(name: str, x: torch.Tensor, how: dict) -> torch.Tensor:
@@ -226,11 +234,14 @@ def assert_equal(found: Any, want: Any, what: str) -> None:
 
 def check_autograd() -> None:
     """Every way through autograd gives the same bits."""
-    for dtype in DTYPES[:2]:
+    exact: dict = {}
+    for dtype, tolerance in (*((x, 0.0) for x in DTYPES[:2]), (torch.bfloat16, TOLERANCE)):
         e, c, targets, options = leaves_of(dtype)
+        options["gradient_tolerance"] = tolerance
         call = functools.partial(linear_cross_entropy, targets=targets, **options)
         with in_chunks(16) as ran:
             want, doubled = (torch.autograd.grad(k * call(e, c), (e, c)) for k in (1, 2))
+            assert_equal(want, exact.setdefault(dtype, want), "a tolerance")
             loss = call(e, c)
             ran.clear()
             with Collectives() as backward:
@@ -260,6 +271,117 @@ def check_autograd() -> None:
             de, _ = torch.autograd.grad(torch.inf * call(e, c), (e, c))
             assert not de[targets == -100].any()
             assert not de[targets != -100].isfinite().all(1).any()
+
+
+def check_tolerance() -> None:
+    """Each process leaves which blocks of its columns are multiplied: on a CPU all. Nothing more is exchanged."""
+    for impl in ("chunked", "cce"):
+        e, c, targets, options = leaves_of()
+        options |= {"impl": impl, "reduction": "sum"}
+        exact = functools.partial(linear_cross_entropy, targets=targets, **options)
+        call = functools.partial(exact, gradient_tolerance=TOLERANCE)
+        with in_chunks(16):
+            with Collectives() as exchanged:
+                want = torch.autograd.grad(exact(e, c), (e, c))
+            with Collectives() as more:
+                value = call(e, c)
+                blocks = [x for x in value.grad_fn.saved_tensors if x is not None and x.dtype == torch.bool]
+                blocks = [x for x in blocks if x.dim() == 2]
+                assert_equal(torch.autograd.grad(value, (e, c)), want, impl)
+            assert more.seen == exchanged.seen, more.seen
+            assert len(blocks) == bool(len(c)), blocks
+            assert all(x.all() for x in blocks), blocks
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        for x, y in zip(torch.autograd.grad(compiled(e, c), (e, c)), want, strict=True):
+            torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-6)
+
+
+@contextlib.contextmanager
+def left_out(tolerance: float) -> Iterator[None]:
+    """The two halves of a chunk leave out blocks, as they do by kernels of a GPU: those of a CPU leave out nothing."""
+    import jax.numpy as jnp
+
+    from cce_kernels import in_forward
+    from cce_kernels.block_sparse import DC_BLOCK, DE_BLOCK, MULTIPLE, PART, Tokens, kept_blocks
+
+    numbers, gradients = in_forward.numbers_of, in_forward.gradients_of
+
+    def stores(plan: Any) -> bool:
+        return plan.in_forward.forward is not None
+
+    def thresholds(masses: Any, scores: Any, most: Any) -> Any:
+        scores = jnp.repeat(scores, masses.shape[1] // scores.shape[1], axis=1)
+        order = jnp.argsort(scores, axis=0)
+        masses, scores = (jnp.take_along_axis(x, order, 0) for x in (masses, scores))
+        may = (jnp.cumsum(masses, 0) <= most) & jnp.isfinite(scores)
+        return jnp.where(most < jnp.inf, jnp.where(may, scores, -1).max(0), jnp.inf)
+
+    def numbers_of(chunk: Any, plan: Any) -> tuple:
+        own, columns = numbers(chunk, plan)
+        (n, padded), vocabulary, targets = columns.values.shape, plan.call.vocabulary, chunk.inputs.targets
+        p = columns.values.astype(jnp.float32)
+        p = p if stores(plan) else jnp.exp(p - p.max(1, keepdims=True))
+        p = jnp.where(chunk.live[:, None] & (jnp.arange(padded) < vocabulary), p, 0)
+        here = (targets >= 0) & (targets < vocabulary)
+        of_target = jnp.where(here, p[jnp.arange(n), jnp.where(here, targets, 0)], 0)
+        p = jnp.pad(p, [(0, -size % MULTIPLE) for size in p.shape])
+        masses, tokens = p.reshape(len(p), -1, PART).sum(2).T, Tokens(targets, of_target, chunk.count)
+        return own, columns._replace(blocks=kept_blocks(masses, tokens, tolerance, thresholds))
+
+    def gradients_of(chunk: Any, columns: Any, *others: Any) -> tuple:
+        (n, padded), plan = columns.values.shape, others[-1]
+
+        def found(blocks: Any, shape: Any) -> tuple:
+            kept = jnp.repeat(jnp.repeat(blocks, shape.tokens, 0), shape.columns, 1)[:n, :padded]
+            values = jnp.where(kept, columns.values, 0 if stores(plan) else -jnp.inf)
+            return gradients(chunk, columns._replace(values=values), *others)
+
+        return found(columns.blocks.de, DE_BLOCK)[0], *found(columns.blocks.dc, DC_BLOCK)[1:]
+
+    with (
+        mock.patch.object(in_forward, "numbers_of", numbers_of),
+        mock.patch.object(in_forward, "gradients_of", gradients_of),
+    ):
+        yield
+
+
+def check_the_bound() -> None:
+    """Each process keeps to the bound over its columns, so it holds over all.
+
+    Where c is the identity, de is dz; where e is, dc is dz. Two of the processes have no column.
+    """
+    tolerance, tokens = 0.25, 60
+    for name, impl, vocabulary, first in (("e", "chunked", 256, 130), ("c", "cce", 1040, 520)):
+        draw, rows = torch.Generator().manual_seed(0), held((first, first, first, vocabulary))
+        logits = torch.randn(tokens, vocabulary, generator=draw)
+        for start in (0, first + 10):  # likely tokens stand together
+            logits[:, start : start + 30] += 6
+        targets = torch.randint(0, 30, (tokens,), generator=draw)
+        targets[3], targets[::20] = vocabulary - 6, -100
+        live, logits = targets >= 0, logits.bfloat16()
+        e, c = (logits, torch.eye(vocabulary)) if name == "e" else (torch.eye(tokens), logits.T)
+        exact = torch.softmax(logits.double(), 1) - torch.nn.functional.one_hot(targets.clamp(0), vocabulary)
+        exact = torch.where(live[:, None], exact, 0)
+        leaves = [x.bfloat16().contiguous().requires_grad_() for x in (e, c[rows])]
+        options: dict = {"impl": impl, "reduction": "sum", "gradient_tolerance": tolerance}
+        options["vocab_parallel"] = VocabParallel(None, rows.start, rows.stop)
+        with left_out(tolerance), in_chunks(16):
+            loss = linear_cross_entropy(*leaves, targets, **options)
+            saved = [x for x in loss.grad_fn.saved_tensors if x is not None and x.dtype == torch.bool and x.dim() == 2]
+            de, dc = torch.autograd.grad(loss, leaves)
+        dz, own, column = de.double(), exact, targets
+        if name == "c":
+            dz, own, column = dc.double().T, exact[:, rows], targets - rows.start
+            assert len(saved) == bool(dz.numel())
+            assert all(x.any() and not x.all() for x in saved), "of the last chunk, for the backward pass"
+        gone, here = (dz == 0) & live[:, None], live & (column >= 0) & (column < dz.shape[1])
+        assert gone.sum() > gone.numel() / 8 or not gone.numel(), f"{gone.sum()} are left out"
+        assert not gone[here, column[here]].any(), "the target never is"
+        left = torch.where(gone, own, 0).abs().sum(1)
+        if name == "c":
+            dist.all_reduce(left)
+        assert (left <= tolerance * exact.abs().sum(1)).all(), left
+        torch.testing.assert_close(dz[~gone], own[~gone], rtol=2**-6, atol=2**-9)
 
 
 def check_which_way() -> None:
@@ -408,4 +530,13 @@ def test_drawn_calls():
 
 
 def test_what_is_asked_of_one_process():
-    in_processes(4, check_autograd, check_which_way, check_exchanged, check_rows_that_nobody_told, check_planned)
+    in_processes(
+        4,
+        check_autograd,
+        check_tolerance,
+        check_the_bound,
+        check_which_way,
+        check_exchanged,
+        check_rows_that_nobody_told,
+        check_planned,
+    )

@@ -196,8 +196,9 @@ def test_options_reach_the_loss(monkeypatch):
         return linear_cross_entropy(*args, **kwargs)
 
     monkeypatch.setattr(heads, "linear_cross_entropy", loss)
-    patched(options={"impl": "reference", "memory_budget": 2e9, "precision": "high"})(**batch())
-    assert (seen["impl"], seen["memory_budget"], seen["precision"]) == ("reference", 2e9, "high")
+    options = {"impl": "reference", "memory_budget": 2e9, "precision": "high", "gradient_tolerance": 2**-7}
+    patched(options=options)(**batch())
+    assert {name: seen[name] for name in options} == options
 
 
 @pytest.mark.parametrize(
@@ -231,7 +232,14 @@ def test_default_budget_on_a_gpu(monkeypatch, compiled):
 
 
 @pytest.mark.parametrize(
-    "options", [{"impl": "cce_exact"}, {"reduction": "max"}, {"memory_budget": -1}, {"precision": "low"}]
+    "options",
+    [
+        {"impl": "cce_exact"},
+        {"reduction": "max"},
+        {"memory_budget": -1},
+        {"precision": "low"},
+        {"gradient_tolerance": 1.0},
+    ],
 )
 def test_wrong_options(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))}="):

@@ -23,13 +23,26 @@ from cce_kernels.plan.chunks import sums_in_16_bits
 from cce_kernels.tokens import gathered_rows
 from tests.cases import ARRAYS, Case, Inputs
 from tests.devices.drawn import DRAWS, layouts, options_of
-from tests.devices.meshes import LAYOUTS, PLAIN, Layout, arrays, collectives, leaves_of, loss_of, mesh_of, over, uneven
+from tests.devices.meshes import (
+    LAYOUTS,
+    PLAIN,
+    Layout,
+    arrays,
+    collectives,
+    gradient_of,
+    leaves_of,
+    loss_of,
+    mesh_of,
+    over,
+    uneven,
+)
 from tests.tolerance import assert_close, assert_reference, error
 from tests.truth import truth
 
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 IN_CHUNKS = 10**6  # memory_budget=IN_CHUNKS + n: the gradients are formed in about n chunks of each device's tokens
 ROUNDING = 2e-6  # float32 sums in another order
+TOLERANCE = 2.0**-7
 WEIGHTS = 0.25, 0.5  # of the losses that a scan adds
 
 
@@ -115,6 +128,7 @@ def calls(draw, dtypes=("float32", "bfloat16", "float16"), rows=(8, 32)):
     kept = tuple(name for name in ARRAYS if draw(st.booleans()))
     options = draw(options_of()) | {"return_lse": draw(st.sampled_from([False, False, True]))}
     options["shift"] *= not options["return_lse"]
+    options["gradient_tolerance"] = draw(st.sampled_from([0.0, TOLERANCE]))  # on a CPU nothing is left out
     case = Case("drawn", (draw(st.sampled_from(rows)), 8), 16, 64, kept, options=options)
     frozen = draw(st.sampled_from([(), (), ("e",), ("c",), ("e", "c")]))
     hypothesis.assume(set(frozen) < {"e", "c"} or "bias" in kept)
@@ -129,7 +143,7 @@ def check(drawn, formed, impl: str) -> None:
     options, given = dict(case.options), uneven(case, dtype)
     if all_ignored:
         given.targets[:] = -100
-    exact = {k: v for k, v in options.items() if k != "vocab_axis"}
+    exact = {k: v for k, v in options.items() if k not in ("vocab_axis", "gradient_tolerance")}
     want, lse, of = truth(given, exact)
     items = options.pop("num_items", None)
     if items is not None:
@@ -187,6 +201,24 @@ def test_the_draws_had_many_chunks_of_every_kind(formed):
     several = [plan for plan in formed if plan.in_forward.chunks.whole + (plan.in_forward.chunks.last > 0) > 1]
     kinds = Counter((plan.in_forward.forward is not None, plan.call.wide_de) for plan in several)
     assert len(kinds) == 4, kinds
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("tokens", "explicit"), ("vocabulary", "checked"), ("tokens and vocabulary", "auto"), ("three axes", "unchecked")],
+)
+def test_a_tolerance_changes_no_bit_on_a_cpu(name, mode, formed):
+    """Each device leaves which blocks of its tokens and columns are multiplied."""
+    layout = BY_NAME[name]
+    mesh = mesh_of(layout, mode)
+    leaves, others = leaves_of(arrays(uneven(PLAIN, "bfloat16"), layout, mesh))
+    found = []
+    for tolerance in (0.0, TOLERANCE):
+        gradients = gradient_of(layout, mode, memory_budget=IN_CHUNKS + 3, gradient_tolerance=tolerance)
+        with jax.set_mesh(mesh):
+            found.append(jax.jit(gradients)(leaves, others))
+        assert formed[-1].call.gradient_tolerance == tolerance
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 def on_one_device(token_weight=None):

@@ -86,7 +86,7 @@ class Summary:
         kinds = {"package": program.package, "engine": of.engine, "type": program.dtype + ", c float32" * program.mixed}
         kinds |= {"reduction": program.reduction, "layout": ("(V, D)", "(D, V)")[program.vocab_axis]}
         kinds |= {"data": data.kind, "ignored": data.ignored, "gradients": ", ".join(program.wanted) or "none"}
-        kinds |= {"differentiated": program.objective}
+        kinds |= {"differentiated": program.objective, "gradient_tolerance": f"{program.gradient_tolerance:.2g}"}
         for name, value in kinds.items():
             self.counts.setdefault(name, Counter())[value] += 1
         for name, ratio in of.ratios.items():

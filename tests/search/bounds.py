@@ -7,6 +7,7 @@ block of BLOCK of its rows (tokens of de, columns of the vocabulary of dc and db
                                                            independent of the others
   + F · (√(Σ δdz²·‖x‖²) + ‖Σ ±δdz·x‖)                      float32's errors: independent, and all of one sign
   + ε·√(n·Σ dz²·‖x‖²) + ε·‖truth‖                          each of the n additions of the sum
+  + what the products may leave out of dz                  of calls with a gradient_tolerance
   + the least number that the type holds, once an element
 
 u is the most that a rounding costs; on average it is u/√3 at most. So with slack 1 a block that sums many roundings
@@ -103,7 +104,8 @@ def _rows(name: str, found: np.ndarray, of: Rows, program: Program, kept: np.nda
     least = float(ml_dtypes.finfo(program.dtype).tiny if program.dtype != "float16" else 2.0**-24) ** 2 * elements
     terms = program.vocabulary if name == "e" else program.tokens
     rounded = np.where(finite, unit**2 * (np.nan_to_num(of.rounded) + result * size) + least, 0.0)
-    float32, alike, summed = (np.where(finite, np.nan_to_num(x), 0.0) for x in (of.float32, of.alike, of.summed))
+    others = of.float32, of.alike, of.summed, of.left_out
+    float32, alike, summed, left_out = (np.where(finite, np.nan_to_num(x), 0.0) for x in others)
     starts = np.arange(0, off.size, BLOCK)
 
     def blocks(x: np.ndarray) -> np.ndarray:
@@ -116,6 +118,7 @@ def _rows(name: str, found: np.ndarray, of: Rows, program: Program, kept: np.nda
     allowed = (1 + 2 / np.sqrt(np.maximum(count, 1.0))) * np.sqrt(blocks(rounded))
     allowed = allowed + F * (np.sqrt(blocks(float32)) + np.sqrt(blocks(alike)))
     allowed = allowed + EPS * (np.sqrt(terms * blocks(summed)) + np.sqrt(blocks(size)))
+    allowed = allowed + np.fmin(np.sqrt(blocks(left_out)), of.of_any_rows)
     errors = np.sqrt(blocks(off))
     ratios = _ratio(errors, allowed)
     at = int(np.argmax(ratios))

@@ -5,10 +5,13 @@ from typing import Any
 
 import numpy as np
 
+from cce_kernels.tokens import MANY
+
 SHARED = 4  # calls of one program, which differ in their data
 DTYPES = ("bfloat16", "float16", "float32")
 OPTIONS = ("vocab_axis", "reduction", "softcap", "logit_scale", "label_smoothing", "z_loss", "num_items")
-OPTIONS += ("shift", "ignore_index")
+OPTIONS += ("shift", "ignore_index", "gradient_tolerance")
+TOLERANCES = 0.0, 2.0**-9, 2.0**-7, 2.0**-5, 0.3
 DEFAULT = -1  # the memory_budget of a call that gives none
 
 
@@ -45,6 +48,7 @@ class Program(_Literal):
     shift: int = 0
     ignore_index: int = -100
     memory_budget: int | str = DEFAULT
+    gradient_tolerance: float = 0.0
     offloaded: bool = False  # in torch: a hook moves what the graph saves to row-major memory of the CPU, and back
 
     @property
@@ -55,6 +59,11 @@ class Program(_Literal):
     def may_save(self) -> bool:
         """Whether the backward pass may use exponentials that were rounded to 16 bits."""
         return self.dtype == "bfloat16" and self.impl in ("auto", "cce") and self.memory_budget != 0
+
+    @property
+    def may_leave_out(self) -> bool:
+        """Whether blocks of dz may be left out: by the kernels for Hopper, which take MANY tokens or more."""
+        return self.gradient_tolerance > 0 and self.may_save and self.label_smoothing == 0 and self.tokens >= MANY
 
     def type_of(self, name: str) -> str:
         """The type of an array, and of its gradient."""
@@ -72,8 +81,8 @@ class Data(_Literal):
     """What the arrays hold."""
 
     seed: int = 0
-    kind: str = "flat"  # trained, confident or far
-    size: float = 1.0  # of the logits of flat and far, the standard deviation; of confident, the target's
+    kind: str = "flat"  # trained, confident, far or together
+    size: float = 1.0  # of the logits of flat and far, the standard deviation; of confident and together, the target's
     ignored: str = "none"  # one, few, most, runs, all but one, all
     poison: str = ""  # what ignored tokens' embeddings and weights hold: nan or inf
     out_of_range: int = 0  # of so many tokens the target is
@@ -160,7 +169,10 @@ def _program(rng: np.random.Generator, where: str) -> Program:
         program = replace(program, vocabulary=program.vocabulary + 8 * int(more.integers(1, 8)))
     if where == "small" and impl == "chunked" and more.uniform() < 0.5:  # several groups, of 1024 columns or more
         program = replace(program, vocabulary=program.vocabulary * 10)
-    return _with_budget(rng, replace(program, mixed=mixed, offloaded=offloaded), where)
+    program = _with_budget(rng, replace(program, mixed=mixed, offloaded=offloaded), where)
+    if where == "hopper" and objective != "loss":  # whose gradients take its interpreter twice as long
+        return program
+    return replace(program, gradient_tolerance=float(rng.choice(TOLERANCES, p=[0.4, 0.15, 0.15, 0.15, 0.15])))
 
 
 def _shape(rng: np.random.Generator, where: str, for_hopper: bool) -> tuple[int, int, int]:
@@ -243,7 +255,7 @@ def _data(rng: np.random.Generator, program: Program) -> Data:
     defined = "class_weight" not in program.arrays or program.reduction != "mean" or program.num_items is not None
     if defined and rng.uniform() < (0.5 if program.objective == "lse" else 0.05):
         bad = int(rng.integers(1, 4))
-    return Data(
+    data = Data(
         seed=int(rng.integers(2**31)),
         kind=kind,
         size=round(_log_uniform(rng, *sizes), 3),
@@ -254,3 +266,6 @@ def _data(rng: np.random.Generator, program: Program) -> Data:
         cotangent=1.0 if rng.uniform() < 0.6 else round(_log_uniform(rng, 1e-4, 1e3), 6),
         odd=bool(rng.uniform() < 0.3),
     )
+    if program.may_leave_out and rng.uniform() < 0.5:
+        return replace(data, kind="together", size=round(_log_uniform(rng, 6.0, 25.0), 3))
+    return data

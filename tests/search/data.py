@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 
 from bench.data import CANDIDATES, DECAY, LARGEST_LOGIT, Shape, _zipf_rows
+from cce_kernels.block_sparse import PART
 from tests.cases import DTYPES, Inputs
 from tests.search.calls import Call, Data, Program
 
@@ -69,6 +70,7 @@ def _embeddings(
 
     flat: logits alike, targets unrelated to them. trained: a few likely tokens, Zipf distributed, the target one of
     them. confident: the target's logit far above the others, for one token in five far below. far: logits to ±1e4.
+    together: likely columns stand side by side, the same ones for neighbouring tokens.
     """
     tokens = targets.size
     c = rng.standard_normal((vocabulary, width), np.float32) / np.float32(np.sqrt(width))
@@ -81,6 +83,13 @@ def _embeddings(
             e += logit * c[likely[:, k]]
         p = np.exp(logits - logits.max())
         return e, c, likely[np.arange(tokens), rng.choice(ranks.size, tokens, p=p / p.sum())]
+    if data.kind == "together":
+        group = np.arange(vocabulary) // PART
+        c = 0.5 * c + rng.standard_normal((vocabulary, width), np.float32)[group] / np.float32(np.sqrt(width))
+        first = np.repeat(rng.integers(vocabulary, size=tokens // PART + 1) // PART * PART, PART)[:tokens]
+        targets = np.minimum(first + rng.integers(PART, size=tokens), vocabulary - 1)
+        own = c[targets]
+        return data.size * own / np.maximum(np.sum(own * own, axis=1, keepdims=True), 1e-3), c, targets
     if data.kind == "confident":
         own = c[targets]
         side = np.where(rng.uniform(size=(tokens, 1)) < 0.2, -1.0, 1.0)

@@ -1,8 +1,14 @@
-"""Runs a drawn call in its package and compares all that it gives with float64."""
+"""Runs a drawn call in its package and compares all that it gives with float64.
+
+Where a call has a gradient_tolerance the forward pass forms the gradients if the memory_budget allows it, however long
+that takes: no other way leaves out anything.
+"""
 
 from contextlib import nullcontext
 from functools import cache
+from math import inf
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,21 +16,34 @@ import numpy as np
 
 import cce_jax
 from cce_jax import plans
+from cce_kernels import contract
 from cce_kernels.device import local_gpu
 from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs as Arrays
 from cce_kernels.numbers import Wanted
+from cce_kernels.plan import choose
+from cce_kernels.plan.plan import Plan
 from tests.cases import Inputs
 from tests.search.bounds import Check, checks
-from tests.search.calls import Call, Program
+from tests.search.calls import DEFAULT, Call, Program
 from tests.search.data import drawn_arrays, unrounded
 from tests.search.truth import truth
 
 
 def engine(program: Program) -> str:
     """Which engine computes this call's logits, as a word for the summary."""
-    if program.impl in ("reference", "torch_compile"):
+    plan = planned(program)
+    if plan is None:
         return program.impl
+    name = plan.forward.sums.engine.name
+    return f"{name}, interpreted" if plan.gpu is not None and plan.gpu.interpreted else name
+
+
+@mock.patch.object(choose, "DEARER", inf)
+def planned(program: Program) -> Plan | None:
+    """The plan of a call; None for those that have none."""
+    if program.impl in ("reference", "torch_compile"):
+        return None
     d, v = program.width, program.vocabulary
     shapes = (program.tokens, d), (v, d) if program.vocab_axis == 0 else (d, v)
     e, c, bias = (jax.ShapeDtypeStruct(shape, program.dtype) for shape in (*shapes, (v,)))  # as the passes get them
@@ -34,12 +53,13 @@ def engine(program: Program) -> str:
         Head(program.softcap, program.vocab_axis),
         program.label_smoothing > 0,
         program.impl,  # type: ignore[arg-type]
-        0,
+        None if program.memory_budget == DEFAULT else contract.memory_budget(program.memory_budget),
         local_gpu(),
+        wide_dc=program.mixed,
+        gradient_tolerance=program.gradient_tolerance,
     )
-    plan = plans.plan_for(arrays, static, wanted if wanted != Wanted(False, False, False) else None)
-    name = plan.forward.sums.engine.name
-    return f"{name}, interpreted" if plan.gpu is not None and plan.gpu.interpreted else name
+    wanted = None if wanted == Wanted(False, False, False) else wanted
+    return plans.plan_for(arrays, static, wanted, one_factor=program.reduction != "none")
 
 
 def examine(call: Call) -> list[Check]:
@@ -77,6 +97,7 @@ def _numbers() -> tuple[Any, str]:
     return np, "cpu"
 
 
+@mock.patch.object(choose, "DEARER", inf)
 def run_jax(program: Program, given: Inputs) -> dict[str, np.ndarray]:
     """loss, lse and the gradients, as tests/search/bounds.py takes them."""
     every = _differentiable(program, given)
@@ -114,6 +135,7 @@ def _jax_program(program: Program):
     return jax.jit(jax.grad(objective, has_aux=True) if program.wanted else evaluate)
 
 
+@mock.patch.object(choose, "DEARER", inf)
 def run_torch(program: Program, given: Inputs) -> dict[str, np.ndarray]:
     """As run_jax."""
     import torch

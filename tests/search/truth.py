@@ -32,7 +32,15 @@ Nor are they where many tokens have the same dz, as confident ones do: all are r
 Σ_i (dz_iv rounded − dz_iv)·e_i is computed, and what it has beyond independent errors is added: all of it for a float32
 c beside a 16-bit e, as dc is not rounded itself.
 
-tests/search/bounds.py turns both into what a gradient may be off by.
+With a gradient_tolerance τ the products may leave out columns L of token i, never the target's, whose part of dz is
+
+    Σ_v∈L |dz_iv|  ≤  ℓ_i = τ·|scale|·(|a_i|·Σ_v≠t_i p_iv·|∂z/∂y| + Σ_v |a_i|·δp_iv·|∂z/∂y|)
+
+(cce_kernels/block_sparse.py; the second sum is what float32 makes of the first). So de_i may lack ℓ_i·max_v ‖c_v‖, and
+dc_v Σ_i min(|dz_iv|, ℓ_i)·‖e_i‖ over tokens of another target. Any rows of dc together may lack Σ_i ℓ_i·‖e_i‖ at most,
+as the columns of a token share its ℓ_i. loss, lse and dbias are exact.
+
+tests/search/bounds.py turns all of it into what a gradient may be off by.
 """
 
 from dataclasses import dataclass
@@ -58,6 +66,8 @@ class Rows:
     float32: np.ndarray  # the same of δdz, independent of each other
     alike: np.ndarray  # the square of what δdz adds up to where all have one sign, and the type's errors that do
     summed: np.ndarray  # Σ dz²·‖·‖², of whose partial sums float32 rounds each
+    left_out: np.ndarray  # the square of what the products may leave out of the row
+    of_any_rows: float = np.inf  # what they may leave out of any rows together
 
 
 @dataclass
@@ -189,14 +199,15 @@ def _gradients(
     quantum = FLOAT16_QUANTUM * largest if program.dtype == "float16" else 0.0
     unit = roundoff(program.dtype)
     e_squares, c_squares = head.norms[0] ** 2, head.norms[1] ** 2
+    tolerance = program.gradient_tolerance if program.may_leave_out else 0.0
     ones = xp.ones_like(c_squares)
 
     def zeros(*shape: int) -> Any:
         return head.put(np.zeros(shape))
 
-    of_e: dict[str, list] = {name: [] for name in ("value", "rounded", "float32", "alike", "summed")}
+    of_e: dict[str, list] = {name: [] for name in ("value", "rounded", "float32", "alike", "summed", "left_out")}
     dc, dc_alike, dc_flat, dc_lost = (zeros(vocabulary, width) for _ in range(4))
-    db, db_alike = zeros(vocabulary), zeros(vocabulary)
+    db, db_alike, dc_left_out, of_any_rows = zeros(vocabulary), zeros(vocabulary), zeros(vocabulary), 0.0
     of_c, of_b = ({name: zeros(vocabulary) for name in ("rounded", "float32", "summed")} for _ in range(2))
     for rows in head.blocks():
         z, slope, error = head.logits(rows)
@@ -227,6 +238,11 @@ def _gradients(
         of_e["alike"].append((_norms(signed @ head.c) + _norms(flat @ head.c)) ** 2)
         for name, squares in (("rounded", rounded), ("float32", d_square), ("summed", square)):
             of_e[name].append(squares @ c_squares)
+        of_others = xp.abs(xp.where(is_target, 0.0, head.scale * slope * A * p))
+        most = tolerance * (of_others + abs(head.scale) * slope * xp.abs(A) * d_p).sum(1)
+        of_e["left_out"].append((most * head.norms[1].max()) ** 2)
+        dc_left_out += head.norms[0][rows] @ xp.minimum(of_others, most[:, None])
+        of_any_rows += float((head.norms[0][rows] * most).sum())
         own_squares = e_squares[rows]
         dc += dz.T @ head.e[rows]
         dc_alike += signed.T @ head.e[rows]
@@ -247,16 +263,17 @@ def _gradients(
         for name, x in numbers.items():
             x[places] = head.get(xp.concatenate(of_e[name]))
 
-    def of_columns(value: Any, alike: Any, others: dict[str, Any]) -> Rows:
-        return Rows(value, alike=head.get(alike), **{name: head.get(x) for name, x in others.items()})
+    def of_columns(value: Any, alike: Any, others: dict[str, Any], left_out: Any, of_any_rows: float = 0.0) -> Rows:
+        arrays = {name: head.get(x) for name, x in (others | {"alike": alike, "left_out": left_out}).items()}
+        return Rows(value, **arrays, of_any_rows=of_any_rows)
 
     lost = _norms(dc_lost)
     if not program.mixed:
         lost = xp.clip(lost - unit * of_c["rounded"] ** 0.5, 0.0, None)
     found = {
         "e": Rows(placed, **numbers),
-        "c": of_columns(dc, (_norms(dc_alike) + _norms(dc_flat) + lost) ** 2, of_c),
-        "bias": of_columns((db * ones)[:, None], db_alike**2, of_b),
+        "c": of_columns(dc, (_norms(dc_alike) + _norms(dc_flat) + lost) ** 2, of_c, dc_left_out**2, float(of_any_rows)),
+        "bias": of_columns((db * ones)[:, None], db_alike**2, of_b, zeros(vocabulary)),
     }
     return {name: x for name, x in found.items() if name in program.wanted}
 
