@@ -5,6 +5,7 @@ laws, rows with all of their mass in one part, sums just under and just over the
 finite, and arbitrary numbers where no token is kept.
 """
 
+import re
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -263,6 +264,16 @@ def test_all_blocks_have_the_shape_of_kept_blocks():
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
         assert x.all()
     assert all_blocks(replace(call, gradient_tolerance=0.0), 300) is None
+
+
+def test_where_jax_has_64_bits_no_array_is_float64():
+    """Scores were, and the search for thresholds read twice the bytes."""
+    masses, each = np.zeros((4, 256), np.float32), np.zeros(256, np.float32)
+    with jax.enable_x64(True):
+        traced = jax.make_jaxpr(kept_blocks, static_argnums=(2, 3))
+        program = traced(masses, Tokens(np.int32(each), each, np.zeros(1, np.int32)), 0.1, thresholds)
+    assert "cce_thresholds" in str(program)
+    assert not re.search(r"f64\[\d", str(program))
 
 
 listed = jax.jit(Listed.of)

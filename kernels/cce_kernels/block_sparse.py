@@ -116,7 +116,7 @@ def _kept(masses: jax.Array, own: jax.Array, most: jax.Array, block: int, thresh
         scores = jnp.where(own, jnp.inf, jnp.sum(of_masses.reshape(parts, -1, block), axis=2))
         return scores, thresholds(masses, scores, most).reshape(-1, block)
 
-    weights = jnp.ones(rows)
+    weights = jnp.ones(rows, jnp.float32)
     scores, found = scored(weights)
     for _ in range(WEIGHED):
         least = jnp.min(found, axis=1, keepdims=True)
