@@ -22,7 +22,7 @@ test: $(VENV)/dev  ## all tests that need no GPU, on all cores
 
 # Mosaic GPU has an interpreter, and XLA compiles for a GPU that is not there, from JAX 0.11 on: Python 3.12.
 test-hopper: $(VENV)/hopper  ## tests of the kernels for Hopper GPUs, interpreted, and of what programs hold on an H200
-	$(BIN)/python -m pytest -n auto tests/test_hopper.py tests/test_in_forward.py tests/test_plan.py tests/test_held.py
+	$(BIN)/python -m pytest -n auto $(addprefix tests/test_,hopper.py block_sparse_hopper.py in_forward.py plan.py held.py)
 	$(BIN)/python -m pytest -n auto tests/test_search.py -k hopper
 
 lint: $(VENV)/dev

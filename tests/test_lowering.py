@@ -14,8 +14,10 @@ from jax.experimental.pallas import triton as plgpu
 from cce_jax import api, linear_cross_entropy
 from cce_kernels import backward, forward
 from cce_kernels.block_floats import block_of, steps_shape
+from cce_kernels.block_sparse import DE_BLOCK
 from cce_kernels.device import Gpu
 from cce_kernels.engines import hopper
+from cce_kernels.engines.engine import Step
 from cce_kernels.engines.triton import TRITON
 from cce_kernels.engines.triton.tiles import NARROW, NARROW_TABLE, SAFE, TABLE, Tiles, tiles_for
 from cce_kernels.exponentials import saved_shape
@@ -320,6 +322,16 @@ def test_the_sum_of_dc_fits_its_gpu(capability):
         taken = resources(kernel, capability)
         limits = Resources(LIMITS.get(capability, min(LIMITS.values())) * 1024, REGISTERS, summed.spilled, 0)
         assert all(have <= most for have, most in zip(taken, limits, strict=True)), f"{summed}: {taken}"
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+def test_the_search_for_thresholds_fits_its_gpu(bits):
+    """Whatever size JAX's integers have by default. Only the kernels for Hopper leave out blocks."""
+    thresholds = partial(TRITON.thresholds, Step(TRITON, None), Gpu("9.0", 132))
+    with jax.enable_x64(bits == 64):
+        (kernel,) = kernels(thresholds, S((4000, 1024), F32), S((4000, 1024 // DE_BLOCK.tokens), F32), S((1024,), F32))
+    taken, limits = resources(kernel, "9.0"), Resources(LIMITS["9.0"] * 1024, REGISTERS, 0, 0)
+    assert all(have <= most for have, most in zip(taken, limits, strict=True)), taken
 
 
 def test_the_table_reaches_the_kernels(monkeypatch):
