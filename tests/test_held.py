@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 from cce_jax import linear_cross_entropy, passes, plans
-from cce_kernels import in_forward
+from cce_kernels import block_sparse, in_forward
 from cce_kernels.block_floats import steps_shape
-from cce_kernels.block_sparse import all_blocks
 from cce_kernels.call import ITEMSIZE
 from cce_kernels.call import Call as Planned
 from cce_kernels.default_budget import default_budget
@@ -49,6 +48,7 @@ class Call:
     impl: Literal["auto", "chunked"] = "auto"
     reduction: Literal["mean", "sum", "none"] = "none"
     precision: Literal["highest"] | None = None
+    gradient_tolerance: float = 0.0
 
     def __str__(self) -> str:
         budget = "default budget" if self.memory_budget is None else f"{self.memory_budget // MIB} MiB"
@@ -58,7 +58,7 @@ class Call:
         options = f", softcap {self.softcap}" * bool(self.softcap) + ", smoothing" * bool(self.label_smoothing)
         gradients = ", gradients of " + " ".join(NAMES[k] for k in self.wanted)
         options += f", {self.precision} precision" * bool(self.precision)
-        options += f", {self.reduction}" * (self.reduction != "none")
+        options += f", {self.reduction}" * (self.reduction != "none") + ", tolerance" * (self.gradient_tolerance > 0)
         return shape + layout + ", bias" * self.bias + options + gradients
 
     @classmethod
@@ -107,7 +107,8 @@ class Call:
             call = replace(call, wanted=(*call.wanted, 3))
         chunk, everything = 512 * (call.vocabulary + 12 * call.width), 2 * call.tokens * call.vocabulary
         some = [64 * MIB + int(chunk * (everything / chunk) ** draw.uniform(0.1, 1)) for _ in range(4)]
-        return replace(call, memory_budget=draw.choice([64 * MIB, None, *some]))
+        tolerance = more.choice([0.0, 0.0, 2.0**-7])
+        return replace(call, memory_budget=draw.choice([64 * MIB, None, *some]), gradient_tolerance=tolerance)
 
     @property
     def budget(self) -> int:
@@ -125,6 +126,7 @@ class Call:
 
     def held(self) -> int:
         names = ("vocab_axis", "softcap", "label_smoothing", "memory_budget", "impl", "precision", "reduction")
+        names += ("gradient_tolerance",)
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
 
         def loss(e, c, targets, bias):
@@ -154,6 +156,7 @@ def planned(call: Call) -> Plan:
             call.budget,
             wide_dc=call.mixed,
             one_factor=call.reduction != "none",
+            gradient_tolerance=call.gradient_tolerance,
         ),
         H200,
         call.impl,
@@ -244,6 +247,7 @@ def test_a_forward_pass_by_itself_is_within_the_budget(call):
         call.memory_budget,
         H200,
         wide_dc=call.mixed,
+        gradient_tolerance=call.gradient_tolerance,
     )
     c_shape = (call.vocabulary, call.width) if call.vocab_axis == 0 else (call.width, call.vocabulary)
     shaped = partial(jax.ShapeDtypeStruct, dtype=call.dtype)
@@ -296,7 +300,7 @@ def test_the_halves_of_a_chunk_work_in_place(wanted, axis, tolerance):
     if wanted.c:
         steps = shaped(steps_shape(vocabulary, width, chunks.block), jnp.float32)
     given = e, c, shaped((n,), jnp.int32), shaped((n,), jnp.float32), shaped((1,), jnp.int32)
-    blocks = jax.eval_shape(lambda: all_blocks(plan.call, n))
+    blocks = block_sparse.shapes_of(plan.call, n)
 
     def chunk(e, c, targets, reference, count):
         return in_forward.Chunk.of(Inputs(e, c, None, targets), reference, count)

@@ -467,7 +467,10 @@ def drawn(rng: np.random.Generator) -> tuple[Call, Gpu | None, str]:
     head = Head(pick((None, None, None, 30.0, 50.0)), int(rng.integers(2)))
     wanted = Wanted(e, c, bias) if rng.random() < 0.8 else None
     wide_de, wide_dc, one_factor = (bool(x) for x in rng.random(3) < (0.2, 0.2, 0.5))
-    call = Call(tokens, width, vocabulary, dtype, head, bias, with_sum, wanted, budget, wide_de, wide_dc, one_factor)
+    tolerance = pick((0.0, 2.0**-7))
+    call = Call(
+        tokens, width, vocabulary, dtype, head, bias, with_sum, wanted, budget, wide_de, wide_dc, one_factor, tolerance
+    )
     return call, gpu, impl
 
 

@@ -31,8 +31,8 @@ from jax import lax
 from torch import Tensor
 
 from cce_jax import losses, passes, plans
-from cce_kernels import in_forward
-from cce_kernels.block_sparse import Blocks, all_blocks
+from cce_kernels import block_sparse, in_forward
+from cce_kernels.block_sparse import Blocks
 from cce_kernels.exponentials import saved_shape
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Shard, Statistics, Wanted
 from cce_kernels.plan import Chunks, Plan
@@ -301,8 +301,7 @@ def chunk_statistics(way: Way, chunk: Chunk, memory: Tensor | None) -> tuple[Ten
         shape = saved_shape(n, call.vocabulary) if way.stores else (n, call.vocabulary)
         memory = new(shape, dtype=chunk.e.dtype if way.stores else torch.float32)
     own = new((way.kind.call.rows, n), dtype=torch.float32)
-    shapes = jax.tree.leaves(jax.eval_shape(lambda: all_blocks(call, n)))
-    outputs = [own, memory, *(new(x.shape, dtype=torch.bool) for x in shapes)]
+    outputs = [own, memory, *(new(x.shape, dtype=torch.bool) for x in block_sparse.shapes_of(call, n) or ())]
     own, values, *blocks = bridge.run(_chunk_statistics_program(way, n, len(outputs)), chunk, outputs)
     return own, in_forward.Columns(values, Blocks(*blocks) if blocks else None)  # type: ignore[arg-type]
 

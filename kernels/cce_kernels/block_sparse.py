@@ -23,8 +23,8 @@ part with the target of any token of the block has the score inf. A shard of the
 columns; the sum over all shards is (1) again.
 
 T_i is a sum over parts less the target's own P, which in the target's part may cancel. So the difference is taken there
-alone, and lowered by ROUNDED times that part: more is then kept, never less. A token whose masses are not finite keeps
-everything.
+alone, and lowered by ROUNDED times that part: more is then kept, never less. (Float32 rounds a logit beyond 2¹³ by more
+than ROUNDED. (1) then holds up to that rounding.) A token whose masses are not finite keeps everything.
 """
 
 from collections.abc import Callable
@@ -39,6 +39,7 @@ PART = 64  # columns of the vocabulary
 WEIGHED = 2
 ROUNDED = 2.0**-10  # of an exponential: more than what the rounding of a logit changes
 LEAST = 1e-30  # so that a quotient is finite
+OUTSIDE = 2**24  # a step beyond every array
 
 
 class Shape(NamedTuple):
@@ -59,12 +60,18 @@ class Blocks(NamedTuple):
     dc: jax.Array
 
 
-def all_blocks(call: Call, tokens: int) -> Blocks | None:
-    """Every block is kept; None for a call without a tolerance."""
+def shapes_of(call: Call, tokens: int) -> Blocks | None:
+    """The shapes of the blocks of a chunk of so many tokens, as jax.ShapeDtypeStruct; None without a tolerance."""
     if not call.gradient_tolerance:
         return None
-    sizes = [-(-size // MULTIPLE) * MULTIPLE for size in (tokens, call.vocabulary)]
-    return Blocks(*(jnp.ones((sizes[0] // x.tokens, sizes[1] // x.columns), bool) for x in (DE_BLOCK, DC_BLOCK)))
+    rows, columns = (-(-size // MULTIPLE) * MULTIPLE for size in (tokens, call.vocabulary))
+    shapes = ((rows // x.tokens, columns // x.columns) for x in (DE_BLOCK, DC_BLOCK))
+    return Blocks(*(jax.ShapeDtypeStruct(shape, bool) for shape in shapes))  # type: ignore[arg-type]
+
+
+def all_blocks(call: Call, tokens: int) -> Blocks | None:
+    """Every block is kept; None for a call without a tolerance."""
+    return jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes_of(call, tokens))
 
 
 class Tokens(NamedTuple):
@@ -139,9 +146,6 @@ class Listed(NamedTuple):
         count = jnp.sum(kept, axis=1, dtype=jnp.int32)
         some = count > 0
         return cls(_first(kept), count, _first(some[None])[0], jnp.sum(some, dtype=jnp.int32).reshape(1))
-
-
-OUTSIDE = 2**24  # a step beyond every array
 
 
 def _first(kept: jax.Array) -> jax.Array:

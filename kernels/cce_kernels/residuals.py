@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from cce_kernels import block_sparse
 from cce_kernels.block_floats import steps_shape
-from cce_kernels.block_sparse import all_blocks
-from cce_kernels.call import Call
 from cce_kernels.exponentials import saved_shape
 from cce_kernels.gradients import Left
 from cce_kernels.plan.plan import Plan
@@ -39,11 +38,6 @@ class Residuals(NamedTuple):
         return self.de is not None or self.dc is not None or self.dbias is not None
 
 
-def _blocks(call: Call, tokens: int) -> Any:
-    blocks = jax.eval_shape(lambda: all_blocks(call, tokens))
-    return None if blocks is None else blocks.dc
-
-
 def shapes_of(plan: Plan) -> Residuals:
     """The shapes and types of what the forward pass leaves by this plan, as jax.ShapeDtypeStruct."""
     call, how, wanted = plan.call, plan.in_forward, plan.call.wanted
@@ -63,7 +57,9 @@ def shapes_of(plan: Plan) -> Residuals:
     if rows:
         unit = array(dtype=wide) if call.dtype == "float16" and how.forward is None else None
         left = array(*saved_shape(rows, call.vocabulary))
-        last = Left(left, array(rows, call.width), unit, array(1, dtype=jnp.int32), _blocks(call, rows))
+        blocks = block_sparse.shapes_of(call, rows)
+        kept = None if blocks is None else blocks.dc
+        last = Left(left, array(rows, call.width), unit, array(1, dtype=jnp.int32), kept)
         steps = array(*steps_shape(call.vocabulary, call.width, how.chunks.block), dtype=jnp.float32)
     return Residuals(
         de=array(call.tokens, call.width, dtype=call.de_dtype) if wanted.e else None,

@@ -196,7 +196,8 @@ class Launched:
     ) -> Products:
         """The two matmuls with dz of the first `count` tokens, or of all tokens if the engine does not stop.
 
-        unit: the number that dz was divided by. blocks: of dz, that add_de multiplies (block_sparse.Blocks.de).
+        unit: the number that dz was divided by. blocks: of dz, that add_de multiplies (block_sparse.Blocks.de);
+        an engine that is not block_sparse multiplies all.
         """
         return self.kernels.products(step, problem, unit, count, blocks)
 

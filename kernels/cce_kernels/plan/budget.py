@@ -152,10 +152,9 @@ class Bytes:
         if not self.stores:
             return XLA.chunk_bytes(call, tokens, columns, self.gpu)
         of_de = self.sums_of_de(tokens) + call.de_itemsize  # partial sums, and their sum
+        of_e = call.itemsize + max(call.itemsize, of_de * call.wants.e)  # e, and scaled e
         masses = 6 * columns // PART * bool(call.gradient_tolerance)  # and sums and scores of them
-        return (
-            2 * columns + masses + (call.itemsize + max(call.itemsize, of_de * call.wants.e)) * call.width
-        )  # e, and scaled e
+        return 2 * columns + masses + of_e * call.width
 
     def of_chunks(self, chunks: Chunks) -> int:
         """What is held where the forward pass forms the gradients in these chunks.

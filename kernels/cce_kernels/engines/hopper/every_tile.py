@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from cce_kernels.device import Gpu
-from cce_kernels.engines.hopper.matmul import Multiply, Sum, Work, launch
+from cce_kernels.engines.hopper.matmul import Multiply, Sum, Work, launch, over_tiles
 from cce_kernels.engines.hopper.registers import BLOCK, quotient
 from cce_kernels.engines.hopper.tiles import PAIR_ROWS, units_of
 from cce_kernels.engines.order import grouped_order
@@ -89,15 +88,11 @@ def every_tile(
             return Work(count, lambda n: at_program(shape.at(at(n)), program), shape.sum)
 
         def compute(warpgroup, work, product):
-            program, (_, at) = lax.axis_index("cluster"), of_unit(lax.axis_index("pair"))
-
-            def tile(n, first_step):
-                first, column = at_program(shape.at(at(n)), program)
-                steps, row = shape.sum.steps_at(first, column), warpgroup.first_row(first)
+            def tile(at, first_step, steps):
+                row, column = warpgroup.first_row(at[0]), at[1]
                 write(warpgroup, partial(product, first_step, steps), row, column, out_ref, others, *more_refs)
-                return first_step + steps
 
-            return lax.fori_loop(jnp.int32(0), work.tiles, tile, jnp.int32(0))
+            return over_tiles(work, tile)
 
         return work, compute
 

@@ -69,8 +69,22 @@ class Sum(NamedTuple):
     origin: Callable[[Any, Any], "Origin"]  # (row, column) of a tile -> where its operands begin
     limit: Any = None  # left counts as 0 from this index of its inner axis on; None: no limit
 
-    def steps_at(self, row, column):
-        return self.steps(row, column) if callable(self.steps) else self.steps
+
+def over_tiles(work: Work, tile: Callable[[tuple[Any, Any], Any, Any], None]) -> Any:
+    """Calls tile((row, column), first_step, steps) for each tile of a program. Returns the steps of all tiles.
+
+    first_step: the steps of the tiles before.
+    """
+    same = None if callable(work.sum.steps) else work.sum.steps
+
+    def body(n, first_step):
+        at = work.at(n)
+        steps = work.sum.steps(*at) if same is None else same
+        tile(at, first_step if same is None else n * same, steps)
+        return first_step + steps if same is None else first_step
+
+    total = lax.fori_loop(jnp.int32(0), work.tiles, body, jnp.int32(0))
+    return total if same is None else work.tiles * same
 
 
 class Origin(NamedTuple):
@@ -163,9 +177,8 @@ def _copies(shared: _Shared, multiply: Multiply, left, right, work: Work) -> Non
     stages, limit, size, buffers = multiply.tiles.stages, work.sum.limit, multiply.gather, (shared.left, shared.right)
     shared_left, shared_right = ("cluster", None) if multiply.tiles.across else (None, "cluster")
 
-    def tile(n, first_step):
-        at = work.at(n)
-        origin, steps = work.sum.origin(*at), work.sum.steps_at(*at)
+    def tile(at, first_step, steps):
+        origin = work.sum.origin(*at)
         row = multiple(origin.row, TMA_ROWS if multiply.left_axis else DEPTH)
         left_inner, right_inner = multiple(origin.left_inner, DEPTH), multiple(origin.right_inner, DEPTH)
         columns = pl.ds(multiple(origin.column, DEPTH), multiply.tiles.columns)
@@ -192,13 +205,12 @@ def _copies(shared: _Shared, multiply: Multiply, left, right, work: Work) -> Non
             return carry
 
         lax.fori_loop(jnp.int32(0), steps, step, None)
-        return first_step + steps
 
     def drain(i, carry):  # a program must not end while its pair's other program still copies into its shared memory
         plgpu.barrier_wait(shared.free.at[remainder(i, stages)])
         return carry
 
-    total = lax.fori_loop(jnp.int32(0), work.tiles, tile, jnp.int32(0))
+    total = over_tiles(work, tile)
     lax.fori_loop(jnp.maximum(total - stages, 0), total, drain, None)
 
 

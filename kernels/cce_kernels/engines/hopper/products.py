@@ -5,6 +5,7 @@
     dc           dzᵀ·e                   written once, for a group of columns; or added to dc, float32, for all columns
                  Pᵀ·(r·e)                or this, for all columns
 
+A block-sparse de sums over the listed steps of each row block alone (cce_kernels/block_sparse.py).
 Read: left once per 256 columns and right once per 256 rows, from L2 where programs that run at the same time share
 them. Never made: a copy of c_g, dc_g or any other part of an array. The memory system adds to de, each element once a
 launch, so that the order of the sum is fixed. Each matmul stops at the last kept token: what is written once has any
@@ -66,9 +67,8 @@ def products(
 
     def add_de(de, dz, window):
         adds = de is not None
-        if (
-            not adds and splits > 1 and tokens % step.de.of_pair[0]
-        ):  # a partial sum's last tile has rows of the next one
+        # A partial sum's last tile may have rows of the next one.
+        if not adds and splits > 1 and tokens % step.de.of_pair[0]:
             de, adds = jnp.zeros((splits * tokens, width), jnp.float32), True
         elif not adds:
             de = lax.empty((splits * tokens, width), jnp.float32)

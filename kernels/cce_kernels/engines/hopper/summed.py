@@ -6,6 +6,8 @@
 P: a chunk's exponentials, r·e: its scaled embeddings (cce_kernels/exponentials.py).
 Read: P once per 256 columns and e once per 256 rows, from L2 where programs that run at the same time share them; dc
 once, copied while the tensor cores multiply. Written: dc once, 2 bytes an element; a step for each block.
+Block-sparse (cce_kernels/block_sparse.py): of P and e only what is listed for 256 entries of the vocabulary. Before the
+last sum, entries for which nothing is listed are neither read nor written.
 Never made: dc in float32.
 """
 
