@@ -299,7 +299,7 @@ def _statistics(inputs: Inputs, core: Core, layout: Layout | None) -> Statistics
     """The core's numbers for e (..., D) and targets (...) of any number of axes, and for no tokens."""
     if inputs.targets.size == 0:
         zeros = jnp.zeros_like(inputs.targets, jnp.promote_types(inputs.e.dtype, jnp.float32))
-        return Statistics(zeros, zeros, zeros if core.with_sum else None)
+        return Statistics(zeros, zeros, *(zeros if asked else None for asked in (core.with_sum, core.with_mean)))
     return statistics(inputs, core, layout)
 
 

@@ -1,34 +1,39 @@
-"""Three numbers per token and their derivative: the only derivative in this project that is written by hand.
+"""Some numbers per token and their derivative: the only derivative in this project that is written by hand.
 
 With N tokens, width D and vocabulary V, embeddings e (N, D), classifier c (V, D), bias b (V,), targets t (N,) and
-weights w (V,), let the logits be
+weights w (V,), and τ_i = 1 / temperature of token i, let the logits be
 
-    z_iv = softcap(scale · (e_i·c_v + b_v)),        softcap(y) = κ·tanh(y / κ),  or y where no softcap κ is set.
+    z_iv = τ_i · softcap(scale · (e_i·c_v + b_v)),     softcap(y) = κ·tanh(y / κ),  or y where no softcap κ is set.
 
 The core returns, in float32,
 
     lse_i    = log Σ_v exp z_iv                                                                              (1)
     target_i = z_i,t_i                                                                                       (2)
     sum_i    = Σ_v w_v z_iv                                                                                  (3)
+    mean_i   = Σ_v p_iv z_iv,        p_iv = exp(z_iv − lse_i)                                                (3')
 
+of which (3) and (3') only where they are asked for. The entropy of p_i is −Σ_v p_iv log p_iv = lse_i − mean_i.
 Every loss is plain arithmetic on these numbers (cce_jax/losses.py), which JAX differentiates. The core gets the
-cotangents a_i, t̂_i and s_i of (1), (2) and (3). The partial derivatives of (1)-(3) with respect to one logit are
+cotangents a_i, t̂_i, s_i and μ_i of (1), (2), (3) and (3'). The partial derivatives with respect to one logit are
 
     ∂lse_i/∂z_iv = exp(z_iv) / Σ_u exp(z_iu) = exp(z_iv − lse_i) = p_iv                                      (4)
     ∂target_i/∂z_iv = [v = t_i]           ∂sum_i/∂z_iv = w_v                                                 (5)
+    ∂mean_i/∂z_iv = p_iv + Σ_u z_iu ∂p_iu/∂z_iv = p_iv + Σ_u z_iu p_iu ([u = v] − p_iv)
+                  = p_iv·(1 + z_iv − mean_i)                                                                 (5')
 
-so by the chain rule, with y_iv = scale · (e_i·c_v + b_v) and ∂z/∂y = 1 − tanh²(y/κ) = 1 − (z/κ)²,
+so by the chain rule, with y_iv = scale · (e_i·c_v + b_v), x = z/τ and ∂x/∂y = 1 − tanh²(y/κ) = 1 − (x/κ)²,
 
-    dz_iv = (a_i·p_iv + t̂_i·[v = t_i] + s_i·w_v) · scale · (1 − (z_iv/κ)²)                                   (6)
+    dz_iv = (p_iv·(a_i + μ_i·(1 + z_iv − mean_i)) + t̂_i·[v = t_i] + s_i·w_v) · scale · τ_i · (1 − (x_iv/κ)²)   (6)
 
-is the cotangent of the raw product e_i·c_v + b_v. Since the product is bilinear,
+is the cotangent of the raw product e_i·c_v + b_v. (cce_kernels/mean.py has the form in which p's factor is computed.)
+A temperature has no derivative. Since the product is bilinear,
 
     de_i = Σ_v dz_iv c_v           dc_v = Σ_i dz_iv e_i           db_v = Σ_i dz_iv.                          (7)
 
 By (4) no array of size (N, V) need be kept: the backward pass computes the logits again and gets p from them and the
 saved lse. The plan chooses one of three ways to (7):
 
-    recomputed                 the residuals are the inputs and two or three numbers a token. The columns v are
+    recomputed                 the residuals are the inputs and two to four numbers a token. The columns v are
                                independent in (6) and (7), so they are computed one group at a time
     saved                      where the memory budget allows it, the exponentials of all tokens are a residual too
                                (cce_kernels/exponentials.py)
@@ -37,7 +42,7 @@ saved lse. The plan chooses one of three ways to (7):
 
 On several devices each computes its own tokens and columns (cce_jax/devices.py).
 
-A token whose target is negative is ignored: its three numbers are arbitrary, it contributes nothing to (7), and nothing
+A token whose target is negative is ignored: its numbers are arbitrary, it contributes nothing to (7), and nothing
 in its row of e, not even a NaN, reaches a gradient. A target of V or more names no logit: (2) is 0.
 """
 
@@ -60,15 +65,15 @@ NOTHING = Wanted(e=False, c=False, bias=False)
 
 
 def statistics(inputs: Inputs, core: Core, layout: Layout | None) -> Statistics:
-    """Equations (1)-(3), of the shape of targets, differentiable in e, c and bias. e: (..., D).
+    """Equations (1)-(3'), of the shape of targets, differentiable in e, c and bias. e: (..., D).
 
-    The sum is None unless core.with_sum.
+    The sum is None unless core.with_sum, and the mean unless core.with_mean.
     """
     if core.impl != "reference":
         return _statistics(core, layout, inputs)
     if layout is not None:
         return devices.whole_numbers(inputs, core, layout)
-    return _shaped(reference.statistics(passes.flat(inputs), head=core.head, with_sum=core.with_sum), inputs)
+    return _shaped(reference.statistics(passes.flat(inputs), core), inputs)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -273,7 +278,8 @@ def _emptied(numbers: Statistics, arrays: tuple[jax.Array, ...]) -> Held:
     of_device = Residuals(*residuals, last)  # type: ignore[arg-type]
     if lse is None:
         return Held(numbers, of_device, None)
-    return Held(Statistics(lse, target, None), of_device, Shard(numbers.lse, reference))  # type: ignore[arg-type]
+    shard = Shard(numbers.lse, reference, numbers.mean)  # type: ignore[arg-type]
+    return Held(Statistics(lse, target, None), of_device, shard)  # type: ignore[arg-type]
 
 
 def _as_shape(wanted: Wanted) -> jax.Array:

@@ -1,8 +1,9 @@
 """The two passes of the core on the devices of a Layout: what each device computes, and what the devices exchange.
 
-Let device d hold some tokens, and the columns V_d of the logits. With the numbers lse_id and sum_id of its columns,
+Let device d hold some tokens, and the columns V_d of the logits. With lse_id, sum_id and mean_id of its columns,
 
     target_i = Σ_d [t_i ∈ V_d] z_i,t_i        lse_i = log Σ_d exp lse_id        sum_i = Σ_d sum_id
+    mean_i = Σ_d exp(lse_id − lse_i) mean_id
     de_i = Σ_d Σ_{v ∈ V_d} dz_iv c_v          dc_v = Σ_i dz_iv e_i,  v ∈ V_d
 
 and dz_iv needs the numbers of token i over all columns, and nothing else of another device. The devices exchange:
@@ -41,6 +42,7 @@ from cce_jax import passes, reference
 from cce_jax.plans import Core
 from cce_jax.sharding import Axes, Layout, varying
 from cce_kernels.in_forward import CotangentsOf
+from cce_kernels.mean import over_runs
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
 from cce_kernels.plan import needs_reference
 from cce_kernels.residuals import Residuals
@@ -97,11 +99,12 @@ def gradients(
 def knows_cotangents(inputs: Inputs, token_weight: jax.Array | None, layout: Layout) -> bool:
     """Whether each device knows the cotangents of its tokens in the forward pass, up to one factor.
 
-    It does not where, by the types inside the caller's jax.shard_map, devices that share a token have different targets
-    or weights for it. The cotangents are then sums over these devices, which have one factor each.
+    It does not where, by the types inside the caller's jax.shard_map, devices that share a token have other targets,
+    temperatures or weights for it. The cotangents are then sums over these devices, with one factor each.
     """
     shared = _of_numbers(inputs, layout)
-    return not layout.typed or all(varying(x) <= shared for x in (inputs.targets, token_weight) if x is not None)
+    given = inputs.targets, inputs.inverse_temperature, token_weight
+    return not layout.typed or all(varying(x) <= shared for x in given if x is not None)
 
 
 def terms_of_numbers(terms: Any, inputs: Inputs, layout: Layout) -> Any:
@@ -171,7 +174,7 @@ def whole_numbers(inputs: Inputs, core: Core, layout: Layout) -> Statistics:
     def run(inputs: Inputs) -> Statistics:
         whole = _gathered(inputs, core, local)
         flat = passes.flat(whole._replace(targets=_columns_of(whole, core, local)))
-        numbers = reference.statistics(flat, head=core.head, with_sum=core.with_sum, over=local.columns)
+        numbers = reference.statistics(flat, core, local.columns)
         return jax.tree.map(lambda x: _own_tokens(x.reshape(whole.targets.shape), local), numbers)
 
     if not layout.explicit:
@@ -204,7 +207,7 @@ def of_columns(inputs: Inputs, core: Core, layout: Layout, wanted: Wanted | None
     of_shard = replace(core, wide_de=True)  # de is a part of a sum over devices
     of_own, residuals = passes.forward_pass(own, of_shard, wanted, reference)
     numbers = _of_all_columns(of_own, layout)
-    return numbers, Held(of_own, residuals, Shard(numbers.lse, reference))
+    return numbers, Held(of_own, residuals, Shard(numbers.lse, reference, numbers.mean))
 
 
 def _own_columns(inputs: Inputs, core: Core, layout: Layout, wanted: Wanted | None) -> tuple[Inputs, jax.Array | None]:
@@ -219,8 +222,11 @@ def _own_columns(inputs: Inputs, core: Core, layout: Layout, wanted: Wanted | No
 def _of_all_columns(of_own: Statistics, layout: Layout) -> Statistics:
     """The numbers over all columns, from those over each device's own columns."""
     of_devices = lax.all_gather(jnp.stack([x for x in of_own if x is not None], axis=1), layout.columns)
-    lse, (target, *total) = jax.nn.logsumexp(of_devices[..., 0], axis=0), jnp.sum(of_devices[..., 1:], axis=0).T
-    return Statistics(lse, target, *(total or [None]))
+    of_device, mean = of_devices[..., 0], None
+    if of_own.mean is not None:
+        of_devices, mean = of_devices[..., :-1], over_runs(of_device, of_devices[..., -1])
+    lse, (target, *total) = jax.nn.logsumexp(of_device, axis=0), jnp.sum(of_devices[..., 1:], axis=0).T
+    return Statistics(lse, target, total[0] if total else None, mean)
 
 
 def _inputs_of_device(inputs: Inputs, core: Core, layout: Layout) -> tuple[Inputs, Inputs]:
@@ -258,8 +264,7 @@ def _gathered(inputs: Inputs, core: Core, layout: Layout) -> Inputs:
     """The inputs after the gathers: of e and targets, or of c, bias and weights."""
     axis, columns = core.head.vocab_axis, layout.gathered_columns
     return inputs._replace(
-        e=_all_tokens(inputs.e, layout),
-        targets=_all_tokens(inputs.targets, layout),
+        **{name: _all_tokens(x, layout) for name, x in inputs.of_tokens.items()},
         c=_all(_all(inputs.c, columns, axis), layout.width, 1 - axis),
         bias=None if inputs.bias is None else _all(inputs.bias, columns, 0),
         weights=None if inputs.weights is None else _all(inputs.weights, columns, 0),
@@ -315,7 +320,8 @@ def _on_devices(run: Any, layout: Layout, in_specs: Any, out_specs: Any) -> Any:
 def _specs(core: Core, layout: Layout) -> Any:
     """The spec of each of the Inputs."""
     c, of_columns = layout.spec_of_c(core.head.vocab_axis), layout.spec_of_columns
-    specs: tuple[Any, ...] = layout.spec_of_e, c, of_columns, layout.spec_of_tokens, of_columns, P()
+    of_tokens = layout.spec_of_tokens
+    specs: tuple[Any, ...] = layout.spec_of_e, c, of_columns, of_tokens, of_columns, P(), of_tokens
     return Inputs(*specs)
 
 

@@ -19,7 +19,8 @@ from cce_kernels.residuals import Residuals, shapes_of
 
 def flat(inputs: Inputs) -> Inputs:
     """The inputs with one axis of tokens."""
-    return inputs._replace(e=inputs.e.reshape(-1, inputs.e.shape[-1]), targets=inputs.targets.reshape(-1))
+    of_tokens = {name: x.reshape(-1) for name, x in inputs.of_tokens.items() if name != "e"}
+    return inputs._replace(e=inputs.e.reshape(-1, inputs.e.shape[-1]), **of_tokens)
 
 
 def in_type_of_e(inputs: Inputs) -> Inputs:
@@ -40,7 +41,7 @@ def target_logits(inputs: Inputs, core: Core, wanted: Wanted | None) -> jax.Arra
 def forward_pass(
     inputs: Inputs, core: Core, wanted: Wanted | None, reference: jax.Array | None = None
 ) -> tuple[Statistics, Residuals]:
-    """Equations (1)-(3), and what is left for `gradients`.
+    """Equations (1)-(3'), and what is left for `gradients`.
 
     wanted: the gradients that will be asked for; None if there will be none. reference: for a shard of the vocabulary,
     numbers.Shard.reference.

@@ -36,6 +36,7 @@ class Core:
     gradient_tolerance: float = 0.0  # the share of dz that the products may leave out; 0: none
     may_chunk: bool = True  # whether the forward pass may take the tokens in chunks: not if XLA may split them
     debug_nans: bool = False  # jax_debug_nans: what a pass leaves for the other holds no NaN of an ignored token
+    with_mean: bool = False  # whether the mean of the logits is asked for
 
 
 class Decided(NamedTuple):
@@ -86,6 +87,8 @@ def _plan(
         one_factor=one_factor,
         gradient_tolerance=core.gradient_tolerance,
         may_chunk=core.may_chunk,
+        with_mean=core.with_mean,
+        with_temperature=inputs.inverse_temperature is not None,
     )
     return plan_of(call, gpu, impl, *decided)
 

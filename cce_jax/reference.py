@@ -1,4 +1,4 @@
-"""The specification: the core's three numbers from the full (N, V) logits. JAX differentiates it, to any order."""
+"""The specification: the core's numbers from the full (N, V) logits. JAX differentiates it, to any order."""
 
 from typing import Any
 
@@ -6,29 +6,36 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cce_kernels.head import Head
+from cce_jax.plans import Core
+from cce_kernels.mean import mass_and_moment, mean_of
 from cce_kernels.numbers import Inputs, Statistics
 
 
-def statistics(inputs: Inputs, *, head: Head, with_sum: bool, over: tuple[str, ...] = ()) -> Statistics:
+def statistics(inputs: Inputs, core: Core, over: tuple[str, ...] = ()) -> Statistics:
     """The same numbers as cce_jax.core.statistics; materialises the (N, V) logits.
 
     over: the axes of jax.shard_map over whose devices the columns are split; c and targets are then the device's own.
     """
-    e, c, bias, targets, weights, scale = inputs
+    e, c, bias, targets, weights, scale, inverse = inputs
+    head = core.head
     c, bias = _rounded(c, e.dtype), _rounded(bias, e.dtype)
     e = jnp.where(targets[:, None] < 0, 0, e)  # a NaN in an ignored token must not reach c's gradient
     raw = head.product(e.astype(c.dtype), c, 1 - head.vocab_axis)
     z = head.logits(raw, None if bias is None else bias.astype(raw.dtype), scale)
+    if inverse is not None:
+        z = z * jnp.where(targets < 0, 1, inverse)[:, None]
     is_target = targets[:, None] == jnp.arange(head.vocabulary(c))
-    total = jnp.sum(z if weights is None else jnp.where(weights == 0, 0, weights * z), axis=1) if with_sum else None
+    total = None
+    if core.with_sum:
+        total = jnp.sum(z if weights is None else jnp.where(weights == 0, 0, weights * z), axis=1)
     target = jnp.sum(jnp.where(is_target, z, 0), axis=1)
     if not over:
-        return Statistics(jax.nn.logsumexp(z, axis=1), target, total)
-    largest = lax.pmax(lax.stop_gradient(jnp.max(z, axis=1)), over)
-    largest = jnp.where(jnp.isfinite(largest), largest, 0)
-    mass, target, total = lax.psum((jnp.sum(jnp.exp(z - largest[:, None]), axis=1), target, total), over)
-    return Statistics(largest + jnp.log(mass), target, total)
+        return Statistics(jax.nn.logsumexp(z, axis=1), target, total, mean_of(z) if core.with_mean else None)
+    peak = lax.pmax(lax.stop_gradient(jnp.max(z, axis=1)), over)
+    peak = jnp.where(jnp.isfinite(peak), peak, 0)
+    mass, moment = mass_and_moment(z, peak)
+    mass, target, total, moment = lax.psum((mass, target, total, moment if core.with_mean else None), over)
+    return Statistics(peak + jnp.log(mass), target, total, None if moment is None else moment / mass)
 
 
 def nearest(x: jax.Array, dtype: Any) -> jax.Array:

@@ -18,6 +18,7 @@ from cce_kernels.call import Call
 from cce_kernels.device import INTERPRETER, local_gpu
 from cce_kernels.head import Head
 from cce_kernels.in_forward import Chunk, add_dc, finish, gradients_of, numbers_of
+from cce_kernels.mean import over_runs
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Shard, Statistics, Wanted
 from cce_kernels.plan import Chunks, Plan, plan_of
 from cce_kernels.residuals import Residuals
@@ -43,6 +44,8 @@ def problem(
     head=None,
     bias=False,
     weighted=False,
+    mean=False,
+    temperature=False,
     size=1.0,
     seed=0,
     ignored=0.2,
@@ -55,24 +58,31 @@ def problem(
     targets[1] = vocabulary  # names no column
     b = rng.standard_normal(vocabulary).astype(jnp.dtype(dtype)) if bias else None
     weights = rng.uniform(size=vocabulary).astype(np.float32) if weighted else None
-    of = rng.uniform(0.5, 1.5, (3, tokens)).astype(np.float32)
+    of = rng.uniform(0.5, 1.5, (4, tokens)).astype(np.float32)
+    inverse = rng.uniform(0.5, 2, tokens).astype(np.float32) if temperature else None
     return Problem(
-        Inputs(e, c if head.vocab_axis == 0 else c.T, b, targets, weights),  # type: ignore[arg-type]
-        Cotangents(of[0], -of[1], of[2] / vocabulary if weighted else None),
+        Inputs(e, c if head.vocab_axis == 0 else c.T, b, targets, weights, None, inverse),  # type: ignore[arg-type]
+        Cotangents(of[0], -of[1], of[2] / vocabulary if weighted else None, of[3] if mean else None),
         head,
         vocabulary,
     )
 
 
 def truth(x: Problem) -> dict[str, np.ndarray]:
-    e, c, bias, targets, weights, _ = (None if y is None else np.float64(y) for y in x.inputs)
+    e, c, bias, targets, weights, _, inverse = (None if y is None else np.float64(y) for y in x.inputs)
     c = c if x.head.vocab_axis == 0 else c.T
     raw = e @ c.T + (0 if bias is None else bias)
-    z = raw if x.head.softcap is None else x.head.softcap * np.tanh(raw / x.head.softcap)
-    slope = 1.0 if x.head.softcap is None else 1 - (z / x.head.softcap) ** 2
+    capped = raw if x.head.softcap is None else x.head.softcap * np.tanh(raw / x.head.softcap)
+    inverse = 1.0 if inverse is None else inverse[:, None]
+    slope = inverse * (1.0 if x.head.softcap is None else 1 - (capped / x.head.softcap) ** 2)
+    z = capped * inverse
     lse, kept = np.logaddexp.reduce(z, axis=1), targets >= 0
     is_target = targets[:, None] == np.arange(x.vocabulary)
-    dz = x.cotangents.lse[:, None] * np.exp(z - lse[:, None]) + x.cotangents.target[:, None] * is_target
+    p = np.exp(z - lse[:, None])
+    mean = (p * z).sum(1)
+    dz = x.cotangents.lse[:, None] * p + x.cotangents.target[:, None] * is_target
+    if x.cotangents.mean is not None:
+        dz += x.cotangents.mean[:, None] * p * (1 + z - mean[:, None])
     if weights is not None:
         dz += x.cotangents.sum[:, None] * weights
     dz = np.where(kept[:, None], dz * slope, 0)
@@ -84,6 +94,7 @@ def truth(x: Problem) -> dict[str, np.ndarray]:
         "bias": dz.sum(0),
         "c": dc if x.head.vocab_axis == 0 else dc.T,
     }
+    found |= {} if x.cotangents.mean is None else {"mean": mean[kept]}
     return found if weights is None else found | {"sum": (z @ weights)[kept]}
 
 
@@ -101,6 +112,8 @@ def shards_of(x: Problem, bounds, plan: Callable[[Call], Plan]) -> list[tuple[In
             None if inputs.bias is None else inputs.bias[start:stop],
             np.where(targets < 0, -1, local).astype(np.int32),
             None if inputs.weights is None else inputs.weights[start:stop],
+            None,
+            inputs.inverse_temperature,
         )
         call = Call(
             *inputs.e.shape,
@@ -112,6 +125,8 @@ def shards_of(x: Problem, bounds, plan: Callable[[Call], Plan]) -> list[tuple[In
             wanted,
             0,
             wide_de=True,
+            with_mean=x.cotangents.mean is not None,
+            with_temperature=inputs.inverse_temperature is not None,
         )
         shards.append((jax.tree.map(jnp.asarray, given), plan(call)))
     return shards
@@ -129,9 +144,9 @@ def over_shards(x: Problem, bounds, impl, gpu, memory_budget: int) -> dict[str, 
     reference = reference_of(x, shards)
     passes = [forward.statistics(*shard, reference) for shard in shards]
     kept = targets >= 0
-    lse = jax.nn.logsumexp(jnp.stack([numbers.lse for numbers, _ in passes]), axis=0)
+    lse, mean = of_all([numbers for numbers, _ in passes])
     found = [
-        backward.gradients(given, numbers, saved, x.cotangents, plan, Shard(lse, reference))[0]
+        backward.gradients(given, numbers, saved, x.cotangents, plan, Shard(lse, reference, mean))[0]
         for (given, plan), (numbers, saved) in zip(shards, passes, strict=True)
     ]
     assert all(gradients.e.dtype == np.float32 for gradients in found)
@@ -145,7 +160,14 @@ def over_shards(x: Problem, bounds, impl, gpu, memory_budget: int) -> dict[str, 
         result["bias"] = np.concatenate([gradients.bias for gradients in found])
     if inputs.weights is not None:
         result["sum"] = sum(numbers.sum for numbers, _ in passes)[kept]
-    return result
+    return result if mean is None else result | {"mean": mean[kept]}
+
+
+def of_all(numbers: list[Statistics]) -> tuple[jax.Array, jax.Array | None]:
+    """lse and mean of all columns."""
+    lse = jnp.stack([of.lse for of in numbers])
+    mean = None if numbers[0].mean is None else over_runs(lse, jnp.stack([of.mean for of in numbers]))  # type: ignore[arg-type]
+    return jax.nn.logsumexp(lse, axis=0), mean
 
 
 def in_chunks(x: Problem, bounds, impl, gpu, size: int) -> dict[str, np.ndarray]:
@@ -169,13 +191,13 @@ def in_chunks(x: Problem, bounds, impl, gpu, size: int) -> dict[str, np.ndarray]
         order = kept.order[start : start + size]
         count = jnp.clip(kept.count - start, 0, size)
         given = [
-            Chunk.of(own._replace(e=own.e[order], targets=own.targets[order]), reference[order], count)
+            Chunk.of(own._replace(**{k: y[order] for k, y in own.of_tokens.items()}), reference[order], count)
             for own, _ in shards
         ]
         of_own = [numbers_of(chunk, plan) for chunk, (_, plan) in zip(given, shards, strict=True)]
-        lse = jax.nn.logsumexp(jnp.stack([own.lse for own, _ in of_own]), axis=0)
+        lse, mean = of_all([own for own, _ in of_own])
         more = [None if own.sum is None else sum(found.sum for found, _ in of_own) for own, _ in of_own[:1]]
-        numbers.append(Statistics(lse, sum(own.target for own, _ in of_own), *more))  # type: ignore[arg-type]
+        numbers.append(Statistics(lse, sum(own.target for own, _ in of_own), *more, mean))  # type: ignore[arg-type]
         of, parts = jax.tree.map(lambda y, order=order: jnp.asarray(y)[order], x.cotangents), []
         for k, (chunk, (own, columns), (_, plan)) in enumerate(zip(given, of_own, shards, strict=True)):
             part, left, dbias = gradients_of(chunk, columns, own, numbers[-1], of, plan)
@@ -201,6 +223,7 @@ def in_chunks(x: Problem, bounds, impl, gpu, size: int) -> dict[str, np.ndarray]
     }
     if inputs.bias is not None:
         result["bias"] = np.concatenate([bias for _, _, bias in sums])
+    result |= {} if restored.mean is None else {"mean": restored.mean[live]}
     return result if inputs.weights is None else result | {"sum": restored.sum[live]}
 
 
@@ -213,7 +236,7 @@ def held(x: Problem, found: dict[str, np.ndarray]) -> None:
     for name, value in found.items():
         value, true = np.float64(value), exact[name]
         # The kernels round saved exponentials, r·e or dz, and the result.
-        allowed = 2.0**-19 if name in ("lse", "target", "sum") else 3 * ROUNDING[str(x.inputs.e.dtype)]
+        allowed = 2.0**-19 if name in ("lse", "target", "sum", "mean") else 3 * ROUNDING[str(x.inputs.e.dtype)]
         assert np.linalg.norm(value - true) <= allowed * np.linalg.norm(true), name
 
 
@@ -228,6 +251,8 @@ def problems(draw, sizes) -> tuple:
     dtype = draw(st.sampled_from(["bfloat16", "bfloat16", "float16", "float32"]))
     bias, weighted, seed = draw(st.booleans()), draw(st.booleans()), draw(st.integers(0, 99))
     size, ignored = draw(st.sampled_from(sizes)), draw(st.sampled_from([0.0, 0.5, 0.9]))
+    engine = draw(st.sampled_from(ENGINES))
+    mean, temperature = (engine[0] == "chunked" and draw(st.booleans()) for _ in range(2))
     x = problem(
         draw(st.integers(2, 60)),
         16,
@@ -236,12 +261,14 @@ def problems(draw, sizes) -> tuple:
         head=head,
         bias=bias,
         weighted=weighted,
+        mean=mean,
+        temperature=temperature,
         size=size,
         seed=seed,
         ignored=ignored,
     )
     bounds = sorted({0, vocabulary, *draw(st.lists(st.integers(1, vocabulary), max_size=3))})
-    return x, bounds, *draw(st.sampled_from(ENGINES))
+    return x, bounds, *engine
 
 
 @settings(max_examples=7)
@@ -283,7 +310,7 @@ def test_nothing_is_rescued_because_its_target_lies_elsewhere(monkeypatch):
     monkeypatch.setattr(engine, "saved_by_lse", lambda *x: (seen.append(x[-2]), by_lse(*x))[1])
     forward.statistics(local, plan, reference)
     before, by_lse = seen
-    assert np.isfinite(before).all()
+    assert np.isfinite(before.lse).all()
     assert not by_lse.any()
 
 

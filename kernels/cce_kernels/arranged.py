@@ -13,6 +13,7 @@ from jax import lax
 
 from cce_kernels.engines.engine import Multiplying, Problem
 from cce_kernels.gradients import Products, fitted, unscaled, without_ignored
+from cce_kernels.mean import folded
 from cce_kernels.numbers import Cotangents, Gradients, Inputs, Statistics, Wanted
 from cce_kernels.plan.plan import FEW_KEPT, Plan
 from cce_kernels.tokens import Kept
@@ -25,7 +26,7 @@ class Arranged(NamedTuple):
     inputs: Inputs
     numbers: Statistics
     reference: jax.Array | None  # ρ of the saved exponentials; None: nothing is saved
-    cotangents: Cotangents
+    cotangents: Cotangents  # of mean.folded
     unit: jax.Array | None  # the number that the cotangents were divided by; None: 1
     kept: Kept | None  # None: ignored tokens are not looked for
     count: jax.Array  # type: ignore[assignment]  # (1,) int32: how many tokens are kept
@@ -39,12 +40,12 @@ class Arranged(NamedTuple):
         # passes, or make the copy in which ignored rows are 0 before the forward pass. The barrier makes such a copy
         # depend on the forward pass's result. No array of the caller's goes through it: XLA takes what comes out for
         # another array, and may write a result of the caller's over the array while kernels still read what came out.
-        kept = None
+        kept, cotangents = None, folded(cotangents, numbers)
         if plan.finds_ignored:
             kept = Kept.of(inputs.targets, plan.rows)
             cotangents, reference = kept.gathered((cotangents, reference), 0)
             numbers = Statistics(kept.gathered(numbers.lse, jnp.inf), kept.gathered(numbers.target, 0), None)
-            inputs = inputs._replace(targets=kept.gathered(inputs.targets, -1))
+            inputs = kept.first(inputs)
             kept, numbers, reference = lax.optimization_barrier((kept, numbers, reference))
         else:
             inputs, lse, cotangents = without_ignored(inputs, numbers.lse, cotangents, plan.rows)

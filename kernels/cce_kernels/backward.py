@@ -27,7 +27,7 @@ def gradients(
     if saved is not None:
         reference = references(numbers, inputs.targets, plan.call.vocabulary, shard)
     if shard is not None:
-        numbers = numbers._replace(lse=shard.lse)
+        numbers = numbers._replace(lse=shard.lse, mean=shard.mean)
     run = Arranged.of(inputs, numbers, reference, cotangents, plan)
     if isinstance(way, Saved):
         assert saved is not None

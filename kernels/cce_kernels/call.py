@@ -26,6 +26,8 @@ class Call:
     one_factor: bool = False  # whether the forward pass knows the cotangents, up to one factor for all tokens
     gradient_tolerance: float = 0.0  # the share of dz that the products may leave out (cce_kernels/block_sparse.py)
     may_chunk: bool = True  # whether the tokens may be taken in chunks: not if XLA may split them over devices
+    with_mean: bool = False  # whether the mean of the logits is asked for, from which the entropy follows
+    with_temperature: bool = False  # whether each token has a temperature
 
     @property
     def wants(self) -> Wanted:

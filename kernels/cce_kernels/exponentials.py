@@ -18,7 +18,9 @@ Let r_i = a_i·exp(ρ_i − lse_i), or SMALLEST·t̂_i·u_i,t_i if that is large
 These are matmuls of whole arrays: with a part of the columns XLA would copy that part of c and of dc.
 
 (Raising r adds at most SMALLEST·exp(LARGEST) = 2⁻²⁷ relative to the target's element, which is below every rounding.)
-With a weighted sum dz is formed from P. It cannot be where a softcap is set too: then nothing is saved.
+With a weighted sum dz is formed from P. It cannot be where a softcap is set too: then nothing is saved. Nor is it where
+the mean of the logits is asked for (cce_kernels/mean.py).
+With a temperature z are the logits after it, and u stays the slope of the softcap alone: r has the other factor.
 The backward pass overwrites P only at the targets and in the rows of ignored tokens. No result depends on
 the values that it overwrites, so that a second backward pass over the same P gives the same bits.
 """
@@ -29,8 +31,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from cce_kernels.call import Call
 from cce_kernels.head import Head
-from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Shard, Statistics
+from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Shard, Statistics
 
 LARGEST = 30.0  # nats, 2^43
 SMALLEST = 2.0**-70
@@ -38,9 +41,9 @@ ALIGNMENT = 8  # columns: a row of P is a multiple of this, so that the GPU's wi
 TILE = 64  # columns: and of this if V is a multiple of ALIGNMENT, as Hopper GPUs copy tiles of this width
 
 
-def can_be_saved(dtype: str, head: Head, with_sum: bool) -> bool:
+def can_be_saved(call: Call) -> bool:
     """Only for bfloat16: float16 lacks the range, and a float32 call is made for its accuracy."""
-    return dtype == "bfloat16" and (head.softcap is None or not with_sum)
+    return call.dtype == "bfloat16" and (call.head.softcap is None or not call.with_sum) and not call.with_mean
 
 
 def saved_shape(tokens: int, vocabulary: int) -> tuple[int, int]:
@@ -74,9 +77,9 @@ class Factors(NamedTuple):
     at_target: jax.Array  # the number that replaces P's element at the target
 
 
-def factors(reference: jax.Array, numbers: Statistics, of: Cotangents, head: Head) -> Factors:
-    """r without the logits' scale, and P's new elements at the targets."""
-    u = 1.0 if head.softcap is None else head.slope(numbers.target)
+def factors(reference: jax.Array, numbers: Statistics, of: Cotangents, inputs: Inputs, head: Head) -> Factors:
+    """r without the factor of the inputs, and P's new elements at the targets."""
+    u = 1.0 if head.softcap is None else head.slope(inputs.capped(numbers.target))
     raised = SMALLEST * of.target * u
     r = of.lse * jnp.exp(reference - numbers.lse)
     r = jnp.where(jnp.abs(r) < jnp.abs(raised), raised, r)

@@ -1,10 +1,10 @@
 """The forward pass: target → sums → rescue → saved exponentials. The plan says which engine runs each step.
 
-    lse_i = log Σ_v exp z_iv        target_i = z_i,t_i        sum_i = Σ_v w_v z_iv
+    lse_i = log Σ_v exp z_iv     target_i = z_i,t_i     sum_i = Σ_v w_v z_iv     mean_i = Σ_v exp(z_iv − lse_i) z_iv
 
 Each sum is of exp(z − reference), where the reference is the target's logit. Where such a sum overflows, the rescue
-step computes that log-sum-exp again, with a running maximum. (The xla engine finds the target's logit and a running
-log-sum-exp in one pass, and needs neither a reference nor a rescue.)
+step computes that log-sum-exp again, and the mean with it, with a running maximum. (The xla engine finds the target's
+logit and a running log-sum-exp in one pass, and needs neither a reference nor a rescue.)
 """
 
 import jax
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from cce_kernels.engines.engine import Problem, Sums
 from cce_kernels.exponentials import by_target
+from cce_kernels.mean import over_runs
 from cce_kernels.numbers import FLOAT32_MAX, Inputs, Statistics
 from cce_kernels.plan.plan import Forward, Plan
 from cce_kernels.tokens import Kept, Rows
@@ -75,6 +76,7 @@ def of_rows(
         sums.lse[0] if len(sums.lse) == 1 else jax.nn.logsumexp(sums.lse, axis=0),
         jnp.where(_named(problem), sums.target, 0.0),
         None if sums.sum is None else jnp.sum(sums.sum, axis=0),
+        None if sums.mean is None else over_runs(sums.lse, sums.mean),
     )
     if sums.saved is None:
         return numbers, None, None
@@ -89,7 +91,7 @@ def _arranged(inputs: Inputs, kept: Kept | None, plan: Plan) -> tuple[Inputs, Ro
     """The inputs with the kept tokens first in targets, and in e if e is gathered; and where kernels find rows of e."""
     if kept is None:
         return inputs, Rows()
-    inputs = inputs._replace(targets=kept.gathered(inputs.targets, -1))
+    inputs = kept.first(inputs)
     if plan.forward.gathered:
         return inputs._replace(e=kept.gathered(inputs.e, 0)), Rows(count=kept.count)
     scattered = plan.forward.scattered
@@ -114,8 +116,7 @@ def _sums(problem: Problem, at: Rows, reference: jax.Array | None, how: Forward,
     sums = how.sums.engine.sums(how.sums, problem, at, reference, save)
     if reference is None:
         return sums
-    lse = sums.lse
     for step, relative_to, where in ((how.scattered, reference, at), (how.rescue, None, at._replace(starts=None))):
         if step is not None:
-            lse = step.engine.recomputed_lse(step, problem, where, relative_to, lse)
-    return sums._replace(lse=lse, target=reference)
+            sums = step.engine.recomputed_lse(step, problem, where, relative_to, sums)
+    return sums._replace(target=reference)

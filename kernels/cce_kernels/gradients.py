@@ -76,6 +76,7 @@ def without_ignored(
     inputs: Inputs, lse: jax.Array, cotangents: Cotangents, rows: int
 ) -> tuple[Inputs, jax.Array, Cotangents]:
     """Inputs, lse and cotangents in which ignored tokens have e = 0, cotangents 0 and lse = inf: their dz is then 0.
+    Their temperature is 1.
 
     lse = inf makes p = 0. With lse = 0 a large bias would make p inf, and 0 · inf is NaN. Ignored tokens are appended
     until there are so many rows. e is copied after the forward pass, on which the targets are made to depend.
@@ -88,8 +89,9 @@ def without_ignored(
 
     cotangents = jax.tree.map(lambda x: kept(x, live, 0), cotangents)
     targets, lse = lax.optimization_barrier((kept(inputs.targets, live, -1), kept(lse, live, jnp.inf)))
-    e = kept(inputs.e, targets[: live.size] >= 0, 0)
-    return inputs._replace(e=e, targets=targets), lse, cotangents
+    e, inverse = kept(inputs.e, targets[: live.size] >= 0, 0), inputs.inverse_temperature
+    inverse = None if inverse is None else kept(inverse, live, 1)
+    return inputs._replace(e=e, targets=targets, inverse_temperature=inverse), lse, cotangents
 
 
 def unscaled(x: jax.Array, unit: jax.Array | None, dtype) -> jax.Array:
@@ -99,12 +101,14 @@ def unscaled(x: jax.Array, unit: jax.Array | None, dtype) -> jax.Array:
 def fitted(cotangents: Cotangents, inputs: Inputs) -> tuple[Cotangents, jax.Array | None]:
     """For float16: the cotangents divided by a unit, and the unit. For other types: the cotangents and None.
 
-    The unit makes the largest possible |dz| FLOAT16_LARGEST, so that nothing overflows and few elements underflow.
+    The unit makes the largest possible |dz| FLOAT16_LARGEST, so that nothing overflows and few elements underflow. With
+    a cotangent μ of the mean |dz| is at most |a'| + |μ|/e + …, as p·|log p| ≤ 1/e (cce_kernels/mean.py).
+    cotangents: of mean.folded.
     """
     if inputs.e.dtype != jnp.float16:
         return cotangents, None
-    scale = 1.0 if inputs.scale is None else inputs.scale
-    sizes = jax.tree.map(lambda x: jnp.abs(x * scale), cotangents)
+    factor = 1.0 if inputs.factor is None else inputs.factor
+    sizes = jax.tree.map(lambda x: jnp.abs(x * factor), cotangents)
     if sizes.sum is not None and inputs.weights is not None:
         sizes = sizes._replace(sum=sizes.sum * jnp.max(jnp.abs(inputs.weights)))
     bound = sum(jax.tree.leaves(sizes))

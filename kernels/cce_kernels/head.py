@@ -1,10 +1,15 @@
 """How a logit z is made from the raw product e·c, and the raw product's cotangent dz: elementwise, for every engine.
 
-    y = scale · (e·c + b)        z = softcap · tanh(y / softcap)  if softcap is set, else  z = y
-    ∂z/∂(e·c) = ∂z/∂b = scale · (1 − (z / softcap)²)
+    y = scale · (e·c + b)        x = softcap · tanh(y / softcap)  if softcap is set, else  x = y
+    z = τ·x                      τ = 1 / temperature of the token
+    ∂z/∂(e·c) = ∂z/∂b = scale · τ · (1 − (x / softcap)²)
 
-Let a, t̂ and s be the cotangents of the log-sum-exp, of the target's logit and of the weighted sum of the logits, and
-p = exp(z − lse) the softmax. Then  dz = (a·p + t̂·[v = t] + s·w_v) · ∂z/∂(e·c).  cce_jax/core.py derives this.
+Let a, t̂, s and μ be the cotangents of the log-sum-exp, of the target's logit, of the weighted sum of the logits and of
+their mean, and p = exp(z − lse) the softmax. Then, with a' of cce_kernels/mean.py,
+
+    dz = ((a' + μ·log p)·p + t̂·[v = t] + s·w_v) · ∂z/∂(e·c)
+
+cce_jax/core.py derives this.
 """
 
 from dataclasses import dataclass
@@ -13,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from cce_kernels.mean import logarithm
 from cce_kernels.numbers import Cotangents
 
 Precision = lax.PrecisionLike
@@ -42,25 +48,30 @@ class Head:
         return lax.dot_general(e, c, contract, precision=self.precision, preferred_element_type=wide)
 
     def logits(self, raw: jax.Array, bias: jax.Array | None, scale) -> jax.Array:
-        """z from the raw product e·c. bias (None: 0) and scale (None: 1) broadcast against raw."""
+        """x from the raw product e·c. bias (None: 0) and scale (None: 1) broadcast against raw."""
         z = raw if bias is None else raw + bias
         if scale is not None:
             z = z * scale
         return z if self.softcap is None else self.softcap * jnp.tanh(z / self.softcap)
 
-    def cotangent(self, z, p, is_target, of: Cotangents, weights, scale) -> jax.Array:
-        """dz, the cotangent of the raw product e·c. Every argument broadcasts against z. weights, scale: None for 1.
+    def cotangent(self, x, p, is_target, of: Cotangents, weights, factor, log_p=None) -> jax.Array:
+        """dz, the cotangent of the raw product e·c. Every argument broadcasts against x.
 
-        z is read only if the softcap is set.
+        x is read only if the softcap is set. weights, factor: None for 1; factor: numbers.Inputs.factor.
+        of: of mean.folded. log_p: read only if of.mean is there; may be −inf.
         """
-        dz = of.lse * p + jnp.where(is_target, of.target, 0.0)
+        of_lse = of.lse
+        if of.mean is not None:
+            assert log_p is not None
+            of_lse += of.mean * logarithm(log_p)
+        dz = of_lse * p + jnp.where(is_target, of.target, 0.0)
         if of.sum is not None:
             dz += of.sum if weights is None else of.sum * weights
         if self.softcap is not None:
-            dz *= self.slope(z)
-        return dz if scale is None else dz * scale
+            dz *= self.slope(x)
+        return dz if factor is None else dz * factor
 
-    def slope(self, z):
-        """∂z/∂y of a logit z, where the softcap is set."""
+    def slope(self, x):
+        """∂x/∂y, where the softcap is set."""
         assert self.softcap is not None
-        return 1 - (z / self.softcap) ** 2
+        return 1 - (x / self.softcap) ** 2

@@ -18,9 +18,9 @@ shard of the vocabulary, the numbers are exchanged with the other shards in betw
 that all shards know; r takes the log-sum-exp of all columns. de is then a part of a sum over shards, in float32.
 
 Where de alone is wanted, the forward pass can form it without any cotangent. With the cotangents a and t̂ of lse and of
-the target's logit, the slope u of the softcap and y = scale·(e·c + b),
+the target's logit, the slope u of the softcap and the factor f of the inputs, scale times the inverse temperature,
 
-    de_i = a_i·m_i + (a_i·p_i,t_i + t̂_i)·u_i,t_i·scale·c_t_i        m_i = scale·Σ_v≠t_i p_iv·u_iv·c_v
+    de_i = a_i·m_i + (a_i·p_i,t_i + t̂_i)·u_i,t_i·f_i·c_t_i        m_i = f_i·Σ_v≠t_i p_iv·u_iv·c_v
 
 and m (N, D) is what the forward pass leaves. The target is left out of m, as the two terms of a confident token would
 cancel each other: m's rounding would then be larger than de.
@@ -42,6 +42,7 @@ from cce_kernels.exponentials import dbias_of, factors, references, saved_shape,
 from cce_kernels.forward import of_rows, target
 from cce_kernels.gradients import ALL_COLUMNS, Left
 from cce_kernels.head import Head
+from cce_kernels.mean import folded
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Shard, Statistics
 from cce_kernels.plan.plan import InForward, Plan
 from cce_kernels.residuals import Residuals
@@ -62,7 +63,7 @@ class Columns(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """n tokens, kept ones first. For the others e is 0, the target -1 and the reference FLOAT32_MAX."""
+    """n tokens, kept ones first. For the others e is 0, the target -1, the temperature 1, the reference FLOAT32_MAX."""
 
     inputs: Inputs
     reference: jax.Array | None  # (n,): the targets' logits; None where the plan needs none
@@ -71,10 +72,11 @@ class Chunk(NamedTuple):
     @classmethod
     def of(cls, inputs: Inputs, reference: jax.Array | None, count: jax.Array) -> "Chunk":
         """The chunk whose first `count` tokens are kept. The other rows of the arrays may hold anything."""
-        live = jnp.arange(len(inputs.targets), dtype=jnp.int32) < count
+        live, inverse = jnp.arange(len(inputs.targets), dtype=jnp.int32) < count, inputs.inverse_temperature
+        inverse = None if inverse is None else jnp.where(live, inverse, 1)
         e, targets = jnp.where(live[:, None], inputs.e, 0), jnp.where(live, inputs.targets, -1)
         reference = None if reference is None else jnp.where(live, reference, FLOAT32_MAX)
-        return cls(inputs._replace(e=e, targets=targets), reference, count)
+        return cls(inputs._replace(e=e, targets=targets, inverse_temperature=inverse), reference, count)
 
     @property
     def live(self) -> jax.Array:
@@ -114,8 +116,8 @@ def begin(
     def chunk(start, size: int) -> tuple[Statistics, jax.Array | None, Left, jax.Array]:
         """The numbers of tokens start to start + size, their de, what is left of dc, and their part of dbias."""
         order = lax.dynamic_slice_in_dim(kept.order, start, size)
-        e, targets, at, of_own = jax.tree.map(lambda x: x[order], (inputs.e, inputs.targets, reference, of_tokens))
-        given = Chunk.of(inputs._replace(e=e, targets=targets), at, jnp.clip(kept.count - start, 0, size))
+        of_inputs, at, of_own = jax.tree.map(lambda x: x[order], (inputs.of_tokens, reference, of_tokens))
+        given = Chunk.of(inputs._replace(**of_inputs), at, jnp.clip(kept.count - start, 0, size))
         own, columns = numbers_of(given, plan)
         found = own if of_all_columns is None else of_all_columns(own)
         return found, *gradients_of(given, columns, own, found, cotangents_of(found, of_own), plan)
@@ -135,7 +137,7 @@ def begin(
         dbias = None if formed.dbias is None else formed.dbias + dbias
         return numbers, Residuals(de=de, dc=dc, steps=steps, dbias=dbias)
 
-    numbers = Statistics(zeros, zeros, zeros if call.with_sum else None)
+    numbers = Statistics(zeros, zeros, *(zeros if asked else None for asked in (call.with_sum, call.with_mean)))
     dc = steps = None
     if wanted.c and call.dc_dtype == wide:
         dc = jnp.zeros(inputs.c.shape, call.dc_dtype)
@@ -210,9 +212,9 @@ def de_of(inputs: Inputs, numbers: Statistics, m: jax.Array, of: Cotangents, hea
     p = jnp.exp(numbers.target - jnp.where(live, numbers.lse, 0))
     of_target = of.lse * p + of.target
     if head.softcap is not None:
-        of_target = of_target * head.slope(numbers.target)
-    if inputs.scale is not None:
-        of_target = of_target * inputs.scale
+        of_target = of_target * head.slope(inputs.capped(numbers.target))
+    if inputs.factor is not None:
+        of_target = of_target * inputs.factor
     de = of.lse[:, None] * m + jnp.where(named, of_target, 0)[:, None] * c
     return jnp.where(live[:, None], de, 0).astype(dtype)
 
@@ -229,7 +231,7 @@ def numbers_of(chunk: Chunk, plan: Plan) -> tuple[Statistics, Columns]:
     if masses is None or step is None:
         return of_columns, Columns(p, all_blocks(call, len(p)))
     u = jnp.ones_like(of_columns.target)
-    u = u if call.head.softcap is None else call.head.slope(of_columns.target)
+    u = u if call.head.softcap is None else call.head.slope(chunk.inputs.capped(of_columns.target))
     tokens = Tokens(chunk.inputs.targets, u, chunk.count)
     blocks = kept_blocks(masses, tokens, call.gradient_tolerance, partial(step.engine.thresholds, step, plan.gpu))
     return of_columns, Columns(p, blocks)
@@ -243,7 +245,7 @@ def gradients_of(
     own, columns: of `numbers_of`; columns may be overwritten. numbers, of: over all columns, and their cotangents.
     """
     how = _way(plan)
-    of = jax.tree.map(lambda x: jnp.where(chunk.live, x, 0), of)
+    of = jax.tree.map(lambda x: jnp.where(chunk.live, x, 0), folded(of, numbers))
     if how.forward is None:
         return _of_logits(chunk, columns, numbers, of, plan)
     return _of_exponentials(chunk, columns, own, numbers, of, plan)
@@ -288,13 +290,13 @@ def _of_exponentials(chunk: Chunk, columns: Columns, own: Statistics, numbers: S
         r = live.astype(rho.dtype)  # P is dz now
     else:
         assert how.targets is not None
-        r, at_target = factors(rho, of_tokens, of, call.head)
+        r, at_target = factors(rho, of_tokens, of, inputs, call.head)
         # Matmuls that stop at the last kept token read rows after it only in their last step. XLA's read all rows.
         by_xla = wanted.bias or (wanted.e and not how.de.engine.stops)
         beyond = max(how.de.engine.depth, how.dc.engine.depth) - 1
         clear = jnp.full(1, tokens, jnp.int32) if by_xla else chunk.count + beyond if beyond else None
         p = how.targets.engine.saved_targets(how.targets, problem, p, at_target, clear)
-        r = jnp.where(live, r if inputs.scale is None else r * inputs.scale, 0)
+        r = jnp.where(live, r if inputs.factor is None else r * inputs.factor, 0)
     de = None
     if wanted.e:
         products = how.de.engine.products(how.de, problem, None, chunk.count, None if blocks is None else blocks.de)

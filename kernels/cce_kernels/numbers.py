@@ -21,6 +21,33 @@ class Inputs(NamedTuple):
     targets: jax.Array  # (N,) int32; negative: the token is ignored; V or more: the target names no column
     weights: jax.Array | None = None  # (V,) at least float32: the weights of the weighted sum; None: 1
     scale: jax.Array | None = None  # (1,) at least float32: multiplies the logits; None: 1
+    inverse_temperature: jax.Array | None = None  # (N,) at least float32: multiplies a token's logits after softcap
+
+    @property
+    def factor(self) -> jax.Array | None:
+        """scale times inverse_temperature, which multiply every dz of a token: (1,) or (N,); None: 1."""
+        scale, inverse = self.scale, self.inverse_temperature
+        return inverse if scale is None else scale if inverse is None else scale * inverse
+
+    @property
+    def of_tokens(self) -> dict[str, jax.Array]:
+        """The arrays with a row for each token, by name."""
+        names = "e", "targets", *(() if self.inverse_temperature is None else ("inverse_temperature",))
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def factor_of_rows(self) -> jax.Array | None:
+        """factor, which broadcasts against (N, V)."""
+        inverse = self.inverse_temperature
+        return self.scale if inverse is None else self.factor[:, None]  # type: ignore[index]
+
+    def divided(self, x: jax.Array) -> jax.Array:
+        """Logits (N, V), divided by the temperature of each token."""
+        return x if self.inverse_temperature is None else x * self.inverse_temperature[:, None]
+
+    def capped(self, z: jax.Array) -> jax.Array:
+        """Logits of the tokens, (N,), before inverse_temperature multiplied them."""
+        return z if self.inverse_temperature is None else z / self.inverse_temperature
 
 
 class Statistics(NamedTuple):
@@ -29,6 +56,7 @@ class Statistics(NamedTuple):
     lse: jax.Array  # the log-sum-exp of its logits
     target: jax.Array  # the logit of its target
     sum: jax.Array | None  # the weighted sum of its logits; None: not asked for
+    mean: jax.Array | None = None  # the mean of its logits, weighted by their softmax; None: not asked for
 
 
 class Shard(NamedTuple):
@@ -37,14 +65,16 @@ class Shard(NamedTuple):
     lse: jax.Array  # the log-sum-exp of all columns
     reference: jax.Array | None  # the target's logit, whichever device holds it; −FLOAT32_MAX where no device does.
     # None where the sums need no reference (plan.needs_reference)
+    mean: jax.Array | None = None  # Statistics.mean of all columns
 
 
 class Cotangents(NamedTuple):
-    """The cotangents of Statistics: a, t̂ and s in the equations."""
+    """The cotangents of Statistics: a, t̂, s and μ in the equations."""
 
     lse: jax.Array
     target: jax.Array
     sum: jax.Array | None
+    mean: jax.Array | None = None
 
 
 @dataclass(frozen=True)

@@ -52,10 +52,10 @@ def _with_targets(run: Arranged, way: Saved, p: jax.Array) -> tuple[jax.Array, j
         clear = jnp.where(run.are_few, run.count + (way.of_few.engine.depth - 1), p.shape[0]).astype(jnp.int32)
     assert run.reference is not None
     assert way.targets is not None
-    r, at_target = factors(run.reference, run.numbers, run.cotangents, run.plan.call.head)
-    problem, scale = run.problem_without_e, run.inputs.scale
+    r, at_target = factors(run.reference, run.numbers, run.cotangents, run.inputs, run.plan.call.head)
+    problem, factor = run.problem_without_e, run.inputs.factor
     p = way.targets.engine.saved_targets(way.targets, problem, p, at_target, clear)
-    return r if scale is None else r * scale, p
+    return r if factor is None else r * factor, p
 
 
 def _multiplied(run: Arranged, p: jax.Array, r: jax.Array, how: Multiplying) -> Gradients:

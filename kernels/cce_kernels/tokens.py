@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from cce_kernels.numbers import Inputs
+
 MANY = 256  # tokens: with fewer, looking for ignored tokens costs more than it saves
 ROW_MULTIPLE = 8  # the Tensor Memory Accelerator (TMA) of Hopper GPUs copies this many rows at a time
 
@@ -67,6 +69,12 @@ class Kept(NamedTuple):
             return jnp.where(valid, x[self.order], jnp.asarray(fill, x.dtype))
 
         return jax.tree.map(gather, x)
+
+    def first(self, inputs: Inputs) -> Inputs:
+        """The inputs with the kept tokens first, but for e."""
+        inverse = inputs.inverse_temperature
+        inverse = None if inverse is None else self.gathered(inverse, 1)
+        return inputs._replace(targets=self.gathered(inputs.targets, -1), inverse_temperature=inverse)
 
     def restored(self, x: jax.Array) -> jax.Array:
         """The inverse of `gathered`: (N, ...), 0 for ignored tokens."""

@@ -71,6 +71,7 @@ class Sums(NamedTuple):
     sum: jax.Array | None  # (parts, rows): weighted sums of the logits
     saved: jax.Array | None  # (rows, V): exponentials (cce_kernels/exponentials.py)
     masses: jax.Array | None = None  # (parts of V, rows): sums of the exponentials (cce_kernels/block_sparse.py)
+    mean: jax.Array | None = None  # (parts, rows): means of the logits, any finite number where lse is −inf
 
 
 class Planned:
@@ -143,15 +144,13 @@ class Launched:
     def sums(self, step: Step, problem: Problem, at: Rows, reference: Any, save: bool) -> Sums:
         """The sums, and the exponentials if these are to be saved, with masses if the call has a gradient_tolerance.
 
-        A log-sum-exp is inf where the sum of exp(z − reference) overflows. A block whose tokens are not consecutive
-        rows of e is not computed if at.starts says so.
+        A log-sum-exp is inf where the sum of exp(z − reference) overflows, or the sum for the mean. A block whose
+        tokens are not consecutive rows of e is not computed if at.starts says so.
         """
         return self.kernels.sums(step, problem, at, reference, save)
 
-    def recomputed_lse(
-        self, step: Step, problem: Problem, at: Rows, reference: jax.Array | None, before: jax.Array
-    ) -> jax.Array:
-        """before, (parts, rows), with some log-sum-exps computed again.
+    def recomputed_lse(self, step: Step, problem: Problem, at: Rows, reference: jax.Array | None, before: Sums) -> Sums:
+        """before, with some log-sum-exps and their means computed again.
 
         With a reference: the log-sum-exps of the blocks that `sums` skipped, as their tokens are scattered in e. With
         None: the log-sum-exps that are inf or NaN, now with a running maximum.

@@ -128,7 +128,7 @@ class Bytes:
         """Whether a chunk of the forward pass stores exponentials, and the engine sums dc; else XLA holds the chunk's
         logits, and sums dc.
         """
-        return self.engine.stops and can_be_saved(self.call.dtype, self.call.head, self.call.with_sum)
+        return self.engine.stops and can_be_saved(self.call)
 
     def de_by_xla(self, tokens: int) -> bool:
         """Whether XLA multiplies what a chunk of so many tokens stores by c.

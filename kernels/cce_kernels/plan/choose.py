@@ -53,7 +53,7 @@ def plan_of(
     the number of tokens of its last chunk. chunks (Chunks): the same from the plan for another shard of the
     vocabulary, and all its chunks.
     """
-    if not can_be_saved(call.dtype, call.head, call.with_sum):
+    if not can_be_saved(call):
         call = replace(call, gradient_tolerance=0.0)
     gathered = with_gathered_rows(call)
     serving = tuple(engine for engine in engines(call.itemsize, impl) if engine.serves(gathered, gpu))
@@ -90,7 +90,7 @@ def of_any_cotangents(call: Call) -> bool:
     part of a sum over devices. In float16 such a de would underflow.
     """
     alone = call.wanted == Wanted(e=True, c=False, bias=False)
-    return alone and not call.with_sum and not call.wide_de and call.dtype != "float16"
+    return alone and not (call.with_sum or call.with_mean or call.wide_de) and call.dtype != "float16"
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def _sum_of_dc(x: _Setting, chunks: Chunks) -> Step:
 def _saves(x: _Setting) -> bool:
     """Whether the forward pass is to save the exponentials of all tokens."""
     call, count = x.call, x.bytes
-    if call.wanted is None or not x.engine.stops or not can_be_saved(call.dtype, call.head, call.with_sum):
+    if call.wanted is None or not x.engine.stops or not can_be_saved(call):
         return False
     return call.memory_budget - count.gathered >= count.of_saved()
 

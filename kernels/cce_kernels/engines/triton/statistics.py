@@ -145,15 +145,15 @@ def sums(step: Step, problem: Problem, at: Rows, reference: jax.Array, save: boo
     return Sums(lse, None, total, p)
 
 
-def recomputed_lse(step: Step, problem: Problem, at: Rows, reference: jax.Array | None, before: jax.Array) -> jax.Array:
-    """engine.Launched.recomputed_lse. before: the log-sum-exps of each split, (splits, rows)."""
+def recomputed_lse(step: Step, problem: Problem, at: Rows, reference: jax.Array | None, before: Sums) -> Sums:
+    """engine.Launched.recomputed_lse."""
     kind: Kind = "rescue" if reference is None else "scattered"
-    splits, tokens = before.shape
+    splits, tokens = before.lse.shape
     inputs, how = problem.inputs._replace(targets=None, weights=None), How.of(replace(step, splits=splits), problem)
-    given, programs = (how, inputs, at, reference, before), cdiv(tokens, step.tiles.rows) * splits
+    given, programs = (how, inputs, at, reference, before.lse), cdiv(tokens, step.tiles.rows) * splits
     name, kernel = f"cce_{kind}", partial(_kernel, kind=kind)
-    lse, _, _ = launch(kernel, *given, programs=programs, name=name, in_place=(before, None, None))
-    return lse
+    lse, _, _ = launch(kernel, *given, programs=programs, name=name, in_place=(before.lse, None, None))
+    return before._replace(lse=lse)
 
 
 def _replace_kernel(how: How, inputs: Inputs, lse_ref, by_lse_ref, _, saved_ref):

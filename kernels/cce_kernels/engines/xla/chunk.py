@@ -10,32 +10,40 @@ import jax.numpy as jnp
 from cce_kernels.engines.engine import Problem
 from cce_kernels.gradients import fitted
 from cce_kernels.head import Head
+from cce_kernels.mean import mean_of
 from cce_kernels.numbers import Cotangents, Inputs, Statistics
 
 
 def numbers_and_logits(problem: Problem) -> tuple[Statistics, jax.Array]:
-    """The chunk's numbers over these columns, and its logits, (n, V). e of ignored tokens must be finite."""
+    """The chunk's numbers over these columns, and its logits before the temperature, (n, V).
+
+    e of ignored tokens must be finite.
+    """
     inputs, head = problem.inputs, problem.head
     raw = head.product(inputs.e, inputs.c, 1 - head.vocab_axis)
-    z = head.logits(raw, None if inputs.bias is None else inputs.bias.astype(raw.dtype), inputs.scale)
+    x = head.logits(raw, None if inputs.bias is None else inputs.bias.astype(raw.dtype), inputs.scale)
+    z = inputs.divided(x)
     targets = inputs.targets[:, None]
     named = (targets >= 0) & (targets < z.shape[1])
     target = jnp.take_along_axis(z, jnp.where(named, targets, 0), axis=1)
     weights, total = inputs.weights, None
     if problem.call.with_sum:
         total = jnp.sum(z if weights is None else jnp.where(weights == 0, 0, weights * z), axis=1)
-    return Statistics(jax.nn.logsumexp(z, axis=1), jnp.where(named, target, 0)[:, 0], total), z
+    mean = mean_of(z) if problem.call.with_mean else None
+    return Statistics(jax.nn.logsumexp(z, axis=1), jnp.where(named, target, 0)[:, 0], total, mean), x
 
 
 def dz_of(
-    inputs: Inputs, z: jax.Array, lse: jax.Array, of: Cotangents, head: Head
+    inputs: Inputs, x: jax.Array, lse: jax.Array, of: Cotangents, head: Head
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """dz in e's type, divided by a unit; the column sums of dz, (V,); the unit, or None for 1.
 
-    z: the logits; lse: of the whole vocabulary, inf for ignored tokens; of: the numbers' cotangents, 0 for them.
+    x: the logits before the temperature; lse: of the whole vocabulary, inf for ignored tokens; of: the cotangents of
+    mean.folded, 0 for ignored tokens.
     """
     of, unit = fitted(of, inputs)
     of = jax.tree.map(lambda x: x[:, None], of)
-    is_target = jnp.arange(z.shape[1], dtype=jnp.int32) == inputs.targets[:, None]
-    dz = head.cotangent(z, jnp.exp(z - lse[:, None]), is_target, of, inputs.weights, inputs.scale)
+    is_target = jnp.arange(x.shape[1], dtype=jnp.int32) == inputs.targets[:, None]
+    log_p = inputs.divided(x) - lse[:, None]
+    dz = head.cotangent(x, jnp.exp(log_p), is_target, of, inputs.weights, inputs.factor_of_rows, log_p)
     return dz.astype(inputs.e.dtype), jnp.sum(dz, axis=0), unit

@@ -12,6 +12,7 @@ from jax import lax
 from cce_kernels.engines.engine import Problem, Step, Sums
 from cce_kernels.gradients import FormDz, over_groups
 from cce_kernels.head import Head
+from cce_kernels.mean import mean_of, over_runs
 from cce_kernels.numbers import Cotangents, Inputs
 from cce_kernels.windows import Groups, Window
 
@@ -21,7 +22,7 @@ def _columns(x: jax.Array, window: Window, groups: Groups) -> jax.Array:
 
 
 def _logits(inputs: Inputs, window: Window, *, head: Head, groups: Groups) -> tuple[jax.Array, jax.Array]:
-    """The group's logits, (N, V_g), at least float32, and the column numbers, (V_g,)."""
+    """The group's logits before the temperature, (N, V_g), at least float32, and the column numbers, (V_g,)."""
     c_g = lax.dynamic_slice_in_dim(inputs.c, window.start, groups.columns, head.vocab_axis)
     raw = head.product(inputs.e, c_g, 1 - head.vocab_axis)
     bias_g = None if inputs.bias is None else _columns(inputs.bias, window, groups).astype(raw.dtype)
@@ -31,29 +32,35 @@ def _logits(inputs: Inputs, window: Window, *, head: Head, groups: Groups) -> tu
 
 def sums(step: Step, problem: Problem, *_) -> Sums:
     """engine.Launched.sums: one part, with the targets' logits."""
-    inputs, head, with_sum, groups = problem.inputs, problem.head, problem.call.with_sum, step.groups
+    inputs, head, call, groups = problem.inputs, problem.head, problem.call, step.groups
     targets = inputs.targets
     zeros = jnp.zeros(targets.shape, jnp.promote_types(inputs.e.dtype, jnp.float32))
 
     def group(carry, window):
-        lse, target, total = carry
-        z, columns = _logits(inputs, window, head=head, groups=groups)
+        lse, target, total, mean = carry
+        x, columns = _logits(inputs, window, head=head, groups=groups)
+        z = inputs.divided(x)
         own = columns >= window.owned
         local = targets - window.start
         here = (targets >= window.owned) & (local < groups.columns)
         picked = jnp.take_along_axis(z, jnp.clip(local, 0, groups.columns - 1)[:, None], axis=1)[:, 0]
         target = jnp.where(here, picked, target)
-        if with_sum:
+        if call.with_sum:
             w = own.astype(z.dtype)
             if inputs.weights is not None:
                 w = jnp.where(own, _columns(inputs.weights, window, groups), 0)
             total = total + jnp.sum(jnp.where(w == 0, 0, w * z), axis=1)
         if groups.overlap:
             z = jnp.where(own, z, -jnp.inf)
-        return jnp.logaddexp(lse, jax.nn.logsumexp(z, axis=1)), target, total
+        of_group = jax.nn.logsumexp(z, axis=1)
+        if call.with_mean:
+            mean = over_runs(jnp.stack([lse, of_group]), jnp.stack([mean, mean_of(z)]))
+        return jnp.logaddexp(lse, of_group), target, total, mean
 
-    lse, target, total = over_groups(group, (zeros - jnp.inf, zeros, zeros if with_sum else None), groups)
-    return Sums(lse[None], target, None if total is None else total[None], None)
+    begin = zeros - jnp.inf, zeros, zeros if call.with_sum else None, zeros if call.with_mean else None
+    lse, target, total, mean = over_groups(group, begin, groups)
+    total, mean = (None if x is None else x[None] for x in (total, mean))
+    return Sums(lse[None], target, total, None, mean=mean)
 
 
 def form_dz(step: Step, problem: Problem, lse: jax.Array, cotangents: Cotangents, _) -> FormDz:
@@ -63,10 +70,11 @@ def form_dz(step: Step, problem: Problem, lse: jax.Array, cotangents: Cotangents
     of = jax.tree.map(lambda x: x[:, None], cotangents)
 
     def form(window: Window) -> tuple[jax.Array, jax.Array | None]:
-        z, columns = _logits(inputs, window, head=head, groups=groups)
+        x, columns = _logits(inputs, window, head=head, groups=groups)
         weights = None if inputs.weights is None else _columns(inputs.weights, window, groups)
         is_target = columns == inputs.targets[:, None]
-        dz = head.cotangent(z, jnp.exp(z - lse[:, None]), is_target, of, weights, inputs.scale)
+        log_p = inputs.divided(x) - lse[:, None]
+        dz = head.cotangent(x, jnp.exp(log_p), is_target, of, weights, inputs.factor_of_rows, log_p)
         if groups.overlap:
             dz = jnp.where(columns >= window.owned, dz, 0)
         return dz.astype(inputs.e.dtype), jnp.sum(dz, axis=0) if with_sums else None

@@ -1,0 +1,214 @@
+"""The mean of the logits under the softmax, from which the entropy follows, and temperatures, against float64."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from cce_jax.core import statistics
+from cce_jax.plans import Core
+from cce_kernels.device import local_gpu
+from cce_kernels.head import Head
+from cce_kernels.numbers import Inputs
+from tests.cases import DTYPES
+from tests.tolerance import assert_close, assert_reference, error, roundoff
+
+BUDGETS = (0, 2**40)
+IMPLS = ("chunked",)
+
+
+class Drawn(NamedTuple):
+    """A call of the core; the cotangents of its numbers, (4, N): of lse, target, sum and mean."""
+
+    inputs: Inputs
+    of: np.ndarray
+    head: Head
+    with_sum: bool = False
+
+    def core(self, impl: str, memory_budget: int = 0) -> Core:
+        return Core(self.head, self.with_sum, impl, memory_budget, local_gpu(), with_mean=True)  # type: ignore[arg-type]
+
+
+def made(
+    tokens=37,
+    width=16,
+    vocabulary=203,
+    dtype="float32",
+    *,
+    head=None,
+    bias=False,
+    scale=False,
+    temperature=True,
+    with_sum=False,
+    size=1.0,
+    ignored=0.2,
+    seed=0,
+) -> Drawn:
+    rng, head = np.random.default_rng(seed), head or Head(precision="highest")
+    e = (size * rng.standard_normal((tokens, width))).astype(DTYPES[dtype])
+    c = (rng.standard_normal((vocabulary, width)) * 3 / width**0.5).astype(DTYPES[dtype])
+    targets = rng.integers(0, vocabulary, tokens).astype(np.int32)
+    targets[rng.uniform(size=tokens) < ignored] = -1
+    targets[-1] = vocabulary  # names no column
+    inputs = Inputs(
+        e,
+        c if head.vocab_axis == 0 else c.T,
+        rng.standard_normal(vocabulary).astype(DTYPES[dtype]) if bias else None,
+        targets,
+        None,
+        np.full(1, 1.3, np.float32) if scale else None,
+        rng.uniform(0.3, 2.5, tokens).astype(np.float32) if temperature else None,
+    )
+    of = rng.standard_normal((4, tokens)).astype(np.float32)
+    of[2] /= vocabulary
+    return Drawn(inputs, of, head, with_sum)  # type: ignore[arg-type]
+
+
+def truth(x: Drawn) -> dict[str, np.ndarray]:
+    """The numbers of kept tokens, and the gradients of Σ of · numbers over them."""
+    e, c, bias, targets, _, scale, inverse = (None if y is None else np.float64(y) for y in x.inputs)
+    c, kept, of = c if x.head.vocab_axis == 0 else c.T, targets >= 0, np.float64(x.of)
+    scale, inverse = 1.0 if scale is None else scale[0], 1.0 if inverse is None else inverse[:, None]
+    e = np.where(kept[:, None], e, 0)
+    y = scale * (e @ c.T + (0 if bias is None else bias))
+    softcap = x.head.softcap
+    capped = y if softcap is None else softcap * np.tanh(y / softcap)
+    slope = inverse * scale * (1.0 if softcap is None else 1 - (capped / softcap) ** 2)
+    z, is_target = capped * inverse, targets[:, None] == np.arange(c.shape[0])
+    lse = np.logaddexp.reduce(z, axis=1)
+    p = np.exp(z - lse[:, None])
+    mean = (p * np.where(p == 0, 0, z)).sum(1)
+    a, t, s, mu = (part[:, None] for part in of)
+    with np.errstate(invalid="ignore"):
+        dz = p * (a + mu * np.where(p == 0, 0, 1 + z - mean[:, None])) + t * is_target + s * x.with_sum
+    dz = np.where(kept[:, None], dz * slope, 0)
+    dc = dz.T @ e
+    found = {
+        "lse": lse[kept],
+        "target": np.where(is_target, z, 0).sum(1)[kept],
+        "mean": mean[kept],
+        "e": dz @ c,
+        "c": dc if x.head.vocab_axis == 0 else dc.T,
+    }
+    found |= {} if bias is None else {"bias": dz.sum(0)}
+    return found | ({"sum": z.sum(1)[kept]} if x.with_sum else {})
+
+
+def ours(x: Drawn, core: Core) -> dict[str, np.ndarray]:
+    kept = np.asarray(x.inputs.targets) >= 0
+    leaves = {k: v for k, v in zip(("e", "c", "bias"), x.inputs[:3], strict=True) if v is not None}
+
+    @jax.jit
+    def run(leaves: dict[str, Any], inputs: Inputs, of: jax.Array):
+        def objective(leaves):
+            numbers = statistics(inputs._replace(**leaves), core, None)
+            named = zip(numbers, of, strict=True)
+            return sum(jnp.sum(jnp.where(kept, y * x, 0)) for x, y in named if x is not None), numbers
+
+        return jax.grad(objective, has_aux=True)(leaves)
+
+    gradients, numbers = run(leaves, jax.tree.map(jnp.asarray, x.inputs), jnp.asarray(x.of))
+    named = {k: np.asarray(v)[kept] for k, v in numbers._asdict().items() if v is not None}
+    return named | {k: np.asarray(v) for k, v in gradients.items()}
+
+
+def check(x: Drawn, impl: str, memory_budget: int = 0) -> None:
+    exact, reference, found = truth(x), ours(x, x.core("reference")), ours(x, x.core(impl, memory_budget))
+    assert set(found) == set(reference) == set(exact)
+    for name, value in found.items():
+        assert_reference(reference[name], exact[name], name)
+        assert_close(value, exact[name], reference[name], name)
+    entropy, true = found["lse"] - found["mean"], exact["lse"] - exact["mean"]
+    largest = max(1.0, np.abs(exact["lse"]).max(initial=0), np.abs(exact["mean"]).max(initial=0))
+    assert np.abs(entropy - true).max(initial=0) <= 16 * roundoff("float32") * largest
+
+
+@st.composite
+def calls(draw) -> Drawn:
+    head = Head(draw(st.sampled_from([None, 5.0])), draw(st.integers(0, 1)), "highest")
+    dtype = draw(st.sampled_from(["bfloat16", "float16", "float32"]))
+    flags = {name: draw(st.booleans()) for name in ("bias", "scale", "temperature", "with_sum")}
+    return made(
+        draw(st.integers(2, 60)),
+        16,
+        draw(st.integers(2, 300)),
+        dtype,
+        head=head,
+        size=draw(st.sampled_from([0.1, 1.0, 5.0])),
+        ignored=draw(st.sampled_from([0.0, 0.5, 0.9])),
+        seed=draw(st.integers(0, 99)),
+        **flags,
+    )
+
+
+@settings(max_examples=8)
+@given(calls(), st.sampled_from(IMPLS), st.sampled_from(BUDGETS))
+@example(made(bias=True, scale=True, with_sum=True, head=Head(5.0, 1, "highest")), "chunked", 0)
+@example(made(70, 16, 2500, "bfloat16", temperature=False), "chunked", 0)
+def test_numbers_and_gradients(x, impl, memory_budget):
+    check(x, impl, memory_budget)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_logit_of_minus_infinity_has_no_share(impl):
+    """As a mask of the vocabulary gives them, here for most of the columns, the target's own among them."""
+    x = made(bias=True, temperature=False)
+    bias = np.where(np.arange(203) % 64 < 50, -np.inf, np.asarray(x.inputs.bias)).astype(np.float32)
+    found = ours(
+        x._replace(inputs=x.inputs._replace(bias=bias), of=x.of * np.float32([[1], [0], [0], [1]])), x.core(impl)
+    )
+    kept = np.flatnonzero(bias > -np.inf)
+    lost = np.flatnonzero(bias == -np.inf)
+    of_kept = np.searchsorted(kept, np.asarray(x.inputs.targets))
+    alone = x.inputs._replace(c=x.inputs.c[kept], bias=bias[kept], targets=np.where(x.inputs.targets < 0, -1, of_kept))
+    exact = truth(x._replace(inputs=alone, of=x.of * np.float32([[1], [0], [0], [1]])))
+    for name in ("lse", "mean", "e"):
+        np.testing.assert_allclose(found[name], exact[name], rtol=2e-5, atol=2e-6, err_msg=name)
+    np.testing.assert_allclose(found["c"][kept], exact["c"], rtol=2e-5, atol=2e-6)
+    assert not found["c"][lost].any()
+    assert not found["bias"][lost].any()
+
+
+@pytest.mark.parametrize("impl", [*IMPLS, "reference"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_bad_row_stays_a_bad_row(impl, bad):
+    """Its numbers are NaN or infinite as lse is; if it is ignored, nothing of it gets out."""
+    x = made(dtype="bfloat16", ignored=0.0)
+    e = np.array(x.inputs.e)
+    e[3] = bad
+    found = ours(x._replace(inputs=x.inputs._replace(e=e)), x.core(impl))
+    bad_rows = ~np.isfinite(np.float32(found["mean"]))
+    assert bad_rows[3]
+    assert bad_rows.sum() == 1
+    targets = np.array(x.inputs.targets)
+    targets[3] = -1
+    inverse = np.array(x.inputs.inverse_temperature)
+    inverse[3] = bad
+    hidden = x.inputs._replace(e=e, targets=targets, inverse_temperature=inverse)
+    found = ours(x._replace(inputs=hidden), x.core(impl))
+    clean = x.inputs._replace(targets=targets)
+    exact = truth(x._replace(inputs=clean))
+    for name in ("e", "c"):
+        assert np.isfinite(np.float32(found[name])).all()
+        assert error(found[name], exact[name]) < 0.02
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_float16_has_room_for_the_cotangent_of_the_mean(impl, size):
+    x = made(dtype="float16", ignored=0.0)
+    check(x._replace(of=x.of * np.float32([[0], [0], [0], [size]])), impl)
+
+
+def test_another_temperature_compiles_nothing():
+    x = made()
+    core = x.core("chunked")
+    run = jax.jit(lambda inputs: statistics(inputs, core, None))
+    for k in range(2):
+        inverse = x.inputs.inverse_temperature * (k + 1)
+        run(jax.tree.map(jnp.asarray, x.inputs._replace(inverse_temperature=inverse)))
+    assert run._cache_size() == 1
