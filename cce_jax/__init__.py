@@ -1,10 +1,11 @@
-"""Linear cross-entropy without the logits, for JAX. See `linear_cross_entropy`."""
+"""Linear cross-entropy without the logits, for JAX. See `linear_cross_entropy` and `linear_log_probs`."""
 
 from cce_jax.api import linear_cross_entropy
 from cce_jax.explain import explain
+from cce_jax.log_probs import LogProbs, linear_log_probs
 from cce_kernels.version import installed
 
-__all__ = ["explain", "linear_cross_entropy"]
+__all__ = ["LogProbs", "explain", "linear_cross_entropy", "linear_log_probs"]
 
 __version__: str
 

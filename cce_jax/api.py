@@ -1,26 +1,24 @@
 """The public function for JAX: it checks the arguments, shifts the targets and computes the loss."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
-from typing import Any, Literal, NamedTuple, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from cce_jax import arguments, losses, settings
-from cce_jax.core import Summands, statistics, summed
+from cce_jax.core import Summands, summed
 from cce_jax.devices import knows_cotangents, whole_weights
 from cce_jax.losses import Common
 from cce_jax.options import Array, Options
 from cce_jax.plans import Core, Impl
+from cce_jax.prepare import Arrays, Asked, numbers_of, prepared, shifted, unshifted
 from cce_jax.reverse_mode import reverse_mode_only
-from cce_jax.sharding import Layout, layout_of, no_explicit_vmap
+from cce_jax.sharding import Layout
 from cce_kernels import contract
-from cce_kernels.device import Gpu, local_gpu
-from cce_kernels.head import Head
-from cce_kernels.numbers import Inputs, Statistics
+from cce_kernels.numbers import Inputs
 
 
 @overload
@@ -152,87 +150,32 @@ def linear_cross_entropy(
       ((), (2, 16, 64), (1000, 64))
     """
     contract.choice("reduction", reduction, contract.REDUCTIONS)
-    contract.choice("impl", impl, contract.IMPLS)
-    contract.choice("vocab_axis", vocab_axis, (0, 1))
-    arguments.known(
-        ignore_index=ignore_index,
-        softcap=softcap,
-        shift=shift,
-        logit_scale=logit_scale,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        memory_budget=memory_budget,
-        gradient_tolerance=gradient_tolerance,
-    )
-    arguments.precision(precision)
-    head = Head(softcap=contract.softcap(softcap), vocab_axis=vocab_axis, precision=precision)
-    scale = 1.0 if logit_scale is None else contract.number("logit_scale", logit_scale)
+    arguments.known(label_smoothing=label_smoothing, z_loss=z_loss, gradient_tolerance=gradient_tolerance)
     label_smoothing = contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0)
     z_loss = contract.number("z_loss", z_loss)
-    options = losses.Loss(reduction, smooths=label_smoothing > 0, has_z_loss=z_loss != 0)
-    ignore_index = contract.integer("ignore_index", ignore_index)
-    budget = contract.memory_budget(memory_budget)
     tolerance = contract.gradient_tolerance(gradient_tolerance)
-    shift = contract.integer("shift", shift)
-    given = arguments.arrays(Arrays(e, c, bias, targets, class_weight, token_weight, num_items))
+    options = losses.Loss(reduction, smooths=label_smoothing > 0, has_z_loss=z_loss != 0)
+    asked = Asked(
+        ignore_index, softcap, shift, logit_scale, vocab_axis, impl, memory_budget, precision, check_targets, sharding
+    )
+    call = prepared(Arrays(e, c, bias, targets, class_weight, token_weight, num_items), asked)
+    given, core = call.given, replace(call.core, with_sum=options.smooths, gradient_tolerance=tolerance)
     contract.num_items(given.num_items, reduction)
-    arguments.types(given)
-    e, c = given.e, given.c
+    dtype = given.e.dtype.name
     if isinstance(given.num_items, Real):
         num_items = float(given.num_items)  # JAX makes an int32 of an integer, which may be too small for it
-        contract.finite("num_items", num_items, e.dtype.name)
+        contract.finite("num_items", num_items, dtype)
         given = given._replace(num_items=num_items)
-    contract.finite("logit_scale", scale, e.dtype.name)
-    contract.finite("z_loss", z_loss, e.dtype.name)
-    layout = layout_of(e, c, vocab_axis, sharding) if e.ndim > 0 and c.ndim == 2 else None
-    arguments.shapes(given, layout, vocab_axis, shift)
-    if shift and layout is not None and layout.split_sequences and (reduction == "none" or return_lse):
-        raise ValueError(
-            f"shift={shift} with reduction='none' or return_lse needs whole sequences, but sharding splits them over "
-            f"{layout.split_sequences} inside jax.shard_map: shift targets before jax.shard_map"
-        )
-    if check_targets:
-        vocabulary = c.shape[vocab_axis] if layout is None else layout.whole_vocabulary(c, vocab_axis)
-        arguments.targets(given.targets, vocabulary, ignore_index, shift)
-    if impl != "reference":
-        no_explicit_vmap()
-    gpu = None if impl == "reference" else local_gpu()
-    core = Core(
-        head,
-        options.smooths,
-        arguments.resolved(impl, e.dtype, gpu),
-        budget,
-        gpu,
-        wide_dc=c.dtype != e.dtype,
-        gradient_tolerance=tolerance,
-        may_chunk=layout is not None or may_chunk(gpu),
-        debug_nans=jax.config.jax_debug_nans,  # type: ignore[attr-defined]
-    )
+    contract.finite("z_loss", z_loss, dtype)
+    if reduction == "none" or return_lse:
+        call.needs_whole_sequences("reduction='none' or return_lse")
     with settings.defaults():
-        targets, ignore_index = arguments.int32(given.targets, ignore_index)
         given = given._replace(
-            targets=targets,
-            scale=None if scale == 1.0 else np.full(1, scale, jnp.promote_types(e.dtype, jnp.float32)),
             label_smoothing=label_smoothing if options.smooths else None,
             z_loss=z_loss if options.has_z_loss else None,
         )
-        loss, lse = _loss(given, Static(core, layout, options, ignore_index, shift))
+        loss, lse = _loss(given, Static(core, call.layout, options, call.ignore_index, call.shift))
     return (loss, lse) if return_lse else loss
-
-
-class Arrays(NamedTuple):
-    """The arrays and numbers of a call, which a program takes as arguments; None: not given, or it changes nothing."""
-
-    e: Any
-    c: Any
-    bias: Any
-    targets: Any
-    class_weight: Any
-    token_weight: Any
-    num_items: Any
-    scale: Any = None
-    label_smoothing: Any = None
-    z_loss: Any = None
 
 
 @dataclass(frozen=True)
@@ -257,8 +200,8 @@ def _loss(given: Arrays, of: Static) -> tuple[jax.Array, jax.Array]:
     e, c, bias, targets, weights, token_weight = given[:6]
     vocabulary, wide = of.vocabulary(c), jnp.promote_types(e.dtype, jnp.float32)
     if shift:
-        targets = _shifted(targets, shift, of.ignore_index, layout)
-        token_weight = None if token_weight is None else _shifted(token_weight, shift, 0, layout)
+        targets = shifted(targets, shift, of.ignore_index, layout)
+        token_weight = None if token_weight is None else shifted(token_weight, shift, 0, layout)
     if weights is not None:
         weights = jax.lax.stop_gradient(weights.astype(wide))
     over, at = (), None
@@ -280,41 +223,8 @@ def _loss(given: Arrays, of: Static) -> tuple[jax.Array, jax.Array]:
         value, lse = summed(Summands(inputs, terms, common), core, of.loss, layout)
         loss = losses.reduced(value, terms, given.num_items, of.loss, over)
     else:
-        numbers = _statistics(inputs, core, layout)
+        numbers = numbers_of(inputs, core, layout)
         loss, lse = losses.loss(numbers, terms, common, given.num_items, of.loss, vocabulary, over)
     if of.loss.reduction == "none":
-        loss = _unshifted(loss, shift, layout)
-    return loss, _unshifted(lse, shift, layout)
-
-
-def may_chunk(gpu: Gpu | None) -> bool:
-    """Whether a call without a layout may take its tokens in chunks.
-
-    XLA may split the tokens of a program without kernels over all devices. It would then gather each chunk of them.
-    """
-    return gpu is not None or jax.device_count() == 1
-
-
-def _statistics(inputs: Inputs, core: Core, layout: Layout | None) -> Statistics:
-    """The core's numbers for e (..., D) and targets (...) of any number of axes, and for no tokens."""
-    if inputs.targets.size == 0:
-        zeros = jnp.zeros_like(inputs.targets, jnp.promote_types(inputs.e.dtype, jnp.float32))
-        return Statistics(zeros, zeros, *(zeros if asked else None for asked in (core.with_sum, core.with_mean)))
-    return statistics(inputs, core, layout)
-
-
-def _shifted(x: jax.Array, shift: int, fill: int, layout: Layout | None) -> jax.Array:
-    """x[..., shift:] followed by `shift` times fill. So e keeps all its rows, and its last rows are ignored."""
-    if layout is not None:
-        x = layout.whole_sequences(x)
-    shifted = jnp.concatenate([x[..., shift:], jnp.full_like(x[..., :shift], fill)], axis=-1)
-    return shifted if layout is None else layout.own_sequences(shifted)
-
-
-def _unshifted(x: jax.Array, shift: int, layout: Layout | None) -> jax.Array:
-    """x without the last `shift` tokens, which have no target."""
-    if not shift:
-        return x
-    if layout is not None:
-        x = layout.laid_out(x, layout.spec_of_sequences)
-    return x[..., : x.shape[-1] - shift]
+        loss = unshifted(loss, shift, layout)
+    return loss, unshifted(lse, shift, layout)

@@ -2,6 +2,7 @@
 
 import sys
 from functools import cache, partial
+from numbers import Real
 from typing import Any
 
 import jax
@@ -112,6 +113,28 @@ def shapes(given: Any, layout: Layout | None, vocab_axis: int, shift: int) -> No
     contract.shapes(of["e"], shape_of_c, of["targets"], vocab_axis=vocab_axis, shift=shift, parts=parts, **weights)
     if of["num_items"]:
         raise ValueError(f"num_items must be a number or a scalar array, got shape {of['num_items']}")
+
+
+def temperature(temperature: Any, e: Any) -> Any:
+    """None where temperature is the number 1. TypeError, or ValueError unless it is positive and broadcasts to e."""
+    temperature = _array("temperature", temperature)
+    if isinstance(temperature, Real):
+        number = contract.number("temperature", temperature)
+        if number <= 0:
+            raise ValueError(f"temperature must be positive, got {temperature!r}")
+        contract.finite("temperature", number, e.dtype.name)
+        return None if number == 1 else number
+    if not hasattr(temperature, "dtype") or not jnp.issubdtype(temperature.dtype, jnp.floating):
+        kind = getattr(temperature, "dtype", type(temperature).__name__)
+        raise TypeError(f"temperature must be a number or an array of a floating-point type, got {kind}")
+    shape, of_tokens = np.shape(temperature), np.shape(e)[:-1]
+    try:
+        fits = np.broadcast_shapes(shape, of_tokens) == of_tokens
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(f"temperature {shape} must broadcast to the shape of e without its last axis, {of_tokens}")
+    return temperature
 
 
 def targets(targets, vocabulary: int, ignore_index: int, shift: int) -> None:

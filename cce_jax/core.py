@@ -47,6 +47,7 @@ in its row of e, not even a NaN, reaches a gradient. A target of V or more names
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -93,6 +94,8 @@ def _statistics_fwd(core: Core, layout: Layout | None, inputs):
 def _statistics_bwd(core: Core, layout: Layout | None, residuals, cotangents):
     shape_of_wanted, inputs, numbers, held = residuals
     zeros = jnp.zeros_like(numbers.lse)
+    if _is_symbolic_zero(cotangents.mean):  # the entropy is only logged
+        cotangents, core = cotangents._replace(mean=None), replace(core, with_mean=False)
     of = Cotangents(*[zeros if _is_symbolic_zero(x) else x for x in cotangents])
     run = partial(_backward, core=core, layout=layout, wanted=_from_shape(shape_of_wanted))
     found = _first_order_only(run)(inputs, held, of)

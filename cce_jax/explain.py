@@ -6,8 +6,8 @@ from typing import Any, Literal
 import jax
 
 from cce_jax import losses, plans
-from cce_jax.api import may_chunk
 from cce_jax.arguments import resolved
+from cce_jax.prepare import may_chunk
 from cce_kernels import contract
 from cce_kernels.device import local_gpu
 from cce_kernels.head import Head

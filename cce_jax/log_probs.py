@@ -1,0 +1,168 @@
+"""Numbers of each token's distribution, without the logits: log-probabilities, entropies, likeliest tokens."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cce_jax import arguments, losses, settings
+from cce_jax.options import Array
+from cce_jax.plans import Core, Impl
+from cce_jax.prepare import Arrays, Asked, numbers_of, prepared, shifted, unshifted
+from cce_jax.reverse_mode import reverse_mode_only
+from cce_jax.sharding import Layout
+from cce_kernels import contract
+from cce_kernels.numbers import Inputs
+
+
+class LogProbs(NamedTuple):
+    """What `linear_log_probs` returns; None: not asked for. (...) is the shape of targets after the shift."""
+
+    log_probs: jax.Array | None  # (...): log p of the target
+    lse: jax.Array  # (...): the log-sum-exp of the logits
+    entropy: jax.Array | None  # (...): −Σ p log p, in nats
+
+
+def linear_log_probs(
+    e: Array,
+    c: Array,
+    targets: Array = None,
+    bias: Array = None,
+    *,
+    temperature: Array = 1.0,
+    entropy: Literal[False, True, "detached"] = False,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    shift: bool | int = 0,
+    logit_scale: float | None = None,
+    vocab_axis: Literal[0, 1] = 0,
+    impl: Impl = "auto",
+    memory_budget: float | Literal["all"] | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    check_targets: bool = False,
+    sharding: tuple[jax.sharding.PartitionSpec, jax.sharding.PartitionSpec] | None = None,
+) -> LogProbs:
+    """Log-probabilities of `targets` under softmax(e @ c.T + bias), and more of each token, without holding the logits.
+
+    Equivalent to the following, with exact gradients and O(N) memory in place of O(N·V):
+
+        z = logit_scale * (e @ c.T + bias)                      # float32, (..., V)
+        z = softcap * tanh(z / softcap)                         # if softcap
+        z = z / temperature                                     # each token has its own
+        lse = logsumexp(z, axis=-1)
+        log_probs = z[targets] - lse
+        entropy = lse - sum(softmax(z) * z, axis=-1)
+
+    All numbers can be differentiated once in e, c and bias: in reverse mode, or with impl="reference" in both modes
+    and any number of times. Policy gradients, PPO, GRPO and DPO need them (docs/log-probabilities.md).
+
+    Args:
+      e, c, bias, ignore_index, softcap, logit_scale, vocab_axis, impl, memory_budget, precision, check_targets,
+        sharding: as for `linear_cross_entropy`.
+      targets: integers of shape (...), one id a token, or None: then log_probs is None, and all tokens count. All
+        numbers of a token whose target is ignore_index are 0, and it has no gradient. A target outside [0, V) that is
+        not ignore_index makes that log-probability NaN.
+      temperature: a positive number, or an array of positive numbers that broadcasts to the shape of e without its last
+        axis. It divides the logits after the softcap, and has no gradient. A new value compiles nothing.
+      entropy: True for the entropies, which can be differentiated; "detached" for entropies without a gradient, which
+        cost the backward pass nothing.
+      shift: k in [0, T), or True for 1: token i of the last axis of targets belongs to token i + k of e. It needs
+        targets. All results have the shape of targets after the shift.
+
+    Returns:
+      LogProbs, in nats, float32 (float64 for float64 inputs). None stands for what was not asked for.
+
+    Raises:
+      ValueError: shapes do not fit, an option is out of its range, sharding contradicts mesh or arrays, or, with
+        check_targets, a target is out of range.
+      TypeError: an array has a wrong type.
+      NotImplementedError: the GPU cannot run impl="cce", or XLA would have to split the kernels over devices.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from cce_jax import linear_log_probs
+      >>> hidden = jax.random.normal(jax.random.key(0), (2, 16, 64))          # (B, T, D), what the model returns
+      >>> embedding = jax.random.normal(jax.random.key(1), (1000, 64))        # (V, D)
+      >>> tokens = jax.random.randint(jax.random.key(2), (2, 16), 0, 1000)    # (B, T)
+      >>> found = linear_log_probs(hidden, embedding, tokens, shift=1, temperature=0.7, entropy=True)
+      >>> found.log_probs.shape, found.entropy.shape
+      ((2, 15), (2, 15))
+    """
+    contract.choice("entropy", entropy, (False, True, "detached"))
+    named = targets is not None
+    if not named:
+        if shift:
+            raise ValueError(f"shift={shift!r} needs targets, which it shifts: targets is None")
+        targets = np.zeros(np.shape(e)[:-1], np.int32)
+    asked = Asked(
+        ignore_index, softcap, shift, logit_scale, vocab_axis, impl, memory_budget, precision, check_targets, sharding
+    )
+    call = prepared(Arrays(e, c, bias, targets, None, None, None), asked)
+    call.needs_whole_sequences("linear_log_probs")
+    temperature = arguments.temperature(temperature, call.given.e)
+    with settings.defaults():
+        of = Static(call.core, call.layout, named, entropy, call.ignore_index, call.shift)
+        return _log_probs(call.given._replace(temperature=temperature), of)
+
+
+@dataclass(frozen=True)
+class Static:
+    """What a program is compiled for."""
+
+    core: Core
+    layout: Layout | None
+    named: bool  # whether targets are given
+    entropy: Literal[False, True, "detached"]
+    ignore_index: int
+    shift: int
+
+
+@partial(jax.jit, static_argnames="of")
+def _log_probs(given: Arrays, of: Static) -> LogProbs:
+    layout, shift, axis = of.layout, of.shift, of.core.head.vocab_axis
+    e, c, bias, targets = given[:4]
+    vocabulary = c.shape[axis] if layout is None else layout.whole_vocabulary(c, axis)
+    if shift:
+        targets = shifted(targets, shift, of.ignore_index, layout)
+    scale, inverse = _inverse_temperature(given, of.core)
+    if layout is not None:
+        e = layout.laid_out(e, layout.spec_of_e, layout.given_e)
+        c = layout.laid_out(c, layout.spec_of_c(axis), layout.given_c)
+        bias = layout.laid_out(bias, layout.spec_of_columns)
+        targets, inverse = (layout.laid_out(x, layout.spec_of_tokens) for x in (targets, inverse))
+    columns = losses.columns(targets, of.ignore_index, vocabulary) if of.named else jnp.full_like(targets, vocabulary)
+    if of.core.impl != "reference":
+        e, c, bias = jax.tree.map(reverse_mode_only, (e, c, bias))
+    core, kept = replace(of.core, with_mean=bool(of.entropy)), columns >= 0
+    numbers = numbers_of(Inputs(e, c, bias, columns, None, scale, inverse), core, layout)
+
+    def of_tokens(x: jax.Array) -> jax.Array:
+        return unshifted(jnp.where(kept, x, 0), shift, layout)
+
+    lse, log_probs, entropy = numbers.lse, None, None
+    if of.named:
+        poison = jnp.where(columns == vocabulary, jnp.nan, 1.0).astype(lse.dtype)
+        log_probs = of_tokens(poison * (numbers.target - lse))
+    if of.entropy:
+        assert numbers.mean is not None
+        entropy = numbers.lse - numbers.mean
+        entropy = of_tokens(jax.lax.stop_gradient(entropy) if of.entropy == "detached" else entropy)
+    return LogProbs(log_probs, of_tokens(lse), entropy)
+
+
+def _inverse_temperature(given: Arrays, core: Core) -> tuple[Any, Any]:
+    """The scale of the logits before the softcap, and the inverse temperature of each token; None: 1.
+
+    Without a softcap one temperature for all tokens is part of the scale.
+    """
+    e, scale, temperature = given.e, given.scale, given.temperature
+    if temperature is None:
+        return scale, None
+    temperature = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.promote_types(e.dtype, jnp.float32)))
+    inverse = jnp.where(temperature > 0, 1 / temperature, jnp.nan)
+    if temperature.size == 1 and core.head.softcap is None:
+        return inverse.reshape(1) if scale is None else scale * inverse.reshape(1), None
+    return scale, jnp.broadcast_to(inverse, e.shape[:-1])

@@ -1,0 +1,141 @@
+"""What the public functions have in common: the checks of their arguments, the core that runs, and the shift."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cce_jax import arguments, settings
+from cce_jax.core import statistics
+from cce_jax.plans import Core
+from cce_jax.sharding import Layout, layout_of, no_explicit_vmap
+from cce_kernels import contract
+from cce_kernels.device import Gpu, local_gpu
+from cce_kernels.head import Head
+from cce_kernels.numbers import Inputs, Statistics
+
+
+class Asked(NamedTuple):
+    """The options that all functions have, as the user gave them. `linear_cross_entropy` explains them."""
+
+    ignore_index: Any
+    softcap: Any
+    shift: Any
+    logit_scale: Any
+    vocab_axis: Any
+    impl: Any
+    memory_budget: Any
+    precision: Any
+    check_targets: bool
+    sharding: Any
+
+
+class Arrays(NamedTuple):
+    """The arrays and numbers of a call, which a program takes as arguments; None: not given, or it changes nothing."""
+
+    e: Any
+    c: Any
+    bias: Any
+    targets: Any
+    class_weight: Any
+    token_weight: Any
+    num_items: Any
+    scale: Any = None
+    label_smoothing: Any = None
+    z_loss: Any = None
+    temperature: Any = None
+
+
+class Prepared(NamedTuple):
+    """A call whose arguments have been checked."""
+
+    given: Arrays
+    core: Core
+    layout: Layout | None
+    ignore_index: int
+    shift: int
+
+    def needs_whole_sequences(self, what: str) -> None:
+        """ValueError if the call shifts sequences that are split inside jax.shard_map."""
+        shift, layout = self.shift, self.layout
+        if shift and layout is not None and layout.split_sequences:
+            raise ValueError(
+                f"shift={shift} with {what} needs whole sequences, but sharding splits them over "
+                f"{layout.split_sequences} inside jax.shard_map: shift targets before jax.shard_map"
+            )
+
+
+def prepared(given: Arrays, asked: Asked) -> Prepared:
+    """Raises the errors that `linear_cross_entropy` names."""
+    vocab_axis, impl = asked.vocab_axis, asked.impl
+    contract.choice("impl", impl, contract.IMPLS)
+    contract.choice("vocab_axis", vocab_axis, (0, 1))
+    names = "ignore_index", "softcap", "shift", "logit_scale", "memory_budget"
+    arguments.known(**{name: getattr(asked, name) for name in names})
+    arguments.precision(asked.precision)
+    head = Head(softcap=contract.softcap(asked.softcap), vocab_axis=vocab_axis, precision=asked.precision)
+    scale = 1.0 if asked.logit_scale is None else contract.number("logit_scale", asked.logit_scale)
+    ignore_index = contract.integer("ignore_index", asked.ignore_index)
+    budget = contract.memory_budget(asked.memory_budget)
+    shift = contract.integer("shift", asked.shift)
+    given = arguments.arrays(given)
+    arguments.types(given)
+    e, c = given.e, given.c
+    contract.finite("logit_scale", scale, e.dtype.name)
+    layout = layout_of(e, c, vocab_axis, asked.sharding) if e.ndim > 0 and c.ndim == 2 else None
+    arguments.shapes(given, layout, vocab_axis, shift)
+    if asked.check_targets:
+        vocabulary = c.shape[vocab_axis] if layout is None else layout.whole_vocabulary(c, vocab_axis)
+        arguments.targets(given.targets, vocabulary, ignore_index, shift)
+    if impl != "reference":
+        no_explicit_vmap()
+    gpu = None if impl == "reference" else local_gpu()
+    core = Core(
+        head,
+        False,
+        arguments.resolved(impl, e.dtype, gpu),
+        budget,
+        gpu,
+        wide_dc=c.dtype != e.dtype,
+        may_chunk=layout is not None or may_chunk(gpu),
+        debug_nans=jax.config.jax_debug_nans,  # type: ignore[attr-defined]
+    )
+    with settings.defaults():
+        targets, ignore_index = arguments.int32(given.targets, ignore_index)
+        scaled = None if scale == 1.0 else np.full(1, scale, jnp.promote_types(e.dtype, jnp.float32))
+        given = given._replace(targets=targets, scale=scaled)
+    return Prepared(given, core, layout, ignore_index, shift)
+
+
+def may_chunk(gpu: Gpu | None) -> bool:
+    """Whether a call without a layout may take its tokens in chunks.
+
+    XLA may split the tokens of a program without kernels over all devices. It would then gather each chunk of them.
+    """
+    return gpu is not None or jax.device_count() == 1
+
+
+def numbers_of(inputs: Inputs, core: Core, layout: Layout | None) -> Statistics:
+    """The core's numbers for e (..., D) and targets (...) of any number of axes, and for no tokens."""
+    if inputs.targets.size == 0:
+        zeros = jnp.zeros_like(inputs.targets, jnp.promote_types(inputs.e.dtype, jnp.float32))
+        return Statistics(zeros, zeros, *(zeros if asked else None for asked in (core.with_sum, core.with_mean)))
+    return statistics(inputs, core, layout)
+
+
+def shifted(x: jax.Array, shift: int, fill: int, layout: Layout | None) -> jax.Array:
+    """x[..., shift:] followed by `shift` times fill. So e keeps all its rows, and its last rows are ignored."""
+    if layout is not None:
+        x = layout.whole_sequences(x)
+    shifted = jnp.concatenate([x[..., shift:], jnp.full_like(x[..., :shift], fill)], axis=-1)
+    return shifted if layout is None else layout.own_sequences(shifted)
+
+
+def unshifted(x: jax.Array, shift: int, layout: Layout | None) -> jax.Array:
+    """x without the last `shift` tokens, which have no target."""
+    if not shift:
+        return x
+    if layout is not None:
+        x = layout.laid_out(x, layout.spec_of_sequences)
+    return x[..., : x.shape[-1] - shift]
