@@ -14,7 +14,7 @@ from cce_jax.devices import knows_cotangents, whole_weights
 from cce_jax.losses import Common
 from cce_jax.options import Array, Options
 from cce_jax.plans import Core, Impl
-from cce_jax.prepare import Arrays, Asked, numbers_of, prepared, shifted, unshifted
+from cce_jax.prepare import Arrays, Asked, inverse_temperature, numbers_of, prepared, shifted, unshifted
 from cce_jax.reverse_mode import reverse_mode_only
 from cce_jax.sharding import Layout
 from cce_kernels import contract
@@ -171,11 +171,10 @@ def linear_cross_entropy(
         call.needs_whole_sequences("reduction='none' or return_lse")
     with settings.defaults():
         given = given._replace(
-            label_smoothing=label_smoothing if options.smooths else None,
-            z_loss=z_loss if options.has_z_loss else None,
+            label_smoothing=label_smoothing if options.smooths else None, z_loss=z_loss if options.has_z_loss else None
         )
-        loss, lse = _loss(given, Static(core, call.layout, options, call.ignore_index, call.shift))
-    return (loss, lse) if return_lse else loss
+        loss, numbers = loss_of(given, Static(core, call.layout, options, call.ignore_index, call.shift))
+    return (loss, numbers.lse) if return_lse else loss
 
 
 @dataclass(frozen=True)
@@ -194,14 +193,15 @@ class Static:
 
 
 @partial(jax.jit, static_argnames="of")
-def _loss(given: Arrays, of: Static) -> tuple[jax.Array, jax.Array]:
-    """The loss and lse."""
+def loss_of(given: Arrays, of: Static) -> tuple[jax.Array, losses.TokenNumbers]:
+    """The loss, and the numbers of each token, of which only lse has a derivative."""
     core, layout, shift = of.core, of.layout, of.shift
     e, c, bias, targets, weights, token_weight = given[:6]
     vocabulary, wide = of.vocabulary(c), jnp.promote_types(e.dtype, jnp.float32)
     if shift:
         targets = shifted(targets, shift, of.ignore_index, layout)
         token_weight = None if token_weight is None else shifted(token_weight, shift, 0, layout)
+    scale, inverse = inverse_temperature(given, core)
     if weights is not None:
         weights = jax.lax.stop_gradient(weights.astype(wide))
     over, at = (), None
@@ -210,21 +210,23 @@ def _loss(given: Arrays, of: Static) -> tuple[jax.Array, jax.Array]:
         e = layout.laid_out(e, layout.spec_of_e, layout.given_e)
         c = layout.laid_out(c, layout.spec_of_c(core.head.vocab_axis), layout.given_c)
         bias, weights = (layout.laid_out(x, layout.spec_of_columns) for x in (bias, weights))
-        targets, token_weight = (layout.laid_out(x, layout.spec_of_tokens) for x in (targets, token_weight))
+        of_tokens = targets, token_weight, inverse, *given.arguments
+        targets, token_weight, inverse, *arguments = (layout.laid_out(x, layout.spec_of_tokens) for x in of_tokens)
+        given = given._replace(arguments=tuple(arguments))
     columns = losses.columns(targets, of.ignore_index, vocabulary)
     if core.impl != "reference":
         e, c, bias = jax.tree.map(reverse_mode_only, (e, c, bias))
-    inputs = Inputs(e, c, bias, columns, weights, given.scale)
+    inputs = Inputs(e, c, bias, columns, weights, scale, inverse)
     whole = weights if layout is None else whole_weights(weights, layout)
-    terms = losses.terms(columns, whole, token_weight, vocabulary, wide, at)
+    terms = losses.terms(columns, whole, token_weight, vocabulary, wide, at, given.arguments)
     common = Common(given.label_smoothing, given.z_loss, whole if of.loss.smooths else None)
     one_sum = core.impl != "reference" and of.loss.reduction != "none" and columns.size
     if one_sum and (layout is None or knows_cotangents(inputs, token_weight, layout)):
-        value, lse = summed(Summands(inputs, terms, common), core, of.loss, layout)
+        value, numbers = summed(Summands(inputs, terms, common), core, of.loss, layout)
         loss = losses.reduced(value, terms, given.num_items, of.loss, over)
     else:
-        numbers = numbers_of(inputs, core, layout)
-        loss, lse = losses.loss(numbers, terms, common, given.num_items, of.loss, vocabulary, over)
+        found = numbers_of(inputs, core, layout)
+        loss, numbers = losses.loss(found, terms, common, given.num_items, of.loss, vocabulary, over)
     if of.loss.reduction == "none":
         loss = unshifted(loss, shift, layout)
-    return loss, unshifted(lse, shift, layout)
+    return loss, jax.tree.map(lambda x: unshifted(x, shift, layout), numbers)

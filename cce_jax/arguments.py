@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from cce_jax.losses import TokenNumbers
 from cce_jax.plans import Impl
 from cce_jax.sharding import Layout
 from cce_kernels import contract
@@ -113,6 +114,18 @@ def shapes(given: Any, layout: Layout | None, vocab_axis: int, shift: int) -> No
     contract.shapes(of["e"], shape_of_c, of["targets"], vocab_axis=vocab_axis, shift=shift, parts=parts, **weights)
     if of["num_items"]:
         raise ValueError(f"num_items must be a number or a scalar array, got shape {of['num_items']}")
+
+
+def function(fn: Any, arguments: tuple, entropy: bool, dtype: Any) -> None:
+    """TypeError unless fn of linear_token_loss is a function that closes over nothing that JAX traces."""
+    if not callable(fn):
+        raise TypeError(f"fn must be a function of numbers and arguments, got {type(fn).__name__}")
+    x = jax.ShapeDtypeStruct((1,), dtype)
+    given = (jax.ShapeDtypeStruct((1,), getattr(a, "dtype", None) or jnp.result_type(a)) for a in arguments)
+    traced = jax.make_jaxpr(fn)(TokenNumbers(x, x, x if entropy else None), *given)  # type: ignore[arg-type]
+    for const in traced.consts:
+        if isinstance(const, Tracer):
+            raise TypeError(f"fn closes over {const}, which JAX traces: give it to linear_token_loss as an argument")
 
 
 def temperature(temperature: Any, e: Any) -> Any:

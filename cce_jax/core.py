@@ -56,7 +56,7 @@ import jax.numpy as jnp
 
 from cce_jax import devices, losses, passes, reference, settings
 from cce_jax.devices import Held
-from cce_jax.losses import Common, Loss, Terms
+from cce_jax.losses import Common, Loss, Terms, TokenNumbers
 from cce_jax.plans import Core, plan_for
 from cce_jax.sharding import Layout
 from cce_kernels.numbers import Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
@@ -142,8 +142,10 @@ class Summands(NamedTuple):
     common: Common
 
 
-def summed(of: Summands, core: Core, loss: Loss, layout: Layout | None) -> tuple[jax.Array, jax.Array]:
-    """S = Σ_i weight_i · total_i, and lse, differentiable in e, c, bias and weight. e: (..., D), at least one token.
+def summed(of: Summands, core: Core, loss: Loss, layout: Layout | None) -> tuple[jax.Array, TokenNumbers]:
+    """S = Σ_i weight_i · total_i and lse, differentiable in e, c, bias and weight; and the other numbers of each token.
+
+    e: (..., D), at least one token.
 
     Where the cotangent of S arrives, those of the numbers are that factor times what the forward pass knows already. So
     the forward pass may form the gradients (cce_kernels/in_forward.py). If a cotangent of lse arrives too, its part is
@@ -157,8 +159,8 @@ def summed(of: Summands, core: Core, loss: Loss, layout: Layout | None) -> tuple
         inputs, terms = passes.flat(inputs), jax.tree.map(lambda x: x.reshape(-1), terms)
     given = terms._replace(weight=jax.lax.stop_gradient(terms.weight))
     run: Any = partial(_summed, core, loss, layout)
-    value, lse, total = run(Summands(inputs, given, common))
-    return _of_weights(value, terms.weight, total), lse.reshape(shape)
+    value, shown, total = run(Summands(inputs, given, common))
+    return _of_weights(value, terms.weight, total), jax.tree.map(lambda x: x.reshape(shape), shown)
 
 
 @jax.custom_jvp
@@ -175,23 +177,23 @@ def _(primals, tangents):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _summed(core: Core, loss: Loss, layout: Layout | None, of: Summands):
-    """S, lse, and total, which has no derivative here."""
-    value, total, lse, _ = _formed(of, core, loss, layout, NOTHING)
-    return value, lse, total
+    """S, the numbers of each token, of which only lse has a derivative, and total, which has none here."""
+    value, total, shown, _ = _formed(of, core, loss, layout, NOTHING)
+    return value, shown, total
 
 
 @settings.defaults()
 def _summed_fwd(core: Core, loss: Loss, layout: Layout | None, of: Summands):
     wanted, given = _wanted(of.inputs), _values(of)
     run = partial(_formed, core=core, loss=loss, layout=layout, wanted=wanted)
-    value, total, lse, left = _first_order_only(run)(given)
-    return (value, lse, total), (_as_shape(wanted), given, left)
+    value, total, shown, left = _first_order_only(run)(given)
+    return (value, shown, total), (_as_shape(wanted), given, left)
 
 
 @settings.defaults()
 def _summed_bwd(core: Core, loss: Loss, layout: Layout | None, residuals, cotangents):
     shape_of_wanted, given, left = residuals
-    of_sum, of_lse, _ = (None if _is_symbolic_zero(x) else x for x in cotangents)
+    of_sum, of_lse = (None if _is_symbolic_zero(x) else x for x in (cotangents[0], cotangents[1].lse))
     wanted, found = _from_shape(shape_of_wanted), Gradients(None, None, None)
     if wanted != NOTHING:
         run = partial(_gradients_of_sum, core=core, loss=loss, layout=layout, wanted=wanted)
@@ -203,7 +205,7 @@ _summed.defvjp(_summed_fwd, _summed_bwd, symbolic_zeros=True)
 
 
 def _formed(of: Summands, core: Core, loss: Loss, layout: Layout | None, wanted: Wanted):
-    """S; total and lse of each token; and what is left for `_gradients_of_sum`."""
+    """S; the total and the numbers of each token; and what is left for `_gradients_of_sum`."""
 
     def run(of: Summands, core: Core):
         inputs, terms, common = of
@@ -220,8 +222,8 @@ def _formed(of: Summands, core: Core, loss: Loss, layout: Layout | None, wanted:
 
     if layout is not None:
         return devices.sum_over_tokens(run, of, core, layout)
-    total, lse, left = run(of._replace(inputs=passes.in_type_of_e(of.inputs)), core)
-    return jnp.sum(of.terms.weight * total), total, lse, left
+    total, shown, left = run(of._replace(inputs=passes.in_type_of_e(of.inputs)), core)
+    return jnp.sum(of.terms.weight * total), total, shown, left
 
 
 def _gradients_of_sum(

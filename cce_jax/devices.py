@@ -112,10 +112,11 @@ def terms_of_numbers(terms: Any, inputs: Inputs, layout: Layout) -> Any:
     return _typed(terms, _of_numbers(inputs, layout))
 
 
-def sum_over_tokens(run: Callable, of: Any, core: Core, layout: Layout) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-    """The sum of weight · total over the tokens; total and lse, of the shape of targets; what the devices leave.
+def sum_over_tokens(run: Callable, of: Any, core: Core, layout: Layout) -> tuple[jax.Array, jax.Array, Any, Any]:
+    """The sum of weight · total; total and numbers of each token, of the shape of targets; what the devices leave.
 
-    of: core.Summands. run(of, core) -> total, lse, and what is left for `gradients_of_sum`, all of (N,) tokens.
+    of: core.Summands. run(of, core) -> total, a tree of numbers, and what is left for `gradients_of_sum`, all of (N,)
+    tokens.
     The sum extends over the devices of the axes that the call maps. Over the caller's Manual axes it is the device's.
     """
     over, inputs = tuple(a for a in layout.all_tokens if a in layout.mapped), of.inputs
@@ -124,15 +125,15 @@ def sum_over_tokens(run: Callable, of: Any, core: Core, layout: Layout) -> tuple
     def on_device(of: Any):
         whole = _gathered(passes.in_type_of_e(of.inputs), core, layout)
         flat = jax.tree.map(lambda x: _all_tokens(x, layout).reshape(-1), of.terms)
-        total, lse, left = run(of._replace(inputs=passes.flat(whole), terms=flat), core)
-        total, lse = (_own_tokens(x.reshape(whole.targets.shape), layout) for x in (total, lse))
-        return _summed(jnp.sum(of.terms.weight * total), over), total, lse, left
+        *found, left = run(of._replace(inputs=passes.flat(whole), terms=flat), core)
+        total, shown = jax.tree.map(lambda x: _own_tokens(x.reshape(whole.targets.shape), layout), found)
+        return _summed(jnp.sum(of.terms.weight * total), over), total, shown, left
 
     of_tokens = layout.spec_of_tokens
     out_specs = P(), of_tokens, of_tokens, _each(layout)
     *found, left = _on_devices(on_device, layout, (_specs_of_summands(of, core, layout),), out_specs)(of)
-    value, total, lse = _typed(found, _of_numbers(inputs, layout))
-    return value, total, lse, _typed(left, _union(layout, inputs))
+    value, total, shown = _typed(found, _of_numbers(inputs, layout))
+    return value, total, shown, _typed(left, _union(layout, inputs))
 
 
 def gradients_of_sum(

@@ -1,8 +1,8 @@
 """Numbers of each token's distribution, without the logits: log-probabilities, entropies, likeliest tokens."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import numpy as np
 from cce_jax import arguments, losses, settings
 from cce_jax.options import Array
 from cce_jax.plans import Core, Impl
-from cce_jax.prepare import Arrays, Asked, numbers_of, prepared, shifted, unshifted
+from cce_jax.prepare import Arrays, Asked, inverse_temperature, numbers_of, prepared, shifted, unshifted
 from cce_jax.reverse_mode import reverse_mode_only
 from cce_jax.sharding import Layout
 from cce_kernels import contract
@@ -100,7 +100,7 @@ def linear_log_probs(
     asked = Asked(
         ignore_index, softcap, shift, logit_scale, vocab_axis, impl, memory_budget, precision, check_targets, sharding
     )
-    call = prepared(Arrays(e, c, bias, targets, None, None, None), asked)
+    call = prepared(Arrays(e, c, bias, targets, None, None, None), asked, with_mean=bool(entropy))
     call.needs_whole_sequences("linear_log_probs")
     temperature = arguments.temperature(temperature, call.given.e)
     with settings.defaults():
@@ -127,7 +127,7 @@ def _log_probs(given: Arrays, of: Static) -> LogProbs:
     vocabulary = c.shape[axis] if layout is None else layout.whole_vocabulary(c, axis)
     if shift:
         targets = shifted(targets, shift, of.ignore_index, layout)
-    scale, inverse = _inverse_temperature(given, of.core)
+    scale, inverse = inverse_temperature(given, of.core)
     if layout is not None:
         e = layout.laid_out(e, layout.spec_of_e, layout.given_e)
         c = layout.laid_out(c, layout.spec_of_c(axis), layout.given_c)
@@ -136,33 +136,11 @@ def _log_probs(given: Arrays, of: Static) -> LogProbs:
     columns = losses.columns(targets, of.ignore_index, vocabulary) if of.named else jnp.full_like(targets, vocabulary)
     if of.core.impl != "reference":
         e, c, bias = jax.tree.map(reverse_mode_only, (e, c, bias))
-    core, kept = replace(of.core, with_mean=bool(of.entropy)), columns >= 0
-    numbers = numbers_of(Inputs(e, c, bias, columns, None, scale, inverse), core, layout)
+    numbers = numbers_of(Inputs(e, c, bias, columns, None, scale, inverse), of.core, layout)
 
     def of_tokens(x: jax.Array) -> jax.Array:
-        return unshifted(jnp.where(kept, x, 0), shift, layout)
+        return unshifted(x, shift, layout)
 
-    lse, log_probs, entropy = numbers.lse, None, None
-    if of.named:
-        poison = jnp.where(columns == vocabulary, jnp.nan, 1.0).astype(lse.dtype)
-        log_probs = of_tokens(poison * (numbers.target - lse))
-    if of.entropy:
-        assert numbers.mean is not None
-        entropy = numbers.lse - numbers.mean
-        entropy = of_tokens(jax.lax.stop_gradient(entropy) if of.entropy == "detached" else entropy)
-    return LogProbs(log_probs, of_tokens(lse), entropy)
-
-
-def _inverse_temperature(given: Arrays, core: Core) -> tuple[Any, Any]:
-    """The scale of the logits before the softcap, and the inverse temperature of each token; None: 1.
-
-    Without a softcap one temperature for all tokens is part of the scale.
-    """
-    e, scale, temperature = given.e, given.scale, given.temperature
-    if temperature is None:
-        return scale, None
-    temperature = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.promote_types(e.dtype, jnp.float32)))
-    inverse = jnp.where(temperature > 0, 1 / temperature, jnp.nan)
-    if temperature.size == 1 and core.head.softcap is None:
-        return inverse.reshape(1) if scale is None else scale * inverse.reshape(1), None
-    return scale, jnp.broadcast_to(inverse, e.shape[:-1])
+    log_probs, lse, entropy = jax.tree.map(of_tokens, losses.token_numbers(numbers, columns, vocabulary))
+    entropy = jax.lax.stop_gradient(entropy) if of.entropy == "detached" else entropy
+    return LogProbs(log_probs if of.named else None, lse, entropy)

@@ -1,4 +1,4 @@
-"""Every loss as plain arithmetic on the core's three numbers, differentiated by JAX.
+"""Every loss as plain arithmetic on the core's numbers, differentiated by JAX.
 
 `columns`, int32, stands for the targets: the column of the logits that a target names; V where a target is out of
 range and names no column; -1 where the token is ignored.
@@ -24,6 +24,15 @@ class Loss:
     reduction: Reduction = "mean"
     smooths: bool = False  # whether label_smoothing is above 0, which needs the core's weighted sum of the logits
     has_z_loss: bool = False  # whether z_loss is not 0
+    fn: Callable[..., jax.Array] | None = None  # (TokenNumbers, *arguments) -> the loss of each token, the user's own
+
+
+class TokenNumbers(NamedTuple):
+    """What the user sees of each token; 0 where it is ignored, None where not asked for."""
+
+    log_probs: jax.Array | None  # log p of the target; NaN where the target is out of range
+    lse: jax.Array  # the log-sum-exp of the logits
+    entropy: jax.Array | None  # −Σ p log p, in nats
 
 
 class Terms(NamedTuple):
@@ -32,6 +41,7 @@ class Terms(NamedTuple):
     columns: jax.Array  # int32
     target_weight: jax.Array | None  # the class weight of the token's target
     weight: jax.Array  # the weight of the token; 0 where it is ignored, if there are token weights
+    arguments: tuple[jax.Array, ...] = ()  # of Loss.fn
 
 
 class Common(NamedTuple):
@@ -54,6 +64,7 @@ def terms(
     vocabulary: int,
     dtype: Any,
     out_sharding: Any = None,
+    arguments: tuple[jax.Array, ...] = (),
 ) -> Terms:
     """The terms of tokens from the weights of all classes and of the tokens.
 
@@ -65,7 +76,7 @@ def terms(
     weight = jnp.ones_like(columns, dtype)
     if token_weight is not None:
         weight = jnp.where(columns >= 0, token_weight.astype(dtype), 0)
-    return Terms(columns, target_weight, weight)
+    return Terms(columns, target_weight, weight, arguments)
 
 
 def loss(
@@ -76,24 +87,27 @@ def loss(
     options: Loss,
     vocabulary: int,
     summed: tuple[str, ...] = (),
-) -> tuple[jax.Array, jax.Array]:
-    """The loss, a scalar or for "none" of the shape of targets, and lse, which is 0 for ignored tokens.
+) -> tuple[jax.Array, TokenNumbers]:
+    """The loss, a scalar or for "none" of the shape of targets, and what the user sees of each token.
 
     numbers: each of the shape of targets. summed: the axes of jax.shard_map over whose devices the tokens are split:
     "mean" and "sum" extend over them.
     """
-    total, lse = totals(numbers, terms, common, options, vocabulary)
+    total, shown = totals(numbers, terms, common, options, vocabulary)
     total = jnp.where(terms.columns >= 0, terms.weight * total, 0)
     if options.reduction == "none":
-        return total, lse
-    return reduced(jnp.sum(total), terms, num_items, options, summed), lse
+        return total, shown
+    return reduced(jnp.sum(total), terms, num_items, options, summed), shown
 
 
 def totals(
     numbers: Statistics, terms: Terms, common: Common, options: Loss, vocabulary: int
-) -> tuple[jax.Array, jax.Array]:
-    """The loss of each token before its token weight, and lse; both 0 where the token is ignored."""
+) -> tuple[jax.Array, TokenNumbers]:
+    """The loss of each token before its token weight, 0 where it is ignored, and what the user sees of each token."""
     kept = terms.columns >= 0
+    if options.fn is not None:
+        shown = token_numbers(numbers, terms.columns, vocabulary)
+        return jnp.where(kept, _of_user(options.fn, shown, terms.arguments), 0), shown
     lse, target = jnp.where(kept, numbers.lse, 0), jnp.where(kept, numbers.target, 0)
     ce = (1.0 if terms.target_weight is None else terms.target_weight) * (lse - target)
     if options.smooths:
@@ -102,9 +116,29 @@ def totals(
         smooth = (whole * lse - jnp.where(kept, numbers.sum, 0)) / vocabulary
         ce = (1 - common.label_smoothing) * ce + common.label_smoothing * smooth
     total = ce + common.z_loss * lse**2 if options.has_z_loss else ce
-    out_of_range = terms.columns == vocabulary
-    poison = jnp.where(out_of_range, jnp.nan, 1.0).astype(lse.dtype)  # a factor, so that gradients are NaN too
-    return jnp.where(kept, poison * total, 0), lse
+    return jnp.where(kept, _poison(terms.columns, vocabulary, lse.dtype) * total, 0), TokenNumbers(None, lse, None)
+
+
+def token_numbers(numbers: Statistics, columns: jax.Array, vocabulary: int) -> TokenNumbers:
+    kept, mean = columns >= 0, numbers.mean
+    log_probs = _poison(columns, vocabulary, numbers.lse.dtype) * (numbers.target - numbers.lse)
+    of_tokens = log_probs, numbers.lse, None if mean is None else numbers.lse - mean
+    return TokenNumbers(*[None if x is None else jnp.where(kept, x, 0) for x in of_tokens])  # type: ignore[arg-type]
+
+
+def _poison(columns: jax.Array, vocabulary: int, dtype: Any) -> jax.Array:
+    """NaN where a target is out of range, else 1: a factor, so that gradients are NaN too."""
+    return jnp.where(columns == vocabulary, jnp.nan, 1.0).astype(dtype)
+
+
+def _of_user(fn: Callable[..., jax.Array], numbers: TokenNumbers, arguments: tuple[jax.Array, ...]) -> jax.Array:
+    total, shape = fn(numbers, *arguments), numbers.lse.shape
+    if jnp.shape(total) != shape:
+        raise ValueError(
+            f"fn must return a loss for each token, of the shape of log_probs, {shape}; it returned one "
+            f"of shape {jnp.shape(total)}"
+        )
+    return jnp.asarray(total, numbers.lse.dtype)
 
 
 def cotangents_of(common: Common, options: Loss, vocabulary: int) -> Callable[[Statistics, Terms], Cotangents]:

@@ -45,6 +45,7 @@ class Arrays(NamedTuple):
     label_smoothing: Any = None
     z_loss: Any = None
     temperature: Any = None
+    arguments: tuple = ()  # of losses.Loss.fn
 
 
 class Prepared(NamedTuple):
@@ -66,7 +67,7 @@ class Prepared(NamedTuple):
             )
 
 
-def prepared(given: Arrays, asked: Asked) -> Prepared:
+def prepared(given: Arrays, asked: Asked, with_mean: bool = False) -> Prepared:
     """Raises the errors that `linear_cross_entropy` names."""
     vocab_axis, impl = asked.vocab_axis, asked.impl
     contract.choice("impl", impl, contract.IMPLS)
@@ -100,12 +101,28 @@ def prepared(given: Arrays, asked: Asked) -> Prepared:
         wide_dc=c.dtype != e.dtype,
         may_chunk=layout is not None or may_chunk(gpu),
         debug_nans=jax.config.jax_debug_nans,  # type: ignore[attr-defined]
+        with_mean=with_mean,
     )
     with settings.defaults():
         targets, ignore_index = arguments.int32(given.targets, ignore_index)
         scaled = None if scale == 1.0 else np.full(1, scale, jnp.promote_types(e.dtype, jnp.float32))
         given = given._replace(targets=targets, scale=scaled)
     return Prepared(given, core, layout, ignore_index, shift)
+
+
+def inverse_temperature(given: Arrays, core: Core) -> tuple[Any, Any]:
+    """The scale of the logits before the softcap, and the inverse temperature of each token; None: 1.
+
+    Without a softcap one temperature for all tokens is part of the scale.
+    """
+    e, scale, temperature = given.e, given.scale, given.temperature
+    if temperature is None:
+        return scale, None
+    temperature = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.promote_types(e.dtype, jnp.float32)))
+    inverse = jnp.where(temperature > 0, 1 / temperature, jnp.nan)
+    if temperature.size == 1 and core.head.softcap is None:
+        return inverse.reshape(1) if scale is None else scale * inverse.reshape(1), None
+    return scale, jnp.broadcast_to(inverse, e.shape[:-1])
 
 
 def may_chunk(gpu: Gpu | None) -> bool:
