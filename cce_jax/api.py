@@ -218,7 +218,7 @@ def loss_of(given: Arrays, of: Static) -> tuple[jax.Array, losses.TokenNumbers]:
         e, c, bias = jax.tree.map(reverse_mode_only, (e, c, bias))
     inputs = Inputs(e, c, bias, columns, weights, scale, inverse)
     whole = weights if layout is None else whole_weights(weights, layout)
-    terms = losses.terms(columns, whole, token_weight, vocabulary, wide, at, given.arguments)
+    terms = losses.terms(columns, whole, token_weight, vocabulary, wide, at)._replace(arguments=given.arguments)
     common = Common(given.label_smoothing, given.z_loss, whole if of.loss.smooths else None)
     one_sum = core.impl != "reference" and of.loss.reduction != "none" and columns.size
     if one_sum and (layout is None or knows_cotangents(inputs, token_weight, layout)):

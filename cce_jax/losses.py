@@ -64,7 +64,6 @@ def terms(
     vocabulary: int,
     dtype: Any,
     out_sharding: Any = None,
-    arguments: tuple[jax.Array, ...] = (),
 ) -> Terms:
     """The terms of tokens from the weights of all classes and of the tokens.
 
@@ -76,7 +75,7 @@ def terms(
     weight = jnp.ones_like(columns, dtype)
     if token_weight is not None:
         weight = jnp.where(columns >= 0, token_weight.astype(dtype), 0)
-    return Terms(columns, target_weight, weight, arguments)
+    return Terms(columns, target_weight, weight)
 
 
 def loss(

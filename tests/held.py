@@ -98,10 +98,10 @@ def _device():
 @contextlib.contextmanager
 def _h200() -> Iterator[None]:
     """Everything that asks for the GPU at hand is told of an H200."""
-    from cce_jax import api
+    from cce_jax import prepare
     from cce_kernels.device import H200
 
-    with mock.patch.object(api, "local_gpu", return_value=H200):
+    with mock.patch.object(prepare, "local_gpu", return_value=H200):
         yield
 
 

@@ -318,13 +318,13 @@ def test_check_targets_names_the_first_bad_position():
 
 
 def test_an_old_gpu_is_named_and_so_is_what_works(monkeypatch):
-    from cce_jax import api
+    from cce_jax import prepare
     from cce_kernels.device import Gpu
 
-    monkeypatch.setattr(api, "local_gpu", lambda: Gpu("7.5", 40))
+    monkeypatch.setattr(prepare, "local_gpu", lambda: Gpu("7.5", 40))
     with pytest.raises(NotImplementedError, match=r"8\.0 or more.*7\.5.*'chunked'"):
         linear_cross_entropy(E, C, T, impl="cce")
     assert np.isfinite(linear_cross_entropy(E, C, T))  # auto
-    monkeypatch.setattr(api, "local_gpu", lambda: Gpu("gfx942", 304))
+    monkeypatch.setattr(prepare, "local_gpu", lambda: Gpu("gfx942", 304))
     with pytest.raises(NotImplementedError, match="gfx942"):
         linear_cross_entropy(E, C, T, impl="cce")

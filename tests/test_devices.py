@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cce_jax import api
+from cce_jax import prepare
 from cce_kernels.device import Gpu
 from cce_kernels.plan import choose
 from tests.devices.meshes import MODES, Layout, gradient_of
@@ -91,7 +91,7 @@ def lowered(layout: Layout, mode: str, memory_budget, find):
 @pytest.mark.parametrize("memory_budget", [0, "all"])
 @pytest.mark.parametrize(("layout", "mode"), LOWERED, ids=str)
 def test_the_triton_kernels_lower(layout, mode, memory_budget, monkeypatch):
-    monkeypatch.setattr(api, "local_gpu", lambda: Gpu("8.9", 132))
+    monkeypatch.setattr(prepare, "local_gpu", lambda: Gpu("8.9", 132))
     found = {kernel.name for kernel in lowered(layout, mode, memory_budget, kernels)}
     assert {"target", "statistics", "rescue", *(("targets",) if memory_budget else ("dz",))} <= found
 
@@ -100,7 +100,7 @@ def test_the_triton_kernels_lower(layout, mode, memory_budget, monkeypatch):
 @pytest.mark.parametrize("memory_budget", [0, 16 * 2**20])  # all are saved; with more XLA multiplies them
 @pytest.mark.parametrize(("layout", "mode"), LOWERED, ids=str)
 def test_the_hopper_kernels_lower(layout, mode, memory_budget, monkeypatch):
-    monkeypatch.setattr(api, "local_gpu", lambda: Gpu("9.0", 132))
+    monkeypatch.setattr(prepare, "local_gpu", lambda: Gpu("9.0", 132))
     found = set(lowered(layout, mode, memory_budget, for_hopper))
     assert {"statistics", "dc", "saved_de" if memory_budget else "dz"} <= found
 
@@ -109,7 +109,7 @@ def test_the_hopper_kernels_lower(layout, mode, memory_budget, monkeypatch):
 @pytest.mark.parametrize(("layout", "mode"), LOWERED, ids=str)
 def test_the_hopper_kernels_form_gradients_in_the_forward_pass(layout, mode, monkeypatch):
     """In chunks of 256 tokens: the sums of a chunk, de, and dc in the loop, for the last chunk and backward."""
-    monkeypatch.setattr(api, "local_gpu", lambda: Gpu("9.0", 132))
+    monkeypatch.setattr(prepare, "local_gpu", lambda: Gpu("9.0", 132))
     monkeypatch.setattr(choose, "_is_fastest_in_forward", lambda _: True)
     choose.plan_of.cache_clear()
     found = Counter(lowered(layout, mode, 3 * 2**20, for_hopper))

@@ -11,7 +11,7 @@ import torch
 
 import cce_jax
 import cce_torch
-from cce_jax import api
+from cce_jax import prepare
 from cce_kernels.device import H200
 from cce_kernels.engines import hopper
 from cce_kernels.plan import plan_of
@@ -22,7 +22,7 @@ E, C = S((2048, 128), jnp.bfloat16), S((32000, 128), jnp.bfloat16)
 
 @pytest.fixture
 def on_h200(monkeypatch):
-    for module in (api, sys.modules["cce_jax.explain"]):
+    for module in (prepare, sys.modules["cce_jax.explain"]):
         monkeypatch.setattr(module, "local_gpu", lambda: H200)
     plan_of.cache_clear()
     yield

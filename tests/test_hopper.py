@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cce_jax import api, linear_cross_entropy
+from cce_jax import linear_cross_entropy, prepare
 from cce_kernels import backward, forward
 from cce_kernels.block_floats import steps_shape
 from cce_kernels.call import Call
@@ -80,7 +80,7 @@ def test_a_gradient_is_four_kernels_that_the_device_need_not_choose_between(dtyp
 @pytest.mark.parametrize("saved", [0, 2**31])
 def test_where_jax_has_64_bits_the_kernels_lower_the_same(saved, monkeypatch):
     """Numbers that kernels count with stay of 32 bits."""
-    monkeypatch.setattr(api, "local_gpu", lambda: H200)
+    monkeypatch.setattr(prepare, "local_gpu", lambda: H200)
     with jax.enable_x64(True):
         assert launched(memory_budget=saved) == launched_by_default(saved)
         assert launched(gradient=False) == ["statistics"]
@@ -102,7 +102,7 @@ def test_beside_its_kernels_a_group_computes_single_numbers():
 
 def test_what_is_saved_is_multiplied_too(monkeypatch):
     """By XLA where there is memory for what it holds beside; but few kept tokens by kernels that stop at the last."""
-    monkeypatch.setattr(api, "local_gpu", lambda: H200)
+    monkeypatch.setattr(prepare, "local_gpu", lambda: H200)
     shape = 2048, 128, 65536
     exponentials = 2 * 2048 * 65536
     by_xla = exponentials + 2 * 2048 * 128 + 256 * 2048 + 32 * 2**20
@@ -113,7 +113,7 @@ def test_what_is_saved_is_multiplied_too(monkeypatch):
 
 
 def test_a_softcap_changes_no_kernel(monkeypatch):
-    monkeypatch.setattr(api, "local_gpu", lambda: H200)
+    monkeypatch.setattr(prepare, "local_gpu", lambda: H200)
     shape = 2048, 128, 65536
     assert launched(shape, softcap=30.0, memory_budget=2 * 2048 * 65536) == ["statistics", "dc", "saved_de"]
     assert launched(shape, softcap=30.0, memory_budget=2**27) == GROUP
@@ -500,7 +500,7 @@ def test_dc_summed_over_chunks_in_float32(tiles, vocab_axis, adding_copies):
 
 @pytest.mark.parametrize(("width", "vocab_axis"), [(256, 0), (128, 1), (192, 1), (256, 1)])
 def test_dc_is_summed_by_one_kernel_in_both_layouts(width, vocab_axis, monkeypatch):
-    monkeypatch.setattr(api, "local_gpu", lambda: H200)
+    monkeypatch.setattr(prepare, "local_gpu", lambda: H200)
     monkeypatch.setattr(choose, "_is_fastest_in_forward", lambda times: True)
     plan_of.cache_clear()
     names = launched((2048, width, 65536), vocab_axis=vocab_axis, memory_budget=2**27, reduction="mean")
@@ -509,7 +509,7 @@ def test_dc_is_summed_by_one_kernel_in_both_layouts(width, vocab_axis, monkeypat
 
 
 def test_a_tolerance_of_0_is_the_program_without_one(monkeypatch):
-    monkeypatch.setattr(api, "local_gpu", lambda: H200)
+    monkeypatch.setattr(prepare, "local_gpu", lambda: H200)
     monkeypatch.setattr(choose, "_is_fastest_in_forward", lambda times: True)
     plan_of.cache_clear()
     options = {"memory_budget": 2**27, "reduction": "mean"}

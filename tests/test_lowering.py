@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from cce_jax import api, linear_cross_entropy
+from cce_jax import linear_cross_entropy, prepare
 from cce_kernels import backward, forward
 from cce_kernels.block_floats import block_of, steps_shape
 from cce_kernels.block_sparse import DE_BLOCK
@@ -43,7 +43,7 @@ MIB = 2**20
 @pytest.fixture(autouse=True, scope="module")
 def on_a_gpu_that_only_triton_serves():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "local_gpu", lambda: Gpu("8.9", 132))
+        patch.setattr(prepare, "local_gpu", lambda: Gpu("8.9", 132))
         patch.setattr(hopper, "MOSAIC", False)
         plan_of.cache_clear()
         jax.clear_caches()
@@ -337,7 +337,7 @@ def test_the_search_for_thresholds_fits_its_gpu(bits):
 def test_the_table_reaches_the_kernels(monkeypatch):
     """What the GPU at hand is decides the launches of a call."""
     for gpu, width in (("9.0", 2304), ("9.0", 768), ("8.9", 768), ("13.0", 768)):
-        monkeypatch.setattr(api, "local_gpu", lambda gpu=gpu: Gpu(gpu, 100))
+        monkeypatch.setattr(prepare, "local_gpu", lambda gpu=gpu: Gpu(gpu, 100))
         jax.clear_caches()
         tiles = tiles_for(2, width, Gpu(gpu, 100))
         found = gradient(BF16, d=width, v=1000, memory_budget=0)  # a V that no other kernel is for

@@ -253,13 +253,13 @@ def test_evaluation_saves_nothing():
 
 
 def test_traced_once_a_shape():
-    api._loss.clear_cache()
+    api.loss_of.clear_cache()
     e, c, t = np.ones((32, 8), np.float32), np.ones((100, 8), np.float32), np.zeros(32, np.int32)
     for _ in range(3):
         linear_cross_entropy(e, c, t, impl="chunked")
-    assert api._loss._cache_size() == 1
+    assert api.loss_of._cache_size() == 1
     linear_cross_entropy(e[:16], c, t[:16], impl="chunked")
-    assert api._loss._cache_size() == 2
+    assert api.loss_of._cache_size() == 2
 
 
 def test_importing_starts_no_backend():

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cce_jax import api, linear_cross_entropy
+from cce_jax import linear_cross_entropy, prepare
 from cce_kernels.device import Gpu
 
 E = np.ones((8, 4, 16), np.float32)
@@ -122,7 +122,7 @@ def test_inside_shard_map_what_cannot_be_undone(check_vma):
 @pytest.mark.parametrize("impl", ["auto", "cce"])
 def test_kernels_that_xla_would_have_to_split(impl, monkeypatch):
     """A program for GPUs, over Auto axes, that does not say how its arrays lie."""
-    monkeypatch.setattr(api, "local_gpu", lambda: Gpu("8.9", 132))
+    monkeypatch.setattr(prepare, "local_gpu", lambda: Gpu("8.9", 132))
     shapes = [(E.shape, jnp.bfloat16, P("data")), (C.shape, jnp.bfloat16, P()), (T.shape, jnp.int32, P("data"))]
     given = [jax.ShapeDtypeStruct(s, d, sharding=NamedSharding(AUTO, spec)) for s, d, spec in shapes]
 
