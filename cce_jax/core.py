@@ -11,19 +11,23 @@ The core returns, in float32,
     target_i = z_i,t_i                                                                                       (2)
     sum_i    = Σ_v w_v z_iv                                                                                  (3)
     mean_i   = Σ_v p_iv z_iv,        p_iv = exp(z_iv − lse_i)                                                (3')
+    ids_ik   = z_i,id(i,k)           for K given ids of each token                                          (3")
 
-of which (3) and (3') only where they are asked for. The entropy of p_i is −Σ_v p_iv log p_iv = lse_i − mean_i.
+of which (3), (3') and (3") only where they are asked for. The entropy of p_i is −Σ_v p_iv log p_iv = lse_i − mean_i.
 Every loss is plain arithmetic on these numbers (cce_jax/losses.py), which JAX differentiates. The core gets the
-cotangents a_i, t̂_i, s_i and μ_i of (1), (2), (3) and (3'). The partial derivatives with respect to one logit are
+cotangents a_i, t̂_i, s_i, μ_i and ι_ik of (1), (2), (3), (3') and (3"). The partial derivatives with respect to one
+logit are
 
     ∂lse_i/∂z_iv = exp(z_iv) / Σ_u exp(z_iu) = exp(z_iv − lse_i) = p_iv                                      (4)
     ∂target_i/∂z_iv = [v = t_i]           ∂sum_i/∂z_iv = w_v                                                 (5)
     ∂mean_i/∂z_iv = p_iv + Σ_u z_iu ∂p_iu/∂z_iv = p_iv + Σ_u z_iu p_iu ([u = v] − p_iv)
                   = p_iv·(1 + z_iv − mean_i)                                                                 (5')
+    ∂ids_ik/∂z_iv = [v = id(i,k)]                                                                            (5")
 
 so by the chain rule, with y_iv = scale · (e_i·c_v + b_v), x = z/τ and ∂x/∂y = 1 − tanh²(y/κ) = 1 − (x/κ)²,
 
-    dz_iv = (p_iv·(a_i + μ_i·(1 + z_iv − mean_i)) + t̂_i·[v = t_i] + s_i·w_v) · scale · τ_i · (1 − (x_iv/κ)²)   (6)
+    dz_iv = (p_iv·(a_i + μ_i·(1 + z_iv − mean_i)) + t̂_i·[v = t_i] + s_i·w_v + Σ_k ι_ik·[v = id(i,k)])
+            · scale · τ_i · (1 − (x_iv/κ)²)                                                                  (6)
 
 is the cotangent of the raw product e_i·c_v + b_v. (cce_kernels/mean.py has the form in which p's factor is computed.)
 A temperature has no derivative. Since the product is bilinear,
@@ -42,8 +46,9 @@ saved lse. The plan chooses one of three ways to (7):
 
 On several devices each computes its own tokens and columns (cce_jax/devices.py).
 
-A token whose target is negative is ignored: its numbers are arbitrary, it contributes nothing to (7), and nothing
-in its row of e, not even a NaN, reaches a gradient. A target of V or more names no logit: (2) is 0.
+A token whose target is negative is ignored: its numbers are arbitrary, but (3") is 0; it contributes nothing to (7),
+and nothing in its row of e, not even a NaN, reaches a gradient. A target of V or more names no logit: (2) is 0. So is
+(3") for an id that is negative, or V or more.
 """
 
 from collections.abc import Callable
@@ -66,9 +71,9 @@ NOTHING = Wanted(e=False, c=False, bias=False)
 
 
 def statistics(inputs: Inputs, core: Core, layout: Layout | None) -> Statistics:
-    """Equations (1)-(3'), of the shape of targets, differentiable in e, c and bias. e: (..., D).
+    """Equations (1)-(3"), of the shape of targets, differentiable in e, c and bias. e: (..., D); ids: (..., K).
 
-    The sum is None unless core.with_sum, and the mean unless core.with_mean.
+    The sum is None unless core.with_sum, the mean unless core.with_mean, and ids, (..., K), unless inputs has ids.
     """
     if core.impl != "reference":
         return _statistics(core, layout, inputs)
@@ -96,7 +101,8 @@ def _statistics_bwd(core: Core, layout: Layout | None, residuals, cotangents):
     zeros = jnp.zeros_like(numbers.lse)
     if _is_symbolic_zero(cotangents.mean):  # the entropy is only logged
         cotangents, core = cotangents._replace(mean=None), replace(core, with_mean=False)
-    of = Cotangents(*[zeros if _is_symbolic_zero(x) else x for x in cotangents])
+    ids = None if _is_symbolic_zero(cotangents.ids) else cotangents.ids
+    of = Cotangents(*[zeros if _is_symbolic_zero(x) else x for x in cotangents._replace(ids=ids)])
     run = partial(_backward, core=core, layout=layout, wanted=_from_shape(shape_of_wanted))
     found = _first_order_only(run)(inputs, held, of)
     return (Inputs(found.e, found.c, found.bias, None, None, None),)  # type: ignore[arg-type]
@@ -119,7 +125,7 @@ def _backward(
     """de, dc and dbias, each with the shape and layout of its input; None where not wanted."""
     if layout is not None:
         return devices.gradients(inputs, held, of, core, layout, wanted)
-    of = jax.tree.map(lambda x: x.reshape(-1), of)
+    of = jax.tree.map(lambda x: passes.flat_tokens(x, inputs), of)
     given = passes.in_type_of_e(passes.flat(inputs))
     found, _ = passes.gradients(given, held.numbers, held.residuals, of, core, wanted, held.shard)
     return found._replace(e=None if found.e is None else found.e.reshape(inputs.e.shape))
@@ -131,7 +137,7 @@ def _on_one_device(inputs: Inputs, core: Core, wanted: Wanted | None) -> tuple[S
 
 
 def _shaped(numbers: Statistics, inputs: Inputs) -> Statistics:
-    return jax.tree.map(lambda x: x.reshape(inputs.targets.shape), numbers)
+    return jax.tree.map(lambda x: passes.shaped_tokens(x, inputs), numbers)
 
 
 class Summands(NamedTuple):
@@ -147,11 +153,14 @@ def summed(of: Summands, core: Core, loss: Loss, layout: Layout | None) -> tuple
 
     e: (..., D), at least one token.
 
+    The inputs have no ids.
+
     Where the cotangent of S arrives, those of the numbers are that factor times what the forward pass knows already. So
     the forward pass may form the gradients (cce_kernels/in_forward.py). If a cotangent of lse arrives too, its part is
     computed from logits that are computed again. devices.sum_over_tokens says over which devices S extends.
     """
     inputs, terms, common = of
+    assert inputs.ids is None
     shape = inputs.targets.shape
     if layout is not None:
         terms = devices.terms_of_numbers(terms, inputs, layout)

@@ -3,7 +3,7 @@
 Let device d hold some tokens, and the columns V_d of the logits. With lse_id, sum_id and mean_id of its columns,
 
     target_i = Σ_d [t_i ∈ V_d] z_i,t_i        lse_i = log Σ_d exp lse_id        sum_i = Σ_d sum_id
-    mean_i = Σ_d exp(lse_id − lse_i) mean_id
+    mean_i = Σ_d exp(lse_id − lse_i) mean_id        ids_ik = Σ_d [id(i,k) ∈ V_d] z_i,id(i,k)
     de_i = Σ_d Σ_{v ∈ V_d} dz_iv c_v          dc_v = Σ_i dz_iv e_i,  v ∈ V_d
 
 and dz_iv needs the numbers of token i over all columns, and nothing else of another device. The devices exchange:
@@ -71,7 +71,7 @@ def forward_pass(inputs: Inputs, core: Core, layout: Layout, wanted: Wanted | No
     def on_device(inputs: Inputs) -> tuple[Statistics, Held]:
         whole = _gathered(passes.in_type_of_e(inputs), core, layout)
         numbers, held = of_columns(passes.flat(whole), core, layout, wanted)
-        return jax.tree.map(lambda x: _own_tokens(x.reshape(whole.targets.shape), layout), numbers), held
+        return jax.tree.map(lambda x: _own_tokens(passes.shaped_tokens(x, whole), layout), numbers), held
 
     run = _on_devices(on_device, layout, (_specs(core, layout),), (layout.spec_of_tokens, _each(layout)))
     numbers, held = run(inputs)
@@ -87,7 +87,7 @@ def gradients(
     def on_device(inputs: Inputs, held: Held, of: Cotangents) -> Gradients:
         whole, flat = _inputs_of_device(inputs, core, layout)
         of = _added(jax.tree.map(lambda x: _all_tokens(x, layout), of), layout)
-        of = jax.tree.map(lambda x: x.reshape(-1), of)
+        of = jax.tree.map(lambda x: passes.flat_tokens(x, whole), of)
         found, _ = passes.gradients(flat, held.numbers, held.residuals, of, core, wanted, held.shard)
         return _exchanged(found, whole.e.shape, inputs.e.dtype, core, layout, sums)
 
@@ -174,9 +174,9 @@ def whole_numbers(inputs: Inputs, core: Core, layout: Layout) -> Statistics:
 
     def run(inputs: Inputs) -> Statistics:
         whole = _gathered(inputs, core, local)
-        flat = passes.flat(whole._replace(targets=_columns_of(whole, core, local)))
+        flat = passes.flat(_of_own_columns(whole, core, local))
         numbers = reference.statistics(flat, core, local.columns)
-        return jax.tree.map(lambda x: _own_tokens(x.reshape(whole.targets.shape), local), numbers)
+        return jax.tree.map(lambda x: _own_tokens(passes.shaped_tokens(x, whole), local), numbers)
 
     if not layout.explicit:
         if layout.mapped:  # so that gradients lie as their inputs do
@@ -212,9 +212,9 @@ def of_columns(inputs: Inputs, core: Core, layout: Layout, wanted: Wanted | None
 
 
 def _own_columns(inputs: Inputs, core: Core, layout: Layout, wanted: Wanted | None) -> tuple[Inputs, jax.Array | None]:
-    """The inputs with targets as columns of the device, and numbers.Shard.reference."""
+    """The inputs with targets and ids as columns of the device, and numbers.Shard.reference."""
     named = inputs.targets < core.head.vocabulary(inputs.c) * layout.size(layout.columns)
-    own = inputs._replace(targets=_columns_of(inputs, core, layout))
+    own = _of_own_columns(inputs, core, layout)
     if not needs_reference(inputs.e.dtype.itemsize, core.impl):  # type: ignore[arg-type]
         return own, None
     return own, jnp.where(named, lax.psum(passes.target_logits(own, core, wanted), layout.columns), -FLOAT32_MAX)
@@ -222,19 +222,21 @@ def _own_columns(inputs: Inputs, core: Core, layout: Layout, wanted: Wanted | No
 
 def _of_all_columns(of_own: Statistics, layout: Layout) -> Statistics:
     """The numbers over all columns, from those over each device's own columns."""
-    of_devices = lax.all_gather(jnp.stack([x for x in of_own if x is not None], axis=1), layout.columns)
+    of_columns = [x for x in of_own._replace(ids=None) if x is not None]
+    of_devices = lax.all_gather(jnp.stack(of_columns, axis=1), layout.columns)
     of_device, mean = of_devices[..., 0], None
     if of_own.mean is not None:
         of_devices, mean = of_devices[..., :-1], over_runs(of_device, of_devices[..., -1])
     lse, (target, *total) = jax.nn.logsumexp(of_device, axis=0), jnp.sum(of_devices[..., 1:], axis=0).T
-    return Statistics(lse, target, total[0] if total else None, mean)
+    ids = None if of_own.ids is None else lax.psum(of_own.ids, layout.columns)
+    return Statistics(lse, target, total[0] if total else None, mean, ids)
 
 
 def _inputs_of_device(inputs: Inputs, core: Core, layout: Layout) -> tuple[Inputs, Inputs]:
-    """The inputs after the gathers; and the same as (N, D), with targets as columns of the device."""
+    """The inputs after the gathers; and the same as (N, D), with targets and ids as columns of the device."""
     whole = _gathered(passes.in_type_of_e(inputs), core, layout)
     flat = passes.flat(whole)
-    return whole, flat._replace(targets=_columns_of(flat, core, layout))
+    return whole, _of_own_columns(flat, core, layout)
 
 
 def _exchanged(
@@ -251,18 +253,25 @@ def _exchanged(
     return Gradients(de, dc, dbias)
 
 
-def _columns_of(inputs: Inputs, core: Core, layout: Layout) -> jax.Array:
-    """Each target as a column of the device; its number of columns if the target is not among them; -1 if ignored."""
+def _of_own_columns(inputs: Inputs, core: Core, layout: Layout) -> Inputs:
+    """The inputs with targets and ids as columns of the device; as its number of columns if they are not among them.
+
+    A negative one is -1.
+    """
     if not layout.columns:
-        return inputs.targets
+        return inputs
     columns = core.head.vocabulary(inputs.c)
-    local = inputs.targets - lax.axis_index(layout.columns) * columns
-    here = (local >= 0) & (local < columns)
-    return jnp.where(inputs.targets < 0, -1, jnp.where(here, local, columns))
+
+    def own(of_all: jax.Array) -> jax.Array:
+        local = of_all - lax.axis_index(layout.columns) * columns
+        here = (local >= 0) & (local < columns)
+        return jnp.where(of_all < 0, -1, jnp.where(here, local, columns))
+
+    return inputs._replace(targets=own(inputs.targets), ids=None if inputs.ids is None else own(inputs.ids))
 
 
 def _gathered(inputs: Inputs, core: Core, layout: Layout) -> Inputs:
-    """The inputs after the gathers: of e and targets, or of c, bias and weights."""
+    """The inputs after the gathers: of e, targets and ids, or of c, bias and weights."""
     axis, columns = core.head.vocab_axis, layout.gathered_columns
     return inputs._replace(
         **{name: _all_tokens(x, layout) for name, x in inputs.of_tokens.items()},
@@ -322,7 +331,7 @@ def _specs(core: Core, layout: Layout) -> Any:
     """The spec of each of the Inputs."""
     c, of_columns = layout.spec_of_c(core.head.vocab_axis), layout.spec_of_columns
     of_tokens = layout.spec_of_tokens
-    specs: tuple[Any, ...] = layout.spec_of_e, c, of_columns, of_tokens, of_columns, P(), of_tokens
+    specs: tuple[Any, ...] = layout.spec_of_e, c, of_columns, of_tokens, of_columns, P(), of_tokens, of_tokens
     return Inputs(*specs)
 
 

@@ -15,7 +15,7 @@ from cce_jax.prepare import Arrays, Asked, inverse_temperature, numbers_of, prep
 from cce_jax.reverse_mode import reverse_mode_only
 from cce_jax.sharding import Layout
 from cce_kernels import contract
-from cce_kernels.numbers import Inputs
+from cce_kernels.numbers import Inputs, Statistics
 
 
 class LogProbs(NamedTuple):
@@ -23,7 +23,8 @@ class LogProbs(NamedTuple):
 
     log_probs: jax.Array | None  # (...): log p of the target
     lse: jax.Array  # (...): the log-sum-exp of the logits
-    entropy: jax.Array | None  # (...): −Σ p log p, in nats
+    entropy: jax.Array | None = None  # (...): −Σ p log p, in nats
+    id_log_probs: jax.Array | None = None  # (..., K): log p of the given ids; −inf where an id is ignored
 
 
 def linear_log_probs(
@@ -32,6 +33,7 @@ def linear_log_probs(
     targets: Array = None,
     bias: Array = None,
     *,
+    ids: Array = None,
     temperature: Array = 1.0,
     entropy: Literal[False, True, "detached"] = False,
     ignore_index: int = -100,
@@ -54,6 +56,7 @@ def linear_log_probs(
         z = z / temperature                                     # each token has its own
         lse = logsumexp(z, axis=-1)
         log_probs = z[targets] - lse
+        id_log_probs = z[ids] - lse                             # K ids of each token
         entropy = lse - sum(softmax(z) * z, axis=-1)
 
     All numbers can be differentiated once in e, c and bias: in reverse mode, or with impl="reference" in both modes
@@ -65,6 +68,9 @@ def linear_log_probs(
       targets: integers of shape (...), one id a token, or None: then log_probs is None, and all tokens count. All
         numbers of a token whose target is ignore_index are 0, and it has no gradient. A target outside [0, V) that is
         not ignore_index makes that log-probability NaN.
+      ids: integers of shape (..., K), K at most 256: ids of each token whose log-probabilities are asked for too. They
+        belong to the tokens of e, and are not shifted. An id that is ignore_index gives −inf, so that a logsumexp over
+        K renormalizes; any other id outside [0, V) gives NaN. An id may occur more than once: gradients add.
       temperature: a positive number, or an array of positive numbers that broadcasts to the shape of e without its last
         axis. It divides the logits after the softcap, and has no gradient. A new value compiles nothing.
       entropy: True for the entropies, which can be differentiated; "detached" for entropies without a gradient, which
@@ -102,10 +108,23 @@ def linear_log_probs(
     )
     call = prepared(Arrays(e, c, bias, targets, None, None, None), asked, with_mean=bool(entropy))
     call.needs_whole_sequences("linear_log_probs")
-    temperature = arguments.temperature(temperature, call.given.e)
+    given = call.given._replace(temperature=arguments.temperature(temperature, call.given.e))
+    ids, ignored = arguments.ids(ids, given.e, contract.integer("ignore_index", ignore_index))
     with settings.defaults():
         of = Static(call.core, call.layout, named, entropy, call.ignore_index, call.shift)
-        return _log_probs(call.given._replace(temperature=temperature), of)
+        return _log_probs(given, None if ids is None else Ids(ids, ignored), of)
+
+
+class Ids(NamedTuple):
+    """Given ids, (..., K), and where they are ignored."""
+
+    ids: jax.Array
+    ignored: jax.Array
+
+    def columns(self, vocabulary: int) -> jax.Array:
+        """int32: the column that each id names; −1 where an id is ignored, V where it is out of range."""
+        inside = (self.ids >= 0) & (self.ids < vocabulary)
+        return jnp.where(self.ignored, -1, jnp.where(inside, self.ids, vocabulary)).astype(jnp.int32)
 
 
 @dataclass(frozen=True)
@@ -121,7 +140,7 @@ class Static:
 
 
 @partial(jax.jit, static_argnames="of")
-def _log_probs(given: Arrays, of: Static) -> LogProbs:
+def _log_probs(given: Arrays, ids: Ids | None, of: Static) -> LogProbs:
     layout, shift, axis = of.layout, of.shift, of.core.head.vocab_axis
     e, c, bias, targets = given[:4]
     vocabulary = c.shape[axis] if layout is None else layout.whole_vocabulary(c, axis)
@@ -136,11 +155,21 @@ def _log_probs(given: Arrays, of: Static) -> LogProbs:
     columns = losses.columns(targets, of.ignore_index, vocabulary) if of.named else jnp.full_like(targets, vocabulary)
     if of.core.impl != "reference":
         e, c, bias = jax.tree.map(reverse_mode_only, (e, c, bias))
-    numbers = numbers_of(Inputs(e, c, bias, columns, None, scale, inverse), of.core, layout)
+    of_ids = None if ids is None else ids.columns(vocabulary)
+    if layout is not None:
+        of_ids = layout.laid_out(of_ids, layout.spec_of_tokens)
+    numbers = numbers_of(Inputs(e, c, bias, columns, None, scale, inverse, of_ids), of.core, layout)
 
     def of_tokens(x: jax.Array) -> jax.Array:
-        return unshifted(x, shift, layout)
+        return unshifted(x, shift, layout, x.ndim - columns.ndim)
 
     log_probs, lse, entropy = jax.tree.map(of_tokens, losses.token_numbers(numbers, columns, vocabulary))
     entropy = jax.lax.stop_gradient(entropy) if of.entropy == "detached" else entropy
-    return LogProbs(log_probs if of.named else None, lse, entropy)
+    id_log_probs = None if of_ids is None else of_tokens(_of_ids(numbers, of_ids, columns >= 0, vocabulary))
+    return LogProbs(log_probs if of.named else None, lse, entropy, id_log_probs)
+
+
+def _of_ids(numbers: Statistics, ids: jax.Array, kept: jax.Array, vocabulary: int) -> jax.Array:
+    assert numbers.ids is not None
+    log_probs = jnp.where(ids == vocabulary, jnp.nan, numbers.ids - numbers.lse[..., None])
+    return jnp.where(kept[..., None], jnp.where(ids < 0, -jnp.inf, log_probs), 0)

@@ -19,8 +19,17 @@ from cce_kernels.residuals import Residuals, shapes_of
 
 def flat(inputs: Inputs) -> Inputs:
     """The inputs with one axis of tokens."""
-    of_tokens = {name: x.reshape(-1) for name, x in inputs.of_tokens.items() if name != "e"}
-    return inputs._replace(e=inputs.e.reshape(-1, inputs.e.shape[-1]), **of_tokens)
+    return inputs._replace(**{name: flat_tokens(x, inputs) for name, x in inputs.of_tokens.items()})
+
+
+def flat_tokens(x: jax.Array, inputs: Inputs) -> jax.Array:
+    """x, which begins with the axes of inputs.targets, with one axis of tokens in their place."""
+    return x.reshape(-1, *x.shape[inputs.targets.ndim :])
+
+
+def shaped_tokens(x: jax.Array, inputs: Inputs) -> jax.Array:
+    """The inverse of flat_tokens."""
+    return x.reshape(*inputs.targets.shape, *x.shape[1:])
 
 
 def in_type_of_e(inputs: Inputs) -> Inputs:

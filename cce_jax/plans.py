@@ -89,6 +89,7 @@ def _plan(
         may_chunk=core.may_chunk,
         with_mean=core.with_mean,
         with_temperature=inputs.inverse_temperature is not None,
+        ids=0 if inputs.ids is None else inputs.ids.shape[-1],
     )
     return plan_of(call, gpu, impl, *decided)
 

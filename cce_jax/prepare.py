@@ -137,7 +137,9 @@ def numbers_of(inputs: Inputs, core: Core, layout: Layout | None) -> Statistics:
     """The core's numbers for e (..., D) and targets (...) of any number of axes, and for no tokens."""
     if inputs.targets.size == 0:
         zeros = jnp.zeros_like(inputs.targets, jnp.promote_types(inputs.e.dtype, jnp.float32))
-        return Statistics(zeros, zeros, *(zeros if asked else None for asked in (core.with_sum, core.with_mean)))
+        ids = None if inputs.ids is None else jnp.zeros(inputs.ids.shape, zeros.dtype)
+        total, mean = (zeros if asked else None for asked in (core.with_sum, core.with_mean))
+        return Statistics(zeros, zeros, total, mean, ids)
     return statistics(inputs, core, layout)
 
 
@@ -149,10 +151,11 @@ def shifted(x: jax.Array, shift: int, fill: int, layout: Layout | None) -> jax.A
     return shifted if layout is None else layout.own_sequences(shifted)
 
 
-def unshifted(x: jax.Array, shift: int, layout: Layout | None) -> jax.Array:
-    """x without the last `shift` tokens, which have no target."""
+def unshifted(x: jax.Array, shift: int, layout: Layout | None, more: int = 0) -> jax.Array:
+    """x without the last `shift` tokens, which have no target. more: the axes after those of the tokens."""
     if not shift:
         return x
     if layout is not None:
         x = layout.laid_out(x, layout.spec_of_sequences)
-    return x[..., : x.shape[-1] - shift]
+    axis = x.ndim - 1 - more
+    return jax.lax.slice_in_dim(x, 0, x.shape[axis] - shift, axis=axis)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from cce_jax.plans import Core
+from cce_kernels.given_ids import columns_of
 from cce_kernels.mean import mass_and_moment, mean_of
 from cce_kernels.numbers import Inputs, Statistics
 
@@ -16,7 +17,7 @@ def statistics(inputs: Inputs, core: Core, over: tuple[str, ...] = ()) -> Statis
 
     over: the axes of jax.shard_map over whose devices the columns are split; c and targets are then the device's own.
     """
-    e, c, bias, targets, weights, scale, inverse = inputs
+    e, c, bias, targets, weights, scale, inverse, ids = inputs
     head = core.head
     c, bias = _rounded(c, e.dtype), _rounded(bias, e.dtype)
     e = jnp.where(targets[:, None] < 0, 0, e)  # a NaN in an ignored token must not reach c's gradient
@@ -29,13 +30,17 @@ def statistics(inputs: Inputs, core: Core, over: tuple[str, ...] = ()) -> Statis
     if core.with_sum:
         total = jnp.sum(z if weights is None else jnp.where(weights == 0, 0, weights * z), axis=1)
     target = jnp.sum(jnp.where(is_target, z, 0), axis=1)
+    if ids is not None:
+        columns = columns_of(inputs, head)
+        ids = jnp.where(columns < 0, 0, jnp.take_along_axis(z, jnp.maximum(columns, 0), axis=1))
     if not over:
-        return Statistics(jax.nn.logsumexp(z, axis=1), target, total, mean_of(z) if core.with_mean else None)
+        return Statistics(jax.nn.logsumexp(z, axis=1), target, total, mean_of(z) if core.with_mean else None, ids)
     peak = lax.pmax(lax.stop_gradient(jnp.max(z, axis=1)), over)
     peak = jnp.where(jnp.isfinite(peak), peak, 0)
     mass, moment = mass_and_moment(z, peak)
-    mass, target, total, moment = lax.psum((mass, target, total, moment if core.with_mean else None), over)
-    return Statistics(peak + jnp.log(mass), target, total, None if moment is None else moment / mass)
+    of_devices = mass, target, total, moment if core.with_mean else None, ids
+    mass, target, total, moment, ids = lax.psum(of_devices, over)
+    return Statistics(peak + jnp.log(mass), target, total, None if moment is None else moment / mass, ids)
 
 
 def nearest(x: jax.Array, dtype: Any) -> jax.Array:

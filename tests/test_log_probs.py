@@ -101,6 +101,54 @@ def test_numbers_and_gradients(seed, impl, dtype, vocab_axis, softcap, cooled, s
         np.testing.assert_allclose(np.float64(x), y, rtol=0, atol=ERRORS[dtype] * max(1, np.abs(y).max()))
 
 
+@settings(max_examples=12, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(IMPLS),
+    st.sampled_from(["float32", "bfloat16"]),
+    st.sampled_from([0, 1]),
+    st.integers(1, 9),
+    st.integers(0, 1),
+)
+def test_given_ids(seed, impl, dtype, vocab_axis, number, shift):
+    rng, e, c, bias, targets = drawn(seed, dtype, vocab_axis, 0.3)
+    vocabulary = c.shape[vocab_axis]
+    ids = rng.integers(min(vocabulary, 5) if seed % 2 else vocabulary, size=(*targets.shape, number))  # some repeat
+    ids = np.where(rng.uniform(size=ids.shape) < 0.2, -100, ids)
+    options: dict[str, Any] = {"softcap": 5.0, "temperature": 0.7, "vocab_axis": vocab_axis}
+    kept = (targets[:, shift:] != -100)[..., None]
+    at = ids[:, : ids.shape[1] - shift]
+    weight = rng.normal(size=at.shape)
+
+    def here(e, c, bias):
+        found = linear_log_probs(e, c, targets, bias, ids=ids, shift=shift, impl=impl, **options).id_log_probs
+        assert found is not None
+        return jnp.sum(jnp.where(at >= 0, weight * found, 0)), found
+
+    def full(e, c, bias):
+        z = 5 * jnp.tanh((e @ (c if vocab_axis else c.T) + bias) / 5) / 0.7
+        found = jnp.take_along_axis(jax.nn.log_softmax(z), np.maximum(ids, 0), -1)[:, : at.shape[1]]
+        found = jnp.where(kept, jnp.where(at < 0, -jnp.inf, found), 0)
+        return jnp.sum(jnp.where(at >= 0, weight * found, 0)), found
+
+    (_, found), gradients = jax.value_and_grad(here, (0, 1, 2), has_aux=True)(e, c, bias)
+    with jax.enable_x64(True):
+        wide = (jnp.asarray(x, "float64") for x in (e, c, bias))
+        (_, want), wanted = jax.value_and_grad(full, (0, 1, 2), has_aux=True)(*wide)
+        want, wanted = jax.tree.map(np.float64, (want, wanted))
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-4)
+    for x, y in zip(gradients, wanted, strict=True):
+        np.testing.assert_allclose(np.float64(x), y, rtol=0, atol=ERRORS[dtype] * max(1, np.abs(y).max()))
+
+
+def test_a_given_id_out_of_range_is_nan_alone():
+    e, c, targets = inputs()
+    ids = np.stack([targets, np.full_like(targets, 67), np.full_like(targets, -7)], axis=-1)
+    found = linear_log_probs(e, c, targets, ids=ids)
+    np.testing.assert_allclose(found.id_log_probs[..., 0], found.log_probs, atol=1e-5)
+    assert np.isnan(found.id_log_probs[..., 1:]).all()
+
+
 def inputs(tokens=(2, 5), width=16, vocabulary=67):
     rng = np.random.default_rng(0)
     e, c = (jnp.asarray(rng.normal(size=(*n, width)), "float32") for n in (tokens, (vocabulary,)))
@@ -191,6 +239,9 @@ def test_a_temperature_has_no_gradient():
         (TypeError, {"temperature": jnp.ones((2, 5), int)}, "temperature must be a number or an array of a floating"),
         (TypeError, {"temperature": "hot"}, "temperature must be .* got str"),
         (ValueError, {"entropy": "yes"}, "entropy"),
+        (TypeError, {"ids": np.zeros((2, 5, 3))}, "ids must be an array of an integer type, got float64"),
+        (ValueError, {"ids": np.zeros((2, 5), int)}, r"ids \(2, 5\) must have the shape of e"),
+        (ValueError, {"ids": np.zeros((2, 5, 300), int)}, r"ids \(2, 5, 300\) .* 1 to 256"),
         (ValueError, {"targets": None, "shift": 1}, "shift=1 needs targets"),
         (ValueError, {"targets": np.zeros((2, 4), int)}, "targets"),
         (TypeError, {"targets": np.zeros((2, 5))}, "targets must be of an integer type"),

@@ -70,7 +70,7 @@ def made(
 
 def truth(x: Drawn) -> dict[str, np.ndarray]:
     """The numbers of kept tokens, and the gradients of Σ of · numbers over them."""
-    e, c, bias, targets, _, scale, inverse = (None if y is None else np.float64(y) for y in x.inputs)
+    e, c, bias, targets, _, scale, inverse, *_ = (None if y is None else np.float64(y) for y in x.inputs)
     c, kept, of = c if x.head.vocab_axis == 0 else c.T, targets >= 0, np.float64(x.of)
     scale, inverse = 1.0 if scale is None else scale[0], 1.0 if inverse is None else inverse[:, None]
     e = np.where(kept[:, None], e, 0)
@@ -106,7 +106,7 @@ def ours(x: Drawn, core: Core) -> dict[str, np.ndarray]:
     def run(leaves: dict[str, Any], inputs: Inputs, of: jax.Array):
         def objective(leaves):
             numbers = statistics(inputs._replace(**leaves), core, None)
-            named = zip(numbers, of, strict=True)
+            named = zip(numbers, of, strict=False)
             return sum(jnp.sum(jnp.where(kept, y * x, 0)) for x, y in named if x is not None), numbers
 
         return jax.grad(objective, has_aux=True)(leaves)

@@ -69,7 +69,7 @@ def problem(
 
 
 def truth(x: Problem) -> dict[str, np.ndarray]:
-    e, c, bias, targets, weights, _, inverse = (None if y is None else np.float64(y) for y in x.inputs)
+    e, c, bias, targets, weights, _, inverse, *_ = (None if y is None else np.float64(y) for y in x.inputs)
     c = c if x.head.vocab_axis == 0 else c.T
     raw = e @ c.T + (0 if bias is None else bias)
     capped = raw if x.head.softcap is None else x.head.softcap * np.tanh(raw / x.head.softcap)

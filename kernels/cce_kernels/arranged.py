@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from cce_kernels import given_ids
 from cce_kernels.engines.engine import Multiplying, Problem
 from cce_kernels.gradients import Products, fitted, unscaled, without_ignored
 from cce_kernels.mean import folded
@@ -26,8 +27,9 @@ class Arranged(NamedTuple):
     inputs: Inputs
     numbers: Statistics
     reference: jax.Array | None  # ρ of the saved exponentials; None: nothing is saved
-    cotangents: Cotangents  # of mean.folded
-    unit: jax.Array | None  # the number that the cotangents were divided by; None: 1
+    cotangents: Cotangents  # of mean.folded, without those of ids
+    at_ids: given_ids.AtIds | None  # dz at the given ids; None: their logits have no cotangents
+    unit: jax.Array | None  # the number that the cotangents and at_ids were divided by; None: 1
     kept: Kept | None  # None: ignored tokens are not looked for
     count: jax.Array  # type: ignore[assignment]  # (1,) int32: how many tokens are kept
     are_few: jax.Array | None  # whether fewer than FEW_KEPT of the tokens are kept; None: they are not looked for
@@ -40,20 +42,29 @@ class Arranged(NamedTuple):
         # passes, or make the copy in which ignored rows are 0 before the forward pass. The barrier makes such a copy
         # depend on the forward pass's result. No array of the caller's goes through it: XLA takes what comes out for
         # another array, and may write a result of the caller's over the array while kernels still read what came out.
-        kept, cotangents = None, folded(cotangents, numbers)
+        kept, cotangents, at_ids = None, folded(cotangents, numbers), None
+        if cotangents.ids is not None:
+            at_ids = given_ids.dz_at(inputs, numbers, cotangents, plan.call)
+        inputs = inputs._replace(ids=None)
         if plan.finds_ignored:
             kept = Kept.of(inputs.targets, plan.rows)
             cotangents, reference = kept.gathered((cotangents, reference), 0)
+            at_ids = kept.gathered(at_ids, -1)
             numbers = Statistics(kept.gathered(numbers.lse, jnp.inf), kept.gathered(numbers.target, 0), None)
             inputs = kept.first(inputs)
             kept, numbers, reference = lax.optimization_barrier((kept, numbers, reference))
         else:
             inputs, lse, cotangents = without_ignored(inputs, numbers.lse, cotangents, plan.rows)
+            missing = [(0, plan.rows - plan.call.tokens), (0, 0)]
+            at_ids = jax.tree.map(lambda x: jnp.pad(x, missing, constant_values=-1), at_ids)
             numbers = Statistics(lse, numbers.target, None)
         cotangents, unit = fitted(cotangents, inputs)
+        if at_ids is not None and unit is not None:
+            at_ids = at_ids._replace(dz=at_ids.dz / unit)
+        cotangents = cotangents._replace(ids=None)
         count = jnp.full(1, plan.rows, jnp.int32) if kept is None else kept.count
         are_few = None if kept is None else count[0] < FEW_KEPT * plan.rows
-        return cls(plan, inputs, numbers, reference, cotangents, unit, kept, count, are_few)
+        return cls(plan, inputs, numbers, reference, cotangents, at_ids, unit, kept, count, are_few)
 
     @property
     def problem(self) -> Problem:

@@ -28,6 +28,7 @@ class Call:
     may_chunk: bool = True  # whether the tokens may be taken in chunks: not if XLA may split them over devices
     with_mean: bool = False  # whether the mean of the logits is asked for, from which the entropy follows
     with_temperature: bool = False  # whether each token has a temperature
+    ids: int = 0  # how many ids of each token have logits that are asked for
 
     @property
     def wants(self) -> Wanted:

@@ -19,7 +19,7 @@ These are matmuls of whole arrays: with a part of the columns XLA would copy tha
 
 (Raising r adds at most SMALLEST·exp(LARGEST) = 2⁻²⁷ relative to the target's element, which is below every rounding.)
 With a weighted sum dz is formed from P. It cannot be where a softcap is set too: then nothing is saved. Nor is it where
-the mean of the logits is asked for (cce_kernels/mean.py).
+the mean of the logits is asked for (cce_kernels/mean.py), or the logits of given ids (cce_kernels/given_ids.py).
 With a temperature z are the logits after it, and u stays the slope of the softcap alone: r has the other factor.
 The backward pass overwrites P only at the targets and in the rows of ignored tokens. No result depends on
 the values that it overwrites, so that a second backward pass over the same P gives the same bits.
@@ -43,7 +43,8 @@ TILE = 64  # columns: and of this if V is a multiple of ALIGNMENT, as Hopper GPU
 
 def can_be_saved(call: Call) -> bool:
     """Only for bfloat16: float16 lacks the range, and a float32 call is made for its accuracy."""
-    return call.dtype == "bfloat16" and (call.head.softcap is None or not call.with_sum) and not call.with_mean
+    linear = (call.head.softcap is None or not call.with_sum) and not call.with_mean and not call.ids
+    return call.dtype == "bfloat16" and linear
 
 
 def saved_shape(tokens: int, vocabulary: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
     lse_i = log Σ_v exp z_iv     target_i = z_i,t_i     sum_i = Σ_v w_v z_iv     mean_i = Σ_v exp(z_iv − lse_i) z_iv
 
+The logits of given ids are computed apart from these steps (cce_kernels/given_ids.py).
 Each sum is of exp(z − reference), where the reference is the target's logit. Where such a sum overflows, the rescue
 step computes that log-sum-exp again, and the mean with it, with a running maximum. (The xla engine finds the target's
 logit and a running log-sum-exp in one pass, and needs neither a reference nor a rescue.)
@@ -10,6 +11,7 @@ logit and a running log-sum-exp in one pass, and needs neither a reference nor a
 import jax
 import jax.numpy as jnp
 
+from cce_kernels import given_ids
 from cce_kernels.engines.engine import Problem, Sums
 from cce_kernels.exponentials import by_target
 from cce_kernels.mean import over_runs
@@ -38,12 +40,13 @@ def statistics(
 ) -> tuple[Statistics, jax.Array | None]:
     """The core's numbers of each token, (N,), at least float32; and the saved exponentials, (plan.saved, V), or None.
 
-    The target logit is 0 where the target names no column. An ignored token's numbers and exponentials are arbitrary;
-    if `cleared`, they are 0.
+    A logit of a target or an id that names no column is 0, and so are those of an ignored token's ids. Its other
+    numbers and its exponentials are arbitrary; if `cleared`, they are 0.
     reference: numbers.Shard.reference if the columns are a shard of the vocabulary. The numbers are then of the shard's
     columns, and the log-sum-exp is −inf where their exponentials underflow relative to the reference.
     """
     kept = Kept.of(inputs.targets, plan.rows) if plan.finds_ignored else None
+    ids = None if inputs.ids is None else given_ids.logits(inputs, plan.call)
     inputs, at = _arranged(inputs, kept, plan)
     problem = Problem(plan.call, plan.gpu, inputs)
     if plan.forward.target is None:
@@ -60,7 +63,7 @@ def statistics(
         saved = None if saved is None else jnp.where(live[:, None], saved, 0)
     if kept is not None:
         numbers = jax.tree.map(kept.restored, numbers)
-    return numbers, saved
+    return numbers._replace(ids=ids), saved
 
 
 def of_rows(
@@ -88,7 +91,11 @@ def of_rows(
 
 
 def _arranged(inputs: Inputs, kept: Kept | None, plan: Plan) -> tuple[Inputs, Rows]:
-    """The inputs with the kept tokens first in targets, and in e if e is gathered; and where kernels find rows of e."""
+    """The inputs with the kept tokens first in targets, and in e if e is gathered; and where kernels find rows of e.
+
+    The inputs have no ids: no kernel reads them.
+    """
+    inputs = inputs._replace(ids=None)
     if kept is None:
         return inputs, Rows()
     inputs = kept.first(inputs)

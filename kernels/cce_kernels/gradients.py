@@ -107,8 +107,10 @@ def fitted(cotangents: Cotangents, inputs: Inputs) -> tuple[Cotangents, jax.Arra
     """
     if inputs.e.dtype != jnp.float16:
         return cotangents, None
-    factor = 1.0 if inputs.factor is None else inputs.factor
-    sizes = jax.tree.map(lambda x: jnp.abs(x * factor), cotangents)
+    factor, of_tokens = 1.0 if inputs.factor is None else inputs.factor, cotangents
+    if cotangents.ids is not None:  # they add where all ids of a token are one
+        of_tokens = cotangents._replace(ids=jnp.sum(jnp.abs(cotangents.ids), axis=1))
+    sizes = jax.tree.map(lambda x: jnp.abs(x * factor), of_tokens)
     if sizes.sum is not None and inputs.weights is not None:
         sizes = sizes._replace(sum=sizes.sum * jnp.max(jnp.abs(inputs.weights)))
     bound = sum(jax.tree.leaves(sizes))

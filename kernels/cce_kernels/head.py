@@ -9,6 +9,8 @@ their mean, and p = exp(z − lse) the softmax. Then, with a' of cce_kernels/mea
 
     dz = ((a' + μ·log p)·p + t̂·[v = t] + s·w_v) · ∂z/∂(e·c)
 
+and at a given id the cotangents of its logit are added to the sum in brackets (cce_kernels/given_ids.py).
+
 cce_jax/core.py derives this.
 """
 
@@ -67,6 +69,8 @@ class Head:
         dz = of_lse * p + jnp.where(is_target, of.target, 0.0)
         if of.sum is not None:
             dz += of.sum if weights is None else of.sum * weights
+        if of.ids is not None:
+            dz += of.ids
         if self.softcap is not None:
             dz *= self.slope(x)
         return dz if factor is None else dz * factor

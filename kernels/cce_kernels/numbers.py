@@ -22,6 +22,7 @@ class Inputs(NamedTuple):
     weights: jax.Array | None = None  # (V,) at least float32: the weights of the weighted sum; None: 1
     scale: jax.Array | None = None  # (1,) at least float32: multiplies the logits; None: 1
     inverse_temperature: jax.Array | None = None  # (N,) at least float32: multiplies a token's logits after softcap
+    ids: jax.Array | None = None  # (N, K) int32: columns whose logits are asked for; negative, or V or more: no column
 
     @property
     def factor(self) -> jax.Array | None:
@@ -32,8 +33,8 @@ class Inputs(NamedTuple):
     @property
     def of_tokens(self) -> dict[str, jax.Array]:
         """The arrays with a row for each token, by name."""
-        names = "e", "targets", *(() if self.inverse_temperature is None else ("inverse_temperature",))
-        return {name: getattr(self, name) for name in names}
+        arrays = {name: getattr(self, name) for name in ("e", "targets", "inverse_temperature", "ids")}
+        return {name: x for name, x in arrays.items() if x is not None}
 
     @property
     def factor_of_rows(self) -> jax.Array | None:
@@ -57,6 +58,7 @@ class Statistics(NamedTuple):
     target: jax.Array  # the logit of its target
     sum: jax.Array | None  # the weighted sum of its logits; None: not asked for
     mean: jax.Array | None = None  # the mean of its logits, weighted by their softmax; None: not asked for
+    ids: jax.Array | None = None  # (N, K): the logits of Inputs.ids; 0 where an id names no column, or is ignored
 
 
 class Shard(NamedTuple):
@@ -69,12 +71,13 @@ class Shard(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """The cotangents of Statistics: a, t̂, s and μ in the equations."""
+    """The cotangents of Statistics: a, t̂, s, μ and ι in the equations."""
 
     lse: jax.Array
     target: jax.Array
     sum: jax.Array | None
     mean: jax.Array | None = None
+    ids: jax.Array | None = None  # None: 0
 
 
 @dataclass(frozen=True)

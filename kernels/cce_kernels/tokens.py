@@ -4,10 +4,12 @@ Only the device knows how many tokens are kept. Kernels read that number and sto
 ignored tokens cost nothing and shapes stay static.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from cce_kernels.numbers import Inputs
 
@@ -18,6 +20,29 @@ ROW_MULTIPLE = 8  # the Tensor Memory Accelerator (TMA) of Hopper GPUs copies th
 def gathered_rows(tokens: int) -> int:
     """The rows of the array into which kept tokens are gathered: a multiple of ROW_MULTIPLE for MANY tokens or more."""
     return -(-tokens // ROW_MULTIPLE) * ROW_MULTIPLE if tokens >= MANY else tokens
+
+
+def in_chunks(run: Callable[[Any], Any], arrays: Any, size: int, count: jax.Array | None = None) -> Any:
+    """run(arrays), for `size` tokens at a time. arrays and the result: arrays, or trees, with tokens on axis 0.
+
+    The last chunk has `size` tokens too: it may compute some tokens a second time.
+    count: a scalar; chunks of tokens from this one on are left out, and their results are 0. None: there are none.
+    """
+    tokens = jax.tree.leaves(arrays)[0].shape[0]
+    if size >= tokens:
+        return run(arrays)
+
+    def part(start: Any) -> Any:
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), arrays)
+
+    def step(i: jax.Array, whole: Any) -> Any:
+        start = jnp.minimum(i * size, tokens - size)
+        return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), whole, run(part(start)))
+
+    of_chunk = jax.eval_shape(lambda: run(part(0)))
+    whole = jax.tree.map(lambda x: jnp.zeros((tokens, *x.shape[1:]), x.dtype), of_chunk)
+    chunks = -(-(tokens if count is None else count) // size)
+    return lax.fori_loop(jnp.int32(0), jnp.asarray(chunks, jnp.int32), step, whole)
 
 
 class Rows(NamedTuple):

@@ -20,6 +20,7 @@ from cce_kernels.plan.plan import Chunks
 from cce_kernels.windows import FEWEST_COLUMNS
 
 GROUP_BYTES = 256 * 2**20
+ID_NUMBERS = 40  # bytes of a given id of a token, for its column and dz (cce_kernels/given_ids.py)
 CHUNK_NUMBERS = 96  # bytes a token, for lse and the like, where the forward pass forms the gradients
 SAVED_DZ_ROWS, DZ_ROWS = 16, 64  # the fewest rows of a tile of dz: each tile stores its column sums for dbias
 
@@ -56,7 +57,8 @@ class Bytes:
     @property
     def always(self) -> int:
         """What is held besides a group: the sum for de, some numbers a token, and the workspace of XLA's matmuls."""
-        return self.sum_of_de + NUMBERS * self.rows + self.products.workspace
+        of_ids = ID_NUMBERS * self.call.ids * self.rows
+        return of_ids + self.sum_of_de + NUMBERS * self.rows + self.products.workspace
 
     @property
     def sum_of_de(self) -> int:

@@ -90,7 +90,8 @@ def of_any_cotangents(call: Call) -> bool:
     part of a sum over devices. In float16 such a de would underflow.
     """
     alone = call.wanted == Wanted(e=True, c=False, bias=False)
-    return alone and not (call.with_sum or call.with_mean or call.wide_de) and call.dtype != "float16"
+    others = call.with_sum or call.with_mean or call.ids or call.wide_de
+    return alone and not others and call.dtype != "float16"
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,8 @@ def _may_form_in_forward(x: _Setting) -> bool:
     On a GPU from stored exponentials, or in float32. In 16 bits XLA's passes over float32 logits, and its sums of dc in
     groups, take longer than to compute the logits again. So does Triton's sum of a float32 dc: 35 and 32 ms on an H200.
     """
+    if x.call.ids:  # only recomputed.py adds their cotangents to dz
+        return False
     if not x.call.may_chunk or x.gpu is None:
         return x.call.may_chunk
     if not x.bytes.stores:
