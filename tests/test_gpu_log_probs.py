@@ -1,0 +1,88 @@
+"""Numbers per token on a GPU, drawn, against float64: by the engine that the plan chooses for each call."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cce_jax import linear_log_probs, linear_token_loss
+
+pytestmark = pytest.mark.gpu
+ERRORS = {"float32": 1e-5, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # of a gradient, relative to its norm
+
+
+def numbers(e, c, bias, targets, ids, temperature, softcap):
+    z = e @ c.T + (0 if bias is None else bias)
+    z = (z if softcap is None else softcap * jnp.tanh(z / softcap)) / temperature[:, None]
+    lse, kept = jax.nn.logsumexp(z, axis=1), targets >= 0
+    target, at = (jnp.take_along_axis(z, jnp.maximum(x, 0), 1) for x in (targets[:, None], ids))
+    entropy = lse - jnp.sum(jnp.exp(z - lse[:, None]) * z, axis=1)
+    return [jnp.where(kept, x, 0) for x in (target[:, 0] - lse, lse, entropy)] + [
+        jnp.where(kept[:, None], at - lse[:, None], 0)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_drawn_calls(seed):
+    draw = np.random.default_rng(seed)
+    dtype = ("bfloat16", "float16", "float32", "bfloat16")[seed % 4]
+    tokens, width = 8 * int(draw.integers(32, 120)), 64 * int(draw.integers(2, 9))
+    vocabulary = 64 * int(draw.integers(20, 200)) + 3 * (seed % 5 == 4)
+    axis, softcap = int(draw.integers(2)), draw.choice([None, 20.0])
+    e, c = (draw.normal(size=(n, width)) for n in (tokens, vocabulary))
+    e, c = (jnp.asarray(x, dtype) for x in (e, c * draw.choice([0.3, 1.0]) / width**0.25))
+    bias = jnp.asarray(draw.normal(size=vocabulary), dtype) if seed % 4 == 3 else None
+    targets, ids = (draw.integers(vocabulary, size=(tokens, *n)) for n in ((), (7,)))
+    targets = np.where(draw.uniform(size=tokens) < 0.3, -100, targets)
+    temperature = jnp.asarray(draw.uniform(0.5, 2, size=tokens), jnp.float32)
+    weights = [draw.normal(size=x) for x in (tokens, tokens, tokens, (tokens, 7))]
+    weights[3] *= seed % 2
+    given: dict[str, Any] = {"temperature": temperature if seed % 3 else 0.7, "softcap": softcap}
+    given |= {"ids": ids} if seed % 2 else {}
+
+    def here(e, c, bias):
+        found = linear_log_probs(e, c.T if axis else c, targets, bias, entropy=True, vocab_axis=axis, **given)
+        found = [found.log_probs, found.lse, found.entropy, found.id_log_probs]
+        return sum(jnp.sum(w * x) for w, x in zip(weights, found, strict=True) if x is not None), found
+
+    argnums = (0, 1) if bias is None else (0, 1, 2)
+    (_, found), gradients = jax.jit(jax.value_and_grad(here, argnums, has_aux=True))(e, c, bias)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: jnp.asarray(x, "float64"), (e, c, bias))
+        t = jnp.asarray(temperature if seed % 3 else np.full(tokens, 0.7), "float64")
+
+        def full(e, c, bias):
+            want = numbers(e, c, bias, targets, ids, t, softcap)
+            return sum(jnp.sum(w * x) for w, x in zip(weights, want, strict=True)), want
+
+        (_, want), wanted = jax.value_and_grad(full, argnums, has_aux=True)(*wide)
+    for x, y in zip(found, want, strict=True):
+        assert x is None or np.abs(np.float64(x) - np.float64(y)).max() < 3e-4
+    for x, y in zip(gradients, wanted, strict=True):
+        x, y = np.float64(x), np.float64(y)
+        assert np.linalg.norm(x - y) < ERRORS[dtype] * np.linalg.norm(y)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_a_loss_of_the_users_own(entropy):
+    draw = np.random.default_rng(0)
+    e, c = (jnp.asarray(draw.normal(size=(n, 512)) / 5, "bfloat16") for n in (1024, 16384))
+    targets, old = jnp.asarray(draw.integers(16384, size=1024)), jnp.asarray(draw.normal(size=1024) - 9, "float32")
+
+    def fn(numbers, old):
+        gain = jnp.minimum(jnp.exp(numbers.log_probs - old), 1.2)
+        return -gain - (0.1 * numbers.entropy if entropy else 0)
+
+    def here(e, c):
+        return linear_token_loss(e, c, targets, fn, old, entropy=entropy)
+
+    def of_numbers(e, c):
+        return jnp.mean(fn(linear_log_probs(e, c, targets, entropy=entropy), old))
+
+    found, want = (jax.jit(jax.value_and_grad(f, (0, 1)))(e, c) for f in (here, of_numbers))
+    np.testing.assert_allclose(found[0], want[0], rtol=1e-5)
+    for x, y in zip(found[1], want[1], strict=True):
+        x, y = np.float64(x), np.float64(y)
+        assert np.linalg.norm(x - y) < 2.0**-7 * np.linalg.norm(y)
