@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cce_jax import linear_cross_entropy, prepare
+from cce_jax.core import statistics
+from cce_jax.plans import Core
 from cce_kernels import backward, forward
 from cce_kernels.block_floats import steps_shape
 from cce_kernels.call import Call
@@ -24,11 +26,14 @@ from cce_kernels.engines.hopper.tiles import DC, DE, LOGITS, SAVED_DE, SUMMED
 from cce_kernels.exponentials import saved_shape
 from cce_kernels.gradients import ALL_COLUMNS, Left
 from cce_kernels.head import Head
+from cce_kernels.mean import folded, over_runs
 from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
 from cce_kernels.plan import choose, plan_of
 from cce_kernels.tokens import Kept, Rows
 from cce_kernels.windows import Groups
 from tests.lowering import for_hopper, loop_equations
+from tests.test_shards import check as check_shards
+from tests.test_shards import problem as drawn_shards
 
 S = jax.ShapeDtypeStruct
 BF16 = jnp.bfloat16
@@ -192,10 +197,10 @@ EVERY = np.full(1, TOKENS, np.int32)
 GROUPS = Groups(PADDED, COLUMNS, beyond=True)
 
 
-def problem_of(inputs: Inputs, head: Head, gpu: Gpu = SMALL) -> Problem:
+def problem_of(inputs: Inputs, head: Head, gpu: Gpu = SMALL, with_mean: bool = False) -> Problem:
     (tokens, width), dtype = inputs.e.shape, str(inputs.e.dtype)
-    wanted = Wanted(True, True, False)
-    return Problem(Call(tokens, width, head.vocabulary(inputs.c), dtype, head, False, False, wanted, 0), gpu, inputs)
+    call = Call(tokens, width, head.vocabulary(inputs.c), dtype, head, False, False, Wanted(True, True, False), 0)
+    return Problem(replace(call, with_mean=with_mean), gpu, inputs)
 
 
 def problem(vocab_axis: int):
@@ -239,6 +244,88 @@ def test_statistics_and_what_is_saved(vocab_axis, softcap, scale):
     assert found.saved.shape == (TOKENS, PADDED)
     assert error(found.saved[:, :vocabulary], jnp.exp(z - target[:, None]) * slope) < 2.0**-9
     assert not np.any(found.saved[:, vocabulary:])
+
+
+def with_temperatures(inputs: Inputs) -> Inputs:
+    return inputs._replace(inverse_temperature=jnp.linspace(0.3, 2.0, TOKENS), scale=jnp.full(1, 1.5))
+
+
+@pytest.mark.parametrize(("vocab_axis", "softcap", "save"), [(0, None, False), (1, 5.0, True)])
+def test_the_mean_of_the_logits_with_temperatures(vocab_axis, softcap, save):
+    inputs, raw = problem(vocab_axis)
+    given, head, x = with_temperatures(inputs), Head(softcap, vocab_axis), 1.5 * np.float64(raw)
+    x = x if softcap is None else softcap * np.tanh(x / softcap)
+    z = x * np.float64(given.inverse_temperature)[:, None]
+    target, lse = z[np.arange(TOKENS), inputs.targets], np.logaddexp.reduce(z, axis=1)
+    of = problem_of(given, head, with_mean=True)
+    found = HOPPER.sums(Step(HOPPER, LOGITS, 2), of, Rows(), jnp.float32(target), save)
+    np.testing.assert_allclose(jax.nn.logsumexp(found.lse, axis=0), lse, rtol=2e-6)
+    assert found.mean.shape == (2, TOKENS)
+    mean = np.sum(np.exp(z - lse[:, None]) * z, axis=1)
+    np.testing.assert_allclose(over_runs(found.lse, found.mean), mean, rtol=4e-6, atol=4e-6)
+    if save:
+        exponentials = np.exp(z - target[:, None]) * (1 - (x / softcap) ** 2)
+        assert error(found.saved[:, : VOCABULARIES[vocab_axis]], exponentials) < 2.0**-9
+
+
+def test_a_sum_for_the_mean_that_overflows_is_left_to_the_rescue():
+    """The exponentials' sum is finite still."""
+    inputs, z = problem(0)
+    reference = jnp.max(z, axis=1).at[7].add(-86.5)
+    found = HOPPER.sums(Step(HOPPER, LOGITS, 1), problem_of(inputs, Head(), with_mean=True), Rows(), reference, False)
+    assert np.isfinite(sums(inputs, Rows(), reference, False, Head()).lse).all()
+    assert np.flatnonzero(~np.isfinite(found.lse[0])).tolist() == [7]
+
+
+@pytest.mark.parametrize(("vocab_axis", "softcap"), [(0, 5.0), (1, None)])
+def test_dz_with_a_cotangent_of_the_mean_and_temperatures(vocab_axis, softcap):
+    inputs, raw = problem(vocab_axis)
+    given, head, x = with_temperatures(inputs), Head(softcap, vocab_axis), 1.5 * np.float64(raw)
+    x = x if softcap is None else softcap * np.tanh(x / softcap)
+    inverse = np.float64(given.inverse_temperature)[:, None]
+    z, factor = x * inverse, 1.5 * inverse * (1 if softcap is None else 1 - (x / softcap) ** 2)
+    lse = np.logaddexp.reduce(z, axis=1)
+    p = np.exp(z - lse[:, None])
+    mean = np.sum(p * z, axis=1)
+    a, t, mu = (np.linspace(low, high, TOKENS)[:, None] for low, high in ((0.5, 1.5), (-1, -2), (2, -1)))
+    is_target = np.asarray(inputs.targets)[:, None] == np.arange(p.shape[1])
+    wanted = (p * (a + mu * (1 + z - mean[:, None])) + t * is_target) * factor
+    numbers = Statistics(*(jnp.float32(y) for y in (lse, lse)), None, jnp.float32(mean))
+    of = folded(Cotangents(*(jnp.float32(y[:, 0]) for y in (a, t)), None, jnp.float32(mu[:, 0])), numbers)
+    step = Step(HOPPER, LOGITS, groups=GROUPS)
+    form = HOPPER.form_dz(step, problem_of(given, head, with_mean=True), numbers.lse, of, EVERY)
+    for group in range(GROUPS.count):
+        window = GROUPS.window(jnp.int32((group + 1) % GROUPS.count))
+        columns = slice(group * COLUMNS, min((group + 1) * COLUMNS, p.shape[1]))
+        dz = form(window)[0]
+        assert error(dz[:, : columns.stop - columns.start], wanted[:, columns]) < 2.0**-8
+
+
+@pytest.mark.parametrize("memory_budget", [0, 2**40])
+def test_a_gradient_of_the_entropy_is_four_kernels(memory_budget):
+    """Whatever the budget: saved exponentials have too few digits. A temperature alone changes no kernel."""
+
+    def run(with_mean, inputs):
+        core = Core(Head(), False, "cce", memory_budget, H200, with_mean=with_mean)
+
+        def entropy(e, c):
+            numbers = statistics(inputs._replace(e=e, c=c), core, None)
+            return jnp.sum(numbers.lse - (numbers.mean if with_mean else numbers.target))
+
+        return jax.grad(entropy, (0, 1))(inputs.e, inputs.c)
+
+    shape, dtype = SHAPE, BF16
+    tokens = S(shape[:1], jnp.float32)
+    given = Inputs(S(shape[:2], dtype), S(shape[:0:-1], dtype), None, S(shape[:1], jnp.int32), None, None, tokens)  # type: ignore[arg-type]
+    assert for_hopper(partial(run, True), given) == GROUP
+    alone = for_hopper(partial(run, False), given)
+    assert alone == (["statistics", "de", "dc"] if memory_budget else GROUP)
+
+
+def test_passes_over_shards_with_temperatures():
+    """Both passes, from saved exponentials. (The interpreter lacks what adds to de where nothing is saved.)"""
+    x = drawn_shards(304, 128, 640, temperature=True, head=Head(softcap=9.0))
+    check_shards(x, (0, 256, 640), "cce", SMALL, 2**40)
 
 
 def test_statistics_of_blocks_that_are_read_where_they_lie():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cce_jax import linear_cross_entropy, linear_log_probs, linear_token_loss
 
-IMPLS = "auto", "chunked", "reference"
+IMPLS = "auto", "cce", "chunked", "reference"
 
 
 class Full:

@@ -176,6 +176,7 @@ class Variant(NamedTuple):
     every: bool = False  # option: bias, scale, weighted sum, and softcap if nothing is saved
     softcap: float | None = None
     saved: bool = False
+    entropy: bool = False  # the mean of the logits, and temperatures
     spilled: int = 0  # bytes, at most, and never in a loop over D
     twins: bool = False  # compile every kernel of a name: dz of all tokens too, beside the one that stops; and, with
     # every option, the statistics of evaluation, which look up every row of e, beside those of training
@@ -191,22 +192,25 @@ def launched(variant: Variant, tiles: Tiles) -> list:
     )  # with every option and a softcap nothing is saved
     head = Head(softcap, variant.vocab_axis, variant.precision)  # type: ignore[arg-type]
     call = call_of(variant.shape, 300 * MIB, head, dtype=dtype.name, with_sum=every, wanted=Wanted(True, True, every))
+    call = replace(call, with_mean=variant.entropy, with_temperature=variant.entropy)
     gpus = (Gpu(capability, 132) for capability in (*LIMITS, *UNKNOWN))
     gpu = next(gpu for gpu in gpus if tiles_for(dtype.itemsize, d, gpu) == tiles)
     plan = plan_of(replace(call, memory_budget=300 * MIB + 2 * v * n * variant.saved), gpu, "cce", variant.saved * n)
     evaluation = plan_of(replace(call, wanted=None), gpu, "cce")
 
-    def both(e, c, bias, targets, weights, scale, numbers, saved, cotangents):
+    def both(e, c, bias, targets, weights, scale, inverse, numbers, saved, cotangents):
         if not every:
             bias, weights, scale = None, None, None
             numbers, cotangents = numbers._replace(sum=None), cotangents._replace(sum=None)
-        inputs = Inputs(e, c, bias, targets, weights, scale)
+        if not variant.entropy:
+            inverse, numbers, cotangents = None, numbers._replace(mean=None), cotangents._replace(mean=None)
+        inputs = Inputs(e, c, bias, targets, weights, scale, inverse)
         forward_plans = [plan] if variant.saved else [plan, evaluation] if every else [evaluation]
         found = backward.gradients(inputs, numbers, saved if variant.saved else None, cotangents, plan)
         return [forward.statistics(inputs, x) for x in forward_plans], found
 
     c = S((v, d) if variant.vocab_axis == 0 else (d, v), dtype)
-    each = [S((n,), f32)] * 3
+    each = [S((n,), f32)] * 4
     return kernels(
         both,
         S((n, d), dtype),
@@ -215,6 +219,7 @@ def launched(variant: Variant, tiles: Tiles) -> list:
         S((n,), jnp.int32),
         S((v,), f32),
         S((1,), f32),
+        S((n,), f32),
         Statistics(*each),
         S(saved_shape(n, v), dtype),
         Cotangents(*each),
@@ -235,6 +240,9 @@ VARIANTS = {
     "all saved, softcap": Variant(BF16, ("statistics", "replace"), saved=True, softcap=30.0, spilled=320),
     "every option, all saved": Variant(BF16, ("saved_dz",), saved=True, **RAGGED),
     "float16, every option": Variant(F16, ("statistics", "dz", "dc"), twins=True, **RAGGED),
+    # On 9.0, where other kernels serve most calls, some registers wait in memory, once a tile.
+    "entropy": Variant(BF16, ("target", "scattered", *LOGITS), entropy=True, twins=True, spilled=80),
+    "entropy, float32": Variant(F32, ("scattered", *LOGITS), entropy=True, softcap=30.0),
     "float32": Variant(F32, ("statistics", "dz", *PRODUCTS)),
     # Matmuls on the CUDA cores: the tiles that suit TF32 leave few registers to what comes after the loop.
     "float32, highest": Variant(F32, ("statistics", "dz", "dc"), precision="highest", spilled=64),

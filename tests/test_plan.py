@@ -471,7 +471,6 @@ def drawn(rng: np.random.Generator) -> tuple[Call, Gpu | None, str]:
     tolerance = pick((0.0, 2.0**-7))
     names, own = ("with_mean", "with_temperature"), np.random.default_rng((tokens, width, vocabulary))
     asked = {name: bool(own.random() < 0.2) for name in names}
-    asked = dict.fromkeys(asked, False) if impl == "cce" else asked
     of = wide_de, wide_dc, one_factor, tolerance
     ids = int(own.choice((0, 0, 0, 0, 1, 128)))
     call = Call(tokens, width, vocabulary, dtype, head, bias, with_sum, wanted, budget, *of, **asked, ids=ids)

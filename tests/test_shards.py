@@ -252,7 +252,7 @@ def problems(draw, sizes) -> tuple:
     bias, weighted, seed = draw(st.booleans()), draw(st.booleans()), draw(st.integers(0, 99))
     size, ignored = draw(st.sampled_from(sizes)), draw(st.sampled_from([0.0, 0.5, 0.9]))
     engine = draw(st.sampled_from(ENGINES))
-    mean, temperature = (engine[0] == "chunked" and draw(st.booleans()) for _ in range(2))
+    mean, temperature = draw(st.booleans()), draw(st.booleans())
     x = problem(
         draw(st.integers(2, 60)),
         16,
@@ -274,12 +274,16 @@ def problems(draw, sizes) -> tuple:
 @settings(max_examples=7)
 @given(problems([0.1, 1.0, 5.0]), st.sampled_from([0, ALL, ALL]))
 @example((problem(bias=True), (0, 41, 229), *ENGINES[0]), ALL)
+@example((problem(mean=True, temperature=True), (0, 41, 229), *ENGINES[0]), 0)
+@example((problem(mean=True, dtype="float32"), (0, 41, 229), *ENGINES[1]), 0)
 def test_any_shards(drawn, memory_budget):
     check(*drawn, memory_budget)
 
 
 @settings(max_examples=3)
 @given(problems([1.0]), st.sampled_from([16, 32]))
+@example((problem(mean=True, temperature=True, dtype="float32"), (0, 41, 229), *ENGINES[1]), 16)
+@example((problem(temperature=True, head=Head(5.0)), (0, 41, 229), *ENGINES[0]), 16)
 def test_any_shards_in_chunks(drawn, size):
     held(drawn[0], in_chunks(*drawn, size))
 

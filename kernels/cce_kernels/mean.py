@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cce_kernels.numbers import Cotangents, Statistics
+from cce_kernels.numbers import LOG2_E, Cotangents, Statistics
 
 LEAST_LOG = -1000.0  # of p, to the base e or 2: exp(LEAST_LOG) is 0, and LEAST_LOG times a cotangent is finite
 
@@ -61,6 +61,11 @@ def over_runs(lse: jax.Array, mean: jax.Array) -> jax.Array:
     share = jnp.exp(lse - jnp.where(jnp.isfinite(peak), peak, 0))
     whole = jnp.sum(share, axis=0)
     return jnp.sum(share * mean, axis=0) / jnp.where(whole == 0, 1, whole)
+
+
+def in_base_2(of: Cotangents) -> Cotangents:
+    """The cotangents for log₂ p in place of log p: the hardware's exponential is base 2."""
+    return of if of.mean is None else of._replace(mean=of.mean / LOG2_E)
 
 
 def folded(of: Cotangents, numbers: Statistics) -> Cotangents:

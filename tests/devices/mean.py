@@ -53,7 +53,7 @@ def run(x, layout, mode: str, impl: str):
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("impl", ["chunked", "reference"])
+@pytest.mark.parametrize("impl", ["chunked", "cce", "reference"])
 def test_over_devices(name, mode, impl, call):
     x = CALLS[call]
     exact, reference = truth(x), ours(x, x.core("reference"))

@@ -43,8 +43,6 @@ class Hopper(Engine):
             return f"it takes bfloat16 and float16, not {call.dtype}"
         if call.with_bias or call.with_sum:
             return f"it takes no {'bias' if call.with_bias else 'label smoothing'}"
-        if call.with_mean or call.with_temperature:
-            return "it takes no entropy and no temperature"
         of_v = tiles.TMA_ROWS if call.head.vocab_axis == 0 else tiles.TMA_COLUMNS
         sizes = ("width D", call.width, tiles.TMA_COLUMNS), ("vocabulary V", call.vocabulary, of_v)
         for name, size, multiple in sizes:

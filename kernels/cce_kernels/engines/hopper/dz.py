@@ -11,12 +11,13 @@ import jax.numpy as jnp
 
 from cce_kernels.engines.engine import Problem, Step
 from cce_kernels.engines.hopper.every_tile import PAIR_GROUP, Extent, every_tile, live_pairs, padded
-from cce_kernels.engines.hopper.logits import logits
+from cce_kernels.engines.hopper.logits import divided, logits
 from cce_kernels.engines.hopper.matmul import Multiply, Origin, Sum
 from cce_kernels.engines.hopper.registers import along_rows, column_numbers, parts_of, vector_of
 from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS
 from cce_kernels.engines.order import row_group
 from cce_kernels.gradients import FormDz
+from cce_kernels.mean import in_base_2
 from cce_kernels.numbers import LOG2_E, Cotangents
 from cce_kernels.windows import Window
 
@@ -25,35 +26,39 @@ def form_dz(step: Step, problem: Problem, lse: jax.Array, cotangents: Cotangents
     """engine.Launched.form_dz. groups.columns: a multiple of DEPTH. dz is 0 from column V on."""
     head, groups = problem.head, step.groups
     e, c, vocabulary = problem.inputs.e, problem.inputs.c, problem.call.vocabulary
-    cotangents = jax.tree.map(padded, cotangents)
     # the same for all groups
-    of_tokens = padded(lse * LOG2_E), padded(problem.inputs.targets), cotangents, count, problem.inputs.scale
+    of_rows = lse * LOG2_E, problem.inputs.targets, in_base_2(cotangents), problem.inputs.inverse_temperature
+    of_tokens = jax.tree.map(padded, of_rows), count, problem.inputs.scale
     multiply = Multiply(step.tiles, right_axis=1 - head.vocab_axis)
     group = row_group(e.shape[1], e.dtype.itemsize, PAIR_ROWS, PAIR_GROUP)
 
     def extent(others) -> Extent:
-        (*_, count_ref, _scale_ref), number_ref = others
+        (_, count_ref, _scale_ref), number_ref = others
         start = groups.window(number_ref[0]).start
         left = jnp.minimum(groups.columns, groups.vocabulary - start)
         logits_sum = Sum(e.shape[1] // DEPTH, lambda row, column: Origin(row, start + column))
         return Extent(live_pairs(count_ref[0]), left, logits_sum, group)
 
     def write(warpgroup, product, row, column, dz_ref, others):
-        (lse_ref, targets_ref, cotangents_refs, _, scale_ref), number_ref = others
+        (rows_refs, _, scale_ref), number_ref = others
         start = groups.window(number_ref[0]).start
-        lse, targets, of = jax.tree.map(lambda ref: vector_of(ref, row), (lse_ref, targets_ref, cotangents_refs))
+        lse, targets, of, inverse = jax.tree.map(lambda ref: vector_of(ref, row), rows_refs)
         scale = None if scale_ref is None else scale_ref[0]
 
         def parts():
             for first, raw in parts_of(product(), e.dtype):
-                z, shape = logits(raw, head, scale), raw.shape
-                p = jnp.exp2(z * LOG2_E - along_rows(lse, shape))
+                x, shape = logits(raw, head, scale), raw.shape
+                log_p = divided(x, inverse) * LOG2_E - along_rows(lse, shape)
+                p = jnp.exp2(log_p)
                 begin = start + column + first
                 if vocabulary % DEPTH:
                     p = jnp.where(column_numbers(shape) < vocabulary - begin, p, 0.0)
                 is_target = column_numbers(shape) == along_rows(targets - begin, shape)
                 of_part = jax.tree.map(lambda x, shape=shape: along_rows(x, shape), of)
-                yield head.cotangent(z, p, is_target, of_part, None, scale).astype(e.dtype)
+                factor = scale
+                if inverse is not None:
+                    factor = along_rows(inverse if scale is None else inverse * scale, shape)
+                yield head.cotangent(x, p, is_target, of_part, None, factor, log_p).astype(e.dtype)
 
         warpgroup.write(parts(), dz_ref, row, column)
 

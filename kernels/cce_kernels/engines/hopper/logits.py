@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from cce_kernels.engines.hopper.registers import along_rows
 from cce_kernels.head import Head
 from cce_kernels.numbers import LOG2_E
 
@@ -10,9 +11,14 @@ SMALL = 0.25  # at this |x| both formulas for tanh x have an error of less than 
 
 
 def logits(raw: jax.Array, head: Head, scale) -> jax.Array:
-    """z from the raw product, without a bias. scale: None for 1."""
+    """The logits before the temperature from the raw product, without a bias. scale: None for 1."""
     z = raw if scale is None else raw * scale
     return z if head.softcap is None else _capped(z, head.softcap)
+
+
+def divided(x: jax.Array, inverse: jax.Array | None) -> jax.Array:
+    """Logits divided by the temperatures of their rows. inverse: a number for each row; None for 1."""
+    return x if inverse is None else x * along_rows(inverse, x.shape)
 
 
 def _capped(z: jax.Array, softcap: float) -> jax.Array:

@@ -1,9 +1,9 @@
-"""The statistics kernel for Hopper GPUs: the log-sum-exp of each token's logits, and exponentials to be saved.
+"""The statistics kernel for Hopper GPUs: the log-sum-exp and the mean of each token's logits, and exponentials to save.
 
 The maths is that of cce_kernels/engines/triton/statistics.py. A pair of programs owns 256 tokens and a run of the
 vocabulary.
 Read: e once per 256 columns and c once per 256 rows, from L2 where programs that run at the same time share them.
-Written: 4 bytes a token and split; 2 bytes for each saved exponential; with a
+Written: 4 bytes a token and split, and 4 for the mean; 2 bytes for each saved exponential; with a
 gradient_tolerance 4 bytes a token and 64 columns. Never written: a logit.
 """
 
@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from cce_kernels.block_sparse import PART
 from cce_kernels.engines.engine import Problem, Step, Sums
 from cce_kernels.engines.hopper.every_tile import PAIR_GROUP, padded
-from cce_kernels.engines.hopper.logits import logits
+from cce_kernels.engines.hopper.logits import divided, logits
 from cce_kernels.engines.hopper.matmul import Multiply, Origin, Sum, Work, launch
 from cce_kernels.engines.hopper.registers import (
     BLOCK,
@@ -30,6 +30,7 @@ from cce_kernels.engines.hopper.registers import (
 from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS
 from cce_kernels.engines.order import cdiv, grouped_order, row_group
 from cce_kernels.exponentials import saved_shape
+from cce_kernels.mean import logarithm
 from cce_kernels.numbers import FLOAT32_MAX, LOG2_E
 from cce_kernels.tokens import Rows
 
@@ -49,8 +50,8 @@ def sums(step: Step, problem: Problem, at: Rows, reference: jax.Array, save: boo
         starts = jnp.pad(starts, (0, 2 * pairs - starts.size), constant_values=-1)
     count = jnp.full(1, tokens, jnp.int32) if count is None else count
 
-    def kernel(others, total_ref, saved_ref, masses_ref):
-        reference_ref, starts_ref, count_ref, scale_ref = others
+    def kernel(others, total_ref, saved_ref, masses_ref, moment_ref):
+        reference_ref, inverse_ref, starts_ref, count_ref, scale_ref = others
 
         def run(unit):
             pair, split = grouped_order(unit, pairs, splits, row_group(width, e.dtype.itemsize, PAIR_ROWS, PAIR_GROUP))
@@ -70,23 +71,27 @@ def sums(step: Step, problem: Problem, at: Rows, reference: jax.Array, save: boo
             pair, split, first = run(lax.axis_index("pair"))[:3]
             row = warpgroup.first_row(pair * PAIR_ROWS + program * BLOCK)
             shift = vector_of(reference_ref, row)
+            inverse = None if inverse_ref is None else vector_of(inverse_ref, row)
             scale = None if scale_ref is None else scale_ref[0]
 
             steps = work.sum.steps
 
-            def tile(n, total):
+            def tile(n, totals):
                 column = (first + n) * columns
-                sums: list[jax.Array] = [total]
+                sums, moments = ([x] for x in totals)  # Σ p and Σ p·log₂ p
 
                 def exponentials():
                     for begin, raw in parts_of(product(n * steps, steps), e.dtype):
-                        z = logits(raw, head, scale)
-                        p = jnp.exp2(z * LOG2_E - along_rows(shift, raw.shape))
+                        x = logits(raw, head, scale)
+                        log_p = divided(x, inverse) * LOG2_E - along_rows(shift, raw.shape)
+                        p = jnp.exp2(log_p)
                         if vocabulary % columns:
                             p = jnp.where(column_numbers(p.shape) < vocabulary - column - begin, p, 0.0)
                         sums.append(jnp.sum(p, axis=1))
+                        if moment_ref is not None:
+                            moments.append(jnp.sum(p * logarithm(log_p), axis=1))
                         if saved_ref is not None and head.softcap is not None:
-                            p *= head.slope(z)
+                            p *= head.slope(x)
                         if masses_ref is not None:
                             mass = sums[-1] if head.softcap is None else jnp.sum(p, axis=1)
                             masses_ref[quotient(column + begin, PART), pl.ds(row, ROWS)] = mass
@@ -97,14 +102,17 @@ def sums(step: Step, problem: Problem, at: Rows, reference: jax.Array, save: boo
                         pass
                 else:  # TMA writes nothing beyond the rows of saved_ref
                     warpgroup.write(exponentials(), saved_ref, row, column)
-                return sum(sums[1:], sums[0])
+                return sum(sums[1:], sums[0]), None if moment_ref is None else sum(moments[1:], moments[0])
 
-            total = lax.fori_loop(jnp.int32(0), work.tiles, tile, zero_vector())
+            begin = zero_vector(), None if moment_ref is None else zero_vector()
+            total, moment = lax.fori_loop(jnp.int32(0), work.tiles, tile, begin)
             here = True if starts_ref is None else starts_ref[pair * 2 + program] >= 0
 
             @pl.when(here)
             def _():
                 total_ref[split, pl.ds(row, ROWS)] = total
+                if moment_ref is not None:
+                    moment_ref[split, pl.ds(row, ROWS)] = moment
 
             return work.tiles * steps
 
@@ -115,9 +123,19 @@ def sums(step: Step, problem: Problem, at: Rows, reference: jax.Array, save: boo
     masses = None
     if save and problem.call.gradient_tolerance:
         masses = jax.ShapeDtypeStruct((column_tiles * (columns // PART), pairs * PAIR_ROWS), jnp.float32)
-    others = padded(reference), starts, count, problem.inputs.scale
-    outputs = jax.ShapeDtypeStruct((splits, pairs * PAIR_ROWS), jnp.float32), saved, masses
+    inverse = problem.inputs.inverse_temperature
+    others = padded(reference), None if inverse is None else padded(inverse), starts, count, problem.inputs.scale
+    parts = jax.ShapeDtypeStruct((splits, pairs * PAIR_ROWS), jnp.float32)
+    outputs = parts, saved, masses, parts if problem.call.with_mean else None
     name, programs = "cce_statistics", pairs * splits
-    total, p, masses = launch((e, c), others, outputs, multiply, kernel, pairs=programs, name=name, gpu=problem.gpu)
+    total, p, masses, moment = launch(
+        (e, c), others, outputs, multiply, kernel, pairs=programs, name=name, gpu=problem.gpu
+    )
     assert total is not None
-    return Sums((reference + jnp.log2(total[:, :tokens])) / LOG2_E, None, None, p, masses)
+    total, mean = total[:, :tokens], None
+    lse = (reference + jnp.log2(total)) / LOG2_E
+    if moment is not None:
+        moment = moment[:, :tokens]
+        mean = (reference + moment / jnp.where(total == 0, 1, total)) / LOG2_E
+        lse = jnp.where(moment < jnp.inf, lse, jnp.inf)
+    return Sums(lse, None, None, p, masses, mean)

@@ -25,8 +25,6 @@ class Triton(Engine):
         """All types except float64."""
         if gpu is None or not gpu.supported:
             return "it needs an NVIDIA GPU of compute capability 8.0 or more"
-        if call.with_mean or call.with_temperature:
-            return "it takes no entropy and no temperature"
         return "" if call.itemsize <= 4 else "it takes no float64"
 
     def step(self, method: str, call: Call, gpu: Gpu, rows: int = 0, block: Block | None = None) -> Step:

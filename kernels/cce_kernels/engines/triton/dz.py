@@ -1,8 +1,8 @@
 """The dz kernel: the cotangents dz (N, V_g) of one group of columns, from logits that the kernel computes again.
 
-    dz_iv = (a_i·p_iv + t̂_i·[v = t_i] + s_i·w_v) · ∂z_iv/∂(e_i·c_v)        p_iv = exp(z_iv − lse_i)
+    dz_iv = ((a'_i + μ_i·log p_iv)·p_iv + t̂_i·[v = t_i] + s_i·w_v) · ∂z_iv/∂(e_i·c_v)        p_iv = exp(z_iv − lse_i)
 
-Fused: the matmul e·c_gᵀ, bias, scale, softcap, softmax, all three cotangents, the chain rule, dz's column sums.
+Fused: the matmul e·c_gᵀ, bias, scale, softcap, temperature, softmax, all cotangents, the chain rule, dz's column sums.
 Read: e once per tile of columns and c_g once per tile of rows (256 and 128 on Hopper), from L2 where
 programs that run at the same time share them.
 Written: dz once, 2 bytes an element for 16-bit inputs, into a buffer that every group reuses. Never written: a logit,
@@ -17,9 +17,10 @@ from jax.experimental.pallas import triton as plgpu
 from cce_kernels.engines.engine import Problem, Step
 from cce_kernels.engines.order import cdiv, grouped_order, row_group
 from cce_kernels.engines.triton.launch import How, launch
-from cce_kernels.engines.triton.loads import indices, inside, load_scalar, load_vector, tile_index, tile_mask
-from cce_kernels.engines.triton.logits import exp2_shifted, logits_tile
+from cce_kernels.engines.triton.loads import indices, inside, load_vector, tile_index, tile_mask
+from cce_kernels.engines.triton.logits import divided, exp2_shifted, factor_of, load_inverse_temperature, logits_tile
 from cce_kernels.gradients import FormDz
+from cce_kernels.mean import in_base_2
 from cce_kernels.numbers import LOG2_E, Cotangents, Inputs
 from cce_kernels.windows import Window
 
@@ -73,11 +74,14 @@ def _kernel(how: How, inputs: Inputs, lse_ref, cotangents, window_ref, count_ref
         lse = load_vector(lse_ref, rows, rows_ok)[:, None] * LOG2_E
         targets = load_vector(inputs.targets, rows, rows_ok, other=-1)[:, None]
         weights = load_weights(inputs.weights, columns, local_ok)
-        of = load_cotangents(cotangents, rows, rows_ok)
+        of = in_base_2(load_cotangents(cotangents, rows, rows_ok))
+        inverse = load_inverse_temperature(inputs, rows, rows_ok)
 
-        z = logits_tile(inputs, rows, columns, rows_ok, local_ok, head=head, tiles=tiles)
+        x = logits_tile(inputs, rows, columns, rows_ok, local_ok, head=head, tiles=tiles)
+        z = divided(x, inverse)
         p = exp2_shifted(z, lse, interpret=how.interpret)
-        dz = head.cotangent(z, p, columns[None, :] == targets, of, weights, load_scalar(inputs.scale))
+        log_p = None if of.mean is None else z * LOG2_E - lse
+        dz = head.cotangent(x, p, columns[None, :] == targets, of, weights, factor_of(inputs, inverse), log_p)
         if groups.overlap:
             dz = jnp.where((columns >= window_ref[1])[None, :], dz, 0.0)
         store_dz(dz_ref, sums_ref, dz, row_block, rows, local, rows_ok, local_ok)

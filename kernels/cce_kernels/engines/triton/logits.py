@@ -12,6 +12,23 @@ from cce_kernels.head import Head
 from cce_kernels.numbers import LOG2_E, Inputs
 
 
+def load_inverse_temperature(inputs: Inputs, rows: jax.Array, rows_ok: jax.Array | None) -> jax.Array | None:
+    """The inverse temperatures of these tokens as a column, (rows, 1); None for 1. inputs: refs."""
+    inverse = inputs.inverse_temperature
+    return None if inverse is None else load_vector(inverse, rows, rows_ok, other=1)[:, None]
+
+
+def divided(x: jax.Array, inverse: jax.Array | None) -> jax.Array:
+    """Logits divided by the temperatures of their tokens."""
+    return x if inverse is None else x * inverse
+
+
+def factor_of(inputs: Inputs, inverse: jax.Array | None):
+    """numbers.Inputs.factor, to broadcast against a tile. inputs: refs."""
+    scale = load_scalar(inputs.scale)
+    return inverse if scale is None else divided(scale, inverse)
+
+
 def exp2_shifted(z: jax.Array, shift: jax.Array, *, interpret: bool) -> jax.Array:
     """exp2(z · log2 e − shift), in two instructions an element on a GPU. shift broadcasts against z.
 
@@ -51,7 +68,7 @@ def product_tile(e_ref, c_ref, rows, columns, rows_ok, columns_ok, *, head: Head
 
 
 def logits_tile(inputs: Inputs, rows, columns, rows_ok, columns_ok, *, head: Head, tiles: TileConfig) -> jax.Array:
-    """z[rows, columns], float32, (tiles.rows, tiles.columns)."""
+    """The logits before the temperature, x[rows, columns], float32, (tiles.rows, tiles.columns)."""
     raw = product_tile(inputs.e, inputs.c, rows, columns, rows_ok, columns_ok, head=head, depth=tiles.depth)
     bias = inputs.bias
     bias = None if bias is None else load_vector(bias, columns, columns_ok).astype(jnp.float32)[None, :]

@@ -20,7 +20,8 @@ from cce_kernels.engines.engine import Problem, Step
 from cce_kernels.engines.order import cdiv
 from cce_kernels.engines.triton.dz import dz_shapes, load_cotangents, load_weights, store_dz, window_numbers
 from cce_kernels.engines.triton.launch import How, launch
-from cce_kernels.engines.triton.loads import indices, inside, load_scalar, load_tile, load_vector, tile_index, tile_mask
+from cce_kernels.engines.triton.loads import indices, inside, load_tile, load_vector, tile_index, tile_mask
+from cce_kernels.engines.triton.logits import factor_of, load_inverse_temperature
 from cce_kernels.engines.triton.tiles import CLEARED, SAVED_TARGETS, TileConfig, blocks, other_tiles
 from cce_kernels.gradients import ALL_COLUMNS, FormDz
 from cce_kernels.numbers import Cotangents, Inputs
@@ -45,7 +46,8 @@ def _dz_kernel(how: How, saved_ref, inputs: Inputs, reference_ref, lse_ref, cota
     saved = load_tile(saved_ref, rows, columns, rows_ok, local_ok).astype(jnp.float32)
     saved = jnp.where(targets >= 0, saved, 0.0)  # the rows of ignored tokens are arbitrary, and may hold NaN
     p = saved * jnp.exp(reference - lse)
-    dz = head.cotangent(None, p, columns[None, :] == targets, of, weights, load_scalar(inputs.scale))
+    inverse = load_inverse_temperature(inputs, rows, rows_ok)
+    dz = head.cotangent(None, p, columns[None, :] == targets, of, weights, factor_of(inputs, inverse))
     if groups.overlap:
         dz = jnp.where((columns >= window_ref[1])[None, :], dz, 0.0)
     if groups.beyond:  # columns of P from V on, which stay 0
@@ -76,7 +78,7 @@ def dz_in_place(
 
 def _dz(step: Step, problem: Problem, window: Window, saved: jax.Array, of_tokens, with_sums=False, in_place=None):
     tiles, groups, tokens, given = step.tiles, step.groups, saved.shape[0], problem.inputs
-    inputs = Inputs(None, None, None, given.targets, given.weights, given.scale)  # type: ignore[arg-type]
+    inputs = given._replace(e=None, c=None, bias=None)  # type: ignore[arg-type]
     given = How.of(step, problem), saved, inputs, *of_tokens, window_numbers(window)
     out = dz_shapes(tokens, groups.columns, saved.dtype, tiles.rows, with_sums)
     programs = blocks((tokens, groups.columns), tiles)

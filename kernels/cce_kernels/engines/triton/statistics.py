@@ -1,18 +1,18 @@
-"""The statistics kernel: the log-sum-exp and the weighted sum of each token's logits; and three variants of it.
+"""The statistics kernel: the log-sum-exp, the weighted sum and the mean of each token's logits; and three variants.
 
-    lse_i = log Σ_v exp z_iv        sum_i = Σ_v w_v z_iv
+    lse_i = log Σ_v exp z_iv        sum_i = Σ_v w_v z_iv        mean_i = Σ_v exp(z_iv − lse_i) z_iv
 
 The kernel needs no maximum: it sums exp(z − target_i), which overflows float32 only where a logit exceeds the target's
-by 88. Such a row gets lse = inf. The rescue kernel, made of the same code, computes blocks with such rows again, with a
-running maximum. Its programs that have nothing to rescue read 4 bytes a token and end.
+by 88, or for the mean by 82. Such a row gets lse = inf. The rescue kernel, made of the same code, computes blocks with
+such rows again, with a running maximum. Its programs that have nothing to rescue read 4 bytes a token and end.
 The scattered kernel exists where e is not copied with the kept tokens first. It computes the blocks whose tokens are
 not consecutive rows of e: looking up the row of each token takes registers, and 2 to 4 % of the time.
 The replace kernel exists where exponentials are saved. It writes the exponentials of tokens whose reference is lse.
 
-Fused: the matmul e·cᵀ, bias, scale, softcap, exponential, both sums.
+Fused: the matmul e·cᵀ, bias, scale, softcap, temperature, exponential, all sums.
 Read: e once per tile of columns and c once per tile of rows (256 and 128 on Hopper), from L2 where
 programs that run at the same time share them.
-Written: 4 bytes a token and split for lse, and for sum; 2 bytes for each saved exponential
+Written: 4 bytes a token and split for lse, for sum and for mean; 2 bytes for each saved exponential
 (cce_kernels/exponentials.py). Never written: a logit.
 A program owns `tiles.rows` tokens and one of `splits` equal runs of the vocabulary, which it walks tile by tile.
 Ignored tokens come last; a program that has only ignored tokens ends at once (cce_kernels/tokens.py).
@@ -32,9 +32,10 @@ from cce_kernels.engines.engine import Problem, Step, Sums
 from cce_kernels.engines.order import cdiv, grouped_order, row_group
 from cce_kernels.engines.triton.launch import How, launch
 from cce_kernels.engines.triton.loads import indices, inside, load_vector, tile_index, tile_mask, token_rows
-from cce_kernels.engines.triton.logits import exp2_shifted, logits_tile
+from cce_kernels.engines.triton.logits import divided, exp2_shifted, load_inverse_temperature, logits_tile
 from cce_kernels.engines.triton.tiles import TileConfig
 from cce_kernels.exponentials import saved_shape
+from cce_kernels.mean import logarithm
 from cce_kernels.numbers import FLOAT32_MAX, LOG2_E, Inputs
 from cce_kernels.tokens import Rows
 
@@ -66,12 +67,14 @@ def _store_exponentials(saved_ref, p: jax.Array, slope, rows: jax.Array, columns
     plgpu.store(saved_ref.at[tile_index(rows, columns)], p.astype(saved_ref.dtype), mask=mask)
 
 
-def _kernel(how: How, inputs: Inputs, at: Rows, reference_ref, before_ref, lse_ref, sum_ref, saved_ref, *, kind: Kind):
+def _kernel(
+    how: How, inputs: Inputs, at: Rows, reference_ref, before, lse_ref, sum_ref, saved_ref, mean_ref, *, kind: Kind
+):
     """The statistics of a block of rows and a run of columns, relative to the reference.
 
-    "rescue": relative to a running maximum, for the rows whose lse in before_ref is inf or NaN; lse_ref is the same
-    buffer. With at.starts the kernel computes only blocks whose tokens are consecutive rows of e; with "scattered",
-    only the other blocks.
+    "rescue": relative to a running maximum, for the rows whose lse in before, (lse, mean), is inf or NaN. lse_ref and
+    mean_ref are the same buffers. With at.starts the kernel computes only blocks whose tokens are consecutive rows of
+    e; with "scattered", only the other blocks.
     """
     head, tiles, rescue = how.head, how.tiles, kind == "rescue"
     tokens, vocabulary = lse_ref.shape[1], head.vocabulary(inputs.c)
@@ -95,39 +98,54 @@ def _kernel(how: How, inputs: Inputs, at: Rows, reference_ref, before_ref, lse_r
             small = start & jnp.int32(2 ** tokens.bit_length() - 1)
             source = small + jnp.arange(tiles.rows, dtype=jnp.int32)
     if rescue:
-        failed = ~(plgpu.load(before_ref.at[slot], mask=rows_ok, other=None if rows_ok is None else 0.0) < jnp.inf)
+        failed = ~(plgpu.load(before[0].at[slot], mask=rows_ok, other=None if rows_ok is None else 0.0) < jnp.inf)
         written = failed if rows_ok is None else rows_ok & failed
         last = jnp.where(jnp.max(failed.astype(jnp.int32)) > 0, last, first)
         reference = jnp.full((tiles.rows,), -FLOAT32_MAX, jnp.float32)
     else:
         reference = jnp.clip(load_vector(reference_ref, rows, rows_ok) * LOG2_E, -FLOAT32_MAX, FLOAT32_MAX)
 
+    inverse = load_inverse_temperature(inputs, rows, rows_ok)
+
     def tile(j, carry):
-        reference, total, weighted = carry  # total: Σ exp2(z·log₂e − reference)
+        reference, total, weighted, moment = carry  # total: Σ q, moment: Σ q·log₂q with q = exp2(z·log₂e − reference)
         columns = indices(j, tiles.columns)
         columns_ok = _of_vocabulary(columns, tokens, vocabulary, tiles)
-        z = logits_tile(inputs, source, columns, source_ok, columns_ok, head=head, tiles=tiles)
+        x = logits_tile(inputs, source, columns, source_ok, columns_ok, head=head, tiles=tiles)
+        z = divided(x, inverse)
         if sum_ref is not None:
             valid = jnp.ones_like(columns, jnp.float32) if columns_ok is None else columns_ok.astype(jnp.float32)
             weights = valid if inputs.weights is None else load_vector(inputs.weights, columns, columns_ok)
             weighted += jnp.sum(jnp.where(weights[None, :] == 0, 0.0, weights[None, :] * z), axis=1)
-        slope = None if saved_ref is None or head.softcap is None else head.slope(z)
+        slope = None if saved_ref is None or head.softcap is None else head.slope(x)
         if columns_ok is not None:
             z = jnp.where(columns_ok[None, :], z, -jnp.inf)
         if rescue:
             peak = jnp.maximum(reference, jnp.minimum(jnp.max(z, axis=1) * LOG2_E, FLOAT32_MAX))
-            reference, total = peak, total * jnp.exp2(reference - peak)
+            rescaled = jnp.exp2(reference - peak)
+            if mean_ref is not None:
+                moment = rescaled * (moment + (reference - peak) * total)
+            reference, total = peak, total * rescaled
         p = exp2_shifted(z, reference[:, None], interpret=how.interpret)
         total += jnp.sum(p, axis=1)
+        if mean_ref is not None:
+            moment += jnp.sum(p * logarithm(z * LOG2_E - reference[:, None]), axis=1)
         if saved_ref is not None:
             _store_exponentials(saved_ref, p, slope, rows, columns, rows_ok)
-        return reference, total, weighted
+        return reference, total, weighted, moment
 
     zeros = jnp.zeros((tiles.rows,), jnp.float32)
-    reference, total, weighted = lax.fori_loop(first, last, tile, (reference, zeros, zeros))
+    begin = reference, zeros, zeros, None if mean_ref is None else zeros
+    reference, total, weighted, moment = lax.fori_loop(first, last, tile, begin)
 
     # If all exponentials of the run underflow, total is 0 and lse is -inf.
-    plgpu.store(lse_ref.at[slot], (reference + jnp.log2(total)) / LOG2_E, mask=written)
+    lse = (reference + jnp.log2(total)) / LOG2_E
+    if mean_ref is not None:
+        mean = (reference + moment / jnp.where(total == 0, 1, total)) / LOG2_E
+        plgpu.store(mean_ref.at[slot], mean, mask=written)
+        if not rescue:
+            lse = jnp.where(moment < jnp.inf, lse, jnp.inf)
+    plgpu.store(lse_ref.at[slot], lse, mask=written)
     if sum_ref is not None:
         plgpu.store(sum_ref.at[slot], weighted, mask=rows_ok)
 
@@ -140,9 +158,11 @@ def sums(step: Step, problem: Problem, at: Rows, reference: jax.Array, save: boo
     saved = jax.ShapeDtypeStruct(saved_shape(tokens, vocabulary), inputs.e.dtype) if save else None
     given = How.of(step, problem), inputs._replace(targets=None), at, reference, None
     kernel, programs = partial(_kernel, kind="statistics"), cdiv(tokens, tiles.rows) * splits
-    out = parts, parts if problem.call.with_sum else None, saved
-    lse, total, p = launch(kernel, *given, programs=programs, name="cce_statistics", out_shape=out)
-    return Sums(lse, None, total, p)
+    asked = problem.call.with_sum, problem.call.with_mean
+    total, mean = (parts if one else None for one in asked)
+    out = parts, total, saved, mean
+    lse, total, p, mean = launch(kernel, *given, programs=programs, name="cce_statistics", out_shape=out)
+    return Sums(lse, None, total, p, mean=mean)
 
 
 def recomputed_lse(step: Step, problem: Problem, at: Rows, reference: jax.Array | None, before: Sums) -> Sums:
@@ -150,10 +170,12 @@ def recomputed_lse(step: Step, problem: Problem, at: Rows, reference: jax.Array 
     kind: Kind = "rescue" if reference is None else "scattered"
     splits, tokens = before.lse.shape
     inputs, how = problem.inputs._replace(targets=None, weights=None), How.of(replace(step, splits=splits), problem)
-    given, programs = (how, inputs, at, reference, before.lse), cdiv(tokens, step.tiles.rows) * splits
+    found = before.lse, before.mean
+    given, programs = (how, inputs, at, reference, found), cdiv(tokens, step.tiles.rows) * splits
     name, kernel = f"cce_{kind}", partial(_kernel, kind=kind)
-    lse, _, _ = launch(kernel, *given, programs=programs, name=name, in_place=(before.lse, None, None))
-    return before._replace(lse=lse)
+    in_place = before.lse, None, None, before.mean
+    lse, _, _, mean = launch(kernel, *given, programs=programs, name=name, in_place=in_place)
+    return before._replace(lse=lse, mean=mean)
 
 
 def _replace_kernel(how: How, inputs: Inputs, lse_ref, by_lse_ref, _, saved_ref):
@@ -166,12 +188,13 @@ def _replace_kernel(how: How, inputs: Inputs, lse_ref, by_lse_ref, _, saved_ref)
     written = load_vector(by_lse_ref, rows, rows_ok) > 0
     lse = load_vector(lse_ref, rows, rows_ok)[:, None] * LOG2_E
     last = jnp.where(jnp.max(written.astype(jnp.int32)) > 0, last, first)
+    inverse = load_inverse_temperature(inputs, rows, rows_ok)
 
     def tile(j, carry):
         columns = indices(j, tiles.columns)
         columns_ok = _of_vocabulary(columns, tokens, vocabulary, tiles)
-        z = logits_tile(inputs, rows, columns, rows_ok, columns_ok, head=head, tiles=tiles)
-        slope = None if head.softcap is None else head.slope(z)
+        x = logits_tile(inputs, rows, columns, rows_ok, columns_ok, head=head, tiles=tiles)
+        z, slope = divided(x, inverse), None if head.softcap is None else head.slope(x)
         if columns_ok is not None:
             z = jnp.where(columns_ok[None, :], z, -jnp.inf)
         _store_exponentials(saved_ref, exp2_shifted(z, lse, interpret=how.interpret), slope, rows, columns, written)

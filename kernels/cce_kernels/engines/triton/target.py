@@ -34,6 +34,8 @@ def _kernel(how: How, inputs: Inputs, order_ref, target_ref):
     raw = jnp.sum(jnp.where(own[:, None] == own[None, :], products, 0.0), axis=1)  # the diagonal: each row's own target
     bias = None if inputs.bias is None else load_vector(inputs.bias, columns, None).astype(jnp.float32)
     logit = head.logits(raw, bias, load_scalar(inputs.scale))
+    if inputs.inverse_temperature is not None:
+        logit *= load_vector(inputs.inverse_temperature, rows, rows_ok, other=1)
     target = jnp.where(named, logit, jnp.where(targets < 0, FLOAT32_MAX, -FLOAT32_MAX))
     plgpu.store(target_ref.at[rows], target, mask=rows_ok)
 
