@@ -10,20 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cce_kernels.block_floats import block_of, steps_shape
-from cce_kernels.block_sparse import DC_BLOCK, DE_BLOCK, PART, Runs, Shape, all_blocks
+from cce_kernels.block_sparse import DC_BLOCK, DE_BLOCK, PART, Shape, all_blocks
 from cce_kernels.call import Call
-from cce_kernels.device import H200, Gpu
+from cce_kernels.device import H200
 from cce_kernels.engines.engine import Multiplying, Problem, Step
 from cce_kernels.engines.hopper import HOPPER
-from cce_kernels.engines.hopper.products import ExtentOfRuns
 from cce_kernels.engines.hopper.tiles import DC, LOGITS, SPARSE_DE, SUMMED
-from cce_kernels.engines.triton import TRITON
 from cce_kernels.exponentials import saved_shape
-from cce_kernels.gradients import Left
+from cce_kernels.gradients import ALL_COLUMNS, Left
 from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs, Wanted
 from cce_kernels.tokens import Rows
@@ -82,39 +78,10 @@ def test_masses_are_the_sums_of_the_exponentials_of_each_part(vocab_axis, softca
         assert jax.eval_shape(partial(masses, of, save)) is None
 
 
-@settings(max_examples=80)
-@given(st.integers(1, 9), st.integers(1, 70), st.integers(0, 4), st.integers(1, 12), st.integers(0, 2**32 - 1))
-def test_each_kept_step_is_summed_once_for_each_tile_of_columns(blocks, steps, density, units, seed):
-    """In runs whose lengths differ by one step at most; and each row block's pieces stand one after another."""
-    draw = np.random.default_rng(seed)
-    column_tiles = int(draw.integers(1, 15))
-    number = max(1, units // column_tiles)
-    kept = draw.uniform(size=(blocks, steps)) < density / 4 * draw.integers(2, size=(blocks, 1))
-    runs = jax.tree.map(np.asarray, Runs.of(jnp.asarray(kept), number))
-    lengths = [runs.count[first : first + pieces].sum() for first, pieces in runs.of_run]
-    assert max(lengths) - min(lengths) <= 1
-    for block, (first, pieces) in enumerate(runs.of_block):
-        mine = runs.count[first : first + pieces]
-        assert (runs.block[first : first + pieces][mine > 0] == block).all()
-        assert mine.sum() == kept[block].sum()
-    found = []
-    for unit in range(units):
-        extent = ExtentOfRuns(number, jnp.asarray(runs.of_run), 64 * column_tiles - 5, None)  # type: ignore[arg-type]
-        count, at = extent.of_unit(jnp.int32(unit), units, 64)
-        for n in range(int(count)):
-            piece, column = (int(x) for x in at(jnp.int32(n)))
-            block, first = runs.block[piece], runs.first[piece]
-            found += [(block, step, column) for step in runs.steps[block, first : first + runs.count[piece]]]
-    assert sorted(found) == [(i, j, k) for i, j in np.argwhere(kept) for k in range(column_tiles)]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "width", "runs", "vocab_axis", "tile"), [(304, 704, 1, 0, 2), (304, 192, 3, 1, 2), (512, 448, 4, 0, 1)]
-)
-def test_de_of_the_kept_blocks(tokens, width, runs, vocab_axis, tile):
-    """In runs of the same length: row blocks without steps, and with one; more tiles of columns than units."""
-    gpu = replace(SMALL, multiprocessors=2 * max(2, runs * -(-width // SPARSE_DE[tile].of_pair[1])))
-    draw, vocabulary = np.random.default_rng([tokens, runs]), VOCABULARIES[vocab_axis]
+@pytest.mark.parametrize(("tokens", "splits", "vocab_axis", "tile"), [(304, 1, 0, 0), (304, 3, 1, 2), (512, 2, 0, 1)])
+def test_de_of_the_kept_blocks(tokens, splits, vocab_axis, tile, adding_copies):  # noqa: F811
+    """In partial sums: each takes a run of the list, also of one that is shorter than there are partial sums."""
+    draw, vocabulary, width = np.random.default_rng([tokens, splits]), VOCABULARIES[vocab_axis], 192
     call, count = call_of(tokens, width, vocabulary, vocab_axis), tokens - 40
     p, c = draw.uniform(size=saved_shape(tokens, vocabulary)), draw.normal(size=(vocabulary, width))
     p[:, vocabulary:] = 0
@@ -124,26 +91,22 @@ def test_de_of_the_kept_blocks(tokens, width, runs, vocab_axis, tile):
     kept[2] = np.arange(kept.shape[1]) == 5
     p = np.where(elements(kept, DE_BLOCK, p.shape), p, np.nan)
     p[count:] = np.nan
-    p, c, r = jnp.asarray(p, BF16), jnp.asarray(c, BF16), draw.normal(size=tokens)
-    found = np.float64(de_of(call, p, c if vocab_axis == 0 else c.T, kept, r, count, runs, tile, gpu))
-    want = np.nan_to_num(np.float64(p)[:count, :vocabulary]) @ np.float64(c) * r[:count, None]
-    assert error(found[:count], want) < 1e-6
-    assert not found[DE_BLOCK.tokens : 2 * DE_BLOCK.tokens].any(), "where no block is kept"
-    assert not found[count:].any(), "where no token is kept"
-
-
-def de_of(call: Call, p, c, kept, r, count: int, runs: int, tile: int, gpu: Gpu) -> jax.Array:
-    inputs = Inputs(jnp.zeros((call.tokens, call.width), BF16), c, None, jnp.zeros(call.tokens, jnp.int32))
-    step = Multiplying(HOPPER, SPARSE_DE[tile], None, Groups.whole(call.vocabulary, beyond=True), runs=runs)
-    of = Runs.of(jnp.asarray(kept), runs)
-    pieces = HOPPER.de_of_runs(step, Problem(call, gpu, inputs), p, of)
-    of_kept = jnp.asarray(r, jnp.float32), jnp.full(1, count, jnp.int32)
-    return TRITON.summed_runs(Step(TRITON), gpu, pieces, of, *of_kept, jnp.float32)
+    p, c = jnp.asarray(p, BF16), jnp.asarray(c, BF16)
+    inputs = Inputs(jnp.zeros((tokens, width), BF16), c if vocab_axis == 0 else c.T, None, jnp.zeros(tokens, jnp.int32))
+    step = Multiplying(HOPPER, SPARSE_DE[tile], None, Groups.whole(vocabulary, beyond=True), splits)
+    of = HOPPER.products(step, Problem(call, SMALL, inputs), None, jnp.full(1, count, jnp.int32), jnp.asarray(kept))
+    sums = np.float64(of.add_de(None, p, ALL_COLUMNS)).reshape(splits, tokens, width)
+    want = np.nan_to_num(np.float64(p)[:count, :vocabulary]) @ np.float64(c)
+    assert error(sums.sum(0)[:count], want) < 1e-6
+    assert not sums[:, DE_BLOCK.tokens : 2 * DE_BLOCK.tokens].any(), "where no block is kept"
 
 
 def test_de_without_tokens():
-    call, p, c = call_of(304, WIDTH, 640, 0), jnp.full((304, 640), jnp.nan, BF16), jnp.zeros((640, WIDTH), BF16)
-    assert not np.asarray(de_of(call, p, c, np.zeros((4, 12), bool), np.zeros(304), 0, 2, 0, SMALL)).any()
+    call, p = call_of(304, WIDTH, 640, 0), jnp.full((304, 640), jnp.nan, BF16)
+    inputs = Inputs(*(jnp.zeros((n, WIDTH), BF16) for n in (304, 640)), None, jnp.zeros(304, jnp.int32))
+    step = Multiplying(HOPPER, SPARSE_DE[0], None, Groups.whole(640, beyond=True))
+    of = HOPPER.products(step, Problem(call, SMALL, inputs), None, jnp.zeros(1, jnp.int32), jnp.zeros((4, 12), bool))
+    assert np.asarray(of.add_de(None, p, ALL_COLUMNS)).shape == (304, WIDTH)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
@@ -219,12 +182,9 @@ def test_where_jax_has_64_bits_the_kernels_lower_the_same():
 
     def products(p, e, c, dc, steps, count, de_blocks, dc_blocks):
         problem, left = Problem(call, H200, Inputs(e, c, None, None)), Left(p, e, None, count, dc_blocks)  # type: ignore[arg-type]
-        step = HOPPER.de_of_chunk(call, tokens, H200)
-        runs = Runs.of(de_blocks, step.runs)
-        pieces = HOPPER.de_of_runs(step, problem, p, runs)
-        de = TRITON.summed_runs(Step(TRITON), H200, pieces, runs, jnp.ones(tokens, jnp.float32), count, BF16)
+        of = HOPPER.products(HOPPER.de_of_chunk(call, tokens, H200), problem, None, count, de_blocks)
         summed = HOPPER.sum_dc(Step(HOPPER, SUMMED[columns]), call, H200, dc, steps, left, None)
-        return de, summed
+        return of.add_de(None, p, ALL_COLUMNS), summed
 
     c, every = S((vocabulary, width), BF16), all_blocks(call, tokens)
     assert every is not None

@@ -19,7 +19,7 @@ from cce_kernels.device import H200, Gpu
 from cce_kernels.engines import hopper
 from cce_kernels.engines.engine import Multiplying, Problem, Step
 from cce_kernels.engines.hopper import HOPPER, matmul
-from cce_kernels.engines.hopper.every_tile import Extent
+from cce_kernels.engines.hopper.every_tile import spread
 from cce_kernels.engines.hopper.tiles import DC, DE, LOGITS, SAVED_DE, SUMMED
 from cce_kernels.exponentials import saved_shape
 from cce_kernels.gradients import ALL_COLUMNS, Left
@@ -156,8 +156,7 @@ def test_other_calls_are_left_to_triton(call):
 def test_each_tile_is_computed_once(pairs, column_tiles, units, group):
     found = []
     for unit in range(units):
-        extent = Extent(jnp.int32(pairs), jnp.int32(64 * column_tiles - 5), None, group)  # type: ignore[arg-type]
-        count, at = extent.of_unit(jnp.int32(unit), units, 64)
+        count, at = spread(jnp.int32(unit), units, jnp.int32(pairs), jnp.int32(column_tiles), group)
         if int(count):
             row, column = at(jnp.arange(int(count)))
             found += zip(np.asarray(row).tolist(), np.asarray(column).tolist(), strict=True)

@@ -93,7 +93,7 @@ def of_chunks(monkeypatch):
 
 def leaves_out(program: Program) -> bool:
     plan = planned(program)
-    return plan is not None and plan.in_forward is not None and plan.in_forward.sparse is not None
+    return plan is not None and plan.in_forward is not None and plan.in_forward.thresholds is not None
 
 
 @INTERPRETED

@@ -148,49 +148,6 @@ class Listed(NamedTuple):
         return cls(_first(kept), count, _first(some[None])[0], jnp.sum(some, dtype=jnp.int32).reshape(1))
 
 
-class Runs(NamedTuple):
-    """The kept steps of all row blocks, one after another, in runs of the same length.
-
-    A run that reaches over several row blocks, or a row block over several runs, is cut there. Each cut piece is a part
-    of a sum. Piece j + b belongs to run j and row block b: on the way through runs and blocks either j or b grows.
-    """
-
-    steps: jax.Array  # Listed.steps
-    block: jax.Array  # (pieces,) int32: the row block of each piece
-    first: jax.Array  # (pieces,) int32: its first index in steps[block]
-    count: jax.Array  # type: ignore[assignment]  # (pieces,) int32: its steps
-    of_run: jax.Array  # (runs, 2) int32: the first piece of each run, and how many it has
-    of_block: jax.Array  # (row blocks, 2) int32: the same of each row block
-
-    @classmethod
-    def of(cls, kept: jax.Array, runs: int) -> "Runs":
-        """kept: (row blocks, n) bool."""
-        blocks, counts = len(kept), jnp.sum(kept, axis=1, dtype=jnp.int32)
-        ends = jnp.cumsum(counts, dtype=jnp.int32)
-        total, run = ends[-1], jnp.arange(runs + 1, dtype=jnp.int32)
-        bounds = run * (total // runs) + jnp.minimum(run, total % runs)
-        first = jnp.maximum(bounds[:-1, None], ends - counts)
-        steps = jnp.maximum(jnp.minimum(bounds[1:, None], ends) - first, 0)  # (runs, blocks)
-        block = jnp.arange(runs + blocks - 1, dtype=jnp.int32)[:, None] - run[:-1]  # (pieces, runs)
-        here = (block >= 0) & (block < blocks)
-        at = run[:-1], jnp.clip(block, 0, blocks - 1)
-
-        def of_piece(x: jax.Array) -> jax.Array:
-            return jnp.sum(jnp.where(here & (steps[at] > 0), x[at], 0), axis=1, dtype=jnp.int32)
-
-        of_all = jnp.broadcast_to(jnp.arange(blocks, dtype=jnp.int32), steps.shape)
-        piece = of_piece(of_all), of_piece(first - (ends - counts)), of_piece(steps)
-        return cls(_first(kept), *piece, _pieces(steps > 0), _pieces(steps.T > 0))
-
-
-def _pieces(some: jax.Array) -> jax.Array:
-    """some: (m, n) bool, true at neighbours in each row. The first piece of each row, and how many it has, (m, 2)."""
-    row = jnp.arange(len(some), dtype=jnp.int32)
-    first, last = (jnp.argmax(x, axis=1).astype(jnp.int32) for x in (some, some[:, ::-1]))
-    count = jnp.where(jnp.any(some, axis=1), some.shape[1] - last - first, 0)
-    return jnp.stack([row + first, count], axis=1)
-
-
 def _first(kept: jax.Array) -> jax.Array:
     """The indices of what is kept, first in each row, (rows, n) int32."""
     rows, n = kept.shape

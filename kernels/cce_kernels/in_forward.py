@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from cce_kernels.block_floats import steps_shape
-from cce_kernels.block_sparse import Blocks, Runs, Tokens, all_blocks, kept_blocks
+from cce_kernels.block_sparse import Blocks, Tokens, all_blocks, kept_blocks
 from cce_kernels.engines.engine import Problem
 from cce_kernels.engines.xla.chunk import dz_of, numbers_and_logits
 from cce_kernels.exponentials import dbias_of, factors, references, saved_shape, scaled
@@ -225,7 +225,7 @@ def numbers_of(chunk: Chunk, plan: Plan) -> tuple[Statistics, Columns]:
         return numbers, Columns(logits, all_blocks(plan.call, len(logits)))
     of_columns, p, masses = of_rows(problem, Rows(count=chunk.count), chunk.reference, how.forward, True)
     assert p is not None
-    call, step = plan.call, how.sparse
+    call, step = plan.call, how.thresholds
     if masses is None or step is None:
         return of_columns, Columns(p, all_blocks(call, len(p)))
     u = jnp.ones_like(of_columns.target)
@@ -274,22 +274,6 @@ def _of_logits(chunk: Chunk, columns: Columns, numbers: Statistics, of: Cotangen
     return de, Left(dz, inputs.e, unit, chunk.count, None if blocks is None else blocks.dc), dbias
 
 
-def _de(
-    problem: Problem, p: jax.Array, r: jax.Array, blocks: Blocks | None, count: jax.Array, how: InForward
-) -> jax.Array:
-    """r·(P·c), (n, D), rounded; 0 where a token is not kept."""
-    step, dtype, e = how.de, problem.call.de_dtype, problem.inputs.e
-    assert step is not None
-    if blocks is not None and how.sparse is not None:
-        runs = Runs.of(blocks.de, step.runs)
-        pieces = step.engine.de_of_runs(step, problem, p, runs)
-        return how.sparse.engine.summed_runs(how.sparse, problem.gpu, pieces, runs, r, count, dtype)
-    products = step.engine.products(step, problem, None, count)
-    sums = products.add_de(None, p, ALL_COLUMNS).reshape(step.splits, *e.shape)
-    live = (problem.inputs.targets >= 0)[:, None]
-    return jnp.where(live, jnp.sum(sums, axis=0) * r[:, None], 0).astype(dtype)
-
-
 def _of_exponentials(chunk: Chunk, columns: Columns, own: Statistics, numbers: Statistics, of: Cotangents, plan: Plan):
     call, how, wanted = plan.call, _way(plan), plan.call.wants
     assert how.de is not None
@@ -313,7 +297,10 @@ def _of_exponentials(chunk: Chunk, columns: Columns, own: Statistics, numbers: S
         r = jnp.where(live, r if inputs.scale is None else r * inputs.scale, 0)
     de = None
     if wanted.e:
-        de = _de(problem, p, r, blocks, chunk.count, how)
+        products = how.de.engine.products(how.de, problem, None, chunk.count, None if blocks is None else blocks.de)
+        sums = products.add_de(None, p, ALL_COLUMNS).reshape(how.de.splits, *inputs.e.shape)
+        de = jnp.where(live[:, None], jnp.sum(sums, axis=0) * r[:, None], 0)
+        de = de.astype(call.de_dtype)
         de, p, own = lax.optimization_barrier((de, p, inputs.e))
         inputs = inputs._replace(e=own)  # what is scaled is made once the sums for de are no more
     dbias = dbias_of(p, r, call.vocabulary) if wanted.bias else None

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from cce_kernels.block_sparse import DE_BLOCK, Runs
 from cce_kernels.call import Call
 from cce_kernels.device import Gpu
 from cce_kernels.gradients import FormDz, Left, Products
@@ -40,12 +39,6 @@ class Multiplying:
     dc: Any
     groups: Groups
     splits: int = 1
-    runs: int = 0  # in which the kept steps of a block-sparse de are computed (block_sparse.Runs); 0: all are kept
-
-    def sums_of_de(self, tokens: int) -> int:
-        """The float32 sums that an element of de of so many tokens is added up from."""
-        pieces = self.runs + -(-tokens // DE_BLOCK.tokens) - 1
-        return -(-pieces * DE_BLOCK.tokens // tokens) if self.runs else self.splits
 
 
 class Problem(NamedTuple):
@@ -193,22 +186,20 @@ class Launched:
         """saved, in place, with at_target at the targets, and 0 for ignored tokens in the first `clear` rows."""
         return self.kernels.saved_targets(step, problem, saved, at_target, clear)
 
-    def products(self, step: Multiplying, problem: Problem, unit: jax.Array | None, count: jax.Array) -> Products:
+    def products(
+        self,
+        step: Multiplying,
+        problem: Problem,
+        unit: jax.Array | None,
+        count: jax.Array,
+        blocks: jax.Array | None = None,
+    ) -> Products:
         """The two matmuls with dz of the first `count` tokens, or of all tokens if the engine does not stop.
 
-        unit: the number that dz was divided by.
+        unit: the number that dz was divided by. blocks: of dz, that add_de multiplies (block_sparse.Blocks.de);
+        an engine that is not block_sparse multiplies all.
         """
-        return self.kernels.products(step, problem, unit, count)
-
-    def de_of_runs(self, step: Multiplying, problem: Problem, p: jax.Array, runs: Runs) -> jax.Array:
-        """The pieces of P·c, (pieces · DE_BLOCK.tokens, D) float32. Those without steps are arbitrary."""
-        return self.kernels.de_of_runs(step, problem, p, runs)
-
-    def summed_runs(
-        self, step: Step, gpu: Any, pieces: jax.Array, runs: Runs, r: jax.Array, count: jax.Array, dtype: Any
-    ) -> jax.Array:
-        """de, (n, D), of its pieces: r_i times the sum of those of token i's row block; 0 from `count` tokens on."""
-        return self.kernels.summed_runs(step, gpu, pieces, runs, r, count, dtype)
+        return self.kernels.products(step, problem, unit, count, blocks)
 
     def de_of_saved(
         self, step: Step, problem: Problem, saved: jax.Array, r: jax.Array, count: jax.Array, out: jax.Array

@@ -144,7 +144,7 @@ class Bytes:
         """The bytes of the float32 sums from which an element of de of a chunk of so many tokens is rounded."""
         if self.de_by_xla(tokens):
             return 4 * XLA.parts_of_de(self.call, tokens, self.call.vocabulary, self.gpu)
-        return 4 * self.engine.de_of_chunk(self.call, tokens, self.gpu).sums_of_de(tokens)
+        return 4 * self.engine.de_of_chunk(self.call, tokens, self.gpu).splits
 
     def of_a_token(self, tokens: int) -> int:
         """What a token of a chunk of so many tokens holds: its exponentials or logits, and rows of e and de."""

@@ -193,8 +193,8 @@ def _in_forward(x: _Setting, chunks: Chunks) -> InForward:
     by_xla = all(x.bytes.de_by_xla(tokens) for tokens in (chunks.size or size, chunks.last or size))
     de = (XLA if by_xla else x.engine).de_of_chunk(call, size, x.gpu)
     dz, targets = (x.step("dz_in_place"), None) if call.with_sum else (None, x.step("saved_targets"))
-    sparse = x.step("thresholds") if de.runs else None
-    return InForward(chunks, dc, forward, de, dz, targets, x.step("restored"), sparse)
+    thresholds = x.step("thresholds") if call.gradient_tolerance and x.engine.block_sparse else None
+    return InForward(chunks, dc, forward, de, dz, targets, x.step("restored"), thresholds)
 
 
 def _sum_of_dc(x: _Setting, chunks: Chunks) -> Step:

@@ -80,7 +80,7 @@ class InForward:
     dz: Step | None = None  # makes dz of the exponentials, where a weighted sum is asked for; None: they are multiplied
     targets: Step | None = None  # writes the targets' elements, where the exponentials are multiplied
     restored: Step | None = None  # moves rows of de in place; None: XLA copies them
-    sparse: Step | None = None  # finds what the products leave out, and sums the runs of de; None: nothing is left out
+    thresholds: Step | None = None  # finds what the products leave out; None: nothing
 
 
 class Times(NamedTuple):

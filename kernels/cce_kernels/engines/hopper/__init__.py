@@ -25,7 +25,7 @@ MOSAIC = jax.__version_info__ >= (0, 11)  # in JAX 0.10 the kernels lower, but w
 class Hopper(Engine):
     name = "hopper"
     finds_target, stops, multiplies_fastest = False, True, True
-    launches = "sums", "form_dz", "products", "de_of_saved", "de_of_runs", "sum_dc"
+    launches = "sums", "form_dz", "products", "de_of_saved", "sum_dc"
     block_sparse = True
     depth = tiles.DEPTH
 
@@ -85,12 +85,9 @@ class Hopper(Engine):
         return Multiplying(self, de, dc, groups)
 
     def de_of_chunk(self, call: Call, tokens: int, gpu: Gpu) -> Multiplying:
-        whole, units = Groups.whole(call.vocabulary, beyond=True), units_of(gpu)
-        if call.gradient_tolerance:
-            tile = min(tiles.SPARSE_DE, key=lambda x: tiles.runs_cost(x, call.width, units))
-            return Multiplying(self, tile, None, whole, runs=tiles.runs_of_de(tile, call.width, units))
-        tile, splits = tiles.de_of_chunk(tokens, call.width, call.vocabulary, units)
-        return Multiplying(self, tile, None, whole, splits)
+        of = tiles.SPARSE_DE if call.gradient_tolerance else tiles.DE
+        tile, splits = tiles.de_of_chunk(of, tokens, call.width, call.vocabulary, units_of(gpu))
+        return Multiplying(self, tile, None, Groups.whole(call.vocabulary, beyond=True), splits)
 
     @property
     def kernels(self):

@@ -31,6 +31,20 @@ def live_pairs(count: jax.Array) -> jax.Array:
     return quotient(count + (PAIR_ROWS - 1), PAIR_ROWS)
 
 
+def live_blocks(count: jax.Array) -> jax.Array:
+    """How many row blocks hold the first `count` tokens."""
+    return quotient(count + (BLOCK - 1), BLOCK)
+
+
+def spread(unit, units: int, pairs, column_tiles: int | jax.Array, group: int):
+    """How many of the pairs · column_tiles tiles a unit computes, and a function: n -> (pair, column) of its n-th tile.
+
+    Tiles that are computed at the same time are neighbours, whatever the number of pairs, which only the device knows.
+    """
+    tiles = quotient(pairs * column_tiles - unit + (units - 1), units)
+    return tiles, lambda n: grouped_order(unit + n * units, pairs, column_tiles, group)
+
+
 class Extent(NamedTuple):
     """The size of a product."""
 
@@ -40,20 +54,9 @@ class Extent(NamedTuple):
     group: int = PAIR_GROUP  # pairs that are computed for all columns before the next pairs
     pair_of: Callable[[Any], Any] | None = None  # k -> the k-th pair that is computed; None: all are
 
-    def of_unit(self, unit, units: int, columns: int) -> tuple[Any, Callable[[Any], tuple[Any, Any]]]:
-        """How many tiles of so many columns a unit computes, and a function: n -> (pair, column) of its n-th tile.
-
-        Tiles that are computed at the same time are neighbours, whatever the number of pairs, which only the device
-        knows.
-        """
-        column_tiles = quotient(self.columns + (columns - 1), columns)
-        tiles = quotient(self.pairs * column_tiles - unit + (units - 1), units)
-
-        def at(n):
-            pair, column = grouped_order(unit + n * units, self.pairs, column_tiles, self.group)
-            return (pair if self.pair_of is None else self.pair_of(pair)), column
-
-        return tiles, at
+    def at(self, tile: tuple[Any, Any]) -> tuple[Any, Any]:
+        pair, column = tile
+        return (pair if self.pair_of is None else self.pair_of(pair)), column
 
 
 def every_tile(
@@ -61,8 +64,7 @@ def every_tile(
 ) -> Any:
     """Runs a kernel that writes each tile of left·right once. operands: left and right.
 
-    others: a tree of arrays, which extent(others) and write(...) get as refs. extent gives an Extent, or what has its
-    sum and its of_unit.
+    others: a tree of arrays, which extent(others) -> Extent and write(...) get as refs.
     write(warpgroup, product, row, column, out, others): writes a warpgroup's tile, which begins at this row and column.
     product() computes the tile.
     """
@@ -77,10 +79,13 @@ def every_tile(
 
     def kernel(others, out_ref, *more_refs):
         shape = extent(others)
+        column_tiles = quotient(shape.columns + (columns - 1), columns)
+        of_unit = partial(spread, units=units, pairs=shape.pairs, column_tiles=column_tiles, group=shape.group)
 
         def work(unit, program) -> Work:
-            count, at = shape.of_unit(unit, units, columns)
-            return Work(count, lambda n: at_program(at(n), program), shape.sum)
+            count, at = of_unit(unit)
+
+            return Work(count, lambda n: at_program(shape.at(at(n)), program), shape.sum)
 
         def compute(warpgroup, work, product):
             def tile(at, first_step, steps):

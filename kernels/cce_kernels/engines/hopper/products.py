@@ -5,28 +5,25 @@
     dc           dzᵀ·e                   written once, for a group of columns; or added to dc, float32, for all columns
                  Pᵀ·(r·e)                or this, for all columns
 
-    de_of_runs   P·c                     pieces of its sums, over the kept steps alone (cce_kernels/block_sparse.py)
-
+A block-sparse de sums over the listed steps of each row block alone (cce_kernels/block_sparse.py).
 Read: left once per 256 columns and right once per 256 rows, from L2 where programs that run at the same time share
 them. Never made: a copy of c_g, dc_g or any other part of an array. The memory system adds to de, each element once a
 launch, so that the order of the sum is fixed. Each matmul stops at the last kept token: what is written once has any
 numbers in later rows.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cce_kernels.block_sparse import DE_BLOCK, Runs
+from cce_kernels.block_sparse import DE_BLOCK, Listed
 from cce_kernels.engines.engine import Multiplying, Problem, Step
-from cce_kernels.engines.hopper.every_tile import Extent, every_tile, live_pairs, padded
+from cce_kernels.engines.hopper.every_tile import Extent, every_tile, live_blocks, live_pairs, padded
 from cce_kernels.engines.hopper.matmul import Multiply, Origin, Sum
 from cce_kernels.engines.hopper.registers import BLOCK, along_rows, parts_of, quotient, remainder, vector_of
-from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS, units_of
+from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS
 from cce_kernels.engines.order import cdiv
 from cce_kernels.gradients import Products
 
@@ -52,54 +49,13 @@ def de_of_saved(
     return every_tile(operands, others, out, multiply, extent, write, name="cce_saved_de", gpu=problem.gpu)
 
 
-class ExtentOfRuns(NamedTuple):
-    """As many runs as there are units for each tile of columns; a unit computes the pieces of one run for one tile.
-
-    If there are more tiles of columns than units, there is one run.
-    """
-
-    runs: int
-    of_run: Any  # ref: Runs.of_run
-    width: int
-    sum: Sum
-
-    def of_unit(self, unit, units: int, columns: int) -> tuple[Any, Callable[[Any], tuple[Any, Any]]]:
-        column_tiles = -(-self.width // columns)
-        run = jnp.minimum(quotient(unit, column_tiles), self.runs - 1)
-        first, pieces = self.of_run[run, 0], self.of_run[run, 1]
-        times = quotient(self.runs * column_tiles - unit + (units - 1), units)
-
-        def at(n):
-            turn = quotient(n, jnp.maximum(pieces, 1))
-            return first + (n - turn * pieces), remainder(unit + turn * units, column_tiles)
-
-        return times * pieces, at
-
-
-def de_of_runs(step: Multiplying, problem: Problem, p: jax.Array, runs: Runs) -> jax.Array:
-    """engine.Launched.de_of_runs. p: (rows, V)."""
-    (number, _), width, axis = runs.of_run.shape, problem.call.width, problem.head.vocab_axis
-    assert number == 1 or number * -(-width // step.de.of_pair[1]) <= units_of(problem.gpu)
-
-    def extent(runs) -> ExtentOfRuns:
-        def origin(row, column) -> Origin:
-            piece = quotient(row, BLOCK)
-            block, first = runs.block[piece], runs.first[piece]
-            return Origin(block * BLOCK, column, listed=lambda k: runs.steps[block, first + k])
-
-        of_piece = Sum(lambda row, column: runs.count[quotient(row, BLOCK)], origin)
-        return ExtentOfRuns(number, runs.of_run, width, of_piece)
-
-    def write(warpgroup, product, row, column, out_ref, _):
-        warpgroup.write((x for _, x in parts_of(product(), out_ref.dtype)), out_ref, row, column)
-
-    out = jax.ShapeDtypeStruct((len(runs.block) * BLOCK, width), jnp.float32)
-    operands, multiply = (p, problem.inputs.c), Multiply(step.de, right_axis=axis)
-    return every_tile(operands, runs, out, multiply, extent, write, name="cce_de", gpu=problem.gpu)
-
-
 def products(
-    step: Multiplying, problem: Problem, unit: jax.Array | None, count: jax.Array, adding: bool = False
+    step: Multiplying,
+    problem: Problem,
+    unit: jax.Array | None,
+    count: jax.Array,
+    blocks: jax.Array | None = None,
+    adding: bool = False,
 ) -> Products:
     """engine.Launched.products. adding: put_dc adds to dc, which is float32."""
     (e, c, *_), groups, splits = problem.inputs, step.groups, step.splits
@@ -112,13 +68,35 @@ def products(
     def add_de(de, dz, window):
         adds = de is not None
         # A partial sum's last tile may have rows of the next one.
-        if not adds and splits > 1 and tokens % PAIR_ROWS:
+        if not adds and splits > 1 and tokens % step.de.of_pair[0]:
             de, adds = jnp.zeros((splits * tokens, width), jnp.float32), True
         elif not adds:
             de = lax.empty((splits * tokens, width), jnp.float32)
 
+        def sparse(others) -> Extent:
+            count_ref, _, listed = others
+            live = live_blocks(count_ref[0])
+
+            def run_of(row):
+                """The row block, and the first of its run of kept steps and of the next run."""
+                block, split = remainder(quotient(row, BLOCK), live), quotient(row, live * BLOCK)
+                steps = listed.count[block]
+                return block, quotient(split * steps, splits), quotient((split + 1) * steps, splits)
+
+            def steps(row, column):
+                _, first, end = run_of(row)
+                return end - first
+
+            def origin(row, column) -> Origin:
+                block, first, _ = run_of(row)
+                return Origin(block * BLOCK, column, listed=lambda k: listed.steps[block, first + k])
+
+            return Extent(live * splits, width, Sum(steps, origin))
+
         def extent(others) -> Extent:
-            count_ref, number_ref = others
+            if blocks is not None:
+                return sparse(others)
+            count_ref, number_ref, _ = others
             start = start_of(number_ref)
             left = jnp.minimum(dz.shape[1], vocabulary - start)  # the group's columns that are in the vocabulary
             steps, live = quotient(left + (DEPTH * splits - 1), DEPTH * splits), live_pairs(count_ref[0])
@@ -130,12 +108,12 @@ def products(
             return Extent(live * splits, width, Sum(steps, origin, None if splits == 1 else left))
 
         def write(warpgroup, product, row, column, de_ref, others):
-            live = live_pairs(others[0][0]) * PAIR_ROWS
+            live = (live_pairs if blocks is None else live_blocks)(others[0][0]) * step.de.of_pair[0]
             below = quotient(row, live) * tokens + remainder(row, live)
             warpgroup.write((x for _, x in parts_of(product(), de_ref.dtype)), de_ref, below, column, add=adds)
 
         multiply = Multiply(step.de, right_axis=axis)
-        others = count, window.number.reshape(1)
+        others = count, window.number.reshape(1), None if blocks is None else Listed.of(blocks)
         return run((dz, c), others, de, multiply, extent, write, name="cce_de")
 
     def put_dc(dc, dz, window):

@@ -94,24 +94,15 @@ def group_cost(tokens: int, width: int, vocab_axis: int, units: int, groups: Gro
     return dz + de + dc + GROUP
 
 
-def runs_of_de(tile: PairTiles, width: int, units: int) -> int:
-    """The runs (block_sparse.Runs) in which the kept steps of a block-sparse de are computed."""
-    return max(1, units // -(-width // tile.of_pair[1]))
-
-
-def runs_cost(tile: PairTiles, width: int, units: int) -> float:
-    """The time of a block-sparse de, relative to one step of a tile of 256 columns for each of its kept steps."""
-    runs = runs_of_de(tile, width, units)
-    return tile.cost(runs, width, units) / runs
-
-
-def de_of_chunk(tokens: int, width: int, vocabulary: int, units: int) -> tuple[PairTiles, int]:
+def de_of_chunk(
+    tiles: Sequence[PairTiles], tokens: int, width: int, vocabulary: int, units: int
+) -> tuple[PairTiles, int]:
     """The tile, and the number of partial sums of de, with which the programs for a chunk fill the GPU best."""
     most = max(1, min(SPLITS, vocabulary // (SPLIT_PART * width)))
 
     def cost(choice: tuple[PairTiles, int]) -> float:
         tile, splits = choice
-        pairs = -(-tokens // PAIR_ROWS)
-        return tile.cost(pairs * splits, width, units) / splits + SPLIT_COST * splits
+        pairs = -(-tokens // tile.of_pair[0])
+        return tile.cost(pairs * splits, width, units) / (splits * (PAIR_ROWS // tile.of_pair[0])) + SPLIT_COST * splits
 
-    return min([(tile, splits) for tile in DE for splits in range(1, most + 1)], key=cost)
+    return min([(tile, splits) for tile in tiles for splits in range(1, most + 1)], key=cost)

@@ -17,7 +17,7 @@ class Triton(Engine):
     name = "triton"
     finds_target, stops, multiplies_fastest = False, True, False
     launches = (
-        *("target", "sums", "recomputed_lse", "saved_by_lse", "saved_targets", "restored", "thresholds", "summed_runs"),
+        *("target", "sums", "recomputed_lse", "saved_by_lse", "saved_targets", "restored", "thresholds"),
         *("form_dz", "form_dz_of_saved", "dz_in_place", "products", "sum_dc"),
     )
 
