@@ -57,7 +57,7 @@ TARGET = TileConfig(rows=16, columns=16, depth=128, warps=4, stages=3)  # its co
 SAVED_DZ = TileConfig(rows=16, columns=512, depth=16, warps=4, stages=1)
 SAVED_TARGETS = TileConfig(rows=16, columns=16, depth=16, warps=4, stages=1)
 CLEARED = replace(SAVED_TARGETS, columns=1024)
-THRESHOLDS = TileConfig(rows=512, columns=8, depth=1, warps=8, stages=1)  # rows: parts; columns: tokens
+THRESHOLDS = TileConfig(rows=1024, columns=8, depth=1, warps=16, stages=1)  # rows: parts; columns: tokens
 RESTORED = TileConfig(rows=1024, columns=16, depth=16, warps=8, stages=1)
 
 SQUARE = TileConfig(rows=128, columns=128, depth=64, warps=8, stages=3)
