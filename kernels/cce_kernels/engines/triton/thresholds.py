@@ -59,7 +59,7 @@ def _kernel(how: How, masses_ref, scores_ref, most_ref, threshold_ref):
 
 
 def thresholds(_: Step, gpu: Gpu, masses: jax.Array, scores: jax.Array, most: jax.Array) -> jax.Array:
-    """engine.Launched.thresholds. A block of scores has a multiple of the tile's tokens."""
+    """engine.Launched.thresholds. A block of scores has a multiple of 16 tokens."""
     tiles = other_tiles(THRESHOLDS, gpu.interpreted)
     how, programs = How(Head(), tiles, gpu.interpreted), cdiv(most.size, tiles.columns)
     out = jax.ShapeDtypeStruct(most.shape, jnp.float32)

@@ -16,10 +16,7 @@ from cce_kernels.engines.order import cdiv
 
 @dataclass(frozen=True)
 class TileConfig:
-    """One program's tile: rows × columns, with a K loop in steps of depth. All are powers of two, as is warps.
-
-    depth: 1 for a kernel without a matmul; in a matmul each size is at least 16.
-    """
+    """One program's tile: rows × columns, with a K loop in steps of depth. All are powers of two, as is warps."""
 
     rows: int
     columns: int
@@ -32,7 +29,7 @@ class TileConfig:
             value = getattr(self, name)
             if value <= 0 or value & (value - 1):
                 raise ValueError(f"TileConfig: {name}={value} must be a power of two")
-        if self.depth > 1 and min(self.rows, self.columns, self.depth) < 16:
+        if min(self.rows, self.columns, self.depth) < 16:
             raise ValueError(f"TileConfig: {self.rows=}, {self.columns=}, {self.depth=} must be at least 16")
         if self.stages < 1:
             raise ValueError(f"TileConfig: {self.stages=} must be positive")
@@ -57,7 +54,7 @@ TARGET = TileConfig(rows=16, columns=16, depth=128, warps=4, stages=3)  # its co
 SAVED_DZ = TileConfig(rows=16, columns=512, depth=16, warps=4, stages=1)
 SAVED_TARGETS = TileConfig(rows=16, columns=16, depth=16, warps=4, stages=1)
 CLEARED = replace(SAVED_TARGETS, columns=1024)
-THRESHOLDS = TileConfig(rows=1024, columns=8, depth=1, warps=16, stages=1)  # rows: parts; columns: tokens
+THRESHOLDS = TileConfig(rows=512, columns=16, depth=16, warps=8, stages=1)  # rows: parts; columns: tokens
 RESTORED = TileConfig(rows=1024, columns=16, depth=16, warps=8, stages=1)
 
 SQUARE = TileConfig(rows=128, columns=128, depth=64, warps=8, stages=3)
