@@ -86,3 +86,18 @@ def test_an_error_far_below_rounding_at_a_head():
     for x, y in zip(found, exact, strict=True):
         error = jnp.linalg.norm((x - y).astype(jnp.float32)) / jnp.linalg.norm(y.astype(jnp.float32))
         assert 0 < error < 2.0**-8
+
+
+def test_in_pytorch_the_gradients_have_the_same_bits():
+    torch, cce_torch = pytest.importorskip("torch"), pytest.importorskip("cce_torch")
+    e, c, targets = trained(SHAPES["4096x4096x128256"])
+    exact, found = (
+        jax.jit(jax.grad(partial(linear_cross_entropy, gradient_tolerance=x), (0, 1)))(e, c, targets)
+        for x in (0.0, 2.0**-5)
+    )
+    leaves = [torch.from_dlpack(x).clone().requires_grad_() for x in (e, c)]
+    labels = torch.from_dlpack(targets).long()
+    cce_torch.linear_cross_entropy(*leaves, labels, gradient_tolerance=2.0**-5).backward()
+    for leaf, x, y in zip(leaves, found, exact, strict=True):
+        np.testing.assert_array_equal(leaf.grad.view(torch.int16).cpu().numpy(), np.asarray(x).view(np.int16))
+        assert (np.asarray(x) != np.asarray(y)).any()

@@ -8,8 +8,8 @@ from torch import Tensor
 from bench import peers
 from bench.calls import Loss
 from bench.torch_losses import full_logits
-from bench.training.jobs import ALL, CUT, LIGER_SETTINGS, OURS, REFERENCE, ROUNDED
-from cce_torch import LinearCrossEntropy
+from bench.training.jobs import ALL, CUT, LIGER_SETTINGS, OURS, REFERENCE, ROUNDED, TOLERANT
+from cce_torch import LinearCrossEntropy, linear_cross_entropy
 from examples.lm.settings import Settings
 from examples.lm.torch_model import FullLogitsModel, LanguageModel
 
@@ -40,6 +40,8 @@ def model_type(name: str) -> type[LanguageModel]:
         if not torch.cuda.is_available():
             raise ImportError("it needs a GPU")
         return _with(others[name](), in_16_bits=name == CUT)  # Liger knows autocast, and then sums dc in float32
+    if name in TOLERANT:
+        return _with(partial(linear_cross_entropy, gradient_tolerance=TOLERANT[name]), in_16_bits=True)
     if name == ROUNDED:
         return _with(full_logits, in_16_bits=True)
     return {OURS: LanguageModel, ALL: SaveAll, REFERENCE: FullLogitsModel}[name]

@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from cce_kernels.call import Call
 
 PART = 64  # columns of the vocabulary
-WEIGHED = 2
+WEIGHED = 1
 ROUNDED = 2.0**-10  # of an exponential: more than what the rounding of a logit changes
 LEAST = 1e-30  # so that a quotient is finite
 OUTSIDE = 2**24  # a step beyond every array
