@@ -72,6 +72,7 @@ def by_sorting(z: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
 @given(st.integers(1, 9), st.integers(1, 3000), st.integers(1, 256), st.integers(1, 50), st.integers(0, 99))
 @example(4, 2048, 64, 1, 0)
 @example(4, 2049, 256, 2, 0)
+@example(40, 3000, 2, 10**6, 0)  # the largest logits are in k blocks
 def test_ties_keep_the_lowest_ids(rows, columns, k, values, seed):
     """Logits of few values, −inf among them."""
     rng = np.random.default_rng(seed)
