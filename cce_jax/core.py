@@ -66,6 +66,7 @@ from cce_jax.plans import Core, plan_for
 from cce_jax.sharding import Layout
 from cce_kernels.numbers import Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
 from cce_kernels.residuals import Left, Residuals
+from cce_kernels.selections import Asked, Selections
 
 NOTHING = Wanted(e=False, c=False, bias=False)
 
@@ -138,6 +139,18 @@ def _on_one_device(inputs: Inputs, core: Core, wanted: Wanted | None) -> tuple[S
 
 def _shaped(numbers: Statistics, inputs: Inputs) -> Statistics:
     return jax.tree.map(lambda x: passes.shaped_tokens(x, inputs), numbers)
+
+
+def selections(inputs: Inputs, core: Core, layout: Layout | None, asked: Asked) -> Selections:
+    """The k largest logits of each token and their ids, (..., k), and the mean of its logits, of the shape of targets.
+
+    They have no gradients. e: (..., D), at least one token. asked.top_k: at most V.
+    """
+    inputs = jax.tree.map(jax.lax.stop_gradient, inputs)._replace(ids=None, weights=None)
+    if layout is not None:
+        return devices.selections(inputs, core, layout, asked)
+    found = passes.selections(passes.in_type_of_e(passes.flat(inputs)), core, asked)
+    return jax.tree.map(lambda x: passes.shaped_tokens(x, inputs), found)
 
 
 class Summands(NamedTuple):

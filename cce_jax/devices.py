@@ -46,6 +46,7 @@ from cce_kernels.mean import over_runs
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
 from cce_kernels.plan import needs_reference
 from cce_kernels.residuals import Residuals
+from cce_kernels.selections import Asked, Selections, ordered
 
 
 class Held(NamedTuple):
@@ -186,6 +187,31 @@ def whole_numbers(inputs: Inputs, core: Core, layout: Layout) -> Statistics:
         return run(inputs)
     over_auto: Any = jax.sharding.auto_axes(run, axes=tuple(layout.explicit), out_sharding=layout.out_sharding)
     return over_auto(inputs)
+
+
+def selections(inputs: Inputs, core: Core, layout: Layout, asked: Asked) -> Selections:
+    """core.selections: those of all columns, from those of each device's own columns. e: (..., D)."""
+
+    def on_device(inputs: Inputs) -> Selections:
+        whole = _gathered(passes.in_type_of_e(inputs), core, layout)
+        flat, columns = passes.flat(whole), core.head.vocabulary(whole.c)
+        of_own = passes.selections(flat, core, replace(asked, top_k=min(asked.top_k, columns)))
+        found = _merged(of_own, flat, columns, asked, layout) if layout.columns else of_own
+        return jax.tree.map(lambda x: _own_tokens(passes.shaped_tokens(x, whole), layout), found)
+
+    found = _on_devices(on_device, layout, (_specs(core, layout),), layout.spec_of_tokens)(inputs)
+    return _typed(found, _of_numbers(inputs, layout))
+
+
+def _merged(of_own: Selections, inputs: Inputs, columns: int, asked: Asked, layout: Layout) -> Selections:
+    """The selections from all columns, (N, ...). columns: how many each device has."""
+    logits, ids, mean = of_own
+    if logits is not None and ids is not None:
+        ids = ids + columns * lax.axis_index(layout.columns)
+        logits, ids = (lax.all_gather(x, layout.columns, axis=1, tiled=True) for x in (logits, ids))
+        logits, ids = ordered(logits, ids, asked.top_k)
+        ids = jnp.where(inputs.targets[:, None] < 0, 0, ids)
+    return Selections(logits, ids, None if mean is None else lax.pmean(mean, layout.columns))
 
 
 def whole_weights(weights: jax.Array | None, layout: Layout) -> jax.Array | None:

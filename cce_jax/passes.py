@@ -10,11 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from cce_jax import reference
-from cce_jax.plans import Core, Decided, on_platform, plan_for
+from cce_jax.plans import Core, Decided, budget_of, on_platform, plan_for
 from cce_kernels import backward, forward, in_forward
+from cce_kernels import selections as selected
 from cce_kernels.numbers import Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
 from cce_kernels.plan import Plan
 from cce_kernels.residuals import Residuals, shapes_of
+from cce_kernels.selections import Asked, Selections
 
 
 def flat(inputs: Inputs) -> Inputs:
@@ -136,3 +138,8 @@ def finish(inputs: Inputs, residuals: Residuals, factor: jax.Array, core: Core, 
 
     shared = Decided(0, plan.in_forward.chunks.last)
     return on_platform(run, inputs, core, wanted, shared, one_factor=True)(inputs, residuals, factor)
+
+
+def selections(inputs: Inputs, core: Core, asked: Asked) -> Selections:
+    """The largest logits of each token, their ids and the mean of all. By XLA on every platform, whatever core.impl."""
+    return selected.selections(inputs, core.head, asked, budget_of(inputs, core))

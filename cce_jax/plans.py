@@ -65,13 +65,18 @@ def plan_for(
     return plan
 
 
+def budget_of(inputs: Inputs, core: Core) -> int:
+    """The bytes that a call may hold."""
+    if core.memory_budget is not None:
+        return core.memory_budget
+    tokens, width = inputs.e.shape
+    return default_budget(tokens, width, inputs.e.dtype.itemsize)
+
+
 def _plan(
     inputs: Inputs, core: Core, wanted: Wanted | None, decided: Decided, one_factor: bool, gpu: Gpu | None, impl: Any
 ) -> Plan:
     tokens, width = inputs.e.shape
-    budget = core.memory_budget
-    if budget is None:
-        budget = default_budget(tokens, width, inputs.e.dtype.itemsize)
     call = Call(
         tokens=tokens,
         width=width,
@@ -81,7 +86,7 @@ def _plan(
         with_bias=inputs.bias is not None,
         with_sum=core.with_sum,
         wanted=wanted,
-        memory_budget=budget,
+        memory_budget=budget_of(inputs, core),
         wide_de=core.wide_de,
         wide_dc=core.wide_dc,
         one_factor=one_factor,
