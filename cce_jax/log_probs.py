@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from cce_jax import arguments, losses, settings
+from cce_jax.arguments import MOST_IDS
+from cce_jax.core import selections
 from cce_jax.options import Array
 from cce_jax.plans import Core, Impl
 from cce_jax.prepare import Arrays, Asked, inverse_temperature, numbers_of, prepared, shifted, unshifted
@@ -16,6 +18,7 @@ from cce_jax.reverse_mode import reverse_mode_only
 from cce_jax.sharding import Layout
 from cce_kernels import contract
 from cce_kernels.numbers import Inputs, Statistics
+from cce_kernels.selections import Asked as Chosen
 
 
 class LogProbs(NamedTuple):
@@ -25,6 +28,10 @@ class LogProbs(NamedTuple):
     lse: jax.Array  # (...): the log-sum-exp of the logits
     entropy: jax.Array | None = None  # (...): −Σ p log p, in nats
     id_log_probs: jax.Array | None = None  # (..., K): log p of the given ids; −inf where an id is ignored
+    predicted: jax.Array | None = None  # (...) int32: the likeliest id, the lowest among equals
+    top_ids: jax.Array | None = None  # (..., top_k) int32: the likeliest ids in order, the lowest first among equals
+    top_log_probs: jax.Array | None = None  # (..., top_k): their log p
+    mean_logit: jax.Array | None = None  # (...): Σ z / V
 
 
 def linear_log_probs(
@@ -34,6 +41,9 @@ def linear_log_probs(
     bias: Array = None,
     *,
     ids: Array = None,
+    predicted: bool = False,
+    top_k: int = 0,
+    mean_logit: bool = False,
     temperature: Array = 1.0,
     entropy: Literal[False, True, "detached"] = False,
     ignore_index: int = -100,
@@ -59,8 +69,9 @@ def linear_log_probs(
         id_log_probs = z[ids] - lse                             # K ids of each token
         entropy = lse - sum(softmax(z) * z, axis=-1)
 
-    All numbers can be differentiated once in e, c and bias: in reverse mode, or with impl="reference" in both modes
-    and any number of times. Policy gradients, PPO, GRPO and DPO need them (docs/log-probabilities.md).
+    log_probs, lse, entropy and id_log_probs can be differentiated once in e, c and bias: in reverse mode, or with
+    impl="reference" in both modes and any number of times. Policy gradients, PPO, GRPO and DPO need them
+    (docs/log-probabilities.md).
 
     Args:
       e, c, bias, ignore_index, softcap, logit_scale, vocab_axis, impl, memory_budget, precision, check_targets,
@@ -71,6 +82,10 @@ def linear_log_probs(
       ids: integers of shape (..., K), K at most 256: ids of each token whose log-probabilities are asked for too. They
         belong to the tokens of e, and are not shifted. An id that is ignore_index gives −inf, so that a logsumexp over
         K renormalizes; any other id outside [0, V) gives NaN. An id may occur more than once: gradients add.
+      predicted: whether the likeliest id of each token is asked for.
+      top_k: how many of the likeliest ids of each token are asked for, at most 256 and V. Their log-probabilities have
+        no gradient: for one give the ids as `ids`. predicted, top_k and mean_logit compute the logits once more.
+      mean_logit: whether the mean of the logits over the vocabulary is asked for. It has no gradient.
       temperature: a positive number, or an array of positive numbers that broadcasts to the shape of e without its last
         axis. It divides the logits after the softcap, and has no gradient. A new value compiles nothing.
       entropy: True for the entropies, which can be differentiated; "detached" for entropies without a gradient, which
@@ -98,6 +113,7 @@ def linear_log_probs(
       ((2, 15), (2, 15))
     """
     contract.choice("entropy", entropy, (False, True, "detached"))
+    top_k = contract.integer("top_k", top_k)
     named = targets is not None
     if not named:
         if shift:
@@ -110,9 +126,17 @@ def linear_log_probs(
     call.needs_whole_sequences("linear_log_probs")
     given = call.given._replace(temperature=arguments.temperature(temperature, call.given.e))
     ids, ignored = arguments.ids(ids, given.e, contract.integer("ignore_index", ignore_index))
+    most = min(MOST_IDS, call.vocabulary)
+    if not 0 <= top_k <= most:
+        raise ValueError(f"top_k={top_k} must be from 0 to {most}: at most {MOST_IDS}, and the size of the vocabulary")
+    chosen = Chosen(max(top_k, int(bool(predicted))), bool(mean_logit))
     with settings.defaults():
-        of = Static(call.core, call.layout, named, entropy, call.ignore_index, call.shift)
-        return _log_probs(given, None if ids is None else Ids(ids, ignored), of)
+        of = Static(call.core, call.layout, named, entropy, chosen, call.ignore_index, call.shift)
+        found = _log_probs(given, None if ids is None else Ids(ids, ignored), of)
+    if predicted:
+        assert found.top_ids is not None
+        found = found._replace(predicted=found.top_ids[..., 0])
+    return found if top_k else found._replace(top_ids=None, top_log_probs=None)
 
 
 class Ids(NamedTuple):
@@ -135,6 +159,7 @@ class Static:
     layout: Layout | None
     named: bool  # whether targets are given
     entropy: Literal[False, True, "detached"]
+    chosen: Chosen
     ignore_index: int
     shift: int
 
@@ -143,7 +168,7 @@ class Static:
 def _log_probs(given: Arrays, ids: Ids | None, of: Static) -> LogProbs:
     layout, shift, axis = of.layout, of.shift, of.core.head.vocab_axis
     e, c, bias, targets = given[:4]
-    vocabulary = c.shape[axis] if layout is None else layout.whole_vocabulary(c, axis)
+    vocabulary = of.core.head.vocabulary(c) if layout is None else layout.whole_vocabulary(c, axis)
     if shift:
         targets = shifted(targets, shift, of.ignore_index, layout)
     scale, inverse = inverse_temperature(given, of.core)
@@ -158,7 +183,8 @@ def _log_probs(given: Arrays, ids: Ids | None, of: Static) -> LogProbs:
     of_ids = None if ids is None else ids.columns(vocabulary)
     if layout is not None:
         of_ids = layout.laid_out(of_ids, layout.spec_of_tokens)
-    numbers = numbers_of(Inputs(e, c, bias, columns, None, scale, inverse, of_ids), of.core, layout)
+    inputs = Inputs(e, c, bias, columns, None, scale, inverse, of_ids)
+    numbers = numbers_of(inputs, of.core, layout)
 
     def of_tokens(x: jax.Array) -> jax.Array:
         return unshifted(x, shift, layout, x.ndim - columns.ndim)
@@ -166,7 +192,15 @@ def _log_probs(given: Arrays, ids: Ids | None, of: Static) -> LogProbs:
     log_probs, lse, entropy = jax.tree.map(of_tokens, losses.token_numbers(numbers, columns, vocabulary))
     entropy = jax.lax.stop_gradient(entropy) if of.entropy == "detached" else entropy
     id_log_probs = None if of_ids is None else of_tokens(_of_ids(numbers, of_ids, columns >= 0, vocabulary))
-    return LogProbs(log_probs if of.named else None, lse, entropy, id_log_probs)
+    found = LogProbs(log_probs if of.named else None, lse, entropy, id_log_probs)
+    if not (of.chosen.top_k or of.chosen.mean_logit) or not columns.size:
+        return found
+    fixed = inputs._replace(**{k: jax.lax.stop_gradient(getattr(inputs, k)) for k in ("e", "c", "bias")}, ids=None)
+    of_logits = jax.tree.map(of_tokens, selections(fixed, of.core, layout, of.chosen))
+    top_log_probs = None if not of.chosen.top_k else of_logits.top_logits - jax.lax.stop_gradient(lse)[..., None]
+    if top_log_probs is not None:  # 0 where a token is ignored
+        top_log_probs = jnp.where(of_tokens(columns >= 0)[..., None], top_log_probs, 0)
+    return found._replace(top_ids=of_logits.top_ids, top_log_probs=top_log_probs, mean_logit=of_logits.mean_logit)
 
 
 def _of_ids(numbers: Statistics, ids: jax.Array, kept: jax.Array, vocabulary: int) -> jax.Array:

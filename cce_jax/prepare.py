@@ -57,6 +57,11 @@ class Prepared(NamedTuple):
     ignore_index: int
     shift: int
 
+    @property
+    def vocabulary(self) -> int:
+        c, axis = self.given.c, self.core.head.vocab_axis
+        return c.shape[axis] if self.layout is None else self.layout.whole_vocabulary(c, axis)
+
     def needs_whole_sequences(self, what: str) -> None:
         """ValueError if the call shifts sequences that are split inside jax.shard_map."""
         shift, layout = self.shift, self.layout

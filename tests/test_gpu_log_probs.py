@@ -41,6 +41,7 @@ def test_drawn_calls(seed):
     weights[3] *= seed % 2
     given: dict[str, Any] = {"temperature": temperature if seed % 3 else 0.7, "softcap": softcap}
     given |= {"ids": ids} if seed % 2 else {}
+    given |= {"precision": "highest"} if dtype == "float32" else {}  # not TF32
 
     def here(e, c, bias):
         found = linear_log_probs(e, c.T if axis else c, targets, bias, entropy=True, vocab_axis=axis, **given)

@@ -86,7 +86,7 @@ def test_numbers_and_gradients(seed, impl, dtype, vocab_axis, softcap, cooled, s
         want, wanted = jax.tree.map(np.float64, (want, wanted))
 
     def numbers(e, c, bias=None):
-        return linear_log_probs(e, c, targets, bias, entropy=True, impl=impl, **options)
+        return linear_log_probs(e, c, targets, bias, entropy=True, impl=impl, **options)[:3]
 
     given = [e, c, bias][: 2 + with_bias]
     found = numbers(*given)
@@ -139,6 +139,35 @@ def test_given_ids(seed, impl, dtype, vocab_axis, number, shift):
     np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-4)
     for x, y in zip(gradients, wanted, strict=True):
         np.testing.assert_allclose(np.float64(x), y, rtol=0, atol=ERRORS[dtype] * max(1, np.abs(y).max()))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_likeliest_ids_and_the_mean_of_the_logits(impl):
+    e, c, targets = inputs()
+    targets[0, 1] = -100
+    c = c.at[7].set(c[3])  # equal logits
+    z = np.float64(e) @ np.float64(c).T / 0.7
+    options: dict[str, Any] = {"temperature": 0.7, "impl": impl, "shift": 1}
+    found = linear_log_probs(e, c, targets, predicted=True, top_k=67, mean_logit=True, **options)
+    kept, order = (targets != -100)[:, 1:], np.argsort(-np.float32(z), axis=-1, kind="stable")[:, :4]
+    assert found.top_ids is not None
+    assert found.predicted is not None
+    assert found.top_ids.shape == (2, 4, 67)
+    np.testing.assert_array_equal(found.predicted, found.top_ids[..., 0])
+    log_probs = np.asarray(jax.nn.log_softmax(z))[:, :4]
+    at = np.take_along_axis(log_probs, np.asarray(found.top_ids), -1)
+    np.testing.assert_allclose(at[kept], np.take_along_axis(log_probs, order, -1)[kept], atol=1e-4)
+    np.testing.assert_allclose(found.top_log_probs[kept], at[kept], atol=1e-4)
+    np.testing.assert_allclose(found.mean_logit[kept], z[:, :4][kept].mean(-1), atol=1e-4)
+    assert not np.asarray(found.top_log_probs)[~kept].any()
+    for row in np.asarray(found.top_ids)[kept]:
+        assert sorted(row) == list(range(67))
+        assert list(row).index(3) < list(row).index(7)
+    few = linear_log_probs(e, c, targets, predicted=True, **options)
+    np.testing.assert_array_equal(few.predicted, found.predicted)
+    assert few.top_ids is None
+    of = jax.grad(lambda e: jnp.sum(linear_log_probs(e, c, targets, top_k=3, **options).top_log_probs))(e)
+    assert not of.any()
 
 
 def test_a_given_id_out_of_range_is_nan_alone():
@@ -194,7 +223,7 @@ def test_ignored_tokens_give_nothing_whatever_they_hold():
         return jnp.sum(found.log_probs * found.entropy * found.lse), found
 
     (de, dc), found = jax.grad(loss, (0, 1), has_aux=True)(e, c)
-    assert [float(x[0, 2]) for x in found] == [0, 0, 0]
+    assert [float(x[0, 2]) for x in found[:3]] == [0, 0, 0]
     assert np.isfinite(dc).all()
     assert not de[0, 2].any()
 
@@ -242,6 +271,8 @@ def test_a_temperature_has_no_gradient():
         (TypeError, {"ids": np.zeros((2, 5, 3))}, "ids must be an array of an integer type, got float64"),
         (ValueError, {"ids": np.zeros((2, 5), int)}, r"ids \(2, 5\) must have the shape of e"),
         (ValueError, {"ids": np.zeros((2, 5, 300), int)}, r"ids \(2, 5, 300\) .* 1 to 256"),
+        (ValueError, {"top_k": 68}, "top_k=68 must be from 0 to 67"),
+        (ValueError, {"top_k": -1}, "top_k=-1 must be"),
         (ValueError, {"targets": None, "shift": 1}, "shift=1 needs targets"),
         (ValueError, {"targets": np.zeros((2, 4), int)}, "targets"),
         (TypeError, {"targets": np.zeros((2, 5))}, "targets must be of an integer type"),
