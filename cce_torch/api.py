@@ -290,7 +290,7 @@ def linear_cross_entropy(
     )
     scheduled = label_smoothing, z_loss, scale
     if alone:
-        flat = _flat(e, 1), c, bias, _flat(targets), class_weight, _flat(token_weight), num_items
+        flat = _flat(e, 1), c, bias, _flat(targets), class_weight, _flat(token_weight), num_items, None
         row_length = targets.shape[-1] if shift else 1
         loss, statistics = ops.loss(Given(*flat, scheduled, row_length), call, return_lse)
         lse = statistics[0].clone() if return_lse else None  # the statistics are saved for the backward pass
