@@ -6,6 +6,7 @@ from cce_kernels.version import installed
 from cce_torch.api import LinearCrossEntropy, linear_cross_entropy
 from cce_torch.explain import explain
 from cce_torch.head import LinearCrossEntropyHead
+from cce_torch.log_probs import LogProbs, linear_log_probs
 from cce_torch.processes.vocab_parallel import VocabParallel
 
 if TYPE_CHECKING:
@@ -14,10 +15,12 @@ if TYPE_CHECKING:
 __all__ = [
     "LinearCrossEntropy",
     "LinearCrossEntropyHead",
+    "LogProbs",
     "VocabParallel",
     "VocabParallelStyle",
     "explain",
     "linear_cross_entropy",
+    "linear_log_probs",
 ]
 
 __version__: str

@@ -1,28 +1,20 @@
 """The public function and module for PyTorch: they check the arguments, choose the impl and compute the loss."""
 
-import sys
 from collections.abc import Callable
-from functools import cache, lru_cache
 from typing import Any, Generic, Literal, TypeVar, Unpack, cast, overload
 
 import torch
 from torch import Tensor
 
 from cce_kernels import contract
-from cce_torch import losses, ops
-from cce_torch.call import Call, Given, Operands
+from cce_torch import arguments, losses, ops, statistics
+from cce_torch.arguments import constant, flat, shifted
+from cce_torch.call import Call, Given
 from cce_torch.on_jax import tensors
 from cce_torch.options import Impl, Options, OptionsOfTokens, Reduction
-from cce_torch.processes import vocab_in_forward, vocab_statistics
-from cce_torch.processes import vocab_parallel as parallel
-from cce_torch.processes.vocab_parallel import VocabParallel
-from cce_torch.torch_alone import compiled, reference
+from cce_torch.processes import vocab_in_forward
+from cce_torch.processes.vocab_parallel import Setting, VocabParallel
 
-IMPLS = (*contract.IMPLS, "torch_compile")
-OF_TORCH = ("torch_compile", "reference")  # which run without JAX
-PRECISIONS = ("highest", "high", "medium")
-FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 Result = TypeVar("Result")
 
 
@@ -224,103 +216,55 @@ def linear_cross_entropy(
             "vocab_parallel_options": vocab_parallel_options,
         }
         return dtensors.loss(linear_cross_entropy, given, num_items, options)  # type: ignore[call-arg]
-    options = (
-        reduction,
-        impl,
-        vocab_axis,
-        precision,
-        logit_scale,
-        softcap,
-        label_smoothing,
-        z_loss,
-        ignore_index,
-        memory_budget,
-        gradient_tolerance,
-        shift,
-    )
-    cacheable = CACHEABLE.issuperset(map(type, options)) and not torch.compiler.is_compiling()
-    check = _checked_once if cacheable else _checked
-    scale, softcap, label_smoothing, z_loss, ignore_index, budget, tolerance, shift = check(*options)
+    options = (reduction, impl, vocab_axis, precision, logit_scale, softcap, label_smoothing, z_loss)
+    options = *options, ignore_index, memory_budget, gradient_tolerance, shift
+    scale, softcap, label_smoothing, z_loss, ignore_index, budget, tolerance, shift = arguments.options(*options)
     contract.num_items(num_items, reduction)
-    required = e is not None and c is not None and targets is not None
-    if not required or num_items is not None or not tensors.are_usual(*given.values()):
-        _check_tensors(given, num_items)
-    if torch.is_autocast_enabled(e.device.type):
-        e, c, bias = _autocast(e, c, bias)
-    _check_types(e, c, bias, targets, class_weight, token_weight)
-    for name, x in (("logit_scale", scale), ("z_loss", z_loss), ("num_items", num_items)):
-        if x is not None and not isinstance(x, Tensor):  # a tensor is not looked at: that could wait for a GPU
-            contract.finite(name, x, _name(e))
-    shard = _shard(vocab_parallel, vocab_parallel_options)
-    shapes = {name: _shape(x) for name, x in given.items()}
-    if shard is not None:
-        shapes = parallel.of_whole(shapes, vocab_axis, shard)
-    contract.shapes(**shapes, vocab_axis=vocab_axis, shift=shift)
-    if shift and not targets.shape[-1]:
-        shift = 0  # there are no tokens to shift; the results are empty anyway
-    if vocab_axis == 1:
-        c = c.T
-    vocabulary = c.shape[0] if shard is None else shard.vocabulary
-    targets = targets.long()  # in a narrower type a large ignore_index would wrap to another number
-    if check_targets:
-        tensors.check_targets(targets, vocabulary, ignore_index, shift)
+    shard = arguments.shard_of(vocab_parallel, vocab_parallel_options)
+    numbers = {"logit_scale": scale, "z_loss": z_loss, "num_items": num_items}
+    name = "linear_cross_entropy"
+    asked = arguments.Asked(name, vocab_axis, shift, ignore_index, impl, check_targets, shard, numbers)
+    x = arguments.prepared(given, asked, {} if num_items is None else {"num_items": num_items})
     if num_items is not None:
-        num_items = _scalar(num_items, e)
+        num_items = _scalar(num_items, x.e)
     class_weight = None if class_weight is None else class_weight.detach()
-    impl = resolved(impl, e)
-    if impl not in OF_TORCH and torch.jit.is_tracing():  # type: ignore[attr-defined]
-        raise NotImplementedError(
-            f"torch.jit.trace cannot record the JAX programs of impl={impl!r}: give impl='torch_compile'"
-        )
-    alone = impl not in OF_TORCH and shard is None
-    smooths, has_z_loss = _constant(label_smoothing > 0), _constant(z_loss != 0)
     call = Call(
         softcap,
         budget,
         tolerance,
-        ignore_index if alone else -1,
-        shift if alone else 0,
+        ignore_index if x.alone else -1,
+        x.shift if x.alone else 0,
         reduction,
-        smooths,
-        has_z_loss,
+        constant(label_smoothing > 0),
+        constant(z_loss != 0),
         precision,
-        impl,
-        c.dtype != e.dtype,
+        x.impl,
+        x.c.dtype != x.e.dtype,
         shard is not None,
     )
     scheduled = label_smoothing, z_loss, scale
-    if alone:
-        flat = _flat(e, 1), c, bias, _flat(targets), class_weight, _flat(token_weight), num_items
-        row_length = targets.shape[-1] if shift else 1
-        loss, statistics = ops.loss(Given(*flat, scheduled, row_length), call, return_lse)
-        lse = statistics[0].clone() if return_lse else None  # the statistics are saved for the backward pass
+    if x.alone:
+        weights = class_weight, flat(token_weight), num_items, None
+        row_length = x.targets.shape[-1] if x.shift else 1
+        flattened = Given(flat(x.e, 1), x.c, x.bias, flat(x.targets), *weights, scheduled, row_length)
+        loss, found = ops.loss(flattened, call, return_lse)
+        lse = found[0].clone() if return_lse else None  # the statistics are saved for the backward pass
     else:
-        if shift:
-            targets = _shifted(targets, shift, ignore_index)
-            token_weight = None if token_weight is None else _shifted(token_weight, shift, 0)
-        columns = losses.columns(_flat(targets), ignore_index, vocabulary)
-        weights = None if class_weight is None else class_weight.to(torch.promote_types(e.dtype, torch.float32))
-        terms = losses.Terms(columns, weights, _flat(token_weight), vocabulary)
-        operands = Operands(e if shard is not None else _flat(e, 1), c, bias, columns, weights)
-        if shard is not None:
-            setting = parallel.Setting(call, scheduled, targets.shape, shard)
-            if reduction != "none" and not return_lse:
-                summed = vocab_in_forward.total(operands, terms, setting)
-                if summed is not None:
-                    return losses.reduced(summed, terms, num_items, reduction)
-            statistics = vocab_statistics.statistics(operands, setting)
-        else:
-            run = compiled.statistics if impl == "torch_compile" else reference.statistics
-            statistics = run(operands, call, scale)
-        loss, lse = losses.loss(statistics, terms, num_items, reduction, scheduled)
-
-    def unshifted(x: Any) -> Any:
-        x = x.reshape(targets.shape)
-        return x[..., :-shift] if shift else x
-
+        if x.shift:
+            token_weight = None if token_weight is None else shifted(token_weight, x.shift, 0)
+        weights = None if class_weight is None else class_weight.to(torch.promote_types(x.e.dtype, torch.float32))
+        operands = statistics.operands_of(x)._replace(weights=weights)
+        terms = losses.Terms(operands.columns, weights, flat(token_weight), x.vocabulary)
+        if shard is not None and reduction != "none" and not return_lse:
+            setting = Setting(call, scheduled, x.targets.shape, shard)
+            summed = vocab_in_forward.total(operands, terms, setting)
+            if summed is not None:
+                return losses.reduced(summed, terms, num_items, reduction)
+        found = statistics.statistics(x, operands, call, scheduled)
+        loss, lse = losses.loss(found, terms, num_items, reduction, scheduled)
     if reduction == "none":
-        loss = unshifted(loss)
-    return (loss, unshifted(lse)) if return_lse else loss
+        loss = x.unshifted(loss)
+    return (loss, x.unshifted(lse)) if return_lse else loss  # type: ignore[arg-type]
 
 
 class LinearCrossEntropy(torch.nn.Module, Generic[Result]):
@@ -398,9 +342,9 @@ class LinearCrossEntropy(torch.nn.Module, Generic[Result]):
             raise TypeError(f"unknown options {sorted(unknown)}; allowed: {', '.join(allowed)}")
         self.options: dict[str, Any] = own | options
         checked = {**cast(Any, linear_cross_entropy).__kwdefaults__, **self.options}
-        _checked(*(checked[name] for name in CHECKED))
+        arguments.checked(*(checked[name] for name in arguments.CHECKED))
         if not isinstance(class_weight, Tensor):
-            _check_other("class_weight", class_weight)
+            arguments.check_other("class_weight", class_weight, "linear_cross_entropy")
         self.register_buffer("class_weight", class_weight)
 
     def forward(
@@ -433,55 +377,6 @@ OF_CALL = {"bias", "token_weight", "num_items"}
 OPTIONS = Options.__annotations__.keys()
 
 
-CHECKED = (
-    *("reduction", "impl", "vocab_axis", "precision", "logit_scale", "softcap", "label_smoothing", "z_loss"),
-    *("ignore_index", "memory_budget", "gradient_tolerance", "shift"),
-)
-
-
-def _checked(*options: Any) -> tuple:
-    """scale, softcap, label_smoothing, z_loss, ignore_index, budget, tolerance, shift; or an error that names one.
-
-    options: in the order of CHECKED.
-    """
-    reduction, impl, vocab_axis, precision, logit_scale, softcap, label_smoothing, z_loss, *others = options
-    ignore_index, memory_budget, tolerance, shift = others
-    contract.choice("reduction", reduction, contract.REDUCTIONS)
-    contract.choice("impl", impl, IMPLS)
-    contract.choice("vocab_axis", vocab_axis, (0, 1))
-    contract.choice("precision", precision, (None, *PRECISIONS))
-    scale = 1.0 if logit_scale is None else contract.number("logit_scale", logit_scale)
-    return (
-        scale,
-        contract.softcap(softcap),
-        contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0),
-        contract.number("z_loss", z_loss),
-        contract.integer("ignore_index", ignore_index),
-        contract.memory_budget(memory_budget),
-        contract.gradient_tolerance(tolerance),
-        contract.integer("shift", shift),
-    )
-
-
-CACHEABLE = {str, int, bool, float, type(None)}  # types of options that a cache can hold
-_checked_once = lru_cache(maxsize=256, typed=True)(_checked)
-
-
-def _shard(vocab_parallel: VocabParallel | None, options: Any) -> VocabParallel | None:
-    if options is not None and vocab_parallel is not None:
-        raise ValueError("vocab_parallel and vocab_parallel_options are the same: give one of them")
-    if options is not None:
-        return parallel.of(options)
-    if vocab_parallel is not None and not isinstance(vocab_parallel, VocabParallel):
-        raise TypeError(f"vocab_parallel must be a cce_torch.VocabParallel, got {type(vocab_parallel).__name__}")
-    if vocab_parallel is not None and torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(
-            "vocab_parallel does not work with torch.func and torch.vmap: write torch.autograd.grad(loss, ...) or "
-            "loss.backward()"
-        )
-    return vocab_parallel
-
-
 def _scalar(x: float | Tensor, e: Tensor) -> Tensor:
     """num_items as a scalar tensor on e's device, which gets no gradient. Waits for no GPU."""
     dtype = torch.promote_types(e.dtype, torch.float32)
@@ -493,125 +388,3 @@ def _scalar(x: float | Tensor, e: Tensor) -> Tensor:
     if e.is_cuda and not x.is_cuda:
         x = x.clone()  # a copy from pinned memory could read x after the caller has changed it; a clone is not pinned
     return x.to(e.device, dtype, non_blocking=e.is_cuda).reshape(())
-
-
-def _constant(condition: bool) -> bool:
-    """condition, which may be a symbol under torch.compile. The branch makes it a constant of the graph."""
-    return True if condition else False  # noqa: SIM210
-
-
-def _shifted(x: Tensor, shift: int, fill: float) -> Tensor:
-    """x[..., shift:] followed by `shift` times fill. So e keeps all its rows, and its last rows are ignored."""
-    return torch.nn.functional.pad(x[..., shift:], (0, shift), value=fill)
-
-
-def _flat(x: Any, last: int = 0) -> Any:
-    """x with all but its `last` last axes made one axis. x itself, not a view, if it has that shape already."""
-    return x if x is None or x.dim() == 1 + last else x.reshape(-1, *x.shape[x.dim() - last :])
-
-
-def _shape(x: Any) -> Any:
-    return None if x is None else tuple(x.shape)
-
-
-def _autocast(e: Tensor, c: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
-    """e, c and bias, cast as torch.nn.functional.linear casts them under autocast, which is enabled.
-
-    A float32 c and bias beside an e of 16 bits are left as they are: the loss rounds them, but not their gradients.
-    """
-
-    def cast(x: Any) -> Any:
-        return x if x is None or x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(x.device.type))
-
-    e = cast(e)
-    if e.itemsize == 2 and c.dtype == torch.float32 and (bias is None or bias.dtype == torch.float32):
-        return e, c, bias
-    return e, cast(c), cast(bias)
-
-
-def _check_tensors(given: dict[str, Tensor | None], num_items: float | Tensor | None) -> None:
-    """Raises an error for a tensor that no impl takes."""
-    present: dict[str, Any] = {name: x for name, x in given.items() if x is not None or name in ("e", "c", "targets")}
-    if num_items is not None:
-        present["num_items"] = num_items
-    for name, x in present.items():
-        if not isinstance(x, Tensor):
-            _check_other(name, x)
-        elif x.layout is not torch.strided:
-            raise TypeError(f"{name} is a sparse tensor of layout {x.layout}: pass {name}.to_dense()")
-    number = present.pop("num_items", None)
-    if isinstance(number, Tensor):
-        tensors.check({"num_items": number})
-        if number.numel() != 1:
-            raise ValueError(f"num_items must be a number or a tensor of one element, got shape {tuple(number.shape)}")
-    tensors.check(present)
-    if len({x.device for x in present.values()}) > 1:
-        found = ", ".join(f"{name} {x.device}" for name, x in present.items())
-        raise ValueError(f"all tensors must be on one device, got {found}")
-
-
-def _check_other(name: str, x: Any) -> None:
-    """Raise unless x, which is no tensor, is allowed for the argument `name`."""
-    if (x is None and name not in ("e", "c", "targets")) or (name == "num_items" and type(x) in (int, float)):
-        return
-    jax, numpy = sys.modules.get("jax"), sys.modules.get("numpy")  # a module not imported has no arrays
-    if jax is not None and isinstance(x, getattr(jax, "Array", ())):
-        raise TypeError(
-            f"{name} is a jax.Array: cce_jax.linear_cross_entropy takes those; or write torch.from_dlpack({name})"
-        )
-    if name == "num_items":
-        return
-    remedy = ""
-    if numpy is not None and isinstance(x, numpy.ndarray):
-        remedy = f": write torch.from_numpy({name})"
-    elif isinstance(x, torch.nn.Module) and isinstance(getattr(x, "weight", None), Tensor):
-        remedy = ": pass its weight" + (", and its bias as bias" if getattr(x, "bias", None) is not None else "")
-    elif isinstance(x, (list, tuple)):
-        of_tensors = len(x) > 0 and all(isinstance(part, Tensor) for part in x)
-        remedy = f": write torch.{'stack' if of_tensors else 'tensor'}({name})"
-    raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}{remedy}")
-
-
-def _check_types(e, c, bias, targets, class_weight, token_weight) -> None:
-    if targets.dtype not in INTEGERS:
-        raise TypeError(f"targets must be of an integer type, got targets {_name(targets)}: write targets.long()")
-    for name, x in (("class_weight", class_weight), ("token_weight", token_weight)):
-        if x is not None and x.is_complex():
-            raise TypeError(f"{name} must be real, got {name} {_name(x)}")
-    if e.dtype in FLOATING and c.dtype == e.dtype and (bias is None or bias.dtype == e.dtype):
-        return
-    for name, x in (("e", e), ("c", c), ("bias", bias)):
-        if x is not None and x.dtype not in FLOATING:
-            allowed = ", ".join((*contract.KERNEL_TYPES, "float64"))
-            raise TypeError(f"{name} must be one of {allowed}, got {name} {_name(x)}")
-    contract.types(_name(e), _name(c), None if bias is None else _name(bias), "to")
-
-
-def _name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
-
-
-_capability = cache(torch.cuda.get_device_capability)
-
-
-def resolved(impl: Impl, e: Tensor) -> Impl:
-    """impl, with "auto" decided by the device and type of e. Raises if the impl cannot run there."""
-    if impl in OF_TORCH:
-        return impl
-    device, typed = e.device.type, e.dtype != torch.float64
-    runs = device == "cpu" or (device == "cuda" and torch.version.cuda is not None)
-    # torch.compile warns about functions that functools caches.
-    capability = torch.cuda.get_device_capability if torch.compiler.is_compiling() else _capability
-    kernels_run = device == "cpu" or (runs and capability(e.device.index)[0] >= 8)
-    if impl == "auto":
-        return "torch_compile" if not (typed and kernels_run) else "auto" if device == "cuda" else "chunked"
-    if not typed:
-        allowed = ", ".join(contract.KERNEL_TYPES)
-        raise TypeError(f"impl={impl!r} takes {allowed}; e is float64, which 'reference' and 'torch_compile' take")
-    if not (kernels_run if impl == "cce" else runs):
-        raise NotImplementedError(
-            f"impl={impl!r} does not run on {e.device}"
-            + (": it needs compute capability 8.0 or more" if runs else "")
-            + "; impl='torch_compile' does"
-        )
-    return impl

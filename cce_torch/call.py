@@ -1,8 +1,8 @@
 """The record of a call: its options, and its tensors. Imports no JAX.
 
-The statistics of a call are one tensor, (Call.rows, N), float32 for the JAX programs: lse, the logit of the target and,
-with label smoothing, the weighted sum of the logits. They are equations (1)-(3) of cce_jax/core.py, 0 for an ignored
-token.
+The statistics of a call are one tensor, (Call.rows, N), float32 for the JAX programs: lse, the logit of the target,
+with label smoothing the weighted sum of the logits, and where it is asked for their mean under the softmax. They are
+equations (1)-(3') of cce_jax/core.py, 0 for an ignored token.
 """
 
 from ast import literal_eval
@@ -27,11 +27,22 @@ class Call(NamedTuple):
     impl: str = "auto"
     wide_dc: bool = False  # c and bias are float32 beside an e of 16 bits: their gradients are float32
     of_shard: bool = False  # c is a shard of the vocabulary: de is a part of a sum, in float32
+    with_mean: bool = False  # whether the mean of the logits is asked for
+    mean_is_detached: bool = False  # whether the mean gets no cotangent
+    with_temperature: bool = False  # whether each token has a temperature
 
     @property
     def rows(self) -> int:
         """The number of statistics of a token."""
-        return 2 + self.smooths
+        return 2 + self.smooths + self.with_mean
+
+    @property
+    def of_backward(self) -> "Call":
+        """The call that the backward pass makes: a mean without a cotangent is nothing to it.
+
+        The mean is the last of the statistics, so the first rows are those of this call.
+        """
+        return self._replace(with_mean=False, mean_is_detached=False) if self.mean_is_detached else self
 
     def encoded(self) -> tuple[str, float | None, int | None, float]:
         """The arguments of a PyTorch operator. torch.compile can make a constant of a number there, not in a str."""
@@ -58,6 +69,7 @@ class Given(NamedTuple):
     class_weight: Tensor | None  # (V,)
     token_weight: Tensor | None  # (N,)
     num_items: Tensor | None  # one element
+    inverse_temperature: Tensor | None  # (N,) float32: multiplies a token's logits after softcap; it is not shifted
     scheduled: Any  # label_smoothing, z_loss and scale: a tuple, or a tensor where an operator takes it
     row_length: int  # of the rows of tokens, each of which is shifted
 
@@ -69,7 +81,7 @@ class Given(NamedTuple):
         return dict(zip(self._fields, self.tensors, strict=False))
 
 
-TENSORS = 7
+TENSORS, FIELDS = 8, len(Given._fields)
 
 
 class Operands(NamedTuple):
@@ -80,3 +92,4 @@ class Operands(NamedTuple):
     bias: Tensor | None  # (V,)
     columns: Tensor  # (N,) integers, as in losses.py
     weights: Tensor | None  # (V,), of the weighted sum; None: 1
+    inverse_temperature: Tensor | None = None  # (N,) at least float32: multiplies a token's logits after softcap

@@ -31,7 +31,7 @@ def explain(
     an option is out of its range, or the call would run PyTorch's own operators, as with float64.
     """
     from cce_jax import plans
-    from cce_torch.api import resolved
+    from cce_torch.arguments import resolved
     from cce_torch.on_jax import kinds
 
     contract.choice("reduction", reduction, contract.REDUCTIONS)

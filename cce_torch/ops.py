@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cce_torch.call import SCHEMA, TENSORS, Call, Given, decoded
+from cce_torch.call import FIELDS, SCHEMA, TENSORS, Call, Given, decoded
 from cce_torch.on_jax import tensors
 
 GIVEN = (
     "Tensor e, Tensor c, Tensor? bias, Tensor targets, Tensor? class_weight, Tensor? token_weight, Tensor? num_items, "
-    "Tensor scheduled, SymInt row_length"
+    "Tensor? inverse_temperature, Tensor scheduled, SymInt row_length"
 )
 LEFT = 8  # the most tensors that `loss` leaves: of Left either unit or blocks, never both
 
@@ -61,7 +61,7 @@ def loss(given: Given, call: Call, lse_is_returned: bool) -> tuple[Tensor, Tenso
         return _LossOfFunctions.apply(*given, saving_for, call)
     if not compiling and _has_tangent(given.e, given.c, given.bias, token_weight):
         _refuse(None)
-    if saving_for and not _may_save(given, call, lse_is_returned):
+    if saving_for and (call.mean_is_detached or not _may_save(given, call, lse_is_returned)):
         saving_for = []
     if gradients or compiling:
         return _Loss.apply(*given, saving_for, call)  # type: ignore[no-any-return]
@@ -121,9 +121,11 @@ class _Loss(torch.autograd.Function):
         if torch.compiler.is_compiling() and ctx.saving_for:  # zeros, as lse is not returned
             of_statistics = None
         if of_loss is None and of_statistics is None:
-            return (None,) * 11
+            return (None,) * (FIELDS + 2)
         saved: Any = ctx.saved_tensors
         arrays, statistics, left = saved[: TENSORS + 1], saved[TENSORS + 1], saved[TENSORS + 2 :]
+        rows = ctx.call.rows  # without a mean that gets no cotangent
+        statistics, of_statistics = statistics[:rows], None if of_statistics is None else of_statistics[:rows]
         scheduled = ctx.scheduled if arrays[-1] is None else arrays[-1]
         given = Given(*arrays[:-1], scheduled, ctx.row_length)  # type: ignore[call-arg]
         if not ctx.formed:
@@ -136,7 +138,7 @@ class _Loss(torch.autograd.Function):
                 more = _gradients(ctx, (None, of_statistics), given, statistics, (), [*wanted[:3], False])
                 found = *map(_sum, found[:3], more[:3]), found[3]
         de, dc, dbias, dweight = (x if w else None for x, w in zip(found, wanted, strict=True))
-        return de, dc, dbias, None, None, dweight, None, None, None, None, None
+        return de, dc, dbias, None, None, dweight, *[None] * (FIELDS - 4)
 
 
 def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
@@ -144,7 +146,7 @@ def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
 
 
 def _save(ctx: Any, given: Given, options: tuple, statistics: Tensor, left: Sequence[Tensor]) -> None:
-    ctx.saving_for, ctx.call = options
+    ctx.saving_for, ctx.call = options[0], options[1].of_backward
     ctx.row_length, ctx.scheduled = given.row_length, None if isinstance(given.scheduled, Tensor) else given.scheduled
     ctx.save_for_backward(*given.tensors, None if ctx.scheduled else given.scheduled, statistics, *left)
     ctx.set_materialize_grads(False)
@@ -322,7 +324,8 @@ def _new_results(given: Given, call: Call) -> tuple[Tensor, Tensor]:
 
 def _loss_arguments(arguments: tuple) -> tuple[Given, Any, Sequence[bool], Call]:
     """given, its Kind, the gradients for which something is left, and the Call. Kind: None if nothing is left."""
-    given, (saving_for, compiled), call = Given(*arguments[:9]), arguments[9:11], decoded(*arguments[11:])
+    given, (saving_for, compiled) = Given(*arguments[:FIELDS]), arguments[FIELDS : FIELDS + 2]
+    call = decoded(*arguments[FIELDS + 2 :])
     kind = None
     if saving_for and given.e.shape[0]:
         kind, saving_for = _kind(given, call, saving_for, compiled)
@@ -338,7 +341,7 @@ def _kind(given: Given, call: Call, saving_for: Sequence[bool], compiled: bool) 
 
 def _called_loss(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     """_run_loss for tensors that nothing has checked: torch.compile traced the public function, or it was not used."""
-    tensors.check(Given(*arguments[:9]).named())
+    tensors.check(Given(*arguments[:FIELDS]).named())
     given, kind, saving_for, call = _loss_arguments(arguments)
     return _run_loss(given._replace(scheduled=given.scheduled.tolist()), saving_for, call, kind)
 
@@ -369,8 +372,9 @@ class _Backward(NamedTuple):
 
 def _gradients_arguments(arguments: tuple) -> tuple[_Backward, bool]:
     """The arguments by name, and whether torch.compile traced the call."""
-    of, given, (statistics, *left) = arguments[:2], Given(*arguments[2:11]), arguments[11 : 12 + LEFT]
-    (saving_for, wanted, compiled), call = arguments[12 + LEFT : 15 + LEFT], decoded(*arguments[15 + LEFT :])
+    of, given, others = arguments[:2], Given(*arguments[2 : 2 + FIELDS]), arguments[2 + FIELDS :]
+    (statistics, *left), others = others[: 1 + LEFT], others[1 + LEFT :]
+    (saving_for, wanted, compiled), call = others[:3], decoded(*others[3:])
     left = [x for x in left if x is not None]
     return _Backward(given, of, statistics, left, saving_for, wanted, call), compiled
 

@@ -14,13 +14,8 @@ FILES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 MOST_FILES = {"JAX": 7, "PyTorch": 9}
 MOST_ARGUMENTS = 8
-PUBLIC = {
-    "linear_log_probs",
-    "linear_token_loss",
-    "linear_cross_entropy",
-    "explain",
-    "__init__",
-}  # with an argument for each option
+# with an argument for each option
+PUBLIC = {"linear_cross_entropy", "linear_log_probs", "linear_token_loss", "explain", "__init__"}
 
 
 @cache

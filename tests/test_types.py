@@ -86,7 +86,10 @@ def test_the_overloads_know_all_keyword_arguments(function, options, others):
     assert annotated == {name: typing.get_type_hints(options)[name] for name in annotated}
 
 
-@pytest.mark.parametrize("function", [cce_jax.linear_cross_entropy, cce_torch.linear_cross_entropy])
+PUBLIC = [cce_jax.linear_cross_entropy, cce_torch.linear_cross_entropy, cce_torch.linear_log_probs]
+
+
+@pytest.mark.parametrize("function", PUBLIC)
 def test_the_example_of_help_runs(function):
     (example,) = doctest.DocTestFinder(recurse=False).find(function, globs={})
     assert example.examples

@@ -86,8 +86,10 @@ class Kind:
         dtype = str(self.dtype)[6:]
         e = jax.ShapeDtypeStruct((size, self.c_shape[1 - self.vocab_axis]), dtype)
         bias = jax.ShapeDtypeStruct((self.vocabulary,), dtype) if with_bias else None
-        targets = jax.ShapeDtypeStruct((size,), "int32")
-        return Inputs(e, jax.ShapeDtypeStruct(tuple(self.c_shape), dtype), bias, targets)  # type: ignore[arg-type]
+        targets, inverse = (jax.ShapeDtypeStruct((size,), x) for x in ("int32", "float32"))
+        inverse = inverse if self.call.with_temperature else None
+        c = jax.ShapeDtypeStruct(tuple(self.c_shape), dtype)
+        return Inputs(e, c, bias, targets, inverse_temperature=inverse)  # type: ignore[arg-type]
 
     def in_memory(self, c: Tensor) -> Tensor:
         """c, (V, D), row-major in this Kind's order of memory. A hook on saved tensors may have changed c's order."""
@@ -121,6 +123,7 @@ def kind_of(call: Call, c_shape: torch.Size, vocab_axis: int, dtype: torch.dtype
             wide_de=call.of_shard,
             wide_dc=call.wide_dc,
             gradient_tolerance=call.gradient_tolerance,
+            with_mean=call.with_mean,
         )
         with _choosing:
             found = _kinds.setdefault(key, Kind(call, static, c_shape, dtype, on, Sizes()))

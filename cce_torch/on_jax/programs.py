@@ -198,7 +198,8 @@ class Tokens:
         weights = self.padded(real(given.token_weight), 0)
         length = given.row_length if call.shift else None
         others = dense(real(given.class_weight)), weights, dense(real(given.num_items))
-        return [words, *others, length, *_terms(*given.scheduled)]
+        inverse_temperature = self.padded(given.inverse_temperature, 1)
+        return [words, *others, inverse_temperature, length, *_terms(*given.scheduled)]
 
 
 @lru_cache(maxsize=1024)
@@ -240,8 +241,8 @@ class Problem(NamedTuple):
     @classmethod
     def of(cls, kind: Kind, arrays: Sequence[Any]) -> "Problem":
         """arrays: of `Tokens.inputs`."""
-        e, c, bias, words, class_weight, token_weight, num_items, row_length, label_smoothing, z_loss, scale = arrays
-        call = kind.call
+        e, c, bias, words, class_weight, token_weight, num_items, inverse_temperature, *others = arrays
+        (row_length, label_smoothing, z_loss, scale), call = others, kind.call
         columns = _columns(words, call.ignore_index, kind.vocabulary)
         weights = None if class_weight is None else class_weight.astype(jnp.float32)
         if token_weight is not None:
@@ -251,7 +252,8 @@ class Problem(NamedTuple):
             columns = jnp.where(last, -1, _moved(columns, -call.shift, -1))
             token_weight = None if token_weight is None else _moved(token_weight, -call.shift, 0)
         items = None if num_items is None else num_items.reshape(())
-        inputs = Inputs(e, c, bias, columns, weights, None if scale is None else scale.reshape(1))
+        scale = None if scale is None else scale.reshape(1)
+        inputs = Inputs(e, c, bias, columns, weights, scale, inverse_temperature)
         return cls(kind, inputs, token_weight, items, label_smoothing, z_loss)
 
     def loss(self, statistics: Statistics, token_weight: jax.Array | None) -> jax.Array:
@@ -311,9 +313,11 @@ def stacked(statistics: Statistics) -> jax.Array:
     return jnp.stack([x for x in statistics if x is not None])
 
 
-def unstacked(kind: Any, rows: jax.Array) -> Any:
-    """The inverse of `stacked`. kind: Statistics or Cotangents."""
-    return kind(*rows, *[None] * (3 - len(rows)))
+def unstacked(of: Any, rows: jax.Array, call: Call) -> Any:
+    """The inverse of `stacked`. of: Statistics or Cotangents."""
+    lse, target, *others = rows
+    mean = others.pop() if call.with_mean else None
+    return of(lse, target, others[0] if call.smooths else None, mean)
 
 
 def jitted(program: Callable, outputs: int, options: dict[str, Any] | None = None) -> Callable:
@@ -374,7 +378,7 @@ def _gradients_program(kind: Kind, wanted: Wanted, of_token_weight: bool, left: 
         problem = Problem.of(kind, others)
 
         def value(rows, token_weight):
-            return problem.loss(unstacked(Statistics, rows), token_weight)
+            return problem.loss(unstacked(Statistics, rows, kind.call), token_weight)
 
         # Without a cotangent of the loss, the loss is not differentiated. A cotangent of 0 would give NaN for a token
         # whose target is out of range: 0 · NaN is NaN.
@@ -383,7 +387,7 @@ def _gradients_program(kind: Kind, wanted: Wanted, of_token_weight: bool, left: 
             cotangents, of_weight = jax.vjp(value, rows, problem.token_weight)[1](of_loss)
         if of_statistics is not None:
             cotangents += of_statistics
-        statistics, of = unstacked(Statistics, rows), unstacked(Cotangents, cotangents)
+        statistics, of = (unstacked(x, y, kind.call) for x, y in ((Statistics, rows), (Cotangents, cotangents)))
         found, residuals = passes.gradients(problem.inputs, statistics, residuals, of, kind.static, wanted)
         results = [*found, problem.moved_back(of_weight) if of_token_weight else None]
         return tuple(jax.tree.leaves((residuals, results)))
@@ -415,7 +419,7 @@ def _finish_program(
         if of_token_weight:
 
             def value(token_weight):
-                return problem.loss(unstacked(Statistics, rows), token_weight)
+                return problem.loss(unstacked(Statistics, rows, kind.call), token_weight)
 
             results.append(problem.moved_back(jax.vjp(value, problem.token_weight)[1](of_loss)[0]))
         return tuple(x for x in results if x is not None)

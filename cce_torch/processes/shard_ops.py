@@ -25,7 +25,7 @@ def programs() -> Any:
 def target(operands: Operands, saving_for: tuple[bool, ...], call: Call, scale: float) -> Tensor:
     if not torch.compiler.is_compiling():
         return programs().target(operands, saving_for, call, scale)
-    return shard_target(*operands[:4], saving_for, scale, *call.encoded())
+    return shard_target(*operands[:4], operands.inverse_temperature, saving_for, scale, *call.encoded())
 
 
 def statistics(
@@ -54,6 +54,7 @@ def shard_target(
     c: Tensor,
     bias: Tensor | None,
     columns: Tensor,
+    inverse_temperature: Tensor | None,
     saving_for: Sequence[bool],
     scale: float,
     options: str,
@@ -62,7 +63,7 @@ def shard_target(
     gradient_tolerance: float,
 ) -> Tensor:
     call = decoded(options, softcap, memory_budget, gradient_tolerance)
-    return target(Operands(e, c, bias, columns, None), tuple(saving_for), call, scale)
+    return target(Operands(e, c, bias, columns, None, inverse_temperature), tuple(saving_for), call, scale)
 
 
 @torch.library.custom_op("cce_torch::shard_statistics", mutates_args=(), tags=TAGS)
@@ -72,6 +73,7 @@ def shard_statistics(
     bias: Tensor | None,
     columns: Tensor,
     weights: Tensor | None,
+    inverse_temperature: Tensor | None,
     reference: Tensor | None,
     saving_for: Sequence[bool],
     scale: float,
@@ -81,7 +83,7 @@ def shard_statistics(
     gradient_tolerance: float,
 ) -> tuple[Tensor, Tensor]:
     """The statistics, and the saved exponentials, which have no elements if nothing is saved."""
-    operands = Operands(e, c, bias, columns, weights)
+    operands = Operands(e, c, bias, columns, weights, inverse_temperature)
     call = decoded(options, softcap, memory_budget, gradient_tolerance)
     found, saved = statistics(operands, reference, tuple(saving_for), call, scale)
     return found, e.new_empty(0) if saved is None else saved
@@ -95,8 +97,10 @@ def shard_gradients(
     bias: Tensor | None,
     columns: Tensor,
     weights: Tensor | None,
+    inverse_temperature: Tensor | None,
     own: Tensor,
     lse: Tensor,
+    mean: Tensor | None,
     reference: Tensor | None,
     saved: Tensor | None,
     wanted: Sequence[bool],
@@ -106,9 +110,9 @@ def shard_gradients(
     memory_budget: int | None,
     gradient_tolerance: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    operands = Operands(e, c, bias, columns, weights)
+    operands = Operands(e, c, bias, columns, weights, inverse_temperature)
     call = decoded(options, softcap, memory_budget, gradient_tolerance)
-    held = own, lse, reference, saved
+    held = own, lse, mean, reference, saved
     de, dc, dbias = gradients(cotangents, operands, held, tuple(wanted), call, scale, None)
     return de, dc, dbias
 
@@ -125,5 +129,5 @@ def _(e, *others):
 
 @shard_gradients.register_fake
 def _(cotangents, e, c, bias, *others):
-    de, dc, dbias = ops.new_gradients((e, c, bias), others[6], torch.float32, decoded(*others[-ENCODED:]))
+    de, dc, dbias = ops.new_gradients((e, c, bias), others[8], torch.float32, decoded(*others[-ENCODED:]))
     return de, dc, dbias

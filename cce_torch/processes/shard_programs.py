@@ -59,7 +59,7 @@ class _Shard(Tokens):
     """The tensors of a call on a shard, as its programs take them."""
 
     def __init__(self, kind: Kind, operands: Operands, scale: float) -> None:
-        e, c, bias, columns, weights = operands
+        e, c, bias, columns, weights, inverse_temperature = operands
         super().__init__(kind, e.shape[0])
         self.c = kind.in_memory(c)
         self.arrays = [
@@ -69,6 +69,7 @@ class _Shard(Tokens):
             self.padded(columns, -1),
             dense(real(weights)),
             scale_of(scale),
+            self.padded(inverse_temperature, 1),
         ]
 
     def of_tokens(self, *each: Tensor | None) -> list[Tensor | None]:
@@ -102,6 +103,7 @@ class Held(NamedTuple):
 
     own: Tensor  # the statistics over the shard's columns
     lse: Tensor  # (N,), of the whole vocabulary
+    mean: Tensor | None  # (N,), of the whole vocabulary, if Call.with_mean
     reference: Tensor | None  # (N,)
     saved: Tensor | None  # exponentials
 
@@ -123,7 +125,7 @@ def gradients(
         outputs.append(shard.of_parameter(shard.c))
     if asked.bias and operands.bias is not None:
         outputs.append(shard.of_parameter(operands.bias))
-    inputs = [*shard.of_tokens(cotangents, *held[:3]), *shard.arrays]
+    inputs = [*shard.of_tokens(cotangents, *held[:-1]), *shard.arrays]
     program = _gradients_program(kind, asked, bool(overwritten), shard.size)
     found = list(bridge.run(program, inputs, outputs, scratch=overwritten))
     if asked.e:
@@ -133,8 +135,9 @@ def gradients(
     return found
 
 
-def _inputs(e, c, bias, columns, weights, scale) -> Inputs:
-    return Inputs(e, c, bias, columns, weights, None if scale is None else scale.reshape(1))
+def _inputs(e, c, bias, columns, weights, scale, inverse_temperature=None) -> Inputs:
+    scale = None if scale is None else scale.reshape(1)
+    return Inputs(e, c, bias, columns, weights, scale, inverse_temperature)
 
 
 def _finite(reference: jax.Array | None) -> jax.Array | None:
@@ -166,9 +169,9 @@ def _gradients_program(kind: Kind, wanted: Wanted, with_saved: bool, size: int) 
 
     def torch_shard_gradients(*arrays):
         residuals = Residuals(exponentials=arrays[0] if with_saved else None)
-        cotangents, own, lse, reference, *others = arrays[count:]  # the first `count` are the results' memory
-        own, of = unstacked(Statistics, own), unstacked(Cotangents, cotangents)
-        shard = Shard(lse, _finite(reference))
+        cotangents, own, lse, mean, reference, *others = arrays[count:]  # the first `count` are the results' memory
+        own, of = unstacked(Statistics, own, kind.call), unstacked(Cotangents, cotangents, kind.call)
+        shard = Shard(lse, _finite(reference), mean)
         found, residuals = passes.gradients(_inputs(*others), own, residuals, of, kind.static, wanted, shard)
         return tuple(jax.tree.leaves((residuals, list(found))))
 
@@ -372,7 +375,8 @@ def _chunk_gradients_program(way: Way, size: int, written: tuple[bool, ...]) -> 
         given = Results(*(next(memory) if x else None for x in written))
         exchanged: Any = Exchanged(*arrays[count:][:5])
         of: Any = Losses(*arrays[count:][5:11])
-        chunk, whole, own = _chunk(*arrays[count:][11:]), *(unstacked(Statistics, x) for x in exchanged[1::-1])
+        own, whole = (unstacked(Statistics, x, way.kind.call) for x in exchanged[:2])
+        chunk = _chunk(*arrays[count:][11:])
         common = losses.Common(of.label_smoothing, of.z_loss, of.class_weight)
         cotangents = losses.cotangents_of(common, way.kind.loss, way.vocabulary)(whole, losses.Terms(*of[:3]))
         values = given.columns if exchanged.logits is None else exchanged.logits

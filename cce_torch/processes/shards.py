@@ -22,6 +22,7 @@ class Held(NamedTuple):
 
     own: Tensor  # the statistics over its columns
     lse: Tensor  # (N,), of the whole vocabulary
+    mean: Tensor | None  # (N,), of the whole vocabulary, if Call.with_mean
     of_target: Tensor | None  # (N,), the reference of the exponentials if needs_reference
     saved: Tensor | None  # exponentials
 
@@ -39,8 +40,8 @@ def rounded(operands: Operands, call: Call) -> Operands:
     """PyTorch's impls round a float32 c and bias themselves; the other impls take them in e's type."""
     if call.impl in OF_TORCH or not call.wide_dc:
         return operands
-    e, c, bias, columns, weights = operands
-    return Operands(e, tensors.rounded(c, e), tensors.rounded(bias, e), columns, weights)
+    e, c, bias, *_ = operands
+    return operands._replace(c=tensors.rounded(c, e), bias=tensors.rounded(bias, e))
 
 
 def kind(operands: Operands, call: Call) -> Any:
@@ -68,7 +69,7 @@ def statistics(
     if call.impl == "reference":
         return reference.statistics(operands, call, scale), None
     if call.impl == "torch_compile":
-        return compiled.run_statistics(*operands, scale, call.softcap, call.smooths, call.memory_budget), None
+        return compiled.run_statistics(*operands, *compiled.options(call, scale)), None
     return shard_ops.statistics(operands, of_target, saving_for, call, scale)
 
 
@@ -93,20 +94,23 @@ def gradients(
     elif call.impl == "reference":
         # Autocast may be on: a backward pass has no autocast of its own.
         with torch.autocast(e.device.type, enabled=False):
-            found = _gradients_of_reference(cotangents, operands, held.lse, call, scale)
+            found = _gradients_of_reference(cotangents, operands, held, call, scale)
     elif call.impl == "torch_compile":
+        whole = torch.stack([x for x in (held.lse, held.mean) if x is not None])
         found = compiled.run_gradients(
-            cotangents, *operands, held.lse[None], scale, call.softcap, call.memory_budget, *wanted, wide_e=True
+            cotangents, *operands, whole, *compiled.options(call, scale), *wanted, wide_e=True
         )
     else:
         found = shard_ops.gradients(cotangents, operands, held, wanted, call, scale, kind)
     return tuple(x if w else None for x, w in zip(found, wanted, strict=True))
 
 
-def _gradients_of_reference(cotangents: Tensor, operands: Operands, lse: Tensor, call: Call, scale: float) -> tuple:
+def _gradients_of_reference(cotangents: Tensor, operands: Operands, held: Held, call: Call, scale: float) -> tuple:
     """Equations (6) and (7) of cce_jax/core.py from the full logits, in float32. dc and dbias are rounded once."""
-    e, c, bias, columns, weights = operands
+    e, c, bias, columns, weights, inverse_temperature = operands
+    lse, mean = held.lse, held.mean
     accumulate, kept, c_of_e, bias_of_e = lse.dtype, columns >= 0, tensors.rounded(c, e), tensors.rounded(bias, e)
+    inverse_temperature = blocks.of_kept(inverse_temperature, kept, 1)
     e = torch.where(kept[:, None], e, 0).to(accumulate)
     block = blocks.Block(
         e @ c_of_e.to(accumulate).T,
@@ -115,8 +119,11 @@ def _gradients_of_reference(cotangents: Tensor, operands: Operands, lse: Tensor,
         columns,
         scale,  # type: ignore[arg-type]
         None if call.softcap is None else lse.new_full((), call.softcap),
+        inverse_temperature,
     )
-    of = blocks.Cotangents(torch.where(kept, lse, torch.inf), *(torch.where(kept, cotangents, 0) * scale))
+    rows = blocks.folded(torch.where(kept, cotangents, 0), lse, mean) * scale
+    rows = rows if inverse_temperature is None else rows * inverse_temperature
+    of = blocks.Cotangents.of(torch.where(kept, lse, torch.inf), rows, call.with_mean)
     dz = blocks.cotangents(block, of, accumulate)
     dc = torch.empty_like(c).copy_(dz.T @ e)  # with c's strides
     return dz @ c_of_e.to(accumulate), dc, None if bias is None else dz.sum(0).to(bias.dtype)

@@ -44,7 +44,7 @@ def total(operands: Operands, terms: losses.Terms, setting: Setting) -> Tensor |
     """S, the sum of the tokens' losses, differentiable once in e, c, bias and token_weight; equal on all processes.
 
     None where the plan for the largest shard forms no gradients in the forward pass: all processes then get None.
-    operands: as for vocab_statistics.statistics.
+    operands: as for vocab_statistics.statistics, without temperatures.
     """
     wanted = [x is not None and x.requires_grad for x in operands[:3]]
     usual = torch.is_grad_enabled() and not torch.compiler.is_compiling() and setting.call.impl not in shards.OF_TORCH
@@ -56,7 +56,7 @@ def total(operands: Operands, terms: losses.Terms, setting: Setting) -> Tensor |
     if chunks is None:
         return None
     planned = _Planned(setting, chunks, of)
-    return _Total.apply(*operands, terms.token_weight, planned)  # type: ignore[no-any-return]
+    return _Total.apply(*operands[:5], terms.token_weight, planned)  # type: ignore[no-any-return]
 
 
 class _Total(torch.autograd.Function):
@@ -121,7 +121,7 @@ class _Run:
     def __init__(self, operands: Operands, terms: losses.Terms, planned: _Planned) -> None:
         (call, (label_smoothing, z_loss, scale), self.tokens, shard), self.chunks, self.wanted = planned
         self.setting, self.terms, self.shard, self.programs = planned.setting, terms, shard, _programs()
-        e, c, bias, columns, weights = operands
+        e, c, bias, columns, weights, _ = operands
         own_weights = None if weights is None else weights[shard.start : shard.stop]
         own = Operands(e.reshape(-1, e.shape[-1]), c, bias, shard.held(columns), own_weights)
         self.own, self.kept, self.e = shards.rounded(own, call), columns >= 0, own.e
@@ -148,7 +148,7 @@ class _Run:
 
         formed = None if self.way is None else self.way.new(new)
         de = new(shape, self.e.dtype) if self.wanted.e else None
-        return of_all_columns(own, self.kept, self.shard), de, formed
+        return of_all_columns(own, self.kept, self.setting), de, formed
 
     def formed(self, shape: torch.Size) -> tuple[Tensor, Tensor | None, Any]:
         """The statistics over all columns; de of S, of this shape, in e's type; Residuals of dc and dbias.
@@ -190,7 +190,7 @@ class _Run:
             last = formed.last.left if way.stores and formed.last is not None else None
             memory = None if last is None or n > len(last) else last[:n]
             own, columns = self.programs.chunk_statistics(way, chunk, memory)
-        statistics = of_all_columns(own[:, :count], of.live[:count], self.shard)
+        statistics = of_all_columns(own[:, :count], of.live[:count], self.setting)
         part: Any = None
         if de is not None:
             de.settle()  # now, so that no two chunks' de exist while this chunk's is formed

@@ -1,15 +1,16 @@
 """Vocabulary parallelism: each process holds some rows of c. The statistics are those of the whole vocabulary.
 
 A process has the logits z_iv of its own columns v alone. It computes the statistics of each token over them, and the
-processes of the group exchange these: lse = log Σ exp(lse of a process); target and sum are sums. So all have the same
-statistics, and the same loss. Backward, equation (6) of cce_jax/core.py holds for each column with the lse of the whole
-vocabulary. So dc and dbias of a process' own rows are complete. de is a sum over all columns: each process has a part
-of it in float32, the parts are summed, and only then rounded to e's type.
+processes of the group exchange these: lse = log Σ exp(lse of a process); target and sum are sums; the mean of the
+logits is Σ exp(lse of a process − lse) · (mean of a process). So all have the same statistics, and the same loss.
+Backward, equation (6) of cce_jax/core.py holds for each column with lse and mean of the whole vocabulary. So dc and
+dbias of a process' own rows are complete. de is a sum over all columns: each process has a part of it in float32, the
+parts are summed, and only then rounded to e's type.
 
 With N tokens, the processes exchange at each call:
 
     forward     the targets' logits, N float32, summed, where kernels take them as reference of their exponentials
-    forward     the statistics, 2·N float32, or 3·N with label smoothing, which every process gathers
+    forward     the statistics, Call.rows·N float32, which every process gathers
     backward    de, N·D float32, summed
 
 Under sequence parallelism each process has only a part of e: e is gathered forward, and de is reduce-scattered.
@@ -27,7 +28,8 @@ from torch import Tensor
 from cce_torch.call import Operands
 from cce_torch.processes import shards
 from cce_torch.processes.collectives import gathered, reduced, summed, whole
-from cce_torch.processes.vocab_parallel import Setting, VocabParallel
+from cce_torch.processes.vocab_parallel import Setting
+from cce_torch.torch_alone import blocks
 
 
 def statistics(operands: Operands, setting: Setting) -> Tensor:
@@ -38,6 +40,7 @@ def statistics(operands: Operands, setting: Setting) -> Tensor:
     (N,) of the whole vocabulary; weights (V,).
     """
     saving = torch.is_grad_enabled() and not torch.compiler.is_compiling()  # whose graph would need the saved size
+    saving = saving and not setting.call.mean_is_detached
     saving_for = tuple(saving and x is not None and x.requires_grad for x in operands[:3])
     call = setting.call._replace(reduction="none", has_z_loss=False)  # PyTorch computes the loss from the statistics
     return _Statistics.apply(*operands, saving_for, setting._replace(call=call))  # type: ignore[no-any-return]
@@ -45,17 +48,20 @@ def statistics(operands: Operands, setting: Setting) -> Tensor:
 
 class _Statistics(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, e, c, bias, columns, weights, saving_for, setting: Setting):
+    def forward(ctx: Any, e, c, bias, columns, weights, inverse_temperature, saving_for, setting: Setting):
         (call, (_, _, scale), tokens, shard), kept = setting, columns >= 0
-        ctx.part, ctx.dtype, ctx.setting = e.shape, e.dtype, setting
+        ctx.part, ctx.dtype, ctx.setting = e.shape, e.dtype, setting._replace(call=call.of_backward)
         e = whole(e, tokens, shard).reshape(-1, e.shape[-1])
         weights = None if weights is None else weights[shard.start : shard.stop]
-        operands = shards.rounded(Operands(e, c, bias, shard.held(columns), weights), call)
+        operands = Operands(e, c, bias, shard.held(columns), weights, inverse_temperature)
+        operands = shards.rounded(operands, call)
         of_target = references(operands, columns, saving_for, setting)
         own, saved = shards.statistics(operands, of_target, saving_for, call, scale)
         ctx.kind = None if saved is None else shards.kind(operands, call)
-        found = of_all_columns(own, kept, shard)
-        ctx.save_for_backward(*operands, torch.where(kept, own, 0), found[0].clone(), of_target, saved)
+        found, rows = of_all_columns(own, kept, setting), ctx.setting.call.rows
+        mean = found[-1].clone() if ctx.setting.call.with_mean else None
+        own = torch.where(kept, own, 0)[:rows]
+        ctx.save_for_backward(*operands, own, found[0].clone(), mean, of_target, saved)
         return found
 
     @staticmethod
@@ -65,12 +71,12 @@ class _Statistics(torch.autograd.Function):
 
         def run(cotangents: Tensor, *arrays: Any) -> tuple[Tensor | None, ...]:
             """de, summed over the group, dc and dbias. None where not wanted."""
-            operands, held = Operands(*arrays[:5]), shards.Held(*arrays[5:])
+            operands, held = Operands(*arrays[:6]), shards.Held(*arrays[6:])
             de, dc, dbias = shards.gradients(cotangents, operands, held, wanted, call, scale, kind)
             return None if de is None else reduced(de, part, tokens, shard).to(dtype), dc, dbias
 
         guarded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        return *first_order(run, guarded, cotangents, *ctx.saved_tensors), *[None] * 4
+        return *first_order(run, guarded, cotangents[: call.rows], *ctx.saved_tensors), *[None] * 5
 
 
 def references(operands: Operands, columns: Tensor, saving_for: tuple[bool, ...], setting: Setting) -> Tensor | None:
@@ -85,10 +91,11 @@ def references(operands: Operands, columns: Tensor, saving_for: tuple[bool, ...]
     return torch.where((columns >= 0) & (columns < shard.vocabulary), target, -torch.inf)
 
 
-def of_all_columns(own: Tensor, kept: Tensor, shard: VocabParallel) -> Tensor:
+def of_all_columns(own: Tensor, kept: Tensor, setting: Setting) -> Tensor:
     """The statistics over all columns, from those over this process' columns; 0 where a token is ignored."""
-    lse, *sums = gathered(torch.where(kept, own, 0), shard).unbind(1)
-    return torch.where(kept, torch.stack([torch.logsumexp(lse, 0), *(x.sum(0) for x in sums)]), 0)
+    lse, *sums = gathered(torch.where(kept, own, 0), setting.shard).unbind(1)
+    mean = [blocks.mean_over_runs(lse, sums.pop())] if setting.call.with_mean else []
+    return torch.where(kept, torch.stack([torch.logsumexp(lse, 0), *(x.sum(0) for x in sums), *mean]), 0)
 
 
 def first_order(function: Callable, guarded: bool, *arguments: Any) -> Any:

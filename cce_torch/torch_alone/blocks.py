@@ -18,6 +18,7 @@ from cce_kernels.windows import vocabulary_groups
 from cce_torch.call import Operands
 
 BLOCK_BYTES = 64 * 2**20
+LEAST_LOG = -1000.0  # of p: exp(LEAST_LOG) is 0, and LEAST_LOG times a cotangent is finite
 _uncompilable: set[str] = set()  # device types on which torch.compile has failed
 
 
@@ -72,22 +73,44 @@ class Block(NamedTuple):
     own: Tensor  # (N,): each target's column minus the group's first
     scale: Tensor
     softcap: Tensor | None
+    inverse_temperature: Tensor | None  # (N,)
 
 
 class Cotangents(NamedTuple):
-    """The log-sum-exps, and the cotangents of the statistics times scale, (N,) each."""
+    """The log-sum-exps, and the cotangents of the statistics times ∂z/∂y without the softcap, (N,) each."""
 
     lse: Tensor
-    of_lse: Tensor
+    of_lse: Tensor  # a' of `folded`, where there is a mean
     of_target: Tensor
     of_sum: Tensor | None = None
+    of_mean: Tensor | None = None
+
+    @classmethod
+    def of(cls, lse: Tensor, rows: Tensor, with_mean: bool) -> "Cotangents":
+        """rows: of the statistics, in their order."""
+        of_lse, of_target, *others = rows
+        of_mean = others.pop() if with_mean else None
+        return cls(lse, of_lse, of_target, others[0] if others else None, of_mean)
+
+
+def folded(rows: Tensor, lse: Tensor, mean: Tensor | None) -> Tensor:
+    """The cotangents of the statistics with a' in place of a, as cce_kernels/mean.py has it. mean: None without one."""
+    if mean is None:
+        return rows
+    of_mean = rows[-1]
+    return torch.cat([(rows[0] + of_mean + of_mean * (lse - mean))[None], rows[1:]])
+
+
+def of_kept(x: Tensor | None, kept: Tensor, fill: float) -> Tensor | None:
+    """x, (N,), with fill for the tokens that are not kept: x may be NaN there."""
+    return None if x is None else torch.where(kept, x, fill)
 
 
 def each(
     operands: Operands, scale: float, softcap: float | None, memory_budget: int | None, dtype: torch.dtype
 ) -> Iterator[tuple[slice, Tensor, Block]]:
     """For each group: its columns, its rows of c in e's type, and its Block. c and bias are rounded to dtype."""
-    e, c, bias, columns, weights = operands
+    e, c, bias, columns, weights, inverse_temperature = operands
     accumulate = torch.promote_types(e.dtype, torch.float32)
     scalars = [None if x is None else e.new_full((), x, dtype=accumulate) for x in (scale, softcap)]
     for group in _groups(e, c, memory_budget):
@@ -101,14 +124,18 @@ def each(
                 e.new_ones(size, dtype=accumulate) if weights is None else weights[group].to(accumulate),
                 columns - group.start,
                 *scalars,  # type: ignore[arg-type]
+                inverse_temperature=inverse_temperature,
             ),
         )
 
 
-def fit_float16(factors: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    """factors divided by a unit, and the unit, so that dz does not overflow float16 and few elements underflow."""
+def fit_float16(factors: Tensor, weights: Tensor | None, with_mean: bool) -> tuple[Tensor, Tensor]:
+    """factors divided by a unit, and the unit, so that dz does not overflow float16 and few elements underflow.
+
+    |p·log p| ≤ 1, so that the last row needs no more room than the others if it is of_mean.
+    """
     size = factors.abs()
-    if size.shape[0] == 3 and weights is not None:
+    if size.shape[0] == 3 + with_mean and weights is not None:
         size[2] *= weights.abs().amax()
     bound = size.sum(0)
     largest = torch.where(bound.isfinite(), bound, 0).amax()
@@ -159,32 +186,59 @@ def _compiled(function: Callable, variant: tuple) -> Callable:
     return torch.compile(own, dynamic=True, fullgraph=True)
 
 
-def _logits(block: Block) -> Tensor:
+def _capped(block: Block) -> Tensor:
+    """The logits before their division by a temperature."""
     z = block.scale * (block.raw + block.bias)
     return z if block.softcap is None else block.softcap * torch.tanh(z / block.softcap)
 
 
+def _divided(capped: Tensor, block: Block) -> Tensor:
+    """The logits."""
+    inverse = block.inverse_temperature
+    return capped if inverse is None else capped * inverse[:, None]
+
+
+def mean_of(z: Tensor) -> Tensor:
+    """Equation (3') of logits (N, V), (N,). A logit of -inf has no share."""
+    p = torch.softmax(z, 1)
+    return (p * torch.where(p == 0, 0, z)).sum(1)
+
+
+def mean_over_runs(lse: Tensor, mean: Tensor) -> Tensor:
+    """cce_kernels.mean.over_runs: (3') of the whole vocabulary, (N,), from (1) and (3') of its runs, (runs, N) each."""
+    peak = lse.amax(0)
+    share = torch.exp(lse - torch.where(peak.isinf(), 0, peak))
+    whole = share.sum(0)
+    return (share * mean).sum(0) / torch.where(whole == 0, 1, whole)
+
+
 def reduced(block: Block, rows: tuple) -> tuple:
-    """Equations (1)-(3) over the groups up to this one, from those over the groups before it."""
-    (lse, target, total), own, weights = rows, block.own, block.weights
-    z = _logits(block)
+    """Equations (1)-(3') over the groups up to this one, from those over the groups before it."""
+    (lse, target, total, mean), own, weights = rows, block.own, block.weights
+    z = _divided(_capped(block), block)
+    of_group = torch.logsumexp(z, 1)
     here = (own >= 0) & (own < z.shape[1])
     picked = z.gather(1, own.clamp(0, z.shape[1] - 1).long()[:, None])[:, 0]
     if total is not None:
         total = total + torch.where(weights == 0, 0, weights * z).sum(1)
-    return torch.logaddexp(lse, torch.logsumexp(z, 1)), torch.where(here, picked, target), total
+    if mean is not None:
+        mean = mean_over_runs(torch.stack([lse, of_group]), torch.stack([mean, mean_of(z)]))
+    return torch.logaddexp(lse, of_group), torch.where(here, picked, target), total, mean
 
 
 def cotangents(block: Block, of: Cotangents, dtype: torch.dtype) -> Tensor:
     """dz of equation (6), in dtype."""
-    z, softcap = _logits(block), block.softcap
-    dz = of.of_lse[:, None] * torch.exp(z - of.lse[:, None])
-    is_target = torch.arange(z.shape[1], device=z.device) == block.own[:, None]
+    capped, softcap = _capped(block), block.softcap
+    log_p, factor = _divided(capped, block) - of.lse[:, None], of.of_lse[:, None]
+    if of.of_mean is not None:
+        factor = factor + of.of_mean[:, None] * log_p.clamp(min=LEAST_LOG)
+    dz = factor * torch.exp(log_p)
+    is_target = torch.arange(dz.shape[1], device=dz.device) == block.own[:, None]
     dz = dz + torch.where(is_target, of.of_target[:, None], 0)
     if of.of_sum is not None:
         dz = dz + of.of_sum[:, None] * block.weights
     if softcap is not None:
-        dz = dz * (1 - (z / softcap) ** 2)
+        dz = dz * (1 - (capped / softcap) ** 2)
     return dz.to(dtype)
 
 

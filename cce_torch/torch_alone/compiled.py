@@ -24,6 +24,8 @@ from torch import Tensor
 from cce_torch.call import Call, Operands
 from cce_torch.torch_alone import blocks
 
+OPERANDS = len(Operands._fields)
+
 
 def statistics(operands: Operands, call: Call, scale: float) -> Tensor:
     """The statistics of cce_torch.torch_alone.reference, without holding the logits.
@@ -37,25 +39,32 @@ def statistics(operands: Operands, call: Call, scale: float) -> Tensor:
     NotImplementedError if a second derivative is asked for.
     """
     function = _StatisticsOfFunctions if torch._C._are_functorch_transforms_active() else _Statistics
-    return function.apply(*operands, scale, call.softcap, call.smooths, call.memory_budget)  # type: ignore[no-any-return]
+    return function.apply(*operands, call, *options(call, scale))  # type: ignore[no-any-return]
+
+
+def options(call: Call, scale: float) -> tuple:
+    """The options of both operators."""
+    return scale, call.softcap, call.smooths, call.with_mean, call.memory_budget
 
 
 class _Statistics(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> Tensor:
-        return run_statistics(*arguments)
+        return run_statistics(*arguments[:OPERANDS], *arguments[OPERANDS + 1 :])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        *tensors, ctx.scale, ctx.softcap, _, ctx.memory_budget = inputs
+        (*tensors, call), (scale, *_) = inputs[: OPERANDS + 1], inputs[OPERANDS + 1 :]
+        ctx.rows, ctx.options = call.of_backward.rows, options(call.of_backward, scale)
         ctx.save_for_backward(*tensors, output)
 
     @staticmethod
     def backward(ctx: Any, cotangents: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         wanted = ctx.needs_input_grad[:3]
         run = run_gradients if torch.compiler.is_compiling() else _Gradients.apply  # Dynamo traces no nested Function
-        gradients = run(cotangents, *ctx.saved_tensors, ctx.scale, ctx.softcap, ctx.memory_budget, *wanted)
-        return (*(g if w else None for g, w in zip(gradients, wanted, strict=True)), *[None] * 6)
+        *tensors, output = ctx.saved_tensors
+        gradients = run(cotangents[: ctx.rows], *tensors, output[: ctx.rows], *ctx.options, *wanted)
+        return (*(g if w else None for g, w in zip(gradients, wanted, strict=True)), *[None] * 9)
 
 
 def _refuse(ctx: Any, *tangents_or_cotangents: Any) -> Any:
@@ -97,19 +106,21 @@ def run_statistics(
     bias: Tensor | None,
     columns: Tensor,
     weights: Tensor | None,
+    inverse_temperature: Tensor | None,
     scale: float,
     softcap: float | None,
     with_sum: bool,
+    with_mean: bool,
     memory_budget: int | None,
 ) -> Tensor:
-    """Equations (1), (2) and, with_sum, (3)."""
+    """Equations (1), (2), with_sum (3), and with_mean (3')."""
     with _plainly(e):
         accumulate, operand = blocks.types(e)
         if not e.shape[0]:
-            return e.new_empty((2 + with_sum, 0), dtype=accumulate)
+            return e.new_empty((2 + with_sum + with_mean, 0), dtype=accumulate)
         lse = e.new_full(columns.shape, -torch.inf, dtype=accumulate)
-        rows = (lse, torch.zeros_like(lse), torch.zeros_like(lse) if with_sum else None)
-        operands = Operands(e.to(operand), c, bias, columns, weights)
+        rows = (lse, *(torch.zeros_like(lse) if asked else None for asked in (True, with_sum, with_mean)))
+        operands = Operands(e.to(operand), c, bias, columns, weights, inverse_temperature)
         for _, _, block in blocks.each(operands, scale, softcap, memory_budget, e.dtype):
             rows = blocks.fused(blocks.reduced, block, rows)
             del block
@@ -124,9 +135,12 @@ def run_gradients(
     bias: Tensor | None,
     columns: Tensor,
     weights: Tensor | None,
+    inverse_temperature: Tensor | None,
     output: Tensor,
     scale: float,
     softcap: float | None,
+    with_sum: bool,
+    with_mean: bool,
     memory_budget: int | None,
     want_e: bool,
     want_c: bool,
@@ -135,7 +149,8 @@ def run_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Equations (6) and (7): de, dc and dbias. A gradient that is not wanted has no elements. dc is written once.
 
-    output: the statistics, of which the first row is read: lse. wide_e: de is not rounded to e's type.
+    output: the statistics, of which the first row is read, lse, and with_mean the last, the mean. wide_e: de is not
+    rounded to e's type.
     """
     with _plainly(e):
         accumulate, operand = blocks.types(e)
@@ -144,14 +159,18 @@ def run_gradients(
             return de, dc.zero_(), dbias.zero_()
         live = columns >= 0
         lse = torch.where(live, output[0], torch.inf)  # makes p = 0 for ignored tokens
-        factors = torch.where(live, cotangents, 0).contiguous() * scale  # a, t̂ and s, each times scale
+        inverse = blocks.of_kept(inverse_temperature, live, 1)
+        # a', t̂, s and μ, each times scale and the inverse of the temperature
+        cotangents = torch.where(live, cotangents, 0).contiguous()
+        factors = blocks.folded(cotangents, output[0], output[-1] if with_mean else None) * scale
+        factors = factors if inverse is None else factors * inverse
         unit = None
         if operand == torch.float16:
-            factors, unit = blocks.fit_float16(factors, weights)
-        of = blocks.Cotangents(lse, *factors)
+            factors, unit = blocks.fit_float16(factors, weights, with_mean)
+        of = blocks.Cotangents.of(lse, factors, with_mean)
         sums = torch.zeros_like(de, dtype=accumulate)
         e_live = torch.where(live[:, None], e, 0).to(operand)  # dz = 0 is not enough: 0 · NaN is NaN
-        operands = Operands(e_live, c, bias, columns, weights)
+        operands = Operands(e_live, c, bias, columns, weights, inverse)
         for group, c_g, block in blocks.each(operands, scale, softcap, memory_budget, e.dtype):
             if want_bias:
                 dbias[group] = blocks.times(blocks.fused(blocks.sums, block, of), unit)
@@ -172,8 +191,9 @@ def run_gradients(
 
 
 @run_statistics.register_fake
-def _(e, c, bias, columns, weights, scale, softcap, with_sum, memory_budget):
-    return e.new_empty((2 + with_sum, e.shape[0]), dtype=torch.promote_types(e.dtype, torch.float32))
+def _(e, c, bias, columns, weights, inverse_temperature, scale, softcap, with_sum, with_mean, memory_budget):
+    rows = 2 + with_sum + with_mean
+    return e.new_empty((rows, e.shape[0]), dtype=torch.promote_types(e.dtype, torch.float32))
 
 
 @run_gradients.register_fake
@@ -184,9 +204,12 @@ def _(
     bias,
     columns,
     weights,
+    inverse_temperature,
     output,
     scale,
     softcap,
+    with_sum,
+    with_mean,
     memory_budget,
     want_e,
     want_c,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cce_torch.call import Call, Operands
+from cce_torch.torch_alone import blocks
 
 
 def statistics(operands: Operands, call: Call, scale: float) -> Tensor:
@@ -14,7 +15,7 @@ def statistics(operands: Operands, call: Call, scale: float) -> Tensor:
     c of any strides. c and bias are rounded to e's type, their gradients are not. A column of V or more names no logit:
     target is 0. Holds several (N, V) arrays.
     """
-    e, c, bias, columns, weights = operands
+    e, c, bias, columns, weights, inverse_temperature = operands
     softcap = call.softcap
     with torch.autocast(e.device.type, enabled=False):
         accumulate = torch.promote_types(e.dtype, torch.float32)
@@ -25,12 +26,16 @@ def statistics(operands: Operands, call: Call, scale: float) -> Tensor:
         z = scale * (raw if bias is None else raw + bias.to(accumulate))
         if softcap is not None:
             z = softcap * torch.tanh(z / softcap)
+        if inverse_temperature is not None:
+            z = z * torch.where(live, inverse_temperature, 1)[:, None]
         own = columns.clamp(0, c.shape[0] - 1).long()
         target = torch.where(columns < c.shape[0], z.gather(1, own[:, None])[:, 0], 0)
         rows = [torch.logsumexp(z, 1), target]
         if call.smooths:
             w = z.new_ones(z.shape[1]) if weights is None else weights.to(accumulate)
             rows.append(torch.where(w == 0, 0, w * z).sum(1))
+        if call.with_mean:
+            rows.append(blocks.mean_of(z.detach() if call.mean_is_detached else z))
         return torch.where(live, torch.stack(rows), 0)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from cce_torch.api import Impl, Reduction
+from cce_torch.options import Impl, Reduction
 from cce_torch.transformers.classes import Swapped, origin, replaced, swap, swap_back
 from cce_torch.transformers.forward import recording
 from cce_torch.transformers.heads import LazyCall, lazy_heads

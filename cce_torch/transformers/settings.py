@@ -8,7 +8,8 @@ from torch import Tensor
 
 from cce_kernels import contract
 from cce_kernels.default_budget import default_budget
-from cce_torch.api import IMPLS, PRECISIONS, Impl, Reduction
+from cce_torch.arguments import IMPLS, PRECISIONS
+from cce_torch.options import Impl, Reduction
 
 SHARE = 32  # by default the loss may hold one part in so many of the GPU's memory
 

@@ -1,0 +1,268 @@
+"""Checks of the arguments of the public functions, and the form in which these pass their arguments on."""
+
+import sys
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cce_kernels import contract
+from cce_torch.on_jax import tensors
+from cce_torch.options import Impl
+from cce_torch.processes import vocab_parallel as parallel
+from cce_torch.processes.vocab_parallel import VocabParallel
+
+IMPLS = (*contract.IMPLS, "torch_compile")
+OF_TORCH = ("torch_compile", "reference")  # which run without JAX
+PRECISIONS = ("highest", "high", "medium")
+FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+REQUIRED, WEIGHTS = ("e", "c", "targets"), ("class_weight", "token_weight")
+
+
+CHECKED = (
+    *("reduction", "impl", "vocab_axis", "precision", "logit_scale", "softcap", "label_smoothing", "z_loss"),
+    *("ignore_index", "memory_budget", "gradient_tolerance", "shift"),
+)
+
+
+def options(*given: Any) -> tuple:
+    """`checked`, which looks only once at values that it has seen."""
+    cacheable = CACHEABLE.issuperset(map(type, given)) and not torch.compiler.is_compiling()
+    return (_checked_once if cacheable else checked)(*given)
+
+
+def checked(*options: Any) -> tuple:
+    """scale, softcap, label_smoothing, z_loss, ignore_index, budget, tolerance, shift; or an error that names one.
+
+    options: in the order of CHECKED.
+    """
+    reduction, impl, vocab_axis, precision, logit_scale, softcap, label_smoothing, z_loss, *others = options
+    ignore_index, memory_budget, tolerance, shift = others
+    contract.choice("reduction", reduction, contract.REDUCTIONS)
+    contract.choice("impl", impl, IMPLS)
+    contract.choice("vocab_axis", vocab_axis, (0, 1))
+    contract.choice("precision", precision, (None, *PRECISIONS))
+    scale = 1.0 if logit_scale is None else contract.number("logit_scale", logit_scale)
+    return (
+        scale,
+        contract.softcap(softcap),
+        contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0),
+        contract.number("z_loss", z_loss),
+        contract.integer("ignore_index", ignore_index),
+        contract.memory_budget(memory_budget),
+        contract.gradient_tolerance(tolerance),
+        contract.integer("shift", shift),
+    )
+
+
+CACHEABLE = {str, int, bool, float, type(None)}  # types of options that a cache can hold
+_checked_once = lru_cache(maxsize=256, typed=True)(checked)
+
+
+class Asked(NamedTuple):
+    """What a public function says of its tensors, checked by `options`, and their shard."""
+
+    function: str  # its name
+    vocab_axis: int
+    shift: int
+    ignore_index: int
+    impl: Any
+    check_targets: bool
+    shard: VocabParallel | None
+    numbers: dict[str, Any]  # that must be finite in float32: None and tensors are not looked at
+
+
+class Prepared(NamedTuple):
+    """The arguments of a call, checked and in the form in which all impls take them."""
+
+    e: Tensor  # (..., D), under autocast in its type
+    c: Tensor  # (V, D)
+    bias: Tensor | None
+    targets: Tensor  # (...) int64
+    vocabulary: int  # of all processes
+    shift: int
+    ignore_index: int
+    impl: Any  # not "auto" unless the plan decides
+    shard: VocabParallel | None
+
+    @property
+    def alone(self) -> bool:
+        """Whether the operators of ops.py compute: with JAX, in one process."""
+        return self.impl not in OF_TORCH and self.shard is None
+
+    def unshifted(self, x: Tensor) -> Tensor:
+        """A number of each token, (N,), in the shape of targets after the shift."""
+        x = x.reshape(self.targets.shape)
+        return x[..., : -self.shift] if self.shift else x
+
+
+def prepared(given: dict[str, Any], asked: Asked, one: dict[str, Any]) -> Prepared:
+    """The arguments for a call, or an error that names one.
+
+    given: all tensors by name; one: arguments that are numbers or tensors of one element, by name, not None.
+    """
+    e, c, targets, bias = (given[name] for name in (*REQUIRED, "bias"))
+    complete = all(given[name] is not None for name in REQUIRED)
+    if not complete or one or not tensors.are_usual(*given.values()):
+        check_tensors(given, one, asked.function)
+    if torch.is_autocast_enabled(e.device.type):
+        e, c, bias = _autocast(e, c, bias)
+    _check_types(given | {"e": e, "c": c, "bias": bias})
+    for name, x in asked.numbers.items():
+        if x is not None and not isinstance(x, Tensor):  # a tensor is not looked at: that could wait for a GPU
+            contract.finite(name, x, type_name(e))
+    shapes: dict[str, Any] = {name: None if x is None else tuple(x.shape) for name, x in given.items()}
+    shift, vocab_axis, shard = asked.shift, asked.vocab_axis, asked.shard
+    if shard is not None:
+        shapes = parallel.of_whole(shapes, vocab_axis, shard)
+    contract.shapes(**shapes, vocab_axis=vocab_axis, shift=shift)
+    if shift and not targets.shape[-1]:
+        shift = 0  # there are no tokens to shift; the results are empty anyway
+    if vocab_axis == 1:
+        c = c.T
+    vocabulary = c.shape[0] if shard is None else shard.vocabulary
+    targets = targets.long()  # in a narrower type a large ignore_index would wrap to another number
+    if asked.check_targets:
+        tensors.check_targets(targets, vocabulary, asked.ignore_index, shift)
+    impl = resolved(asked.impl, e)
+    if impl not in OF_TORCH and torch.jit.is_tracing():  # type: ignore[attr-defined]
+        raise NotImplementedError(
+            f"torch.jit.trace cannot record the JAX programs of impl={impl!r}: give impl='torch_compile'"
+        )
+    return Prepared(e, c, bias, targets, vocabulary, shift, asked.ignore_index, impl, shard)
+
+
+def shard_of(vocab_parallel: VocabParallel | None, options: Any) -> VocabParallel | None:
+    if options is not None and vocab_parallel is not None:
+        raise ValueError("vocab_parallel and vocab_parallel_options are the same: give one of them")
+    if options is not None:
+        return parallel.of(options)
+    if vocab_parallel is not None and not isinstance(vocab_parallel, VocabParallel):
+        raise TypeError(f"vocab_parallel must be a cce_torch.VocabParallel, got {type(vocab_parallel).__name__}")
+    if vocab_parallel is not None and torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "vocab_parallel does not work with torch.func and torch.vmap: write torch.autograd.grad(loss, ...) or "
+            "loss.backward()"
+        )
+    return vocab_parallel
+
+
+def check_tensors(given: dict[str, Tensor | None], one: dict[str, Any], function: str) -> None:
+    """Raises an error for a tensor that no impl takes. As for `prepared`."""
+    present: dict[str, Any] = {name: x for name, x in given.items() if x is not None or name in REQUIRED}
+    for name, x in (present | one).items():
+        if not isinstance(x, Tensor):
+            (check_number if name in one else check_other)(name, x, function)
+        elif x.layout is not torch.strided:
+            raise TypeError(f"{name} is a sparse tensor of layout {x.layout}: pass {name}.to_dense()")
+    for name, x in one.items():
+        if isinstance(x, Tensor):
+            tensors.check({name: x})
+            if x.numel() != 1:
+                raise ValueError(f"{name} must be a number or a tensor of one element, got shape {tuple(x.shape)}")
+    tensors.check(present)
+    if len({x.device for x in present.values()}) > 1:
+        found = ", ".join(f"{name} {x.device}" for name, x in present.items())
+        raise ValueError(f"all tensors must be on one device, got {found}")
+
+
+def check_number(name: str, x: Any, function: str) -> None:
+    """Raise if x is an array of JAX, where a number or a tensor is asked for."""
+    jax = sys.modules.get("jax")  # a module not imported has no arrays
+    if jax is not None and isinstance(x, getattr(jax, "Array", ())):
+        raise TypeError(f"{name} is a jax.Array: cce_jax.{function} takes those; or write torch.from_dlpack({name})")
+
+
+def check_other(name: str, x: Any, function: str) -> None:
+    """Raise unless x, which is no tensor, is allowed for the argument `name` of the function."""
+    if x is None and name not in REQUIRED:
+        return
+    check_number(name, x, function)
+    remedy, numpy = "", sys.modules.get("numpy")
+    if numpy is not None and isinstance(x, numpy.ndarray):
+        remedy = f": write torch.from_numpy({name})"
+    elif isinstance(x, torch.nn.Module) and isinstance(getattr(x, "weight", None), Tensor):
+        remedy = ": pass its weight" + (", and its bias as bias" if getattr(x, "bias", None) is not None else "")
+    elif isinstance(x, (list, tuple)):
+        of_tensors = len(x) > 0 and all(isinstance(part, Tensor) for part in x)
+        remedy = f": write torch.{'stack' if of_tensors else 'tensor'}({name})"
+    raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}{remedy}")
+
+
+def _check_types(given: dict[str, Any]) -> None:
+    e, c, targets, bias = (given[name] for name in (*REQUIRED, "bias"))
+    if targets.dtype not in INTEGERS:
+        raise TypeError(f"targets must be of an integer type, got targets {type_name(targets)}: write targets.long()")
+    for name in WEIGHTS:
+        x = given.get(name)
+        if x is not None and x.is_complex():
+            raise TypeError(f"{name} must be real, got {name} {type_name(x)}")
+    if e.dtype in FLOATING and c.dtype == e.dtype and (bias is None or bias.dtype == e.dtype):
+        return
+    for name, x in (("e", e), ("c", c), ("bias", bias)):
+        if x is not None and x.dtype not in FLOATING:
+            allowed = ", ".join((*contract.KERNEL_TYPES, "float64"))
+            raise TypeError(f"{name} must be one of {allowed}, got {name} {type_name(x)}")
+    contract.types(type_name(e), type_name(c), None if bias is None else type_name(bias), "to")
+
+
+def _autocast(e: Tensor, c: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
+    """e, c and bias, cast as torch.nn.functional.linear casts them under autocast, which is enabled.
+
+    A float32 c and bias beside an e of 16 bits are left as they are: the loss rounds them, but not their gradients.
+    """
+
+    def cast(x: Any) -> Any:
+        return x if x is None or x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(x.device.type))
+
+    e = cast(e)
+    if e.itemsize == 2 and c.dtype == torch.float32 and (bias is None or bias.dtype == torch.float32):
+        return e, c, bias
+    return e, cast(c), cast(bias)
+
+
+_capability = cache(torch.cuda.get_device_capability)
+
+
+def resolved(impl: Impl, e: Tensor) -> Impl:
+    """impl, with "auto" decided by the device and type of e. Raises if the impl cannot run there."""
+    if impl in OF_TORCH:
+        return impl
+    device, typed = e.device.type, e.dtype != torch.float64
+    runs = device == "cpu" or (device == "cuda" and torch.version.cuda is not None)
+    # torch.compile warns about functions that functools caches.
+    capability = torch.cuda.get_device_capability if torch.compiler.is_compiling() else _capability
+    kernels_run = device == "cpu" or (runs and capability(e.device.index)[0] >= 8)
+    if impl == "auto":
+        return "torch_compile" if not (typed and kernels_run) else "auto" if device == "cuda" else "chunked"
+    if not typed:
+        allowed = ", ".join(contract.KERNEL_TYPES)
+        raise TypeError(f"impl={impl!r} takes {allowed}; e is float64, which 'reference' and 'torch_compile' take")
+    if not (kernels_run if impl == "cce" else runs):
+        raise NotImplementedError(
+            f"impl={impl!r} does not run on {e.device}"
+            + (": it needs compute capability 8.0 or more" if runs else "")
+            + "; impl='torch_compile' does"
+        )
+    return impl
+
+
+def constant(condition: bool) -> bool:
+    """condition, which may be a symbol under torch.compile. The branch makes it a constant of the graph."""
+    return True if condition else False  # noqa: SIM210
+
+
+def shifted(x: Tensor, shift: int, fill: float) -> Tensor:
+    """x[..., shift:] followed by `shift` times fill. So e keeps all its rows, and its last rows are ignored."""
+    return torch.nn.functional.pad(x[..., shift:], (0, shift), value=fill)
+
+
+def flat(x: Any, last: int = 0) -> Any:
+    """x with all but its `last` last axes made one axis. x itself, not a view, if it has that shape already."""
+    return x if x is None or x.dim() == 1 + last else x.reshape(-1, *x.shape[x.dim() - last :])
+
+
+def type_name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")

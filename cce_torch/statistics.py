@@ -1,0 +1,25 @@
+"""The statistics (call.py) of calls that are not one JAX program: in PyTorch alone, or of a shard of the vocabulary."""
+
+from torch import Tensor
+
+from cce_torch import losses
+from cce_torch.arguments import Prepared, flat, shifted
+from cce_torch.call import Call, Operands
+from cce_torch.processes import vocab_statistics
+from cce_torch.processes.vocab_parallel import Setting
+from cce_torch.torch_alone import compiled, reference
+
+
+def operands_of(x: Prepared) -> Operands:
+    """The tensors of the core, without weights and temperatures. e of a shard keeps its shape."""
+    targets = shifted(x.targets, x.shift, x.ignore_index) if x.shift else x.targets
+    columns = losses.columns(flat(targets), x.ignore_index, x.vocabulary)
+    return Operands(flat(x.e, 1) if x.shard is None else x.e, x.c, x.bias, columns, None)
+
+
+def statistics(x: Prepared, operands: Operands, call: Call, scheduled: tuple[float, float, float]) -> Tensor:
+    """The statistics, differentiable. scheduled: label_smoothing, z_loss and scale."""
+    if x.shard is not None:
+        return vocab_statistics.statistics(operands, Setting(call, scheduled, x.targets.shape, x.shard))
+    run = compiled.statistics if x.impl == "torch_compile" else reference.statistics
+    return run(operands, call, scheduled[2])

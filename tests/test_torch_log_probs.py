@@ -1,0 +1,406 @@
+"""cce_torch.linear_log_probs against full logits in float64: numbers, gradients, and what a call does not do."""
+
+import re
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import cce_torch
+from cce_torch import linear_log_probs, ops
+from cce_torch.on_jax import programs
+from tests.call_torch import array, small_blocks
+from tests.test_torch_distributed import in_processes
+from tests.tolerance import assert_close, assert_reference, roundoff
+
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+IMPLS = ("auto", "chunked", "cce", "torch_compile")
+IGNORED = -100
+
+
+class Drawn(NamedTuple):
+    """The tensors of a call, its options, and the cotangents of log_probs, lse and entropy, (3, ...)."""
+
+    tensors: dict[str, Any]
+    options: dict[str, Any]
+    of: torch.Tensor
+
+
+def made(
+    tokens=(3, 7),
+    width=16,
+    vocabulary=83,
+    dtype="float32",
+    *,
+    bias=False,
+    temperature="none",
+    targets=True,
+    size=1.0,
+    ignored=0.3,
+    seed=0,
+    **options,
+) -> Drawn:
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return torch.tensor(rng.standard_normal(shape), dtype=torch.float32)
+
+    c = (normal(vocabulary, width) * 3 / width**0.5).to(TYPES[dtype])
+    found: dict[str, Any] = {
+        "e": (size * normal(*tokens, width)).to(TYPES[dtype]),
+        "c": c.T.contiguous() if options.get("vocab_axis") else c,
+        "bias": normal(vocabulary).to(TYPES[dtype]) if bias else None,
+        "targets": None,
+    }
+    if targets:
+        ids = torch.tensor(rng.integers(0, vocabulary, tokens))
+        ids[torch.tensor(rng.uniform(size=tokens)) < ignored] = IGNORED
+        found["targets"] = ids
+    else:
+        options.pop("shift", None)
+    each = torch.tensor(rng.uniform(0.3, 2.5, tokens), dtype=torch.float32)
+    options |= {"number": {"temperature": 0.7}, "each": {"temperature": each}}.get(temperature, {})
+    shift = int(options.get("shift", 0))
+    return Drawn(found, options, normal(3, *(*tokens[:-1], tokens[-1] - shift)))
+
+
+def truth(x: Drawn) -> dict[str, np.ndarray]:
+    """The numbers, and the gradients of Σ of · numbers."""
+    leaves = {k: y.double().requires_grad_() for k, y in x.tensors.items() if y is not None and k != "targets"}
+    targets, options, shift = x.tensors["targets"], x.options, int(x.options.get("shift", 0))
+    temperature = torch.as_tensor(options.get("temperature", 1.0)).double()
+    e, c = leaves["e"], leaves["c"].T if options.get("vocab_axis") else leaves["c"]
+    kept = torch.ones(e.shape[:-1], dtype=torch.bool) if targets is None else targets != IGNORED
+    temperature = temperature.expand(e.shape[:-1])
+    if shift:
+        kept, e, temperature = kept[..., shift:], e[..., :-shift, :], temperature[..., :-shift]
+        targets = targets[..., shift:]
+    z = options.get("logit_scale", 1.0) * (torch.where(kept[..., None], e, 0) @ c.T + leaves.get("bias", 0))
+    softcap = options.get("softcap")
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    z = z / torch.where(kept, temperature, 1)[..., None]
+    lse, mean = torch.logsumexp(z, -1), (torch.softmax(z, -1) * z).sum(-1)
+    numbers = {"lse": lse, "entropy": lse - mean}
+    numbers["entropy"] = numbers["entropy"].detach() if options.get("entropy") == "detached" else numbers["entropy"]
+    if targets is not None:
+        numbers["log_probs"] = z.gather(-1, targets.clamp(0)[..., None])[..., 0] - lse
+    numbers = {k: torch.where(kept, y, 0) for k, y in numbers.items()}
+    return results(numbers, leaves, x)
+
+
+def ours(x: Drawn, impl: str, **more) -> dict[str, np.ndarray]:
+    leaves = {k: y.clone().requires_grad_() for k, y in x.tensors.items() if y is not None and k != "targets"}
+    bias = leaves.get("bias")
+    options = {"precision": "highest", "impl": impl, **x.options, **more}
+    found = linear_log_probs(leaves["e"], leaves["c"], x.tensors["targets"], bias, **options)
+    assert (found.log_probs is None) == (x.tensors["targets"] is None)
+    assert (found.entropy is None) == (not x.options.get("entropy"))
+    return results({k: y for k, y in found._asdict().items() if y is not None}, leaves, x)
+
+
+def results(numbers: dict[str, Any], leaves: dict[str, torch.Tensor], x: Drawn) -> dict[str, np.ndarray]:
+    asked = [
+        k for k in ("log_probs", "lse", "entropy") if k in numbers and (k != "entropy" or x.options.get("entropy"))
+    ]
+    weights = dict(zip(("log_probs", "lse", "entropy"), x.of, strict=True))
+    objective = sum((weights[k].to(numbers[k].dtype) * numbers[k]).sum() for k in asked if numbers[k].requires_grad)
+    gradients = torch.autograd.grad(objective, list(leaves.values()))  # type: ignore[arg-type]
+    found = {k: numbers[k].detach() for k in asked} | dict(zip(leaves, gradients, strict=True))
+    return {k: array(y) for k, y in found.items()}
+
+
+def served(x: Drawn, impl: str) -> bool:
+    """Whether the impl has the call: the kernels have no mean and no temperatures yet."""
+    return impl != "cce" or not (x.options.get("entropy") or "temperature" in x.options)
+
+
+def check(x: Drawn, impl: str, **more) -> None:
+    with small_blocks():
+        exact, reference, found = truth(x), ours(x, "reference"), ours(x, impl, **more)
+    assert set(found) == set(reference) == set(exact)
+    largest = max(1.0, *(np.abs(exact[k]).max(initial=0) for k in ("lse", "log_probs") if k in exact))
+    for name, value in found.items():
+        assert value.shape == exact[name].shape
+        if name in ("entropy", "log_probs"):  # differences of numbers of this size
+            assert value.dtype == np.float32
+            assert np.abs(value - exact[name]).max(initial=0) <= 16 * roundoff("float32") * 2 * largest, name
+        else:
+            assert_reference(reference[name], exact[name], name)
+            assert_close(value, exact[name], reference[name], name)
+
+
+@st.composite
+def calls(draw) -> Drawn:
+    shape = draw(st.sampled_from([(5,), (3, 7), (2, 3, 4), (1, 1)]))
+    options = {
+        "entropy": draw(st.sampled_from([False, True, "detached"])),
+        "softcap": draw(st.sampled_from([None, 4.0])),
+        "logit_scale": draw(st.sampled_from([None, 1.3])) or 1.0,
+        "vocab_axis": draw(st.integers(0, 1)),
+        "shift": draw(st.integers(0, min(2, shape[-1] - 1))),
+    }
+    return made(
+        shape,
+        vocabulary=draw(st.sampled_from([1, 30, 203])),
+        dtype=draw(st.sampled_from(list(TYPES))),
+        bias=draw(st.booleans()),
+        temperature=draw(st.sampled_from(["none", "number", "each"])),
+        targets=draw(st.booleans()),
+        size=draw(st.sampled_from([0.1, 1.0, 4.0])),
+        ignored=draw(st.sampled_from([0.0, 0.3])),
+        seed=draw(st.integers(0, 99)),
+        **options,
+    )
+
+
+@settings(max_examples=12)
+@given(calls(), st.sampled_from(IMPLS), st.sampled_from([None, "all"]))
+@example(made(entropy=True, temperature="each", bias=True, softcap=4.0, shift=1, vocab_axis=1), "chunked", None)
+@example(made(entropy="detached", temperature="number", dtype="bfloat16"), "chunked", "all")
+@example(made(entropy=True, temperature="each", dtype="float16", bias=True), "torch_compile", None)
+@example(made(targets=False, entropy=True), "auto", None)
+def test_numbers_and_gradients(x, impl, memory_budget):
+    impl = impl if served(x, impl) else "chunked"
+    check(x, impl, memory_budget=memory_budget)
+
+
+@pytest.mark.parametrize("impl", ["chunked", "torch_compile", "reference"])
+def test_nothing_of_an_ignored_token_gets_out(impl):
+    x = made(entropy=True, temperature="each", ignored=0.5)
+    ignored = x.tensors["targets"] == IGNORED
+    hidden = x.tensors["e"].clone(), x.options["temperature"].clone()
+    for y in hidden:
+        y[ignored] = torch.nan
+    bad = x._replace(tensors=x.tensors | {"e": hidden[0]}, options=x.options | {"temperature": hidden[1]})
+    with small_blocks():
+        found, clean = ours(bad, impl), ours(x, impl)
+    for name in found:
+        assert np.isfinite(found[name]).all(), name
+        np.testing.assert_array_equal(found[name], clean[name], err_msg=name)
+    assert not any(found[name][ignored.numpy()].any() for name in ("log_probs", "lse", "entropy", "e"))
+
+
+@pytest.mark.parametrize("impl", ["chunked", "torch_compile", "reference"])
+def test_a_target_out_of_range_is_nan_and_reaches_no_other_row(impl):
+    x = made(entropy=True, ignored=0.0)
+    targets = x.tensors["targets"].clone()
+    targets[1, 2] = 83
+    with small_blocks():
+        found = ours(x._replace(tensors=x.tensors | {"targets": targets}), impl)
+    bad = np.zeros((3, 7), bool)
+    bad[1, 2] = True
+    assert (np.isnan(found["log_probs"]) == bad).all()
+    assert (np.isnan(found["e"]).any(-1) == bad).all()
+    assert np.isfinite(found["entropy"]).all()
+
+
+@pytest.mark.parametrize("impl", ["chunked", "torch_compile", "reference"])
+def test_a_detached_entropy_has_no_gradient_and_its_backward_pass_no_mean(impl, monkeypatch):
+    seen = []
+    run = programs.gradients
+    monkeypatch.setattr(programs, "gradients", lambda kind, *x: (seen.append(kind.call.with_mean), run(kind, *x))[1])
+    x = made(dtype="bfloat16")
+    with small_blocks():
+        plain = ours(x, impl)
+        for entropy in ("detached", True):
+            asked = x._replace(options=x.options | {"entropy": entropy})
+            leaves = {k: y.clone().requires_grad_() for k, y in x.tensors.items() if k in ("e", "c")}
+            found = linear_log_probs(*leaves.values(), x.tensors["targets"], impl=impl, **asked.options)
+            assert found.entropy.requires_grad == (entropy is True)
+            if entropy == "detached":
+                of = ours(asked, impl)
+                assert all(np.array_equal(of[name], plain[name]) for name in plain)
+            torch.autograd.grad((found.log_probs + (found.entropy if entropy is True else 0)).sum(), leaves.values())
+    if impl == "chunked":
+        assert seen == [False, False, False, True]
+
+
+def test_without_gradients_there_is_no_graph():
+    x = made(entropy=True)
+    found = linear_log_probs(**x.tensors, impl="chunked", entropy=True)
+    with torch.no_grad():
+        leaves = {k: y if y is None or k == "targets" else y.clone().requires_grad_() for k, y in x.tensors.items()}
+        assert not any(
+            y.requires_grad for y in linear_log_probs(**leaves, impl="chunked", entropy=True) if y is not None
+        )
+    assert not any(y.requires_grad for y in found if y is not None)
+
+
+def test_new_temperatures_compile_nothing_and_1_is_none(monkeypatch):
+    x, made_programs = made(entropy=True), []
+    jitted = programs.jitted
+    monkeypatch.setattr(programs, "jitted", lambda *y: (made_programs.append(y[0].__name__), jitted(*y))[1])
+
+    def run(temperature):
+        e = x.tensors["e"].clone().requires_grad_()
+        found = linear_log_probs(e, x.tensors["c"], x.tensors["targets"], temperature=temperature, impl="chunked")
+        return found.log_probs.detach(), torch.autograd.grad(found.log_probs.sum(), e)[0]
+
+    programs._loss_program.cache_clear()
+    programs._gradients_program.cache_clear()
+    plain = run(1.0)
+    assert len(made_programs) == 2
+    assert all(map(torch.equal, plain, run(1)))
+    assert len(made_programs) == 2
+    for temperature in (0.5, 0.7, torch.tensor(0.9), torch.rand(7) + 0.5, torch.rand(3, 1) + 0.5):
+        run(temperature)
+        assert len(made_programs) == 4
+    torch.testing.assert_close(run(torch.ones(3, 7)), plain)
+
+
+@pytest.mark.parametrize("impl", ["chunked", "torch_compile"])
+def test_torch_compile_makes_one_graph_for_all_temperatures(impl):
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    x = made(entropy=True, shift=1)
+
+    def run(e, c, targets, temperature):
+        found = linear_log_probs(e, c, targets, entropy=True, shift=1, temperature=temperature, impl=impl)
+        return found, (found.log_probs + 0.1 * found.entropy).sum()
+
+    compiled, graphs = torch.compile(run, fullgraph=True, backend="aot_eager"), []
+    with small_blocks():
+        for k in range(5):
+            results = []
+            for call in (compiled, run):
+                leaves = [x.tensors[name].clone().requires_grad_() for name in ("e", "c")]
+                found, total = call(*leaves, x.tensors["targets"], 0.5 + 0.1 * k)
+                results.append([found.log_probs, found.entropy, *torch.autograd.grad(total, leaves)])
+            for y, z in zip(*results, strict=True):
+                torch.testing.assert_close(y, z)
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[-1] == graphs[1] <= 2  # torch.compile takes a number for a constant until it changes
+
+
+def test_compiled_without_targets():
+    torch._dynamo.reset()
+    x = made(targets=False)
+
+    def run(e):
+        return linear_log_probs(e, x.tensors["c"], entropy=True, impl="chunked").entropy
+
+    leaves = [x.tensors["e"].clone().requires_grad_() for _ in range(2)]
+    calls = torch.compile(run, fullgraph=True, backend="aot_eager"), run
+    found = [torch.autograd.grad(call(e).sum(), e)[0] for call, e in zip(calls, leaves, strict=True)]
+    torch.testing.assert_close(*found)
+
+
+def test_opcheck():
+    x = made(ignored=0.3)
+    e, c, targets = (x.tensors[k] for k in ("e", "c", "targets"))
+    call = cce_torch.call.Call(reduction="none", impl="chunked", with_mean=True, with_temperature=True)
+    inverse = torch.rand(21) + 0.5
+    given = e.flatten(0, 1), c, None, targets.flatten(), None, None, None, inverse, torch.tensor([0.0, 0.0, 1.0]), 1
+    torch.library.opcheck(torch.ops.cce_torch.loss.default, (*given, [], False, *call.encoded()))
+    _, statistics, _ = torch.ops.cce_torch.loss.default(*given, [], False, *call.encoded())
+    wanted = [True, True, False, False]
+    arguments = None, torch.rand_like(statistics), *given, statistics, *[None] * ops.LEFT, [], wanted, False
+    torch.library.opcheck(torch.ops.cce_torch.gradients.default, (*arguments, *call.encoded()))
+
+
+def test_transforms_of_functions():
+    x = made(entropy=True)
+    e, c, targets = (x.tensors[k] for k in ("e", "c", "targets"))
+
+    def total(e, c, targets):
+        found = linear_log_probs(e, c, targets, entropy=True, temperature=0.7, impl="chunked")
+        return (found.log_probs + found.entropy).sum()
+
+    leaves = [y.clone().requires_grad_() for y in (e, c)]
+    expected = torch.autograd.grad(total(*leaves, targets), leaves)
+    torch.testing.assert_close(torch.func.grad(total, (0, 1))(e, c, targets), expected)
+    each = torch.func.vmap(torch.func.grad(total), (0, None, 0))(e, c, targets)
+    torch.testing.assert_close(each, expected[0])
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0)])
+@pytest.mark.parametrize("impl", ["chunked", "torch_compile", "reference"])
+def test_no_tokens(shape, impl):
+    e, c = torch.ones(*shape, 4, requires_grad=True), torch.ones(9, 4, requires_grad=True)
+    found = linear_log_probs(e, c, torch.zeros(shape, dtype=torch.int64), entropy=True, temperature=0.5, impl=impl)
+    assert all(y.shape == shape for y in found if y is not None)
+    de, dc = torch.autograd.grad((found.log_probs + found.entropy).sum(), [e, c])
+    assert de.shape == e.shape
+    assert not dc.any()
+
+
+@pytest.mark.parametrize("impl", ["torch_compile", "reference"])
+def test_float64(impl):
+    x = made(entropy=True, temperature="each", bias=True)
+    x = x._replace(tensors={k: y if k == "targets" else y.double() for k, y in x.tensors.items()})
+    with small_blocks():
+        exact, found = truth(x), ours(x, impl)
+    for name in exact:
+        np.testing.assert_allclose(found[name], exact[name], rtol=1e-6, atol=1e-7, err_msg=name)  # 1/T is of float32
+
+
+E, C, T = torch.ones(2, 3, 4), torch.ones(9, 4), torch.zeros(2, 3, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"targets": T[:, :2]}, ValueError, r"targets.*\(2, 3\).*\(2, 2\)"),
+        ({"targets": T.float()}, TypeError, r"targets.*integer.*float32"),
+        ({"e": None}, TypeError, r"e must be a.*NoneType"),
+        ({"e": None, "targets": None}, TypeError, r"e must be a.*NoneType"),
+        ({"c": jnp.ones((9, 4))}, TypeError, r"c is a jax\.Array: cce_jax\.linear_log_probs takes those"),
+        ({"c": C.T}, ValueError, r"did you mean vocab_axis=1\?"),
+        ({"bias": torch.ones(4)}, ValueError, r"bias.*\(9,\).*\(4,\)"),
+        ({"temperature": 0.0}, ValueError, r"temperature=0\.0 must be finite and positive"),
+        ({"temperature": -1}, ValueError, r"temperature=-1 must be finite and positive"),
+        ({"temperature": float("inf")}, ValueError, r"temperature=inf must be finite and positive"),
+        ({"temperature": "1"}, TypeError, r"temperature must be a Python number, got str"),
+        ({"temperature": jnp.ones(())}, TypeError, r"temperature is a jax\.Array: cce_jax\.linear_log_probs"),
+        ({"temperature": torch.ones(2)}, ValueError, r"temperature must .*\(2, 3\), got temperature \(2,\)"),
+        ({"temperature": torch.ones(1, 2, 3)}, ValueError, r"temperature must .*\(2, 3\), got temperature \(1, 2, 3\)"),
+        ({"temperature": torch.ones(3, requires_grad=True)}, TypeError, r"temperature gets no gradient.*detach"),
+        ({"temperature": torch.ones(3, dtype=torch.complex64)}, TypeError, r"temperature must be real.*complex64"),
+        ({"entropy": "yes"}, ValueError, r"entropy='yes' must be one of False, True, 'detached'"),
+        ({"entropy": 1}, ValueError, r"entropy=1 must be one of False, True, 'detached'"),
+        ({"softcap": -1.0}, ValueError, r"softcap=-1\.0.*positive"),
+        ({"logit_scale": 1e39}, ValueError, r"logit_scale=1e\+39 must be finite in float32"),
+        ({"shift": 3}, ValueError, r"shift=3.*\[0, T\).*T = 3"),
+        ({"targets": None, "shift": 1}, ValueError, r"shift=1 moves targets, and there are none"),
+        ({"impl": "triton"}, ValueError, r"impl='triton'.*'auto'"),
+        ({"memory_budget": -1}, ValueError, r"memory_budget=-1 .*at least 0"),
+        ({"vocab_parallel": 3}, TypeError, r"vocab_parallel must be a cce_torch\.VocabParallel, got int"),
+        ({"targets": T + 9, "check_targets": True}, ValueError, r"targets\[0, 0\] = 9 is outside \[0, 9\)"),
+    ],
+    ids=lambda x: re.sub(r"\s+", " ", str(x))[:40],
+)
+def test_bad_input(changed, error, message):
+    with pytest.raises(error, match=message):
+        linear_log_probs(**{"e": E, "c": C, "targets": T, **changed})
+
+
+STOPS = (30, 30, 83)  # the rows of c that each process ends with: the second holds none
+
+
+def check_split(**options) -> None:
+    """Each process of a vocabulary split has the numbers and gradients of one process."""
+    rank = dist.get_rank()
+    start, stop = (0, *STOPS)[rank], STOPS[rank]
+    shard = cce_torch.VocabParallel(None, start, stop, largest=53)
+    for entropy, dtype, softcap in ((True, "float32", 4.0), ("detached", "bfloat16", None), (True, "bfloat16", None)):
+        x = made(entropy=entropy, temperature="each", bias=True, dtype=dtype, softcap=softcap, ignored=0.3)
+        own = {"c": x.tensors["c"][start:stop].clone(), "bias": x.tensors["bias"][start:stop].clone()}
+        for impl in ("chunked", "torch_compile", "reference"):
+            exact, reference = truth(x), ours(x, "reference")
+            found = ours(x._replace(tensors=x.tensors | own), impl, vocab_parallel=shard, **options)
+            for name, value in found.items():
+                rows = slice(start, stop) if name in own else slice(None)
+                if name in ("log_probs", "entropy"):
+                    assert np.abs(value - exact[name]).max() <= 32 * roundoff("float32") * 10, (impl, name)
+                elif value.size:
+                    assert_close(value, exact[name][rows], reference[name][rows], f"{impl}: {name}")
+
+
+def test_a_vocabulary_that_processes_split():
+    in_processes(3, check_split)
