@@ -1,4 +1,4 @@
-"""The log-probabilities of targets, and the entropy, for PyTorch: a number for each token, without the logits."""
+"""Log-probabilities, entropies and the likeliest ids, for PyTorch: a few numbers for each token, without the logits."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cce_kernels import contract
-from cce_torch import arguments, losses, ops, statistics
+from cce_torch import arguments, chosen, losses, ops, statistics
 from cce_torch.arguments import Prepared, constant, flat
 from cce_torch.call import Call, Given
 from cce_torch.on_jax import tensors
@@ -14,15 +14,24 @@ from cce_torch.options import Impl
 from cce_torch.processes.vocab_parallel import VocabParallel
 
 NAME = "linear_log_probs"
+MOST_IDS = 256
 COLDEST = 2.0**-100  # a temperature below it is raised to it: float32 does not hold the inverse of a smaller one
 
 
 class LogProbs(NamedTuple):
-    """The numbers of each token, float32 (float64 for float64 inputs). None: not asked for. Ignored tokens have 0."""
+    """The numbers of each token, float32 (float64 for float64 inputs). None: not asked for. Ignored tokens have 0.
+
+    log_probs, lse, entropy and id_log_probs are differentiable.
+    """
 
     log_probs: Tensor | None  # log p of the target; None if there are no targets
     lse: Tensor  # the log-sum-exp of the logits
-    entropy: Tensor | None  # -sum(p * log p), in nats
+    entropy: Tensor | None = None  # -sum(p * log p), in nats
+    id_log_probs: Tensor | None = None  # (..., K), log p of ids; -inf where an id names no column
+    predicted: Tensor | None = None  # int64, the id of the largest logit
+    top_ids: Tensor | None = None  # (..., top_k) int64, the ids of the largest logits, descending
+    top_log_probs: Tensor | None = None  # (..., top_k), their log p
+    mean_logit: Tensor | None = None  # the mean of the logits over the vocabulary
 
 
 def linear_log_probs(
@@ -31,8 +40,12 @@ def linear_log_probs(
     targets: Tensor | None = None,
     bias: Tensor | None = None,
     *,
+    ids: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     entropy: bool | Literal["detached"] = False,
+    predicted: bool = False,
+    top_k: int = 0,
+    mean_logit: bool = False,
     softcap: float | None = None,
     logit_scale: float | None = None,
     ignore_index: int = -100,
@@ -54,9 +67,12 @@ def linear_log_probs(
         lse = logsumexp(z, -1)
         log_probs = z[targets] - lse                            # 0 where targets == ignore_index
         entropy = lse - sum(softmax(z) * z, -1)
+        id_log_probs = z.gather(-1, ids) - lse[..., None]
+        top_logits, top_ids = topk(z, top_k)
 
-    log_probs, lse and entropy can be differentiated once in e, c and bias with any impl. Policies in reinforcement
-    learning, sequence scores and perplexities are made of these numbers.
+    log_probs, lse, entropy and id_log_probs can be differentiated once in e, c and bias with any impl. Policies in
+    reinforcement learning, sequence scores, distillation from a few ids and perplexities are made of these numbers.
+    predicted, top_k and mean_logit multiply e and c once more, in PyTorch.
 
     Args:
       e: embeddings, (..., D), bfloat16, float16 or float32 (float64 with impl "reference" and "torch_compile").
@@ -65,10 +81,16 @@ def linear_log_probs(
       targets: integers of shape (...). A target outside [0, V) that is not ignore_index makes that token's log_probs
         NaN, and every gradient that they contribute to. None: log_probs is None, and every token counts.
       bias: (V,), of c's type.
+      ids: integers of shape (..., K) with K at most 256, for each token of e. They are not shifted. An id outside
+        [0, V) has -inf in id_log_probs and no gradient. Equal ids add their gradients.
       temperature: a positive number, or a tensor that broadcasts to (...), a temperature for each token of e. It gets
         no gradient, and is not shifted. Values of a tensor are not checked. A new value compiles nothing.
       entropy: True: return the entropy of each token's distribution, differentiable. "detached": without a gradient,
         which makes the backward pass as cheap as without it.
+      predicted: return the id of each token's largest logit, the lowest among equals.
+      top_k: how many of the largest logits to return, at most 256 and at most V: their ids and log-probabilities,
+        descending, among equals the lowest id first. Without a gradient: give the ids as `ids` for one.
+      mean_logit: return the mean of the logits over the vocabulary, sum(z) / V, without a gradient.
       softcap: positive; logits become softcap·tanh(logit / softcap).
       logit_scale: a number that multiplies the logits before softcap.
       ignore_index: tokens with this target have numbers of 0 and no gradient, whatever their embedding holds.
@@ -78,8 +100,8 @@ def linear_log_probs(
         of the whole vocabulary, equal on all processes of the group.
 
     Returns:
-      LogProbs(log_probs, lse, entropy), in nats, each of the shape of targets after the shift. None for what is not
-      asked for.
+      LogProbs(log_probs, lse, entropy, id_log_probs, predicted, top_ids, top_log_probs, mean_logit), in nats, each of
+      the shape of targets after the shift, or with a last axis of K or top_k. None for what is not asked for.
 
     Raises:
       ValueError: shapes or devices do not fit, an option is out of its range, or, with check_targets, a target is out
@@ -101,8 +123,11 @@ def linear_log_probs(
       (torch.Size([2, 15]), torch.Size([2, 15]), torch.Size([2, 16, 64]))
     """
     contract.choice("entropy", entropy, (False, True, "detached"))
+    contract.choice("predicted", predicted, (False, True))
+    contract.choice("mean_logit", mean_logit, (False, True))
+    top_k = contract.integer("top_k", top_k)
     given = dict(e=e, c=c, targets=targets, bias=bias)
-    _refuse_dtensors(given | {"temperature": temperature if isinstance(temperature, Tensor) else None})
+    _refuse_dtensors(given | {"ids": ids, "temperature": temperature if isinstance(temperature, Tensor) else None})
     options = "none", impl, vocab_axis, precision, logit_scale, softcap, 0.0, 0.0, ignore_index, memory_budget, 0.0
     scale, softcap, _, _, ignore_index, budget, _, shift = arguments.options(*options, shift)
     shard = arguments.shard_of(vocab_parallel, None)
@@ -112,6 +137,9 @@ def linear_log_probs(
         given["targets"] = e.new_zeros(e.shape[:-1], dtype=torch.int64) if isinstance(e, Tensor) else e
     asked = arguments.Asked(NAME, vocab_axis, shift, ignore_index, impl, check_targets, shard, {"logit_scale": scale})
     x = arguments.prepared(given, asked, {})
+    _check_ids(ids, x)
+    if not 0 <= top_k <= min(MOST_IDS, x.vocabulary):
+        raise ValueError(f"top_k={top_k} must be in [0, {min(MOST_IDS, x.vocabulary)}], for V = {x.vocabulary}")
     inverse = _inverse(temperature, x)
     call = Call(
         softcap,
@@ -133,7 +161,49 @@ def linear_log_probs(
     if mean:
         of_entropy = x.unshifted(lse - mean[0])
         of_entropy = of_entropy.detach() if entropy == "detached" else of_entropy
-    return LogProbs(None if targets is None else x.unshifted(0 - nll), x.unshifted(lse).clone(), of_entropy)
+    log_probs = None if targets is None else x.unshifted(0 - nll)
+    result = LogProbs(log_probs, x.unshifted(lse).clone(), of_entropy)
+    if ids is None and not (predicted or top_k or mean_logit):
+        return result
+    columns = _Columns(x, inverse, chosen.Chosen(call, scale, x.targets.shape, shard))
+    if ids is not None:
+        result = result._replace(id_log_probs=columns.of_ids(ids, lse))
+    if predicted or top_k or mean_logit:
+        top, top_ids, mean_of_logits = columns.largest(max(top_k, int(predicted)))
+        with torch.no_grad():
+            result = result._replace(
+                predicted=columns.shaped(top_ids[:, 0]) if predicted else None,
+                top_ids=columns.shaped(top_ids[:, :top_k]) if top_k else None,
+                top_log_probs=columns.shaped(top[:, :top_k] - lse[:, None]) if top_k else None,
+                mean_logit=columns.shaped(mean_of_logits) if mean_logit else None,
+            )
+    return result
+
+
+class _Columns:
+    """The numbers of chosen columns of the logits, 0 for ignored tokens."""
+
+    def __init__(self, x: Prepared, inverse: Tensor | None, how: chosen.Chosen) -> None:
+        self.x, self.how = x, how
+        self.operands = statistics.operands_of(x)._replace(inverse_temperature=inverse)
+        self.kept = self.operands.columns >= 0
+
+    def of_ids(self, ids: Tensor, lse: Tensor) -> Tensor:
+        """id_log_probs. lse: (N,)."""
+        ids = ids.reshape(len(self.kept), ids.shape[-1]).long()
+        named = (ids >= 0) & (ids < self.x.vocabulary)
+        z = chosen.logits(self.operands, torch.where(named & self.kept[:, None], ids, -1), self.how)
+        return self.shaped(torch.where(named, z - lse[:, None], -torch.inf))
+
+    def largest(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        return chosen.largest(self.operands, count, self.how)
+
+    def shaped(self, found: Tensor) -> Tensor:
+        """Numbers of the tokens, (N, ...), in the shape of targets after the shift."""
+        kept = self.kept.reshape(-1, *[1] * (found.dim() - 1))
+        axis = self.x.targets.dim() - 1
+        found = torch.where(kept, found, 0).reshape(*self.x.targets.shape, *found.shape[1:])
+        return found.narrow(axis, 0, found.shape[axis] - self.x.shift) if self.x.shift else found
 
 
 def _numbers(x: Prepared, call: Call, inverse: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -173,6 +243,21 @@ def _inverse(temperature: Any, x: Prepared) -> Tensor | None:
         raise ValueError(f"all tensors must be on one device, got e {x.e.device}, temperature {temperature.device}")
     inverse = 1 / temperature.to(x.e.device, dtype)
     return inverse.expand(tokens).reshape(-1)
+
+
+def _check_ids(ids: Any, x: Prepared) -> None:
+    if ids is None:
+        return
+    if not isinstance(ids, Tensor):
+        arguments.check_other("ids", ids, NAME)
+    tensors.check({"ids": ids})
+    if ids.dtype not in arguments.INTEGERS:
+        raise TypeError(f"ids must be of an integer type, got ids {arguments.type_name(ids)}: write ids.long()")
+    tokens, shape = tuple(x.targets.shape), tuple(ids.shape)
+    if shape[:-1] != tokens or len(shape) != len(tokens) + 1 or shape[-1] > MOST_IDS:
+        raise ValueError(f"ids must have shape (..., K) with ... = {tokens} as e and K <= {MOST_IDS}, got ids {shape}")
+    if ids.device != x.e.device:
+        raise ValueError(f"all tensors must be on one device, got e {x.e.device}, ids {ids.device}")
 
 
 def _check_without_targets(shift: int, shard: VocabParallel | None) -> None:

@@ -189,7 +189,7 @@ def _gradients(
 
     arguments: Any = *of, statistics, *given.tensors, *left
     guarded = torch.is_grad_enabled() and not compiling
-    return _Guarded.apply(run, *arguments) if guarded else run(*arguments)
+    return Guarded.apply(run, *arguments) if guarded else run(*arguments)
 
 
 def drops_what_is_saved() -> bool:
@@ -283,7 +283,7 @@ class _LossOfFunctions(_Loss):
         _save(ctx, _in_type_of_e(Given(*inputs[:-2])), inputs[-2:], output[1], [])
 
 
-class _Guarded(torch.autograd.Function):
+class Guarded(torch.autograd.Function):
     """function(*arguments), with an error for its own derivative."""
 
     generate_vmap_rule = True

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cce_torch
-from cce_torch import linear_log_probs, ops
+from cce_torch import chosen, linear_log_probs, ops
 from cce_torch.on_jax import programs
 from tests.call_torch import array, small_blocks
 from tests.test_torch_distributed import in_processes
@@ -364,6 +365,16 @@ E, C, T = torch.ones(2, 3, 4), torch.ones(9, 4), torch.zeros(2, 3, dtype=torch.i
         ({"temperature": torch.ones(3, dtype=torch.complex64)}, TypeError, r"temperature must be real.*complex64"),
         ({"entropy": "yes"}, ValueError, r"entropy='yes' must be one of False, True, 'detached'"),
         ({"entropy": 1}, ValueError, r"entropy=1 must be one of False, True, 'detached'"),
+        ({"ids": T}, ValueError, r"ids must have shape \(\.\.\., K\).*\(2, 3\) .*got ids \(2, 3\)"),
+        ({"ids": T[:1, :, None]}, ValueError, r"ids must have shape .*got ids \(1, 3, 1\)"),
+        ({"ids": torch.zeros(2, 3, 257).long()}, ValueError, r"K <= 256, got ids \(2, 3, 257\)"),
+        ({"ids": E}, TypeError, r"ids must be of an integer type, got ids float32: write ids\.long\(\)"),
+        ({"ids": T.tolist()}, TypeError, r"ids must be a torch\.Tensor, got list: write torch\.tensor\(ids\)"),
+        ({"top_k": 10}, ValueError, r"top_k=10 must be in \[0, 9\], for V = 9"),
+        ({"top_k": -1}, ValueError, r"top_k=-1 must be in \[0, 9\]"),
+        ({"top_k": 1.5}, TypeError, r"top_k must be an integer, got float"),
+        ({"predicted": 1}, ValueError, r"predicted=1 must be one of False, True"),
+        ({"mean_logit": None}, ValueError, r"mean_logit=None must be one of False, True"),
         ({"softcap": -1.0}, ValueError, r"softcap=-1\.0.*positive"),
         ({"logit_scale": 1e39}, ValueError, r"logit_scale=1e\+39 must be finite in float32"),
         ({"shift": 3}, ValueError, r"shift=3.*\[0, T\).*T = 3"),
@@ -378,6 +389,179 @@ E, C, T = torch.ones(2, 3, 4), torch.ones(9, 4), torch.zeros(2, 3, dtype=torch.i
 def test_bad_input(changed, error, message):
     with pytest.raises(error, match=message):
         linear_log_probs(**{"e": E, "c": C, "targets": T, **changed})
+
+
+def every_number(x: Drawn, found: Any, leaves: dict[str, torch.Tensor]) -> tuple[dict[str, Any], tuple]:
+    """The numbers, and the gradients of a sum with weights of id_log_probs that are finite, and of log_probs."""
+    finite = torch.where(found.id_log_probs.isfinite(), found.id_log_probs, 0)
+    weights = torch.linspace(-1, 1, finite.numel(), dtype=finite.dtype).reshape(finite.shape)
+    objective = (finite * weights).sum() + (x.of[0].to(finite.dtype) * found.log_probs).sum()
+    return found._asdict(), torch.autograd.grad(objective, list(leaves.values()))
+
+
+def full_logits(x: Drawn, ids: torch.Tensor, k: int, leaves: dict[str, torch.Tensor]) -> cce_torch.LogProbs:
+    """What linear_log_probs returns, from the logits of leaves, which are float64."""
+    options, targets = x.options, x.tensors["targets"]
+    shift, kept = int(options.get("shift", 0)), targets != IGNORED
+    e, c = leaves["e"], leaves["c"].T if options.get("vocab_axis") else leaves["c"]
+    e, ids = (y[:, :-shift] if shift else y for y in (e, ids))
+    kept, targets = kept[:, shift:], targets[:, shift:]
+    z = e @ c.T + leaves.get("bias", 0)
+    z = z if options.get("softcap") is None else options["softcap"] * torch.tanh(z / options["softcap"])
+    temperature = torch.as_tensor(options.get("temperature", 1.0)).double().expand(x.tensors["targets"].shape)
+    z = z / (temperature[:, :-shift] if shift else temperature)[..., None]
+    log_p, lse = torch.log_softmax(z, -1), torch.logsumexp(z, -1)
+    named = (ids >= 0) & (ids < c.shape[0])
+    of_ids = torch.where(named, log_p.gather(-1, torch.where(named, ids, 0)), -torch.inf)
+    top, top_ids = torch.sort(log_p.detach(), dim=-1, descending=True, stable=True)
+    found = {
+        "log_probs": log_p.gather(-1, targets.clamp(0)[..., None])[..., 0],
+        "lse": lse,
+        "id_log_probs": of_ids,
+        "predicted": top_ids[..., 0],
+        "top_ids": top_ids[..., :k],
+        "top_log_probs": top[..., :k],
+        "mean_logit": z.mean(-1),
+    }
+    masks = {name: kept.reshape(*kept.shape, *[1] * (y.dim() - kept.dim())) for name, y in found.items()}
+    return cce_torch.LogProbs(**{name: torch.where(masks[name], y, 0) for name, y in found.items()})
+
+
+def check_chosen(x: Drawn, impl: str, k: int, count: int, **more) -> None:
+    """All numbers of chosen columns, and their gradients, against float64."""
+    own = more.pop("own", slice(None))
+    vocabulary = x.tensors["c"].shape[1 if x.options.get("vocab_axis") else 0]
+    rng = np.random.default_rng(count)
+    ids = torch.tensor(rng.integers(-1, vocabulary + 1, (*x.tensors["targets"].shape, count)))
+    ids[..., -1] = ids[..., 0]
+    given = {name: y for name, y in x.tensors.items() if y is not None and name != "targets"}
+    exact_leaves = {name: y.double().requires_grad_() for name, y in given.items()}
+    exact, want = every_number(x, full_logits(x, ids, k, exact_leaves), exact_leaves)
+    leaves = {n: (y[own] if n in ("c", "bias") else y).clone().requires_grad_() for n, y in given.items()}
+    asked = {"ids": ids, "predicted": True, "top_k": k, "mean_logit": True, "impl": impl, **x.options, **more}
+    with small_blocks():
+        found = linear_log_probs(leaves["e"], leaves["c"], x.tensors["targets"], leaves.get("bias"), **asked)
+        numbers, gradients = every_number(x, found, leaves)
+    for name in ("log_probs", "id_log_probs", "top_log_probs", "mean_logit"):
+        torch.testing.assert_close(numbers[name].double(), exact[name], rtol=1e-5, atol=1e-4, msg=name)
+    assert numbers["predicted"].dtype == numbers["top_ids"].dtype == torch.int64
+    for name in ("predicted", "top_ids"):  # logits that differ by a rounding may change places
+        assert (numbers[name] == exact[name]).float().mean() > 0.98, name
+    assert not numbers["top_log_probs"].requires_grad
+    for name, y, z in zip(leaves, gradients, want, strict=True):
+        z = z[own] if name in ("c", "bias") else z
+        allowed = 4 * roundoff(str(y.dtype)[6:]) + 32 * roundoff("float32")  # the two parts are rounded and added
+        assert (y.double() - z).norm() <= allowed * max(float(z.norm()), 1e-30), name
+
+
+@pytest.mark.parametrize("impl", ["chunked", "torch_compile", "reference"])
+@pytest.mark.parametrize("dtype", list(TYPES))
+@pytest.mark.parametrize("room", [0, 20_000, 2**28])
+def test_chosen_columns(impl, dtype, room, monkeypatch):
+    """room: in chunks of one token and one column; of a few; in one."""
+    monkeypatch.setattr(chosen, "ROOM", room)
+    options = {"softcap": 4.0, "vocab_axis": 1, "shift": 1} if room else {}
+    check_chosen(made(dtype=dtype, bias=room > 0, temperature="each", **options), impl, 5, 6)
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 40), st.integers(1, 40), st.sampled_from([torch.float32, torch.float64]), st.integers(0, 99))
+def test_of_equal_logits_the_lowest_ids_come_first(vocabulary, k, dtype, seed):
+    k, rng = min(k, vocabulary), np.random.default_rng(seed)
+    z = torch.tensor(rng.integers(-2, 3, (7, vocabulary)) * rng.choice([0.0, -0.0, 1.0, np.inf], (1, vocabulary)))
+    z = torch.where(z.isnan(), 0, z).to(dtype)
+    values, ids = torch.sort(z, dim=1, descending=True, stable=True)
+    found = chosen._merged(*chosen._largest(z, k), k)
+    assert torch.equal(found[1], ids[:, :k])
+    assert torch.equal(found[0], values[:, :k])
+
+
+def test_equal_rows_of_the_classifier(monkeypatch):
+    """Over groups of the vocabulary too."""
+    monkeypatch.setattr(chosen, "MOST_COLUMNS", 3)
+    found = linear_log_probs(E, C, T, predicted=True, top_k=5, impl="chunked")
+    assert (found.predicted == 0).all()
+    assert (found.top_ids == torch.arange(5)).all()
+
+
+@pytest.mark.parametrize("impl", ["chunked", "reference"])
+def test_ids_of_ignored_tokens_and_negative_ids_get_no_gradient(impl):
+    x = made(ignored=0.5)
+    e = x.tensors["e"].clone()
+    ignored = x.tensors["targets"] == IGNORED
+    e[ignored] = torch.nan
+    ids = torch.zeros(3, 7, 2, dtype=torch.int64)
+    ids[..., 1] = -1
+    leaves = [y.clone().requires_grad_() for y in (e, x.tensors["c"])]
+    found = linear_log_probs(*leaves, x.tensors["targets"], ids=ids, top_k=2, impl=impl)
+    assert not found.id_log_probs[ignored].any()
+    assert not found.top_log_probs[ignored].any()
+    assert (found.id_log_probs[~ignored][:, 1] == -torch.inf).all()
+    de, dc = torch.autograd.grad(torch.logsumexp(found.id_log_probs, -1).sum(), leaves)
+    assert not de[ignored].any()
+    assert de[~ignored].any()
+    assert dc.isfinite().all()
+
+
+def test_chosen_columns_compiled():
+    torch._dynamo.reset()
+    x, ids = made(), torch.arange(42).reshape(3, 7, 2)
+
+    def run(e, c):
+        found = linear_log_probs(e, c, x.tensors["targets"], ids=ids, top_k=3, predicted=True, impl="chunked")
+        return found.id_log_probs.sum(), found.top_ids, found.predicted
+
+    results = []
+    for call in (torch.compile(run, fullgraph=True, backend="aot_eager"), run):
+        leaves = [x.tensors[name].clone().requires_grad_() for name in ("e", "c")]
+        total, *others = call(*leaves)
+        results.append([*others, *torch.autograd.grad(total, leaves)])
+    torch.testing.assert_close(*results)
+
+
+def test_second_derivatives_of_ids_are_an_error():
+    leaves = [E.clone().requires_grad_(), C.clone().requires_grad_()]
+    found = linear_log_probs(*leaves, T, ids=T[..., None], impl="chunked").id_log_probs
+    de, _ = torch.autograd.grad((found**2).sum(), leaves, create_graph=True)
+    with pytest.raises(NotImplementedError, match="first derivatives"):
+        torch.autograd.grad(de.sum(), leaves)
+
+
+@pytest.mark.parametrize("wanted", [(True, True, True), (False, True, False), (True, False, True)])
+def test_the_operators_of_ids_are_what_they_say(wanted):
+    x = made(bias=True, dtype="bfloat16")
+    e, ids = x.tensors["e"].flatten(0, 1), torch.randint(-1, 83, (21, 4))
+    given, inverse = (e, x.tensors["c"], x.tensors["bias"]), torch.rand(21) + 0.5
+    torch.library.opcheck(chosen.id_logits, (*given, ids, inverse, 1.3, 5.0, 2**28))
+    dz = torch.where(ids >= 0, torch.rand(21, 4), 0)
+    torch.library.opcheck(chosen.id_gradients, (dz, *given, ids, 2**28, *wanted, False))
+    torch.library.opcheck(chosen.largest_logits, (*given, inverse, 3, 1.3, 5.0, 2**28))
+
+
+def test_no_tokens_and_no_ids():
+    found = linear_log_probs(E[:0], C, T[:0], ids=T[:0, :, None], top_k=2, mean_logit=True, impl="chunked")
+    assert found.id_log_probs.shape == (0, 3, 1)
+    assert found.top_ids.shape == (0, 3, 2)
+    assert linear_log_probs(E, C, ids=torch.zeros(2, 3, 0, dtype=torch.int64)).id_log_probs.shape == (2, 3, 0)
+
+
+def test_no_tensor_has_the_size_of_the_logits():
+    class Largest(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            new = [x for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+            self.largest = max(self.largest, *(x.nbytes for x in new if not func.is_view), 0)
+            return result
+
+    operands = torch.randn(2000, 8), torch.randn(3000, 8), None, None
+    with Largest() as seen:
+        chosen.largest_logits._init_fn(*operands, 4, 1.0, None, 2**20)
+        ids = torch.randint(0, 3000, (2000, 8))
+        chosen.id_logits._init_fn(*operands[:3], ids, None, 1.0, None, 2**20)
+        chosen.id_gradients._init_fn(torch.randn(2000, 8), *operands[:3], ids, 2**20, True, True, False, False)
+    assert 0 < seen.largest < 2**20 < 4 * 2000 * 3000
 
 
 STOPS = (30, 30, 83)  # the rows of c that each process ends with: the second holds none
@@ -400,6 +584,9 @@ def check_split(**options) -> None:
                     assert np.abs(value - exact[name]).max() <= 32 * roundoff("float32") * 10, (impl, name)
                 elif value.size:
                     assert_close(value, exact[name][rows], reference[name][rows], f"{impl}: {name}")
+    for dtype in ("float32", "bfloat16"):
+        x = made(temperature="each", bias=True, dtype=dtype, softcap=4.0, shift=1)
+        check_chosen(x, "chunked", 40, 6, own=slice(start, stop), vocab_parallel=shard)
 
 
 def test_a_vocabulary_that_processes_split():

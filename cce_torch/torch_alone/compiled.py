@@ -114,7 +114,7 @@ def run_statistics(
     memory_budget: int | None,
 ) -> Tensor:
     """Equations (1), (2), with_sum (3), and with_mean (3')."""
-    with _plainly(e):
+    with plainly(e):
         accumulate, operand = blocks.types(e)
         if not e.shape[0]:
             return e.new_empty((2 + with_sum + with_mean, 0), dtype=accumulate)
@@ -152,9 +152,9 @@ def run_gradients(
     output: the statistics, of which the first row is read, lse, and with_mean the last, the mean. wide_e: de is not
     rounded to e's type.
     """
-    with _plainly(e):
+    with plainly(e):
         accumulate, operand = blocks.types(e)
-        de, dc, dbias = _new_gradients(e, c, bias, want_e, want_c, want_bias, wide_e)
+        de, dc, dbias = new_gradients(e, c, bias, want_e, want_c, want_bias, wide_e)
         if not e.shape[0]:
             return de, dc.zero_(), dbias.zero_()
         live = columns >= 0
@@ -216,7 +216,7 @@ def _(
     want_bias,
     wide_e=False,
 ):
-    return _new_gradients(e, c, bias, want_e, want_c, want_bias, wide_e)
+    return new_gradients(e, c, bias, want_e, want_c, want_bias, wide_e)
 
 
 @run_statistics.register_vmap
@@ -236,7 +236,7 @@ def _examples(info: Any, in_dims: tuple[int | None, ...], arguments: tuple) -> I
         yield [x if axis is None else x.select(axis, i) for x, axis in zip(arguments, in_dims, strict=True)]
 
 
-def _new_gradients(
+def new_gradients(
     e: Tensor, c: Tensor, bias: Tensor | None, want_e: bool, want_c: bool, want_bias: bool, wide_e: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Uninitialised de, dc (with c's strides) and dbias. A gradient that is not wanted has no elements."""
@@ -246,7 +246,7 @@ def _new_gradients(
 
 
 @contextmanager
-def _plainly(x: Tensor) -> Iterator[None]:
+def plainly(x: Tensor) -> Iterator[None]:
     """Switches off autograd, and autocast, which would change the types."""
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         yield

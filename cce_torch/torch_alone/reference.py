@@ -9,30 +9,35 @@ from cce_torch.call import Call, Operands
 from cce_torch.torch_alone import blocks
 
 
-def statistics(operands: Operands, call: Call, scale: float) -> Tensor:
-    """The statistics, float32 (float64 for float64).
-
-    c of any strides. c and bias are rounded to e's type, their gradients are not. A column of V or more names no logit:
-    target is 0. Holds several (N, V) arrays.
-    """
-    e, c, bias, columns, weights, inverse_temperature = operands
-    softcap = call.softcap
+def logits(operands: Operands, call: Call, scale: float) -> Tensor:
+    """The full logits, (N, V), float32 (float64 for float64)."""
+    e, c, bias, columns, _, inverse_temperature = operands
+    softcap, live = call.softcap, columns >= 0
     with torch.autocast(e.device.type, enabled=False):
         accumulate = torch.promote_types(e.dtype, torch.float32)
-        live = columns >= 0
         e = torch.where(live[:, None], e, 0)  # a NaN in an ignored token must not reach c's gradient
         c, bias = _rounded(c, e.dtype), _rounded(bias, e.dtype)
         raw = e.to(accumulate) @ c.to(accumulate).T
         z = scale * (raw if bias is None else raw + bias.to(accumulate))
         if softcap is not None:
             z = softcap * torch.tanh(z / softcap)
-        if inverse_temperature is not None:
-            z = z * torch.where(live, inverse_temperature, 1)[:, None]
-        own = columns.clamp(0, c.shape[0] - 1).long()
-        target = torch.where(columns < c.shape[0], z.gather(1, own[:, None])[:, 0], 0)
+        return z if inverse_temperature is None else z * torch.where(live, inverse_temperature, 1)[:, None]
+
+
+def statistics(operands: Operands, call: Call, scale: float) -> Tensor:
+    """The statistics, float32 (float64 for float64).
+
+    c of any strides. c and bias are rounded to e's type, their gradients are not. A column of V or more names no logit:
+    target is 0. Holds several (N, V) arrays.
+    """
+    columns, weights, vocabulary = operands.columns, operands.weights, operands.c.shape[0]
+    with torch.autocast(operands.e.device.type, enabled=False):
+        z, live = logits(operands, call, scale), columns >= 0
+        own = columns.clamp(0, vocabulary - 1).long()
+        target = torch.where(columns < vocabulary, z.gather(1, own[:, None])[:, 0], 0)
         rows = [torch.logsumexp(z, 1), target]
         if call.smooths:
-            w = z.new_ones(z.shape[1]) if weights is None else weights.to(accumulate)
+            w = z.new_ones(vocabulary) if weights is None else weights.to(z.dtype)
             rows.append(torch.where(w == 0, 0, w * z).sum(1))
         if call.with_mean:
             rows.append(blocks.mean_of(z.detach() if call.mean_is_detached else z))
