@@ -20,6 +20,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -138,7 +139,8 @@ def train(model: PreTrainedModel, data: list, size: Size, steps: int, seed: int,
             report_to="none",
             seed=seed,
         )
-        trainer = Trainer(model, arguments, train_dataset=data)
+        rows: Any = data  # Trainer takes a list too, which its types do not say
+        trainer = Trainer(model, arguments, train_dataset=rows)
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(curve)
         trainer.train()

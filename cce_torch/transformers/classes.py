@@ -72,8 +72,8 @@ def replaced(module: Any, advice: str) -> str:
     by = origin(module.forward)
     if by.startswith("trl."):
         advice = (
-            "TRL's trainers compute the loss by a forward of their own, without the logits too, and never ask "
-            "cce_patch for it. docs/hugging-face.md shows a trainer of TRL that does"
+            "TRL's trainers compute the loss by a forward of their own and never ask cce_patch for it. Call "
+            "cce_torch.trl.patch() instead of cce_patch; docs/hugging-face.md says more"
         )
     elif by.startswith("transformers."):
         advice = (
