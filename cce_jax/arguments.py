@@ -151,22 +151,19 @@ def temperature(temperature: Any, e: Any) -> Any:
     return temperature
 
 
-def ids(ids: Any, e: Any, ignore_index: int) -> tuple[Any, Any]:
-    """Given ids of linear_log_probs, and where they are ignored; None where there are none."""
+def ids(ids: Any, e: Any) -> Any:
+    """ids of linear_log_probs. TypeError unless they are integers, ValueError unless their shape fits e."""
     ids, of_tokens = _array("ids", ids), np.shape(e)[:-1]
     if ids is None:
-        return None, None
+        return None
     if not hasattr(ids, "dtype") or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"ids must be an array of an integer type, got {getattr(ids, 'dtype', type(ids).__name__)}")
-    if np.shape(ids)[:-1] != of_tokens or not 1 <= np.shape(ids)[-1] <= MOST_IDS:
+    if np.ndim(ids) < 1 or np.shape(ids)[:-1] != of_tokens or not 1 <= np.shape(ids)[-1] <= MOST_IDS:
         raise ValueError(
             f"ids {np.shape(ids)} must have the shape of e without its last axis, {of_tokens}, and a last axis K of 1 "
             f"to {MOST_IDS}"
         )
-    held = jnp.iinfo(ids.dtype)
-    return ids, ids == ids.dtype.type(ignore_index) if held.min <= ignore_index <= held.max else np.zeros(
-        ids.shape, bool
-    )
+    return ids
 
 
 def targets(targets, vocabulary: int, ignore_index: int, shift: int) -> None:

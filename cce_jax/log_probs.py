@@ -27,7 +27,7 @@ class LogProbs(NamedTuple):
     log_probs: jax.Array | None  # (...): log p of the target
     lse: jax.Array  # (...): the log-sum-exp of the logits
     entropy: jax.Array | None = None  # (...): −Σ p log p, in nats
-    id_log_probs: jax.Array | None = None  # (..., K): log p of the given ids; −inf where an id is ignored
+    id_log_probs: jax.Array | None = None  # (..., K): log p of the given ids; −inf where an id is outside [0, V)
     predicted: jax.Array | None = None  # (...) int32: the likeliest id, the lowest among equals
     top_ids: jax.Array | None = None  # (..., top_k) int32: the likeliest ids in order, the lowest first among equals
     top_log_probs: jax.Array | None = None  # (..., top_k): their log p
@@ -80,8 +80,8 @@ def linear_log_probs(
         numbers of a token whose target is ignore_index are 0, and it has no gradient. A target outside [0, V) that is
         not ignore_index makes that log-probability NaN.
       ids: integers of shape (..., K), K at most 256: ids of each token whose log-probabilities are asked for too. They
-        belong to the tokens of e, and are not shifted. An id that is ignore_index gives −inf, so that a logsumexp over
-        K renormalizes; any other id outside [0, V) gives NaN. An id may occur more than once: gradients add.
+        belong to the tokens of e, and are not shifted. An id outside [0, V), such as -100, gives −inf and has no
+        gradient, so that a logsumexp over K renormalizes. Equal ids add their gradients.
       predicted: whether the likeliest id of each token is asked for.
       top_k: how many of the likeliest ids of each token are asked for, at most 256 and V. Their log-probabilities have
         no gradient: for one give the ids as `ids`. predicted, top_k and mean_logit compute the logits once more.
@@ -125,30 +125,18 @@ def linear_log_probs(
     call = prepared(Arrays(e, c, bias, targets, None, None, None), asked, with_mean=bool(entropy))
     call.needs_whole_sequences("linear_log_probs")
     given = call.given._replace(temperature=arguments.temperature(temperature, call.given.e))
-    ids, ignored = arguments.ids(ids, given.e, contract.integer("ignore_index", ignore_index))
+    ids = arguments.ids(ids, given.e)
     most = min(MOST_IDS, call.vocabulary)
     if not 0 <= top_k <= most:
         raise ValueError(f"top_k={top_k} must be from 0 to {most}: at most {MOST_IDS}, and the size of the vocabulary")
     chosen = Chosen(max(top_k, int(bool(predicted))), bool(mean_logit))
     with settings.defaults():
         of = Static(call.core, call.layout, named, entropy, chosen, call.ignore_index, call.shift)
-        found = _log_probs(given, None if ids is None else Ids(ids, ignored), of)
+        found = _log_probs(given, ids, of)
     if predicted:
         assert found.top_ids is not None
         found = found._replace(predicted=found.top_ids[..., 0])
     return found if top_k else found._replace(top_ids=None, top_log_probs=None)
-
-
-class Ids(NamedTuple):
-    """Given ids, (..., K), and where they are ignored."""
-
-    ids: jax.Array
-    ignored: jax.Array
-
-    def columns(self, vocabulary: int) -> jax.Array:
-        """int32: the column that each id names; −1 where an id is ignored, V where it is out of range."""
-        inside = (self.ids >= 0) & (self.ids < vocabulary)
-        return jnp.where(self.ignored, -1, jnp.where(inside, self.ids, vocabulary)).astype(jnp.int32)
 
 
 @dataclass(frozen=True)
@@ -165,7 +153,7 @@ class Static:
 
 
 @partial(jax.jit, static_argnames="of")
-def _log_probs(given: Arrays, ids: Ids | None, of: Static) -> LogProbs:
+def _log_probs(given: Arrays, ids: jax.Array | None, of: Static) -> LogProbs:
     layout, shift, axis = of.layout, of.shift, of.core.head.vocab_axis
     e, c, bias, targets = given[:4]
     vocabulary = of.core.head.vocabulary(c) if layout is None else layout.whole_vocabulary(c, axis)
@@ -180,10 +168,10 @@ def _log_probs(given: Arrays, ids: Ids | None, of: Static) -> LogProbs:
     columns = losses.columns(targets, of.ignore_index, vocabulary) if of.named else jnp.full_like(targets, vocabulary)
     if of.core.impl != "reference":
         e, c, bias = jax.tree.map(reverse_mode_only, (e, c, bias))
-    of_ids = None if ids is None else ids.columns(vocabulary)
-    if layout is not None:
-        of_ids = layout.laid_out(of_ids, layout.spec_of_tokens)
-    inputs = Inputs(e, c, bias, columns, None, scale, inverse, of_ids)
+    if ids is not None:
+        ids = jnp.where((ids >= 0) & (ids < vocabulary), ids, -1).astype(jnp.int32)
+        ids = ids if layout is None else layout.laid_out(ids, layout.spec_of_tokens)
+    inputs = Inputs(e, c, bias, columns, None, scale, inverse, ids)
     numbers = numbers_of(inputs, of.core, layout)
 
     def of_tokens(x: jax.Array) -> jax.Array:
@@ -191,7 +179,7 @@ def _log_probs(given: Arrays, ids: Ids | None, of: Static) -> LogProbs:
 
     log_probs, lse, entropy = jax.tree.map(of_tokens, losses.token_numbers(numbers, columns, vocabulary))
     entropy = jax.lax.stop_gradient(entropy) if of.entropy == "detached" else entropy
-    id_log_probs = None if of_ids is None else of_tokens(_of_ids(numbers, of_ids, columns >= 0, vocabulary))
+    id_log_probs = None if ids is None else of_tokens(_of_ids(numbers, ids, columns >= 0))
     found = LogProbs(log_probs if of.named else None, lse, entropy, id_log_probs)
     if not (of.chosen.top_k or of.chosen.mean_logit) or not columns.size:
         return found
@@ -203,7 +191,7 @@ def _log_probs(given: Arrays, ids: Ids | None, of: Static) -> LogProbs:
     return found._replace(top_ids=of_logits.top_ids, top_log_probs=top_log_probs, mean_logit=of_logits.mean_logit)
 
 
-def _of_ids(numbers: Statistics, ids: jax.Array, kept: jax.Array, vocabulary: int) -> jax.Array:
+def _of_ids(numbers: Statistics, ids: jax.Array, kept: jax.Array) -> jax.Array:
     assert numbers.ids is not None
-    log_probs = jnp.where(ids == vocabulary, jnp.nan, numbers.ids - numbers.lse[..., None])
-    return jnp.where(kept[..., None], jnp.where(ids < 0, -jnp.inf, log_probs), 0)
+    log_probs = jnp.where(ids < 0, -jnp.inf, numbers.ids - numbers.lse[..., None])
+    return jnp.where(kept[..., None], log_probs, 0)

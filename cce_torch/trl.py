@@ -119,27 +119,24 @@ class _LinearLogProbs:
         asked = _Asked(*given)
         _check(asked)
         e, c, bias = _of_one_type(asked.hidden, asked.weight, asked.bias)
-        numbers: dict[str, Any] = {
-            "entropy": self.entropy if "entropy" in asked.outputs else False,
-            "predicted": "is_top1" in asked.outputs,
-            "mean_logit": "mean_logits" in asked.outputs,
-        }
-        found: Any = linear_log_probs(
+        found = linear_log_probs(
             e,
             c,
             asked.targets,
             bias,
+            entropy=self.entropy if "entropy" in asked.outputs else False,
+            predicted="is_top1" in asked.outputs,
+            mean_logit="mean_logits" in asked.outputs,
             temperature=asked.temperature,
             softcap=asked.softcap,
             logit_scale=asked.logit_scale,
             impl=self.impl,
             memory_budget=self.memory_budget,
             precision=self.precision,
-            **{name: x for name, x in numbers.items() if x},
         )
-        is_top1 = found.predicted == asked.targets if numbers["predicted"] else None
-        mean_logits = found.mean_logit if numbers["mean_logit"] else None
-        return _Answer(found.log_probs, found.entropy, None, mean_logits, is_top1)
+        assert found.log_probs is not None
+        is_top1 = None if found.predicted is None else found.predicted == asked.targets
+        return _Answer(found.log_probs, found.entropy, None, found.mean_logit, is_top1)
 
 
 def _check(asked: _Asked) -> None:

@@ -170,12 +170,12 @@ def test_the_likeliest_ids_and_the_mean_of_the_logits(impl):
     assert not of.any()
 
 
-def test_a_given_id_out_of_range_is_nan_alone():
+def test_a_given_id_out_of_range_has_no_probability():
     e, c, targets = inputs()
     ids = np.stack([targets, np.full_like(targets, 67), np.full_like(targets, -7)], axis=-1)
     found = linear_log_probs(e, c, targets, ids=ids)
     np.testing.assert_allclose(found.id_log_probs[..., 0], found.log_probs, atol=1e-5)
-    assert np.isnan(found.id_log_probs[..., 1:]).all()
+    assert (found.id_log_probs[..., 1:] == -np.inf).all()
 
 
 def inputs(tokens=(2, 5), width=16, vocabulary=67):

@@ -4,7 +4,7 @@ import math
 import random
 import re
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -33,31 +33,6 @@ def unpatched():
     trl.trainer.utils._ChunkedLogProbFunction = ChunkedLogProbFunction
     yield
     trl.trainer.utils._ChunkedLogProbFunction = ChunkedLogProbFunction
-
-
-class StandIn(NamedTuple):
-    """The results of linear_log_probs once it has all of them."""
-
-    log_probs: torch.Tensor
-    lse: torch.Tensor
-    entropy: torch.Tensor | None
-    predicted: torch.Tensor | None = None
-    mean_logit: torch.Tensor | None = None
-
-
-def stand_in(e: Any, c: Any, targets: Any, bias: Any = None, *, predicted=False, mean_logit=False, **options: Any):
-    """linear_log_probs with the numbers that it does not have yet, from full logits."""
-    found = cce_torch.linear_log_probs(e, c, targets, bias, **options)
-    with torch.no_grad():
-        c, bias = c.to(e.dtype).float(), 0 if bias is None else bias.to(e.dtype).float()
-        z = (e.float() @ c.T + bias) * options["logit_scale"]
-        z = z if options["softcap"] is None else options["softcap"] * torch.tanh(z / options["softcap"])
-        mean = (z / options["temperature"]).mean(-1).masked_fill(targets == -100, 0)
-    return StandIn(*found, z.argmax(-1) if predicted else None, mean if mean_logit else None)
-
-
-if "predicted" not in cce_torch.LogProbs._fields:
-    cce_torch.trl.linear_log_probs = stand_in
 
 
 @pytest.fixture
