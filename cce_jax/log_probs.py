@@ -74,8 +74,7 @@ def linear_log_probs(
     (docs/log-probabilities.md).
 
     Args:
-      e, c, bias, ignore_index, softcap, logit_scale, vocab_axis, impl, memory_budget, precision, check_targets,
-        sharding: as for `linear_cross_entropy`.
+      e, c, bias: as for `linear_cross_entropy`; so are all options that are not named here.
       targets: integers of shape (...), one id a token, or None: then log_probs is None, and all tokens count. All
         numbers of a token whose target is ignore_index are 0, and it has no gradient. A target outside [0, V) that is
         not ignore_index makes that log-probability NaN.

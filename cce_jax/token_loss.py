@@ -39,7 +39,7 @@ def linear_token_loss(
     check_targets: bool = False,
     sharding: tuple[jax.sharding.PartitionSpec, jax.sharding.PartitionSpec] | None = None,
 ) -> Any:
-    """The mean or sum of fn(numbers, *arguments) over the tokens, where fn computes each token's loss.
+    """The mean or sum of `fn(numbers, *arguments)` over the tokens, where fn computes each token's loss.
 
     Equivalent to the following, without holding the logits:
 
@@ -52,9 +52,8 @@ def linear_token_loss(
     and entropy bonuses are a few lines (docs/log-probabilities.md).
 
     Args:
-      e, c, targets, bias, ignore_index, softcap, shift, logit_scale, vocab_axis, impl, memory_budget, precision,
-        check_targets, sharding: as for `linear_cross_entropy`.
-      fn: fn(numbers, *arguments) returns an array of the shape of numbers.log_probs: the loss of each token, which
+      e, c, targets, bias: as for `linear_cross_entropy`; so are all options that are not named here.
+      fn: `fn(numbers, *arguments)` returns an array of the shape of numbers.log_probs: the loss of each token, which
         depends on the numbers and arguments of that token alone. numbers has the fields log_probs, lse and entropy. fn
         is pure, and is called on arrays (n,) of any number n of tokens, any number of times. What it returns for
         ignored tokens is discarded. Define it once, outside of the training step: JAX compiles for each new function.
