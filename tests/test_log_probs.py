@@ -52,7 +52,7 @@ def weighted(rng, found, want):
 ERRORS = {"float32": 3e-5, "bfloat16": 2e-2, "float16": 4e-3}  # relative to the largest number
 
 
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.integers(0, 2**32 - 1),
     st.sampled_from(IMPLS),
@@ -101,7 +101,7 @@ def test_numbers_and_gradients(seed, impl, dtype, vocab_axis, softcap, cooled, s
         np.testing.assert_allclose(np.float64(x), y, rtol=0, atol=ERRORS[dtype] * max(1, np.abs(y).max()))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     st.integers(0, 2**32 - 1),
     st.sampled_from(IMPLS),
@@ -290,7 +290,7 @@ def policy(numbers, old, advantage):
     return -gain - 0.1 * numbers.entropy + 1e-3 * numbers.lse**2
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     st.integers(0, 2**32 - 1),
     st.sampled_from(IMPLS),
