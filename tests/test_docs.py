@@ -8,7 +8,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.pages import PAGES, ROOT, blocks, run
 
@@ -50,25 +49,6 @@ def test_the_readme_leads_to_the_documentation_and_is_short():
 def test_code_runs(page, recwarn):
     run(page)
     assert not [said for said in recwarn if "os.fork" in str(said.message)]  # as a DataLoader's workers may be
-
-
-def test_the_entropy_recipe_in_bfloat16():
-    """Of each token within a hundredth of its largest logit; the mean of all far closer."""
-    page = run(ROOT / "docs" / "log-probabilities.md")
-    generator = torch.Generator().manual_seed(0)
-    classifier = torch.nn.functional.normalize(torch.randn(1000, 64, generator=generator), dim=-1)
-    likely = classifier[torch.randint(1000, (1, 257, 16), generator=generator)]
-    hidden = (torch.linspace(15, 5, 16)[:, None] * likely).sum(2).bfloat16()
-    classifier = classifier.bfloat16()
-    logits = 1.4 * (hidden.double() @ classifier.double().T)[:, :-1]
-    right = torch.distributions.Categorical(logits=logits).entropy()
-    tokens = torch.distributions.Categorical(logits=logits).sample()
-    tokens = torch.cat([tokens[:, :1], tokens], 1)
-    tokens[:, -5:] = -100
-    off = (page.entropy(hidden, classifier, tokens, logit_scale=1.4) - right)[:, :-5]
-    assert (off.abs() < 0.01 * logits.abs().amax(-1)[:, :-5]).all()
-    assert off.mean().abs() < 0.01
-    assert (page.entropy(hidden, classifier, tokens)[:, -5:] == 0).all()
 
 
 def test_nothing_says_to_install_the_package_from_a_registry():
