@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
-from numbers import Real
 from typing import Literal, Unpack, overload
 
 import jax
@@ -160,13 +159,8 @@ def linear_cross_entropy(
     )
     call = prepared(Arrays(e, c, bias, targets, class_weight, token_weight, num_items), asked)
     given, core = call.given, replace(call.core, with_sum=options.smooths, gradient_tolerance=tolerance)
-    contract.num_items(given.num_items, reduction)
-    dtype = given.e.dtype.name
-    if isinstance(given.num_items, Real):
-        num_items = float(given.num_items)  # JAX makes an int32 of an integer, which may be too small for it
-        contract.finite("num_items", num_items, dtype)
-        given = given._replace(num_items=num_items)
-    contract.finite("z_loss", z_loss, dtype)
+    given = given._replace(num_items=arguments.num_items(given.num_items, reduction, given.e.dtype))
+    contract.finite("z_loss", z_loss, given.e.dtype.name)
     if reduction == "none" or return_lse:
         call.needs_whole_sequences("reduction='none' or return_lse")
     with settings.defaults():
@@ -221,7 +215,7 @@ def loss_of(given: Arrays, of: Static) -> tuple[jax.Array, losses.TokenNumbers]:
     terms = losses.terms(columns, whole, token_weight, vocabulary, wide, at)._replace(arguments=given.arguments)
     common = Common(given.label_smoothing, given.z_loss, whole if of.loss.smooths else None)
     one_sum = core.impl != "reference" and of.loss.reduction != "none" and columns.size
-    if one_sum and (layout is None or knows_cotangents(inputs, token_weight, layout)):
+    if one_sum and (layout is None or knows_cotangents(inputs, (token_weight, *given.arguments), layout)):
         value, numbers = summed(Summands(inputs, terms, common), core, of.loss, layout)
         loss = losses.reduced(value, terms, given.num_items, of.loss, over)
     else:

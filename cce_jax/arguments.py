@@ -1,7 +1,7 @@
 """Checks of the arguments of the public function that need JAX, and errors that say what to write instead."""
 
 import sys
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from numbers import Real
 from typing import Any
 
@@ -117,12 +117,26 @@ def shapes(given: Any, layout: Layout | None, vocab_axis: int, shift: int) -> No
         raise ValueError(f"num_items must be a number or a scalar array, got shape {of['num_items']}")
 
 
+def num_items(value: Any, reduction: str, dtype: Any) -> Any:
+    """num_items, a number as a float: JAX makes an int32 of an integer, which may be too small for it."""
+    contract.num_items(value, reduction)
+    if not isinstance(value, Real):
+        return value
+    contract.finite("num_items", float(value), dtype.name)
+    return float(value)
+
+
 def function(fn: Any, arguments: tuple, entropy: bool, dtype: Any) -> None:
     """TypeError unless fn of linear_token_loss is a function that closes over nothing that JAX traces."""
     if not callable(fn):
         raise TypeError(f"fn must be a function of numbers and arguments, got {type(fn).__name__}")
-    x = jax.ShapeDtypeStruct((1,), dtype)
-    given = (jax.ShapeDtypeStruct((1,), getattr(a, "dtype", None) or jnp.result_type(a)) for a in arguments)
+    types = tuple(jnp.dtype(getattr(a, "dtype", None) or jnp.result_type(a)).name for a in arguments)
+    _closes_over_nothing_traced(fn, types, bool(entropy), jnp.dtype(dtype).name)
+
+
+@lru_cache(maxsize=256)  # an error is not kept
+def _closes_over_nothing_traced(fn: Any, types: tuple[str, ...], entropy: bool, dtype: str) -> None:
+    x, *given = (jax.ShapeDtypeStruct((1,), of) for of in (dtype, *types))
     traced = jax.make_jaxpr(fn)(TokenNumbers(x, x, x if entropy else None), *given)  # type: ignore[arg-type]
     for const in traced.consts:
         if isinstance(const, Tracer):

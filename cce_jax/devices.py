@@ -97,14 +97,14 @@ def gradients(
     return _typed_gradients(run(inputs, held, cotangents), inputs, layout)
 
 
-def knows_cotangents(inputs: Inputs, token_weight: jax.Array | None, layout: Layout) -> bool:
+def knows_cotangents(inputs: Inputs, of_tokens: tuple, layout: Layout) -> bool:
     """Whether each device knows the cotangents of its tokens in the forward pass, up to one factor.
 
     It does not where, by the types inside the caller's jax.shard_map, devices that share a token have other targets,
-    temperatures or weights for it. The cotangents are then sums over these devices, with one factor each.
+    temperatures, weights or arguments for it. The cotangents are then sums over these devices, with one factor each.
     """
     shared = _of_numbers(inputs, layout)
-    given = inputs.targets, inputs.inverse_temperature, token_weight
+    given = inputs.targets, inputs.inverse_temperature, *of_tokens
     return not layout.typed or all(varying(x) <= shared for x in given if x is not None)
 
 

@@ -87,8 +87,8 @@ def linear_log_probs(
       mean_logit: whether the mean of the logits over the vocabulary is asked for. It has no gradient.
       temperature: a positive number, or an array of positive numbers that broadcasts to the shape of e without its last
         axis. It divides the logits after the softcap, and has no gradient. A new value compiles nothing.
-      entropy: True for the entropies, which can be differentiated; "detached" for entropies without a gradient, which
-        cost the backward pass nothing.
+      entropy: True for the entropies, which can be differentiated; "detached" for entropies without a gradient: the
+        backward pass then does no more than without them.
       shift: k in [0, T), or True for 1: token i of the last axis of targets belongs to token i + k of e. It needs
         targets. All results have the shape of targets after the shift.
 
@@ -180,10 +180,15 @@ def _log_probs(given: Arrays, ids: jax.Array | None, of: Static) -> LogProbs:
     entropy = jax.lax.stop_gradient(entropy) if of.entropy == "detached" else entropy
     id_log_probs = None if ids is None else of_tokens(_of_ids(numbers, ids, columns >= 0))
     found = LogProbs(log_probs if of.named else None, lse, entropy, id_log_probs)
-    if not (of.chosen.top_k or of.chosen.mean_logit) or not columns.size:
+    if not (of.chosen.top_k or of.chosen.mean_logit):
         return found
-    fixed = inputs._replace(**{k: jax.lax.stop_gradient(getattr(inputs, k)) for k in ("e", "c", "bias")}, ids=None)
-    of_logits = jax.tree.map(of_tokens, selections(fixed, of.core, layout, of.chosen))
+    if not columns.size:
+        top = jnp.zeros((*lse.shape, of.chosen.top_k), lse.dtype)
+        top = (top.astype(jnp.int32), top) if of.chosen.top_k else (None, None)
+        return found._replace(
+            top_ids=top[0], top_log_probs=top[1], mean_logit=jnp.zeros_like(lse) if of.chosen.mean_logit else None
+        )
+    of_logits = jax.tree.map(of_tokens, selections(inputs, of.core, layout, of.chosen))
     top_log_probs = None if not of.chosen.top_k else of_logits.top_logits - jax.lax.stop_gradient(lse)[..., None]
     if top_log_probs is not None:  # 0 where a token is ignored
         top_log_probs = jnp.where(of_tokens(columns >= 0)[..., None], top_log_probs, 0)

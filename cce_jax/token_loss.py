@@ -99,7 +99,7 @@ def linear_token_loss(
     )
     call = prepared(Arrays(e, c, bias, targets, None, None, num_items), asked, with_mean=bool(entropy))
     given, e, targets = call.given, call.given.e, call.given.targets
-    contract.num_items(given.num_items, reduction)
+    given = given._replace(num_items=checks.num_items(given.num_items, reduction, e.dtype))
     if reduction == "none" or return_numbers or arguments:
         call.needs_whole_sequences("arguments, reduction='none' or return_numbers")
     shape = (*targets.shape[:-1], max(targets.shape[-1] - call.shift, 0)) if call.shift else targets.shape

@@ -170,6 +170,21 @@ def test_the_likeliest_ids_and_the_mean_of_the_logits(impl):
     assert not of.any()
 
 
+def test_without_tokens():
+    e, c, targets = inputs()
+    asked: dict[str, Any] = {"entropy": True, "predicted": True, "top_k": 3, "mean_logit": True}
+    found = linear_log_probs(e[:0], c, targets[:0], ids=np.zeros((0, 5, 2), int), **asked)
+    assert [x.shape for x in found] == [(0, 5)] * 3 + [(0, 5, 2), (0, 5), (0, 5, 3), (0, 5, 3), (0, 5)]
+
+
+def test_a_number_of_items_that_int32_does_not_hold():
+    e, c, targets = inputs()
+    found = linear_token_loss(e, c, targets, lambda numbers: -numbers.log_probs, num_items=2**40)
+    np.testing.assert_allclose(
+        np.float64(found) * 2**40, linear_cross_entropy(e, c, targets, reduction="sum"), rtol=1e-5
+    )
+
+
 def test_a_given_id_out_of_range_has_no_probability():
     e, c, targets = inputs()
     ids = np.stack([targets, np.full_like(targets, 67), np.full_like(targets, -7)], axis=-1)
