@@ -1,6 +1,6 @@
 """Numbers of each token's distribution, without the logits: log-probabilities, entropies, likeliest tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -122,6 +122,7 @@ def linear_log_probs(
         ignore_index, softcap, shift, logit_scale, vocab_axis, impl, memory_budget, precision, check_targets, sharding
     )
     call = prepared(Arrays(e, c, bias, targets, None, None, None), asked, with_mean=bool(entropy))
+    core = replace(call.core, mean_is_detached=entropy == "detached")
     call.needs_whole_sequences("linear_log_probs")
     given = call.given._replace(temperature=arguments.temperature(temperature, call.given.e))
     ids = arguments.ids(ids, given.e)
@@ -130,7 +131,7 @@ def linear_log_probs(
         raise ValueError(f"top_k={top_k} must be from 0 to {most}: at most {MOST_IDS}, and the size of the vocabulary")
     chosen = Chosen(max(top_k, int(bool(predicted))), bool(mean_logit))
     with settings.defaults():
-        of = Static(call.core, call.layout, named, entropy, chosen, call.ignore_index, call.shift)
+        of = Static(core, call.layout, named, entropy, chosen, call.ignore_index, call.shift)
         found = _log_probs(given, ids, of)
     if predicted:
         assert found.top_ids is not None

@@ -37,6 +37,7 @@ class Core:
     may_chunk: bool = True  # whether the forward pass may take the tokens in chunks: not if XLA may split them
     debug_nans: bool = False  # jax_debug_nans: what a pass leaves for the other holds no NaN of an ignored token
     with_mean: bool = False  # whether the mean of the logits is asked for
+    mean_is_detached: bool = False  # whether the mean gets no cotangent
 
 
 class Decided(NamedTuple):
@@ -93,6 +94,7 @@ def _plan(
         gradient_tolerance=core.gradient_tolerance,
         may_chunk=core.may_chunk,
         with_mean=core.with_mean,
+        mean_is_detached=core.mean_is_detached,
         with_temperature=inputs.inverse_temperature is not None,
         ids=0 if inputs.ids is None else inputs.ids.shape[-1],
     )

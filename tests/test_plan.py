@@ -75,7 +75,7 @@ def all_groups(plan: Plan) -> Iterator[tuple[Groups, bool]]:
         assert plan.forward.sums.groups is not None
         yield plan.forward.sums.groups, False
     if (how := backward_of(plan)) is not None:
-        forms_beyond = how.dz is None or how.dz.engine is HOPPER
+        forms_beyond = how.dz is None or how.dz.engine is HOPPER or isinstance(how, Saved)
         beyond = forms_beyond and all(x.engine is HOPPER for x in products_of(how))
         for groups in (*(x.groups for x in products_of(how)), None if how.dz is None else how.dz.groups):
             if groups is not None:
@@ -152,7 +152,7 @@ def all_rows_are_saved_or_none(plan: Plan) -> None:
         return
     if (how := backward_of(plan)) is None:
         return
-    whole = plan.saved > 0 and not plan.call.with_sum
+    whole = plan.saved > 0 and not plan.call.forms_dz
     assert (how.dz is None) == whole
     for x in products_of(how):
         assert x.splits == 1
@@ -469,7 +469,7 @@ def drawn(rng: np.random.Generator) -> tuple[Call, Gpu | None, str]:
     wanted = Wanted(e, c, bias) if rng.random() < 0.8 else None
     wide_de, wide_dc, one_factor = (bool(x) for x in rng.random(3) < (0.2, 0.2, 0.5))
     tolerance = pick((0.0, 2.0**-7))
-    names, own = ("with_mean", "with_temperature"), np.random.default_rng((tokens, width, vocabulary))
+    names, own = ("with_mean", "with_temperature", "mean_is_detached"), np.random.default_rng((tokens, width, vocabulary))
     asked = {name: bool(own.random() < 0.2) for name in names}
     of = wide_de, wide_dc, one_factor, tolerance
     ids = int(own.choice((0, 0, 0, 0, 1, 128)))

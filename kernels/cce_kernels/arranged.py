@@ -27,7 +27,7 @@ class Arranged(NamedTuple):
     inputs: Inputs
     numbers: Statistics
     reference: jax.Array | None  # ρ of the saved exponentials; None: nothing is saved
-    cotangents: Cotangents  # of mean.folded, without those of ids
+    cotangents: Cotangents  # of mean.folded unless exponentials are saved, without those of ids
     at_ids: given_ids.AtIds | None  # dz at the given ids; None: their logits have no cotangents
     unit: jax.Array | None  # the number that the cotangents and at_ids were divided by; None: 1
     kept: Kept | None  # None: ignored tokens are not looked for
@@ -42,7 +42,9 @@ class Arranged(NamedTuple):
         # passes, or make the copy in which ignored rows are 0 before the forward pass. The barrier makes such a copy
         # depend on the forward pass's result. No array of the caller's goes through it: XLA takes what comes out for
         # another array, and may write a result of the caller's over the array while kernels still read what came out.
-        kept, cotangents, at_ids = None, folded(cotangents, numbers), None
+        kept, at_ids = None, None
+        if reference is None:
+            cotangents = folded(cotangents, numbers)
         if cotangents.ids is not None:
             at_ids = given_ids.dz_at(inputs, numbers, cotangents, plan.call)
         inputs = inputs._replace(ids=None)

@@ -27,6 +27,7 @@ class Call:
     gradient_tolerance: float = 0.0  # the share of dz that the products may leave out (cce_kernels/block_sparse.py)
     may_chunk: bool = True  # whether the tokens may be taken in chunks: not if XLA may split them over devices
     with_mean: bool = False  # whether the mean of the logits is asked for, from which the entropy follows
+    mean_is_detached: bool = False  # whether the mean gets no cotangent
     with_temperature: bool = False  # whether each token has a temperature
     ids: int = 0  # how many ids of each token have logits that are asked for
 
@@ -34,6 +35,16 @@ class Call:
     def wants(self) -> Wanted:
         """`wanted`, with none for evaluation."""
         return Wanted(e=False, c=False, bias=False) if self.wanted is None else self.wanted
+
+    @property
+    def of_mean(self) -> bool:
+        """Whether the mean may get a cotangent."""
+        return self.with_mean and not self.mean_is_detached
+
+    @property
+    def forms_dz(self) -> bool:
+        """Whether dz is more than a number for each token times the exponentials, but at the target."""
+        return self.with_sum or self.of_mean
 
     @property
     def itemsize(self) -> int:

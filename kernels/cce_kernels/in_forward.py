@@ -11,7 +11,7 @@ The backward pass multiplies by g: de elementwise, and dc where it is written an
 dc is left to the backward pass, whose matmul writes g · (sum + part). dc in float32 is multiplied elementwise.
 Kept tokens come first (cce_kernels/tokens.py), so that chunks at the end may have none.
 
-With a weighted sum of the logits, dz takes the place of P: de = dz·c and dc + dzᵀ·e.
+With a weighted sum or a mean of the logits, dz takes the place of P: de = dz·c and dc + dzᵀ·e.
 
 A chunk has two halves: `numbers_of`, and `gradients_of` with the cotangents of these numbers. Where the columns are a
 shard of the vocabulary, the numbers are exchanged with the other shards in between. P stays relative to a reference
@@ -42,7 +42,7 @@ from cce_kernels.exponentials import dbias_of, factors, references, saved_shape,
 from cce_kernels.forward import of_rows, target
 from cce_kernels.gradients import ALL_COLUMNS, Left
 from cce_kernels.head import Head
-from cce_kernels.mean import folded
+from cce_kernels.mean import folded, of_exponentials
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Shard, Statistics
 from cce_kernels.plan.plan import InForward, Plan
 from cce_kernels.residuals import Residuals
@@ -245,7 +245,6 @@ def gradients_of(
     own, columns: of `numbers_of`; columns may be overwritten. numbers, of: over all columns, and their cotangents.
     """
     how = _way(plan)
-    of = jax.tree.map(lambda x: jnp.where(chunk.live, x, 0), folded(of, numbers))
     if how.forward is None:
         return _of_logits(chunk, columns, numbers, of, plan)
     return _of_exponentials(chunk, columns, own, numbers, of, plan)
@@ -259,9 +258,13 @@ def add_dc(
     return step.engine.sum_dc(step, plan.call, plan.gpu, dc, steps, left, factor)
 
 
+def _cleared(of: Cotangents, chunk: Chunk) -> Cotangents:
+    return jax.tree.map(lambda x: jnp.where(chunk.live, x, 0), of)
+
+
 def _of_logits(chunk: Chunk, columns: Columns, numbers: Statistics, of: Cotangents, plan: Plan):
     call, inputs, how, (z, blocks) = plan.call, chunk.inputs, _way(plan), columns
-    lse = jnp.where(chunk.live, numbers.lse, jnp.inf)
+    lse, of = jnp.where(chunk.live, numbers.lse, jnp.inf), _cleared(folded(of, numbers), chunk)
     dz, dbias, unit = dz_of(inputs, z, lse, of, call.head)
     de = None
     if call.wants.e:
@@ -285,12 +288,16 @@ def _of_exponentials(chunk: Chunk, columns: Columns, own: Statistics, numbers: S
     of_tokens = Statistics(jnp.where(live, numbers.lse, jnp.inf), own.target, None)
     shard = Shard(numbers.lse, chunk.reference)
     rho = jnp.where(live, references(own, inputs.targets, call.vocabulary, shard), 0)
-    if how.dz is not None:
-        p = how.dz.engine.dz_in_place(how.dz, problem, p, rho, of_tokens.lse, of)
+    if of.mean is not None:
+        assert how.dz is not None
+        of, lse = of_exponentials(p, of, live)
+        p, r = how.dz.engine.dz_in_place(how.dz, problem, p, jnp.zeros_like(rho), lse, of), live.astype(rho.dtype)
+    elif how.dz is not None:
+        p = how.dz.engine.dz_in_place(how.dz, problem, p, rho, of_tokens.lse, _cleared(of, chunk))
         r = live.astype(rho.dtype)  # P is dz now
     else:
         assert how.targets is not None
-        r, at_target = factors(rho, of_tokens, of, inputs, call.head)
+        r, at_target = factors(rho, of_tokens, _cleared(of, chunk), inputs, call.head)
         # Matmuls that stop at the last kept token read rows after it only in their last step. XLA's read all rows.
         by_xla = wanted.bias or (wanted.e and not how.de.engine.stops)
         beyond = max(how.de.engine.depth, how.dc.engine.depth) - 1

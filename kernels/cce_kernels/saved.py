@@ -1,7 +1,8 @@
 """Gradients from the exponentials of all tokens, which the forward pass saves (cce_kernels/exponentials.py).
 
 The matmuls of the gradients multiply the exponentials themselves, and no logit is computed again. With a weighted sum
-of the logits dz is formed from the exponentials, one group of the vocabulary at a time (cce_kernels/gradients.py).
+or a mean of the logits dz is formed from the exponentials, one group of the vocabulary at a time
+(cce_kernels/gradients.py).
 """
 
 import jax
@@ -12,6 +13,7 @@ from cce_kernels.arranged import Arranged
 from cce_kernels.engines.engine import Multiplying
 from cce_kernels.exponentials import dbias_of, factors, scaled
 from cce_kernels.gradients import ALL_COLUMNS, add_groups
+from cce_kernels.mean import of_exponentials
 from cce_kernels.numbers import Gradients
 from cce_kernels.plan.plan import Saved
 
@@ -29,11 +31,14 @@ def gradients(run: Arranged, way: Saved, p: jax.Array) -> tuple[Gradients, jax.A
 
 
 def _of_dz(run: Arranged, way: Saved, p: jax.Array, products: Multiplying) -> Gradients:
-    """The gradients where a weighted sum is asked for: dz is formed from the exponentials."""
+    """The gradients where dz is formed from the exponentials."""
     assert way.dz is not None
     assert run.reference is not None
-    problem = run.problem
-    form = way.dz.engine.form_dz_of_saved(way.dz, problem, p, run.reference, run.numbers.lse, run.cotangents)
+    problem, reference, lse, of = run.problem, run.reference, run.numbers.lse, run.cotangents
+    if of.mean is not None:
+        of, lse = of_exponentials(p, of, run.inputs.targets >= 0)
+        reference = jnp.zeros_like(reference)
+    form = way.dz.engine.form_dz_of_saved(way.dz, problem, p, reference, lse, of)
     start = run.zeros(problem)
     return add_groups(start, form, products.groups, run.products(products, problem))
 

@@ -41,7 +41,7 @@ class Bytes:
     @property
     def direct(self) -> bool:
         """Whether saved exponentials are multiplied as they are."""
-        return not self.call.with_sum
+        return not self.call.forms_dz
 
     @property
     def in_place(self) -> bool:
@@ -120,9 +120,8 @@ class Bytes:
         elif self.direct:
             besides = self.bytes_besides_matmuls
         else:
-            besides = self.bytes_besides_groups + max(
-                GROUP_BYTES, self.least_group(self.rows, copies=True, of_saved=True)
-            )
+            least = self.least_group(self.rows, copies=not self.products.stops, of_saved=True)
+            besides = self.bytes_besides_groups + max(GROUP_BYTES, least)
         return self.saved(self.rows) + besides
 
     @property

@@ -53,7 +53,7 @@ def plan_of(
     the number of tokens of its last chunk. chunks (Chunks): the same from the plan for another shard of the
     vocabulary, and all its chunks.
     """
-    if not can_be_saved(call):
+    if call.forms_dz or not can_be_saved(call):  # block_sparse.py bounds what products of exponentials leave out
         call = replace(call, gradient_tolerance=0.0)
     gathered = with_gathered_rows(call)
     serving = tuple(engine for engine in engines(call.itemsize, impl) if engine.serves(gathered, gpu))
@@ -90,7 +90,7 @@ def of_any_cotangents(call: Call) -> bool:
     part of a sum over devices. In float16 such a de would underflow.
     """
     alone = call.wanted == Wanted(e=True, c=False, bias=False)
-    others = call.with_sum or call.with_mean or call.ids or call.wide_de
+    others = call.forms_dz or call.ids or call.wide_de
     return alone and not others and call.dtype != "float16"
 
 
@@ -195,7 +195,7 @@ def _in_forward(x: _Setting, chunks: Chunks) -> InForward:
     forward = replace(_forward(of_chunk)[0], gathered=True, scattered=None)
     by_xla = all(x.bytes.de_by_xla(tokens) for tokens in (chunks.size or size, chunks.last or size))
     de = (XLA if by_xla else x.engine).de_of_chunk(call, size, x.gpu)
-    dz, targets = (x.step("dz_in_place"), None) if call.with_sum else (None, x.step("saved_targets"))
+    dz, targets = (x.step("dz_in_place"), None) if call.forms_dz else (None, x.step("saved_targets"))
     thresholds = x.step("thresholds") if call.gradient_tolerance and x.engine.block_sparse else None
     return InForward(chunks, dc, forward, de, dz, targets, x.step("restored"), thresholds)
 
@@ -242,11 +242,13 @@ def _saved(x: _Setting) -> tuple[Saved, int]:
         besides = count.bytes_besides_matmuls if way.de is None else count.scaled_e
         return way, count.gathered + count.saved(x.rows) + besides
     besides = count.gathered + count.saved(x.rows) + count.bytes_besides_groups
-    dz = x.step("form_dz_of_saved")
-    groups, size = _groups(x, x.rows, x.call.memory_budget - besides, XLA, of_saved=dz.engine)
-    of_few, products = _multiplying(x, dz.engine, groups), _multiplying(x, XLA, groups)
-    if _xla_copies(x, groups.columns):
-        of_few, products = None, of_few
+    dz, room = x.step("form_dz_of_saved"), x.call.memory_budget - besides
+    groups, size = _groups(x, x.rows, room, x.products, of_saved=True)
+    products, of_few = _multiplying(x, x.products, groups), None
+    if not x.products.stops:
+        of_few = _multiplying(x, x.stopping, groups)
+        if _xla_copies(x, groups.columns):
+            products, of_few = of_few, None
     return Saved(products, of_few if x.finds_ignored else None, replace(dz, groups=groups)), besides + size
 
 
@@ -275,15 +277,14 @@ def _multiplying(x: _Setting, engine: Engine, groups: Groups) -> Multiplying:
 
 
 def _groups(
-    x: _Setting, tokens: int, room: int, products: Engine, *, of_saved: Engine | None = None, padded: bool = False
+    x: _Setting, tokens: int, room: int, products: Engine, *, of_saved: bool = False, padded: bool = False
 ) -> tuple[Groups, int]:
     """The groups in which dz of so many tokens is formed, and the bytes of one group, at most `room` if possible.
 
-    of_saved: the engine that forms dz from saved exponentials; None: dz is formed from logits. padded: whether XLA pads
-    dz where it pads such a matmul.
+    of_saved: whether dz is formed from saved exponentials. padded: whether XLA pads dz where it pads such a matmul.
     """
-    how = {"copies": not products.stops, "of_saved": of_saved is not None}
+    how = {"copies": not products.stops, "of_saved": of_saved}
     column = x.bytes.column(tokens, **how, padded=padded)
-    groups = (of_saved or x.engine).groups(x.call, tokens, room, column, x.gpu)
+    groups = x.engine.groups(x.call, tokens, room, column, x.gpu)
     padded = padded and _xla_copies(x, groups.columns)  # smaller groups may need no padding
     return groups, groups.columns * x.bytes.column(tokens, **how, padded=padded)

@@ -42,7 +42,7 @@ class Saved:
 
     products: Multiplying
     of_few: Multiplying | None = None  # replaces `products` where few tokens are kept
-    dz: Step | None = None  # forms dz of the exponentials, where a weighted sum is asked for; None: they are multiplied
+    dz: Step | None = None  # forms dz of the exponentials, if Call.forms_dz; None: they are multiplied
     targets: Step | None = None  # writes the targets' elements, where the exponentials are multiplied
     de: Step | None = None  # writes de in place of `products`, in the memory of the scaled e
     restored: Step | None = None  # moves rows of that de in place
@@ -77,7 +77,7 @@ class InForward:
     dc: Step  # sums dc
     forward: Forward | None = None  # the steps of a chunk whose exponentials are stored; None: its logits are, by XLA
     de: Multiplying | None = None
-    dz: Step | None = None  # makes dz of the exponentials, where a weighted sum is asked for; None: they are multiplied
+    dz: Step | None = None  # makes dz of the exponentials, if Call.forms_dz; None: they are multiplied
     targets: Step | None = None  # writes the targets' elements, where the exponentials are multiplied
     restored: Step | None = None  # moves rows of de in place; None: XLA copies them
     thresholds: Step | None = None  # finds what the products leave out; None: nothing

@@ -1,6 +1,7 @@
 """Kernels that work on saved exponentials P (cce_kernels/exponentials.py).
 
     dz        dz.py's formula without a softcap, with p_iv = P_iv · exp(ρ_i − lse_i); of the whole vocabulary in place
+              With a cotangent of the mean: log p_iv = log P_iv + ρ_i − lse_i
     targets   P_i,t_i ← a given number, in place
     clear     P_i ← 0 where token i is ignored, in place
 
@@ -43,11 +44,15 @@ def _dz_kernel(how: How, saved_ref, inputs: Inputs, reference_ref, lse_ref, cota
     weights = load_weights(inputs.weights, columns, named)
     of = load_cotangents(cotangents, rows, rows_ok)
 
-    saved = load_tile(saved_ref, rows, columns, rows_ok, local_ok).astype(jnp.float32)
+    held = local_ok
+    if groups.beyond:
+        held = columns < saved_ref.shape[1] if held is None else held & (columns < saved_ref.shape[1])
+    saved = load_tile(saved_ref, rows, columns, rows_ok, held).astype(jnp.float32)
     saved = jnp.where(targets >= 0, saved, 0.0)  # the rows of ignored tokens are arbitrary, and may hold NaN
     p = saved * jnp.exp(reference - lse)
+    log_p = None if of.mean is None else jnp.log(saved) + (reference - lse)
     inverse = load_inverse_temperature(inputs, rows, rows_ok)
-    dz = head.cotangent(None, p, columns[None, :] == targets, of, weights, factor_of(inputs, inverse))
+    dz = head.cotangent(None, p, columns[None, :] == targets, of, weights, factor_of(inputs, inverse), log_p)
     if groups.overlap:
         dz = jnp.where((columns >= window_ref[1])[None, :], dz, 0.0)
     if groups.beyond:  # columns of P from V on, which stay 0
