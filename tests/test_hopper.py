@@ -32,6 +32,8 @@ from cce_kernels.plan import choose, plan_of
 from cce_kernels.tokens import Kept, Rows
 from cce_kernels.windows import Groups
 from tests.lowering import for_hopper, loop_equations
+from tests.test_mean import check as check_mean
+from tests.test_mean import in_forward, made
 from tests.test_shards import check as check_shards
 from tests.test_shards import problem as drawn_shards
 
@@ -303,7 +305,7 @@ def test_dz_with_a_cotangent_of_the_mean_and_temperatures(vocab_axis, softcap):
 
 @pytest.mark.parametrize("memory_budget", [0, 2**40])
 def test_a_gradient_of_the_entropy_is_four_kernels(memory_budget):
-    """Whatever the budget: saved exponentials have too few digits. A temperature alone changes no kernel."""
+    """From saved exponentials another engine forms dz. A temperature alone changes no kernel."""
 
     def run(with_mean, inputs):
         core = Core(Head(), False, "cce", memory_budget, H200, with_mean=with_mean)
@@ -317,9 +319,15 @@ def test_a_gradient_of_the_entropy_is_four_kernels(memory_budget):
     shape, dtype = SHAPE, BF16
     tokens = S(shape[:1], jnp.float32)
     given = Inputs(S(shape[:2], dtype), S(shape[:0:-1], dtype), None, S(shape[:1], jnp.int32), None, None, tokens)  # type: ignore[arg-type]
-    assert for_hopper(partial(run, True), given) == GROUP
+    assert for_hopper(partial(run, True), given) == (["statistics", "de", "dc"] if memory_budget else GROUP)
     alone = for_hopper(partial(run, False), given)
     assert alone == (["statistics", "de", "dc"] if memory_budget else GROUP)
+
+
+@pytest.mark.parametrize("vocabulary", [640, 1000])
+def test_gradients_of_the_mean_in_the_forward_pass(vocabulary):
+    x = made(304, 128, vocabulary, "bfloat16", head=Head(vocab_axis=0 if vocabulary % 64 else 1), ignored=0.4)
+    check_mean(x, "cce", 2**30, run=lambda x, core, names: in_forward(x, replace(core, gpu=SMALL), names))
 
 
 def test_passes_over_shards_with_temperatures():

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cce_jax import passes
 from cce_jax.core import statistics
 from cce_jax.plans import Core, plan_for
+from cce_kernels import in_forward as ways
 from cce_kernels.call import Call
 from cce_kernels.device import H200, local_gpu
 from cce_kernels.head import Head
@@ -286,18 +286,19 @@ def in_forward(x: Drawn, core: Core, names: tuple[str, ...]) -> dict[str, np.nda
     """`ours`, with the gradients formed in the forward pass."""
     inputs, kept = jax.tree.map(jnp.asarray, x.inputs), np.asarray(x.inputs.targets) >= 0
     wanted = Wanted(*(name in names and getattr(inputs, name) is not None for name in ("e", "c", "bias")))
-    lse, target, total, mean = np.where(kept, x.of, 0)
+    lse, target, total, mean = jnp.where(kept, x.of, 0)
     of = Cotangents(lse, target, total if x.with_sum else None, mean)
-
-    @jax.jit
-    def run(inputs: Inputs):
-        numbers, formed = passes.begin(inputs, of, lambda numbers, of: of, core, wanted)
-        return numbers, passes.finish(inputs, formed, jnp.float32(1), core, wanted)
 
     with mock.patch.object(choose, "_is_fastest_in_forward", return_value=True):
         choose.plan_of.cache_clear()
-        numbers, gradients = run(inputs)
+        plan = plan_for(inputs, core, wanted, one_factor=True)
     choose.plan_of.cache_clear()
+
+    def run(inputs: Inputs):
+        numbers, formed = ways.begin(inputs, of, lambda numbers, of: of, plan)
+        return numbers, ways.finish(formed, jnp.float32(1), inputs.targets >= 0, plan)
+
+    numbers, gradients = jax.jit(run)(inputs)
     named = {k: np.asarray(v)[kept] for k, v in numbers._asdict().items() if v is not None}
     return named | {k: np.asarray(v) for k, v in gradients._asdict().items() if v is not None}
 
