@@ -469,7 +469,8 @@ def drawn(rng: np.random.Generator) -> tuple[Call, Gpu | None, str]:
     wanted = Wanted(e, c, bias) if rng.random() < 0.8 else None
     wide_de, wide_dc, one_factor = (bool(x) for x in rng.random(3) < (0.2, 0.2, 0.5))
     tolerance = pick((0.0, 2.0**-7))
-    names, own = ("with_mean", "with_temperature", "mean_is_detached"), np.random.default_rng((tokens, width, vocabulary))
+    names = "with_mean", "with_temperature", "mean_is_detached"
+    own = np.random.default_rng((tokens, width, vocabulary))
     asked = {name: bool(own.random() < 0.2) for name in names}
     of = wide_de, wide_dc, one_factor, tolerance
     ids = int(own.choice((0, 0, 0, 0, 1, 128)))
