@@ -90,6 +90,7 @@ def ordered(z: jax.Array, ids: jax.Array, k: int) -> tuple[jax.Array, jax.Array]
 def _of_logits(z: jax.Array, inputs: Inputs, asked: Asked) -> tuple[Statistics, Selections]:
     width, comparable = _block(z.shape[1], asked.top_k), jnp.where(jnp.isnan(z), -jnp.inf, z)
     peaks = comparable if width == 1 else _peaks(comparable, width)
+    peaks = lax.optimization_barrier(peaks)  # else XLA reads all logits once more for the largest of a row
     peak = jnp.max(peaks, axis=1)
     peak = jnp.where(jnp.isfinite(peak), peak, 0)
     mass, moment = mass_and_moment(z, peak)
@@ -106,7 +107,7 @@ def _largest(z: jax.Array, peaks: jax.Array, width: int, k: int) -> tuple[jax.Ar
     rows, columns = z.shape
     if width == 1 and k == 1:
         best = jnp.argmax(z, axis=1)[:, None].astype(jnp.int32)
-        return jnp.take_along_axis(z, best, axis=1), best
+        return _at(z, best), best
     if width == 1:
         return ordered(z, jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), z.shape), k)
     _, blocks = largest(peaks, k)
@@ -114,9 +115,9 @@ def _largest(z: jax.Array, peaks: jax.Array, width: int, k: int) -> tuple[jax.Ar
     first = (blocks if k == 1 else jnp.sort(blocks, axis=1)) * width
     ids = (first[:, :, None] + jnp.arange(width, dtype=jnp.int32)).reshape(rows, -1)
     # Columns that the last block lacks come last in the order: they are −inf, and their ids are the highest.
-    candidates = z.at[jnp.arange(rows)[:, None], ids].get(mode="fill", fill_value=-jnp.inf)
+    candidates = jnp.where(ids < columns, _at(z, jnp.minimum(ids, columns - 1)), -jnp.inf)
     top, at = largest(candidates, k)
-    return top, jnp.take_along_axis(ids, at, axis=1)
+    return top, _at(ids, at)
 
 
 def _peaks(z: jax.Array, width: int) -> jax.Array:
@@ -140,7 +141,12 @@ def _block(columns: int, k: int) -> int:
 def _picked(z: jax.Array, columns: jax.Array) -> jax.Array:
     """z at columns, (n, K); 0 where there is no such column."""
     named = (columns >= 0) & (columns < z.shape[1])
-    return jnp.where(named, jnp.take_along_axis(z, jnp.where(named, columns, 0), axis=1), 0)
+    return jnp.where(named, _at(z, jnp.where(named, columns, 0)), 0)
+
+
+def _at(z: jax.Array, columns: jax.Array) -> jax.Array:
+    """z[i, columns[i, k]], (n, K). XLA does not check the columns."""
+    return z.at[jnp.arange(len(z))[:, None], columns].get(mode="promise_in_bounds")
 
 
 def _logits(inputs: Inputs, head: Head) -> jax.Array:
