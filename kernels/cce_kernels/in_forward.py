@@ -290,7 +290,7 @@ def _of_exponentials(chunk: Chunk, columns: Columns, own: Statistics, numbers: S
     rho = jnp.where(live, references(own, inputs.targets, call.vocabulary, shard), 0)
     if of.mean is not None:
         assert how.dz is not None
-        of, lse = of_exponentials(p, of, live)
+        of, lse = of_exponentials(*how.dz.engine.mass_and_moment(problem, p), of, live)
         p, r = how.dz.engine.dz_in_place(how.dz, problem, p, jnp.zeros_like(rho), lse, of), live.astype(rho.dtype)
     elif how.dz is not None:
         p = how.dz.engine.dz_in_place(how.dz, problem, p, rho, of_tokens.lse, _cleared(of, chunk))

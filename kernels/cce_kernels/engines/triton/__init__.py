@@ -18,7 +18,7 @@ class Triton(Engine):
     finds_target, stops, multiplies_fastest = False, True, False
     launches = (
         *("target", "sums", "recomputed_lse", "saved_by_lse", "saved_targets", "restored", "thresholds"),
-        *("form_dz", "form_dz_of_saved", "dz_in_place", "products", "sum_dc"),
+        *("form_dz", "form_dz_of_saved", "dz_in_place", "mass_and_moment", "products", "sum_dc"),
     )
 
     def refuses(self, call: Call, gpu: Gpu | None) -> str:

@@ -1,11 +1,13 @@
 """Kernels that work on saved exponentials P (cce_kernels/exponentials.py).
 
+    sums      Σ_v P_iv and Σ_v P_iv·log P_iv
     dz        dz.py's formula without a softcap, with p_iv = P_iv · exp(ρ_i − lse_i); of the whole vocabulary in place
               With a cotangent of the mean: log p_iv = log P_iv + ρ_i − lse_i
     targets   P_i,t_i ← a given number, in place
     clear     P_i ← 0 where token i is ignored, in place
 
-dz reads and writes 2 bytes an element. targets writes 2 bytes a token. clear writes the rows of ignored tokens.
+sums reads 2 bytes an element. dz reads and writes 2 bytes an element. targets writes 2 bytes a token. clear writes the
+rows of ignored tokens.
 """
 
 from dataclasses import replace
@@ -22,10 +24,12 @@ from cce_kernels.engines.order import cdiv
 from cce_kernels.engines.triton.dz import dz_shapes, load_cotangents, load_weights, store_dz, window_numbers
 from cce_kernels.engines.triton.launch import How, launch
 from cce_kernels.engines.triton.loads import indices, inside, load_tile, load_vector, tile_index, tile_mask
-from cce_kernels.engines.triton.logits import factor_of, load_inverse_temperature
-from cce_kernels.engines.triton.tiles import CLEARED, SAVED_TARGETS, TileConfig, blocks, other_tiles
+from cce_kernels.engines.triton.logits import factor_of, load_inverse_temperature, log2
+from cce_kernels.engines.triton.tiles import CLEARED, SAVED_SUMS, SAVED_TARGETS, TileConfig, blocks, other_tiles
+from cce_kernels.exponentials import ALIGNMENT
 from cce_kernels.gradients import ALL_COLUMNS, FormDz
-from cce_kernels.numbers import Cotangents, Inputs
+from cce_kernels.mean import in_base_2
+from cce_kernels.numbers import LOG2_E, Cotangents, Inputs
 from cce_kernels.windows import Groups, Window
 
 
@@ -37,12 +41,15 @@ def _dz_kernel(how: How, saved_ref, inputs: Inputs, reference_ref, lse_ref, cota
     rows, local = indices(row_block, tiles.rows), indices(column_block, tiles.columns)
     rows_ok = inside(rows, tokens, tiles.rows)
     local_ok = inside(local, group_columns, tiles.columns)
-    columns = window_ref[0] + local
+    start = window_ref[0]
+    if groups.vocabulary % ALIGNMENT == 0 and groups.columns % ALIGNMENT == 0:  # Triton must see it for wide accesses
+        start = lax.div(start, jnp.int32(ALIGNMENT)) * ALIGNMENT
+    columns = start + local
     reference, lse = (load_vector(x, rows, rows_ok)[:, None] for x in (reference_ref, lse_ref))
     targets = load_vector(inputs.targets, rows, rows_ok, other=-1)[:, None]
     named = columns < groups.vocabulary if groups.beyond else local_ok
     weights = load_weights(inputs.weights, columns, named)
-    of = load_cotangents(cotangents, rows, rows_ok)
+    of = in_base_2(load_cotangents(cotangents, rows, rows_ok))
 
     held = local_ok
     if groups.beyond:
@@ -50,7 +57,7 @@ def _dz_kernel(how: How, saved_ref, inputs: Inputs, reference_ref, lse_ref, cota
     saved = load_tile(saved_ref, rows, columns, rows_ok, held).astype(jnp.float32)
     saved = jnp.where(targets >= 0, saved, 0.0)  # the rows of ignored tokens are arbitrary, and may hold NaN
     p = saved * jnp.exp(reference - lse)
-    log_p = None if of.mean is None else jnp.log(saved) + (reference - lse)
+    log_p = None if of.mean is None else log2(saved, how.interpret) + (reference - lse) * LOG2_E
     inverse = load_inverse_temperature(inputs, rows, rows_ok)
     dz = head.cotangent(None, p, columns[None, :] == targets, of, weights, factor_of(inputs, inverse), log_p)
     if groups.overlap:
@@ -58,6 +65,31 @@ def _dz_kernel(how: How, saved_ref, inputs: Inputs, reference_ref, lse_ref, cota
     if groups.beyond:  # columns of P from V on, which stay 0
         dz = jnp.where((columns < groups.vocabulary)[None, :], dz, 0.0)
     store_dz(dz_ref, sums_ref, dz, row_block, rows, local, rows_ok, local_ok)
+
+
+def _sums_kernel(how: How, saved_ref, mass_ref, moment_ref):
+    """Of one row. The moment is to the base 2."""
+    row, columns_of_p, tile = pl.program_id(0), saved_ref.shape[1], how.tiles.columns
+    rows = jnp.full((1,), row, jnp.int32)
+
+    def add(j, sums):
+        columns = indices(j, tile)
+        p = load_tile(saved_ref, rows, columns, None, inside(columns, columns_of_p, tile)).astype(jnp.float32)
+        return sums[0] + p, sums[1] + jnp.where(p > 0, p * log2(p, how.interpret), 0.0)
+
+    zeros = jnp.zeros((1, tile), jnp.float32)
+    mass, moment = lax.fori_loop(jnp.int32(0), jnp.int32(cdiv(columns_of_p, tile)), add, (zeros, zeros))
+    plgpu.store(mass_ref.at[rows], jnp.sum(mass, axis=1))
+    plgpu.store(moment_ref.at[rows], jnp.sum(moment, axis=1))
+
+
+def mass_and_moment(problem: Problem, saved: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """engine.Launched.mass_and_moment."""
+    interpret, numbers = problem.gpu.interpreted, jax.ShapeDtypeStruct(saved.shape[:1], jnp.float32)
+    how = How(problem.head, other_tiles(SAVED_SUMS, interpret), interpret)
+    shapes = {"programs": saved.shape[0], "name": "cce_saved_sums", "out_shape": (numbers, numbers)}
+    mass, moment = launch(_sums_kernel, how, saved, **shapes)
+    return mass, moment / LOG2_E
 
 
 def form_dz_of_saved(
