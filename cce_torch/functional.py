@@ -47,8 +47,8 @@ def linear_cross_entropy(
       The loss in nats, float32 (float64 for float64 inputs): a scalar, or with reduction="none" of the shape of target.
 
     Raises:
-      NotImplementedError: target holds probabilities, linear_weight has more than one axis of classes, (V, d_1, ..., D),
-        or input has more than two axes.
+      NotImplementedError: target holds probabilities, linear_weight has several axes of classes, (V, d_1, ..., D), or
+        input has more than two axes.
       ValueError: shapes do not fit, or an option is out of its range.
       TypeError: an argument has a wrong type. Where the types of several do not fit together, the message is that of
         `cce_torch.linear_cross_entropy`: e is input there, c is linear_weight, and bias is linear_bias.

@@ -1,5 +1,6 @@
 """cce_torch.functional.linear_cross_entropy against PyTorch's own function, and what it refuses."""
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ def outcome(loss, leaves, target, cotangent, options: dict[str, Any]):
     return found, *torch.autograd.grad((found * cotangent[: found.numel()].reshape(found.shape)).sum(), leaves)
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**16),
     tokens=st.none() | st.integers(1, 9),
@@ -77,8 +78,6 @@ def test_value_and_gradients_are_pytorchs(
 def test_the_signature_is_pytorchs():
     if not hasattr(F, "linear_cross_entropy"):
         pytest.skip("this PyTorch has no linear_cross_entropy")
-    import inspect
-
     ours, theirs = (inspect.signature(f).parameters for f in (linear_cross_entropy, F.linear_cross_entropy))
     assert [(x.name, x.kind, x.default) for x in ours.values()] == [
         (x.name, x.kind, x.default) for x in theirs.values()
@@ -128,12 +127,7 @@ E, C, T = torch.zeros(6, 4), torch.zeros(9, 4), torch.zeros(6, dtype=torch.int64
         ((E, C, [0] * 6), {}, TypeError, "target must be a torch.Tensor, got list"),
         ((E, C, T), {"linear_bias": torch.zeros(8)}, ValueError, r"linear_bias must be \(V,\) = \(9,\), got \(8,\)"),
         ((E, C, T), {"weight": torch.zeros(9, 1)}, ValueError, r"weight must be \(V,\) = \(9,\), got \(9, 1\)"),
-        (
-            (E, C, T),
-            {"options": {"impl": "chunked"}},
-            TypeError,
-            "options must be .*LinearCrossEntropyOptions.*got dict",
-        ),
+        ((E, C, T), {"options": {"impl": "chunked"}}, TypeError, "options must be .*got dict"),
         ((E, C, T), {"reduction": "batchmean"}, ValueError, "reduction='batchmean'"),
         ((E, C, T), {"label_smoothing": 1.5}, ValueError, "label_smoothing=1.5"),
     ],
