@@ -1,4 +1,4 @@
-"""What a head cast to float32 gains, and what ours gives without a cast: `python -m bench.float32_head`. Writes OUT.json.
+"""How exact log-probabilities are with and without a head in float32: `python -m bench.float32_head`. Writes OUT.json.
 
 Log-probabilities of the targets from bfloat16 e and c, against float64 from the same numbers. Three ways: ours; logits
 that are rounded to bfloat16, then log_softmax in float32; and e and c converted to float32 before the matmul, which is
