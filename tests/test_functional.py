@@ -89,8 +89,9 @@ def test_the_options_of_pytorch_change_nothing():
         pytest.skip("this PyTorch has no LinearCrossEntropyOptions")
     leaves, target, _ = tensors(0, 8, 4, 7, -100)
     options = torch.nn.LinearCrossEntropyOptions()
-    ours = linear_cross_entropy(*leaves[:2], target, options=options)
-    torch.testing.assert_close(ours, F.linear_cross_entropy(*leaves[:2], target, options=options))
+    input, linear_weight, _ = leaves
+    ours = linear_cross_entropy(input, linear_weight, target, options=options)
+    torch.testing.assert_close(ours, F.linear_cross_entropy(input, linear_weight, target, options=options))
 
 
 def test_sixteen_bits_give_a_loss_in_float32():
@@ -105,7 +106,7 @@ def test_sixteen_bits_give_a_loss_in_float32():
 
 def test_the_mean_of_no_token_is_0():
     leaves, target, _ = tensors(0, 3, 4, 7, -100)
-    assert linear_cross_entropy(*leaves[:2], torch.full_like(target, -100)) == 0
+    assert linear_cross_entropy(leaves[0], leaves[1], torch.full_like(target, -100)) == 0
 
 
 E, C, T = torch.zeros(6, 4), torch.zeros(9, 4), torch.zeros(6, dtype=torch.int64)
