@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bench import __main__ as command
-from bench import errors, methods, plot, profile, report, tolerance, torch_losses
+from bench import errors, float32_head, methods, plot, profile, report, tolerance, torch_losses
 from bench import truth as float64
 from bench.calls import Call, step
 from bench.data import HEADS, SHAPES, Shape, flat, trained
@@ -161,6 +161,26 @@ def test_the_table_of_three_heads_has_the_points_of_the_picture():
     for title, cells in zip(re.findall(r"\d+×\d+×\d+", titles), columns, strict=True):
         points = plot.points([row for row in rows if report.size(row["shape"]) == title])
         assert sorted(filter(None, cells)) == sorted(f"{ms:.1f} ms, {held:.0f}" for held, ms in points.values())
+
+
+def test_log_probs_of_ours_and_of_a_float32_head_are_not_those_of_rounded_logits(monkeypatch):
+    monkeypatch.setattr(float32_head, "BLOCK", 48)  # two blocks, the last one ragged
+    ours, rounded, in_float32 = float32_head.rows_of("trained", Shape(64, 1024, 512))
+    assert (ours["way"], rounded["way"], in_float32["way"]) == tuple(float32_head.WAYS)
+    assert max(ours["max"], in_float32["max"]) < 1e-3 * rounded["max"]
+    assert 0.01 < rounded["max"] < 0.126  # logits between 16 and 32 are rounded by up to 2⁻⁴: the target's, and lse's
+
+
+def test_the_page_has_the_errors_of_the_float32_head():
+    page, results = Path("docs/log-probabilities.md").read_text(), Path("bench/results/float32-head.json")
+    text = page.split("## A head in float32\n")[1].split("\n## ")[0]
+    ours, rounded, in_float32 = (x for x in json.loads(results.read_text())["rows"] if x["data"] == "trained")
+    for row in (ours, in_float32):
+        assert f"{row['max']:.1e}".replace("e-0", "e-") in text
+        assert f"{row['mean']:.1e}".replace("e-0", "e-") in text
+    assert f"{rounded['max']:.2f} and {rounded['mean']:.3f} in the mean" in text.replace("\n", " ")
+    assert f"may be {rounded['largest_ratio']:.2f} " in text
+    assert report.size(ours["shape"]) in text
 
 
 def test_truth(monkeypatch):
