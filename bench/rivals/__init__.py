@@ -1,7 +1,7 @@
 """Other packages' numbers per token, policy losses and divergences, by name and setting, the default first.
 
-Each value imports its package when it is called, so a package that is missing costs its rows alone. Tensors are e (N, D),
-c (V, D), targets (N,) int64, and for a divergence the teacher's e and c.
+Each value imports its package when it is called, so a package that is missing costs its rows alone. Tensors are
+e (N, D), c (V, D), targets (N,) int64, and for a divergence the teacher's e and c.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,8 @@ NUMBERS: dict[str, Callable[[], Numbers]] = {
     "verl in chunks 512": partial(verl.numbers_in_chunks, 512),
 }
 POLICIES: dict[str, Callable[[], Policy]] = {"Liger": liger.policy, "Liger 4": partial(liger.policy, 4)}
-DIVERGENCES: dict[str, Callable[[str], Divergence]] = {
+# Of beta, as Liger and TRL have it: 0 is forward KL, 1 reverse KL, 0.5 the divergence of Jensen and Shannon.
+DIVERGENCES: dict[str, Callable[[float], Divergence]] = {
     "Liger": liger.divergence,
     "TRL": trl.divergence,
     "Liger 16": partial(liger.divergence, chunk_mem_const=16),

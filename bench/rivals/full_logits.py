@@ -17,10 +17,10 @@ def _numbers(e, c, targets, temperature):
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
-def divergence(divergence: str, compiled: bool = False) -> Callable[..., Any]:
+def divergence(beta: float, compiled: bool = False) -> Callable[..., Any]:
     import torch
 
-    function = {"forward_kl": _forward_kl, "reverse_kl": _reverse_kl, "jsd": _jsd}[divergence]
+    function = {0.0: _forward_kl, 1.0: _reverse_kl, 0.5: _jsd}[beta]
     return torch.compile(function, dynamic=False) if compiled else function
 
 

@@ -5,7 +5,6 @@ from importlib import import_module
 from typing import Any
 
 SEQUENCES = 8  # that the tokens are shared out to, for GRPO
-BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}
 
 
 def numbers() -> Callable[..., Any]:
@@ -53,7 +52,7 @@ def policy(sequences: int = 1) -> Callable[..., Any]:
     return loss
 
 
-def divergence(divergence: str, chunk_mem_const: int = 1) -> Callable[..., Any]:
+def divergence(beta: float, chunk_mem_const: int = 1) -> Callable[..., Any]:
     """chunk_mem_const: a chunk's logits may take about so many times the bytes of e; its own choice on Hopper is 1.
 
     It has no argument for it, but takes a constant of the module for the GPUs that report a capability of 10.0.
@@ -63,6 +62,6 @@ def divergence(divergence: str, chunk_mem_const: int = 1) -> Callable[..., Any]:
     def loss(e, c, teacher_e, teacher_c):
         module._max_capability, module._CHUNK_MEM_CONST_B200 = (lambda _: 100), chunk_mem_const
         function = module.LigerFusedLinearJSDFunction
-        return function.apply(e, c, teacher_e, teacher_c, None, BETAS[divergence], -100, 1.0)
+        return function.apply(e, c, teacher_e, teacher_c, None, beta, -100, 1.0)
 
     return loss

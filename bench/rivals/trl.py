@@ -8,8 +8,6 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}
-
 
 def numbers(tokens: int = 4096, columns: int = 32768) -> Callable[..., Any]:
     module = import_module("trl.kernels.chunked_logprob")
@@ -22,12 +20,11 @@ def numbers(tokens: int = 4096, columns: int = 32768) -> Callable[..., Any]:
     return found
 
 
-def divergence(divergence: str, tokens: int = 4096, columns: int = 32768) -> Callable[..., Any]:
+def divergence(beta: float, tokens: int = 4096, columns: int = 32768) -> Callable[..., Any]:
     module = import_module("trl.kernels.chunked_divergence")
 
     def loss(e, c, teacher_e, teacher_c):
         module.TOKEN_CHUNK_SIZE, module.VOCAB_CHUNK_SIZE = tokens, columns
-        options = BETAS[divergence], 1.0
-        return module.ChunkedDivergenceFunction.apply(e, c, None, teacher_e, teacher_c, None, *options)[0].mean()
+        return module.ChunkedDivergenceFunction.apply(e, c, None, teacher_e, teacher_c, None, beta)[0].mean()
 
     return loss
