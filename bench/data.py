@@ -58,8 +58,8 @@ def _zipf_rows(shape: Shape, generator: np.random.Generator) -> np.ndarray:
 def trained(shape: Shape, dtype=jnp.bfloat16, seed: int = 0, of_head: int | None = None) -> Inputs:
     """e, c, targets whose softmax is peaked like a trained model's: a few likely tokens, Zipf-distributed.
 
-    of_head: the seed of c, by default seed. Models that differ in it alone agree on the likely tokens, up to the noise of
-    all other logits, as a student and its teacher do.
+    of_head: the seed of c, by default seed. Two models that differ in it alone agree on the likely tokens, up to the
+    noise of all other logits, as a student and its teacher do.
     """
     generator = np.random.default_rng(seed)
     candidates = _zipf_rows(shape, generator)

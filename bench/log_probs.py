@@ -170,7 +170,7 @@ def from_ours(ours: LogProbs) -> Callable[[Any], report.Row]:
 
     def check(result: Any) -> report.Row:
         found = result[0] if isinstance(result[0], list) else result
-        if not isinstance(found, list | tuple):
+        if found[0].dim() == 0:
             return {}  # a loss
         pairs = zip(("log_probs", "entropy"), found, strict=True)
         return {
