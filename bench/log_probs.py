@@ -115,7 +115,7 @@ def in_torch(x: Given) -> dict[str, Callable[[], Call]]:
         (weight,) = tensors(x.weight)
 
         def loss(*inputs):
-            found = linear_log_probs(*inputs, entropy=True, **options)
+            found: Any = linear_log_probs(*inputs, entropy=True, **options)
             return (weight * (found.log_probs + BONUS * found.entropy)).sum()
 
         return step("torch", loss, *x.inputs)
@@ -208,7 +208,13 @@ def main() -> None:
         results[kind] += made
         results["missing"] += [{"shape": list(x.shape), "call": n, "reason": why} for n, why in missing.items()]
         report.write(asked.out, **results)
-        print(f"\n{report.size(x.shape)}", report.table(made, **COLUMNS), *missing.items(), sep="\n", flush=True)
+        print(
+            f"\n{report.size(x.shape)}",
+            report.table(made, **COLUMNS) if made else "",
+            *missing.items(),
+            sep="\n",
+            flush=True,
+        )
 
     measured = []
     for shape in asked.shape:

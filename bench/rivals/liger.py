@@ -9,14 +9,14 @@ SEQUENCES = 8  # that the tokens are shared out to, for GRPO
 
 def numbers() -> Callable[..., Any]:
     """Its public function: on Hopper kernels in CuTe, which need nvidia-cutlass-dsl, elsewhere chunks of 512 tokens."""
-    module = import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+    module: Any = import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
     function = module.LigerFusedLinearScaledCrossEntropyFunction
     return _with_entropy(lambda *x: function.apply(*x, -100, 1, True))
 
 
 def numbers_in_chunks(tokens: int) -> Callable[..., Any]:
     """The function that it takes where it has no kernels. Its public function has no argument for the chunk."""
-    module = import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+    module: Any = import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
 
     def apply(*given):
         module._FALLBACK_CHUNK_SIZE = tokens
@@ -57,7 +57,7 @@ def divergence(beta: float, chunk_mem_const: int = 1) -> Callable[..., Any]:
 
     It has no argument for it, but takes a constant of the module for the GPUs that report a capability of 10.0.
     """
-    module = import_module("liger_kernel.ops.fused_linear_jsd")
+    module: Any = import_module("liger_kernel.ops.fused_linear_jsd")
 
     def loss(e, c, teacher_e, teacher_c):
         module._max_capability, module._CHUNK_MEM_CONST_B200 = (lambda _: 100), chunk_mem_const

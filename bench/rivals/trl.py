@@ -10,7 +10,7 @@ from typing import Any
 
 
 def numbers(tokens: int = 4096, columns: int = 32768) -> Callable[..., Any]:
-    module = import_module("trl.kernels.chunked_logprob")
+    module: Any = import_module("trl.kernels.chunked_logprob")
 
     def found(e, c, targets, temperature):
         module.TOKEN_CHUNK_SIZE = tokens
@@ -21,7 +21,7 @@ def numbers(tokens: int = 4096, columns: int = 32768) -> Callable[..., Any]:
 
 
 def divergence(beta: float, tokens: int = 4096, columns: int = 32768) -> Callable[..., Any]:
-    module = import_module("trl.kernels.chunked_divergence")
+    module: Any = import_module("trl.kernels.chunked_divergence")
 
     def loss(e, c, teacher_e, teacher_c):
         module.TOKEN_CHUNK_SIZE, module.VOCAB_CHUNK_SIZE = tokens, columns
