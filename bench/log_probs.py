@@ -194,6 +194,7 @@ def rows(x: Given, times: dict[str, float], found: dict[str, report.Row]) -> lis
 def main() -> None:
     parser = argparse.ArgumentParser("python -m bench.log_probs", description=__doc__)
     parser.add_argument("--shape", type=Shape.parse, nargs="+", default=SHAPES)
+    parser.add_argument("--no-torch", action="store_true", help="leave out our calls from PyTorch")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=140, help="for other packages, at all shapes; 0 for none")
     parser.add_argument("--out", type=Path, default=Path("out/log_probs.json"))
@@ -220,7 +221,7 @@ def main() -> None:
     for shape in asked.shape:
         x = given(shape)
         calls, bare = in_jax(x), floor(*x.inputs[:2])
-        more = prepared(in_torch(x), asked.rounds)
+        more = prepared(in_torch(x) if not asked.no_torch else {}, asked.rounds)
         times = timed(bare | calls, more, asked.rounds)
         peaks = {name: {"peak_mb": memory.peak(call)} for name, call in calls.items()}
         add("rows", x, times, peaks | more.rows, more.missing)
