@@ -61,11 +61,11 @@ def in_chunks(size: int | None) -> Iterator[list[str]]:
 
 
 def forget() -> None:
-    from cce_torch.processes import shard_programs
+    from cce_torch.on_jax import chunk_programs
 
     choose.plan_of.cache_clear()
-    shard_programs._chunks.cache_clear()
-    shard_programs._way.cache_clear()
+    chunk_programs._chunks.cache_clear()
+    chunk_programs._way.cache_clear()
 
 
 def held(stops: tuple[int, ...]) -> slice:

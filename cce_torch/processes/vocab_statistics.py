@@ -100,10 +100,10 @@ def of_all_columns(own: Tensor, kept: Tensor, setting: Setting) -> Tensor:
 
 def first_order(function: Callable, guarded: bool, *arguments: Any) -> Any:
     """function(*arguments). guarded: with an error for its own derivative."""
-    return _FirstOrder.apply(function, *arguments) if guarded else function(*arguments)
+    return FirstOrder.apply(function, *arguments) if guarded else function(*arguments)
 
 
-class _FirstOrder(torch.autograd.Function):
+class FirstOrder(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: Callable, *arguments: Any) -> tuple[Tensor | None, ...]:
         return function(*arguments)
