@@ -95,6 +95,8 @@ class AllColumns:
         self.scale = scale
 
     def chunks(self, operands: Operands, wanted: Any, call: Call) -> Any:
+        if not ops.is_usual(operands):
+            return None
         return programs().chunks_of(operands, None, wanted, call)
 
     def own(self, operands: Operands) -> Operands:

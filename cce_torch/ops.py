@@ -260,6 +260,18 @@ def _is_plain(given: Iterable[Tensor | None]) -> bool:
     )
 
 
+def is_usual(given: Iterable[Tensor | None]) -> bool:
+    """Whether the tensors are plain, of known sizes, and no transform or mode of PyTorch observes them."""
+    given = tuple(given)
+    return (
+        PLAIN.issuperset(map(type, given))
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and not _has_tangent(*given)
+        and all(type(n) is int for x in given if x is not None for n in x.shape)
+    )
+
+
 def _refuse(ctx: Any, *tangents_or_cotangents: Any) -> Any:
     raise NotImplementedError(
         "linear_cross_entropy has first derivatives in reverse mode only with impl='cce', 'chunked', 'torch_compile' "
