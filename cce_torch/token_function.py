@@ -37,7 +37,7 @@ def kept(numbers: TokenNumbers, columns: Tensor) -> TokenNumbers:
 class TokenFunction:
     """fn(numbers, *arguments) for some of the tokens."""
 
-    weight = None
+    weight: Tensor | None = None  # of the tokens
 
     def __init__(self, fn: Callable[..., Tensor], given: Sequence[Any], x: Prepared, columns: Tensor) -> None:
         if not callable(fn):
