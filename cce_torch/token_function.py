@@ -53,7 +53,7 @@ class TokenFunction:
         """As `totals`, for numbers of these tokens, (n,)."""
         if not len(numbers.lse):
             return numbers.lse
-        nodes = {x.grad_fn for x in numbers if x is not None}
+        nodes = set() if torch.compiler.is_compiling() else {x.grad_fn for x in numbers if x is not None}
         found = self.fn(numbers, *(x[rows] for x in self.arguments))
         if not isinstance(found, Tensor):
             raise TypeError(
@@ -89,7 +89,8 @@ def _of_tokens(name: str, given: Any, x: Prepared) -> Tensor:
     """A number or tensor for each token of e, (N,), of which the last `shift` of a row have no target."""
     shape = (*x.targets.shape[:-1], x.targets.shape[-1] - x.shift) if x.shift else tuple(x.targets.shape)
     if isinstance(given, (bool, int, float)):
-        given = torch.full((), given, device=x.e.device)
+        dtype = torch.promote_types(x.e.dtype, torch.float32) if isinstance(given, float) else None
+        given = torch.full((), given, dtype=dtype, device=x.e.device)
     if not isinstance(given, Tensor):
         arguments.check_other(name, given, NAME)
     tensors.check({name: given})
