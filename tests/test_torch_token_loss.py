@@ -439,7 +439,7 @@ def test_a_tensor_that_fn_closes_over_must_need_no_gradient(leaf, reduction):
     for given_ in ((e, C), (E, C)):  # a frozen model too
         with (
             in_chunks(4),
-            pytest.raises(TypeError, match="fn closes over a tensor of shape .* that requires a gradient"),
+            pytest.raises(TypeError, match=r"fn closes over a tensor of shape .* that requires a gradient"),
         ):
             call(*given_)
     with torch.no_grad():
