@@ -191,11 +191,13 @@ class _Total(torch.autograd.Function):
             dbias = None if dbias is None else dbias.to(types[0])
             return de, dc, dbias, None if dweight is None else dweight.to(types[1])
 
-        batched, saved = ops.is_batched(factor), ctx.saved_tensors
-        if batched:  # the programs take no such tensor
-            factors, factor, in_place = factor, torch.ones((), dtype=factor.dtype, device=saved[0].device), False
+        saved, factors = ctx.saved_tensors, factor if ops.is_batched(factor) else None
+        if factors is not None:  # the programs take no such tensor, and the gradients are linear in it
+            factor, in_place = torch.ones((), dtype=factor.dtype, device=saved[0].device), False
         found = ctx.guard.apply(run, factor, *saved) if guarded else run(factor, *saved)
-        de, dc, dbias, dweight = (None if x is None else (factors * x).to(x.dtype) for x in found) if batched else found
+        if factors is not None:
+            found = tuple(None if x is None else (factors * x).to(x.dtype) for x in found)
+        de, dc, dbias, dweight = found
         return de, dc, dbias, None, None, None, dweight, None, None
 
 
