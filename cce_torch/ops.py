@@ -61,7 +61,7 @@ def loss(given: Given, call: Call, lse_is_returned: bool) -> tuple[Tensor, Tenso
         return _LossOfFunctions.apply(*given, saving_for, call)
     if not compiling and _has_tangent(given.e, given.c, given.bias, token_weight):
         _refuse(None)
-    if saving_for and (call.mean_is_detached or not _may_save(given, call, lse_is_returned)):
+    if saving_for and not _may_save(given, call, lse_is_returned):
         saving_for = []
     if gradients or compiling:
         return _Loss.apply(*given, saving_for, call)  # type: ignore[no-any-return]
@@ -124,7 +124,7 @@ class _Loss(torch.autograd.Function):
             return (None,) * (FIELDS + 2)
         saved: Any = ctx.saved_tensors
         arrays, statistics, left = saved[: TENSORS + 1], saved[TENSORS + 1], saved[TENSORS + 2 :]
-        rows = ctx.call.rows  # without a mean that gets no cotangent
+        rows = ctx.call.of_backward.rows  # without a mean that gets no cotangent
         statistics, of_statistics = statistics[:rows], None if of_statistics is None else of_statistics[:rows]
         scheduled = ctx.scheduled if arrays[-1] is None else arrays[-1]
         given = Given(*arrays[:-1], scheduled, ctx.row_length)  # type: ignore[call-arg]
@@ -146,7 +146,7 @@ def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
 
 
 def _save(ctx: Any, given: Given, options: tuple, statistics: Tensor, left: Sequence[Tensor]) -> None:
-    ctx.saving_for, ctx.call = options[0], options[1].of_backward
+    ctx.saving_for, ctx.call = options
     ctx.row_length, ctx.scheduled = given.row_length, None if isinstance(given.scheduled, Tensor) else given.scheduled
     ctx.save_for_backward(*given.tensors, None if ctx.scheduled else given.scheduled, statistics, *left)
     ctx.set_materialize_grads(False)
