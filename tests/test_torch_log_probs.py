@@ -3,6 +3,7 @@
 import contextlib
 import re
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cce_torch
 from cce_torch import chosen, linear_log_probs, ops
 from cce_torch.on_jax import programs
+from cce_torch.processes import shard_programs
 from tests.call_torch import array, small_blocks
 from tests.test_torch_distributed import in_processes
 from tests.tolerance import assert_close, assert_reference, roundoff
@@ -603,6 +605,16 @@ def check_split(**options) -> None:
                     assert np.abs(value - exact[name]).max() <= 32 * roundoff("float32") * 10, (impl, name)
                 elif value.size:
                     assert_close(value, exact[name][rows], reference[name][rows], f"{impl}: {name}")
+    x = made(dtype="bfloat16")
+    own = {"c": x.tensors["c"][start:stop].clone()}
+    x, of = x._replace(tensors=x.tensors | own), []
+    for entropy in (False, "detached"):  # both save exponentials
+        with mock.patch.object(shard_programs, "gradients", wraps=shard_programs.gradients) as run:
+            asked = x._replace(options={"entropy": entropy})
+            of.append(ours(asked, "cce", vocab_parallel=shard, memory_budget="all", **options))
+        assert start == stop or run.call_args.args[3].saved is not None
+    for name, value in of[0].items():
+        np.testing.assert_allclose(value.astype(float), of[1][name].astype(float), rtol=2**-7, atol=1e-6, err_msg=name)
     for dtype in ("float32", "bfloat16"):
         x = made(temperature="each", bias=True, dtype=dtype, softcap=4.0, shift=1)
         check_chosen(x, "chunked", 40, 6, own=slice(start, stop), vocab_parallel=shard)
