@@ -480,3 +480,32 @@ def check_split() -> None:
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 def test_a_vocabulary_that_processes_split():
     in_processes(2, check_split)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_kernels_on_a_gpu_and_a_host_that_does_not_wait(softcap):
+    leaves, call = made(
+        (4, 500), 256, 4096, "bfloat16", entropy=softcap is None, temperature=0.7, softcap=softcap, shift=1
+    )
+    there = {k: x.cuda() for k, x in leaves.items()}
+    on = {k: x.cuda() if isinstance(x, torch.Tensor) else x for k, x in call.items()}
+    on["arguments"] = [x.cuda() if isinstance(x, torch.Tensor) else x for x in call["arguments"]]
+    with in_chunks(512) as ran:
+        first = results(ours, there, on, impl="cce")
+        assert FORMED[1] in ran
+        own = {k: x.requires_grad_() for k, x in there.items()}
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            torch.autograd.grad(ours(own, on, impl="cce")[0], list(own.values()))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        again = results(ours, there, on, impl="cce")
+    rounded = results(ours, leaves, call, impl="reference")
+    exact = results(truth, {k: x.double() for k, x in leaves.items()}, call)
+    for name, x in first.items():
+        np.testing.assert_array_equal(x, again[name], err_msg=name)
+        if name in leaves:
+            assert_close(x, exact[name], rounded[name], name)
+        else:
+            np.testing.assert_allclose(x, exact[name], rtol=1e-4, atol=1e-4, err_msg=name)

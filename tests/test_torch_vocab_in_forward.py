@@ -61,9 +61,10 @@ def in_chunks(size: int | None) -> Iterator[list[str]]:
 
 
 def forget() -> None:
-    from cce_torch.on_jax import chunk_programs
+    from cce_torch.on_jax import chunk_programs, programs
 
     choose.plan_of.cache_clear()
+    programs.handover_of.cache_clear()
     chunk_programs._chunks.cache_clear()
     chunk_programs._way.cache_clear()
 
