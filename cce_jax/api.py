@@ -219,7 +219,7 @@ def loss_of(given: Arrays, of: Static) -> tuple[jax.Array, losses.TokenNumbers]:
         value, numbers = summed(Summands(inputs, terms, common), core, of.loss, layout)
         loss = losses.reduced(value, terms, given.num_items, of.loss, over)
     else:
-        found = numbers_of(inputs, core, layout)
+        found, _ = numbers_of(inputs, core, layout)
         loss, numbers = losses.loss(found, terms, common, given.num_items, of.loss, vocabulary, over)
     if of.loss.reduction == "none":
         loss = unshifted(loss, shift, layout)

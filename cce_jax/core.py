@@ -66,6 +66,7 @@ from cce_jax.plans import Core, plan_for
 from cce_jax.sharding import Layout
 from cce_kernels.numbers import Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
 from cce_kernels.residuals import Left, Residuals
+from cce_kernels.selections import NOTHING as NO_SELECTIONS
 from cce_kernels.selections import Asked, Selections
 
 NOTHING = Wanted(e=False, c=False, bias=False)
@@ -76,29 +77,42 @@ def statistics(inputs: Inputs, core: Core, layout: Layout | None) -> Statistics:
 
     The sum is None unless core.with_sum, the mean unless core.with_mean, and ids, (..., K), unless inputs has ids.
     """
+    return with_selections(inputs, core, layout, NO_SELECTIONS)[0]
+
+
+def with_selections(inputs: Inputs, core: Core, layout: Layout | None, asked: Asked) -> tuple[Statistics, Selections]:
+    """`statistics`, and the k largest logits of each token, their ids, (..., k), and the mean of its logits.
+
+    The latter have no gradients. Where they are asked for, the sum is not, and there is at least one token. asked.top_k
+    is at most V.
+    """
     if core.impl != "reference":
-        return _statistics(core, layout, inputs)
+        return _statistics(core, layout, asked, inputs)
+    selected = Selections(None, None, None)
+    if asked != NO_SELECTIONS:
+        constants = jax.tree.map(jax.lax.stop_gradient, inputs)
+        selected = _forward(constants, core, layout, asked, None)[1]
     if layout is not None:
-        return devices.whole_numbers(inputs, core, layout)
-    return _shaped(reference.statistics(passes.flat(inputs), core), inputs)
+        return devices.whole_numbers(inputs, core, layout), selected
+    return _shaped(reference.statistics(passes.flat(inputs), core), inputs), selected
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _statistics(core: Core, layout: Layout | None, inputs: Inputs) -> Statistics:
-    return _forward(inputs, core, layout, None)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _statistics(core: Core, layout: Layout | None, asked: Asked, inputs: Inputs) -> tuple[Statistics, Selections]:
+    return _forward(inputs, core, layout, asked, None)[:2]
 
 
 @settings.defaults()
-def _statistics_fwd(core: Core, layout: Layout | None, inputs):
+def _statistics_fwd(core: Core, layout: Layout | None, asked: Asked, inputs):
     wanted, inputs = _wanted(inputs), _values(inputs)
-    run = partial(_forward, core=core, layout=layout, wanted=wanted)
-    out, held = _first_order_only(run)(inputs)
-    return out, (_as_shape(wanted), inputs, out, held)
+    run = partial(_forward, core=core, layout=layout, asked=asked, wanted=wanted)
+    out, selected, held = _first_order_only(run)(inputs)
+    return (out, selected), (_as_shape(wanted), inputs, out, held)
 
 
 @settings.defaults()
-def _statistics_bwd(core: Core, layout: Layout | None, residuals, cotangents):
-    shape_of_wanted, inputs, numbers, held = residuals
+def _statistics_bwd(core: Core, layout: Layout | None, asked: Asked, residuals, of_results):
+    (shape_of_wanted, inputs, numbers, held), (cotangents, _) = residuals, of_results
     zeros = jnp.zeros_like(numbers.lse)
     if _is_symbolic_zero(cotangents.mean):  # the entropy is only logged
         cotangents, core = cotangents._replace(mean=None), replace(core, with_mean=False)
@@ -112,12 +126,19 @@ def _statistics_bwd(core: Core, layout: Layout | None, residuals, cotangents):
 _statistics.defvjp(_statistics_fwd, _statistics_bwd, symbolic_zeros=True)
 
 
-def _forward(inputs: Inputs, core: Core, layout: Layout | None, wanted: Wanted | None) -> tuple[Statistics, Held]:
-    """The numbers, of the shape of targets, and what `_backward` needs. e: (..., D)."""
+def _forward(
+    inputs: Inputs, core: Core, layout: Layout | None, asked: Asked, wanted: Wanted | None
+) -> tuple[Statistics, Selections, Held]:
+    """The numbers and selections, of the shape of targets, and what `_backward` needs. e: (..., D)."""
     if layout is not None:
-        return devices.forward_pass(inputs, core, layout, wanted)
-    numbers, held = _on_one_device(passes.in_type_of_e(passes.flat(inputs)), core, wanted)
-    return _shaped(numbers, inputs), held
+        return devices.forward_pass(inputs, core, layout, asked, wanted)
+    given, selected = passes.in_type_of_e(passes.flat(inputs)), Selections(None, None, None)
+    if asked == NO_SELECTIONS:
+        numbers, held = _on_one_device(given, core, wanted)
+    else:
+        numbers, selected = passes.numbers_and_selections(given, core, asked)
+        held = Held(numbers, Residuals(), None)
+    return *jax.tree.map(lambda x: passes.shaped_tokens(x, inputs), (numbers, selected)), held
 
 
 def _backward(
@@ -139,18 +160,6 @@ def _on_one_device(inputs: Inputs, core: Core, wanted: Wanted | None) -> tuple[S
 
 def _shaped(numbers: Statistics, inputs: Inputs) -> Statistics:
     return jax.tree.map(lambda x: passes.shaped_tokens(x, inputs), numbers)
-
-
-def selections(inputs: Inputs, core: Core, layout: Layout | None, asked: Asked) -> Selections:
-    """The k largest logits of each token and their ids, (..., k), and the mean of its logits, of the shape of targets.
-
-    They have no gradients. e: (..., D), at least one token. asked.top_k: at most V.
-    """
-    inputs = jax.tree.map(jax.lax.stop_gradient, inputs)._replace(ids=None, weights=None)
-    if layout is not None:
-        return devices.selections(inputs, core, layout, asked)
-    found = passes.selections(passes.in_type_of_e(passes.flat(inputs)), core, asked)
-    return jax.tree.map(lambda x: passes.shaped_tokens(x, inputs), found)
 
 
 class Summands(NamedTuple):

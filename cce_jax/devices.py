@@ -46,7 +46,7 @@ from cce_kernels.mean import over_runs
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
 from cce_kernels.plan import needs_reference
 from cce_kernels.residuals import Residuals
-from cce_kernels.selections import Asked, Selections, ordered
+from cce_kernels.selections import NOTHING, Asked, Selections, ordered
 
 
 class Held(NamedTuple):
@@ -65,18 +65,25 @@ class _Sums(NamedTuple):
     bias: Axes
 
 
-def forward_pass(inputs: Inputs, core: Core, layout: Layout, wanted: Wanted | None) -> tuple[Statistics, Held]:
-    """The core's numbers, of the shape of targets, and what `gradients` needs. e: (..., D)."""
+def forward_pass(
+    inputs: Inputs, core: Core, layout: Layout, asked: Asked, wanted: Wanted | None
+) -> tuple[Statistics, Selections, Held]:
+    """The core's numbers and selections, of the shape of targets, and what `gradients` needs. e: (..., D)."""
     core = _summing(core, inputs, layout)
 
-    def on_device(inputs: Inputs) -> tuple[Statistics, Held]:
+    def on_device(inputs: Inputs) -> tuple[tuple[Statistics, Selections], Held]:
         whole = _gathered(passes.in_type_of_e(inputs), core, layout)
-        numbers, held = of_columns(passes.flat(whole), core, layout, wanted)
-        return jax.tree.map(lambda x: _own_tokens(passes.shaped_tokens(x, whole), layout), numbers), held
+        flat, selected = passes.flat(whole), Selections(None, None, None)
+        if asked == NOTHING:
+            numbers, held = of_columns(flat, core, layout, wanted)
+        else:
+            numbers, selected, held = _with_selections(flat, core, layout, asked)
+        found = numbers, selected
+        return jax.tree.map(lambda x: _own_tokens(passes.shaped_tokens(x, whole), layout), found), held
 
     run = _on_devices(on_device, layout, (_specs(core, layout),), (layout.spec_of_tokens, _each(layout)))
-    numbers, held = run(inputs)
-    return _typed(numbers, _of_numbers(inputs, layout)), _typed(held, _union(layout, inputs))
+    found, held = run(inputs)
+    return *_typed(found, _of_numbers(inputs, layout)), _typed(held, _union(layout, inputs))
 
 
 def gradients(
@@ -189,18 +196,15 @@ def whole_numbers(inputs: Inputs, core: Core, layout: Layout) -> Statistics:
     return over_auto(inputs)
 
 
-def selections(inputs: Inputs, core: Core, layout: Layout, asked: Asked) -> Selections:
-    """core.selections: those of all columns, from those of each device's own columns. e: (..., D)."""
-
-    def on_device(inputs: Inputs) -> Selections:
-        whole = _gathered(passes.in_type_of_e(inputs), core, layout)
-        flat, columns = passes.flat(whole), core.head.vocabulary(whole.c)
-        of_own = passes.selections(flat, core, replace(asked, top_k=min(asked.top_k, columns)))
-        found = _merged(of_own, flat, columns, asked, layout) if layout.columns else of_own
-        return jax.tree.map(lambda x: _own_tokens(passes.shaped_tokens(x, whole), layout), found)
-
-    found = _on_devices(on_device, layout, (_specs(core, layout),), layout.spec_of_tokens)(inputs)
-    return _typed(found, _of_numbers(inputs, layout))
+def _with_selections(inputs: Inputs, core: Core, layout: Layout, asked: Asked) -> tuple[Statistics, Selections, Held]:
+    """The numbers and selections from all columns, from those of the device's own columns; e: (N, D)."""
+    columns = core.head.vocabulary(inputs.c)
+    own = _of_own_columns(inputs, core, layout)
+    of_own, found = passes.numbers_and_selections(own, core, replace(asked, top_k=min(asked.top_k, columns)))
+    if layout.size(layout.columns) == 1:
+        return of_own, found, Held(of_own, Residuals(), None)
+    numbers, found = _of_all_columns(of_own, layout), _merged(found, inputs, columns, asked, layout)
+    return numbers, found, Held(of_own, Residuals(), Shard(numbers.lse, None, numbers.mean))
 
 
 def _merged(of_own: Selections, inputs: Inputs, columns: int, asked: Asked, layout: Layout) -> Selections:

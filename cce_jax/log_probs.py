@@ -10,7 +10,6 @@ import numpy as np
 
 from cce_jax import arguments, losses, settings
 from cce_jax.arguments import MOST_IDS
-from cce_jax.core import selections
 from cce_jax.options import Array
 from cce_jax.plans import Core, Impl
 from cce_jax.prepare import Arrays, Asked, inverse_temperature, numbers_of, prepared, shifted, unshifted
@@ -83,7 +82,8 @@ def linear_log_probs(
         gradient, so that a logsumexp over K renormalizes. Equal ids add their gradients.
       predicted: whether the likeliest id of each token is asked for.
       top_k: how many of the likeliest ids of each token are asked for, at most 256 and V. Their log-probabilities have
-        no gradient: for one give the ids as `ids`. predicted, top_k and mean_logit compute the logits once more.
+        no gradient: for one give the ids as `ids`. With predicted, top_k or mean_logit the backward pass computes the
+        logits again, whatever the memory budget.
       mean_logit: whether the mean of the logits over the vocabulary is asked for. It has no gradient.
       temperature: a positive number, or an array of positive numbers that broadcasts to the shape of e without its last
         axis. It divides the logits after the softcap, and has no gradient. A new value compiles nothing.
@@ -172,7 +172,7 @@ def _log_probs(given: Arrays, ids: jax.Array | None, of: Static) -> LogProbs:
         ids = jnp.where((ids >= 0) & (ids < vocabulary), ids, -1).astype(jnp.int32)
         ids = ids if layout is None else layout.laid_out(ids, layout.spec_of_tokens)
     inputs = Inputs(e, c, bias, columns, None, scale, inverse, ids)
-    numbers = numbers_of(inputs, of.core, layout)
+    numbers, selected = numbers_of(inputs, of.core, layout, of.chosen)
 
     def of_tokens(x: jax.Array) -> jax.Array:
         return unshifted(x, shift, layout, x.ndim - columns.ndim)
@@ -180,20 +180,13 @@ def _log_probs(given: Arrays, ids: jax.Array | None, of: Static) -> LogProbs:
     log_probs, lse, entropy = jax.tree.map(of_tokens, losses.token_numbers(numbers, columns, vocabulary))
     entropy = jax.lax.stop_gradient(entropy) if of.entropy == "detached" else entropy
     id_log_probs = None if ids is None else of_tokens(_of_ids(numbers, ids, columns >= 0))
-    found = LogProbs(log_probs if of.named else None, lse, entropy, id_log_probs)
-    if not (of.chosen.top_k or of.chosen.mean_logit):
-        return found
-    if not columns.size:
-        top = jnp.zeros((*lse.shape, of.chosen.top_k), lse.dtype)
-        top = (top.astype(jnp.int32), top) if of.chosen.top_k else (None, None)
-        return found._replace(
-            top_ids=top[0], top_log_probs=top[1], mean_logit=jnp.zeros_like(lse) if of.chosen.mean_logit else None
-        )
-    of_logits = jax.tree.map(of_tokens, selections(inputs, of.core, layout, of.chosen))
-    top_log_probs = None if not of.chosen.top_k else of_logits.top_logits - jax.lax.stop_gradient(lse)[..., None]
-    if top_log_probs is not None:  # 0 where a token is ignored
+    top_logits, top_ids, mean_logit = jax.tree.map(lambda x: of_tokens(jax.lax.stop_gradient(x)), selected)
+    top_log_probs = None
+    if top_logits is not None:  # 0 where a token is ignored
+        top_log_probs = top_logits - jax.lax.stop_gradient(lse)[..., None]
         top_log_probs = jnp.where(of_tokens(columns >= 0)[..., None], top_log_probs, 0)
-    return found._replace(top_ids=of_logits.top_ids, top_log_probs=top_log_probs, mean_logit=of_logits.mean_logit)
+    found = LogProbs(log_probs if of.named else None, lse, entropy, id_log_probs)
+    return found._replace(top_ids=top_ids, top_log_probs=top_log_probs, mean_logit=mean_logit)
 
 
 def _of_ids(numbers: Statistics, ids: jax.Array, kept: jax.Array) -> jax.Array:

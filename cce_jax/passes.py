@@ -3,6 +3,7 @@
 Equations are those of cce_jax/core.py. e is (N, D), and c and bias have e's type.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -140,6 +141,10 @@ def finish(inputs: Inputs, residuals: Residuals, factor: jax.Array, core: Core, 
     return on_platform(run, inputs, core, wanted, shared, one_factor=True)(inputs, residuals, factor)
 
 
-def selections(inputs: Inputs, core: Core, asked: Asked) -> Selections:
-    """The largest logits of each token, their ids and the mean of all. By XLA on every platform, whatever core.impl."""
-    return selected.selections(inputs, core.head, asked, budget_of(inputs, core))
+def numbers_and_selections(inputs: Inputs, core: Core, asked: Asked) -> tuple[Statistics, Selections]:
+    """Equations (1), (2), (3') and (3"), and the largest logits of each token, their ids and the mean of all.
+
+    By XLA on every platform, whatever core.impl. Nothing is left for `gradients`.
+    """
+    asked = replace(asked, with_mean=core.with_mean)
+    return selected.numbers_and_selections(inputs, core.head, asked, budget_of(inputs, core))

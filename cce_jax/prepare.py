@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from cce_jax import arguments, settings
-from cce_jax.core import statistics
+from cce_jax.core import with_selections
 from cce_jax.plans import Core
 from cce_jax.sharding import Layout, layout_of, no_explicit_vmap
-from cce_kernels import contract
+from cce_kernels import contract, selections
 from cce_kernels.device import Gpu, local_gpu
 from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs, Statistics
@@ -138,14 +138,18 @@ def may_chunk(gpu: Gpu | None) -> bool:
     return gpu is not None or jax.device_count() == 1
 
 
-def numbers_of(inputs: Inputs, core: Core, layout: Layout | None) -> Statistics:
+def numbers_of(
+    inputs: Inputs, core: Core, layout: Layout | None, selected: selections.Asked = selections.NOTHING
+) -> tuple[Statistics, selections.Selections]:
     """The core's numbers for e (..., D) and targets (...) of any number of axes, and for no tokens."""
-    if inputs.targets.size == 0:
-        zeros = jnp.zeros_like(inputs.targets, jnp.promote_types(inputs.e.dtype, jnp.float32))
-        ids = None if inputs.ids is None else jnp.zeros(inputs.ids.shape, zeros.dtype)
-        total, mean = (zeros if asked else None for asked in (core.with_sum, core.with_mean))
-        return Statistics(zeros, zeros, total, mean, ids)
-    return statistics(inputs, core, layout)
+    if inputs.targets.size:
+        return with_selections(inputs, core, layout, selected)
+    zeros = jnp.zeros_like(inputs.targets, jnp.promote_types(inputs.e.dtype, jnp.float32))
+    ids = None if inputs.ids is None else jnp.zeros(inputs.ids.shape, zeros.dtype)
+    total, mean, mean_logit = (zeros if x else None for x in (core.with_sum, core.with_mean, selected.mean_logit))
+    top = jnp.zeros((*zeros.shape, selected.top_k), zeros.dtype) if selected.top_k else None
+    top_ids = None if top is None else top.astype(jnp.int32)
+    return Statistics(zeros, zeros, total, mean, ids), selections.Selections(top, top_ids, mean_logit)
 
 
 def shifted(x: jax.Array, shift: int, fill: int, layout: Layout | None) -> jax.Array:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cce_jax import linear_cross_entropy, passes, plans
+from cce_jax import linear_cross_entropy, linear_log_probs, passes, plans
 from cce_kernels import block_sparse, in_forward
 from cce_kernels.block_floats import steps_shape
 from cce_kernels.call import ITEMSIZE
@@ -404,3 +404,25 @@ def test_no_fusion_gets_one_array_twice(program, monkeypatch):
     assert twins(held(jax.grad(objective, has_aux=True), wanted, given, of_loss).hlo) == {}
     assert not formed or any(times.in_forward < float("inf") for times in decided)
     plan_of.cache_clear()
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_given_ids_hold_no_rows_of_c(axis):
+    """The gathered rows would be 8 GiB."""
+    n, d, v, k = 8192, 4096, 131072, 128
+    e, c = jax.ShapeDtypeStruct((n, d), jnp.bfloat16), jax.ShapeDtypeStruct((d, v) if axis else (v, d), jnp.bfloat16)
+    targets, ids = jax.ShapeDtypeStruct((n,), jnp.int32), jax.ShapeDtypeStruct((n, k), jnp.int32)
+    found = held(
+        lambda e, c, targets, ids: linear_log_probs(e, c, targets, ids=ids, vocab_axis=axis), e, c, targets, ids
+    )
+    assert found.bytes < 200 * MIB
+
+
+@pytest.mark.parametrize("shape", [(8192, 4096, 131072), (4096, 4096, 151936), (1000, 512, 50257)])
+def test_selections_hold_the_logits_of_a_chunk(shape):
+    n, d, v = shape
+    e, c = jax.ShapeDtypeStruct((n, d), jnp.bfloat16), jax.ShapeDtypeStruct((v, d), jnp.bfloat16)
+    targets = jax.ShapeDtypeStruct((n,), jnp.int32)
+    asked: Any = {"top_k": 64, "entropy": True, "mean_logit": True}
+    budget = default_budget(n, d, 2)
+    assert held(lambda *x: linear_log_probs(*x, **asked), e, c, targets).bytes <= budget

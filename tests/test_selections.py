@@ -15,13 +15,17 @@ from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs
 from cce_kernels.selections import Asked, Selections
 from tests.test_given_ids import Drawn, calls, made
+from tests.test_given_ids import held as numbers_held
+from tests.test_given_ids import ours as ours_and_gradients
 from tests.test_structure import arrays, equations
 from tests.tolerance import roundoff
 
 
 def ours(x: Drawn, asked: Asked, memory_budget: int = 0) -> Selections:
     inputs = jax.tree.map(jnp.asarray, x.inputs)
-    found = jax.jit(lambda inputs: core.selections(inputs, x.core("chunked", memory_budget), None, asked))(inputs)
+    found = jax.jit(lambda inputs: core.with_selections(inputs, x.core("chunked", memory_budget), None, asked)[1])(
+        inputs
+    )
     return jax.tree.map(np.asarray, found)
 
 
@@ -61,6 +65,16 @@ def test_selections(x, k, mean_logit, memory_budget):
     vocabulary = x.head.vocabulary(x.inputs.c)
     asked = Asked(min(k, vocabulary), mean_logit)
     held(x, ours(x, asked, memory_budget), asked)
+
+
+@settings(max_examples=10)
+@given(calls(), st.integers(1, 9), st.booleans(), st.sampled_from([0, 2**40]))
+@example(made(60, vocabulary=300, bias=True, head=Head(5.0, 1, "highest")), 64, True, 0)
+def test_numbers_beside_selections(x, k, mean_logit, memory_budget):
+    """And their gradients."""
+    x = x.with_(weights=None)._replace(of=x.of._replace(sum=None))
+    asked = Asked(min(k, x.head.vocabulary(x.inputs.c)), mean_logit)
+    numbers_held(x, ours_and_gradients(x, x.core("chunked", memory_budget), asked))
 
 
 def by_sorting(z: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -111,7 +125,7 @@ def test_there_are_no_gradients():
     inputs = jax.tree.map(jnp.asarray, x.inputs)
 
     def total(e: jax.Array) -> jax.Array:
-        found = core.selections(inputs._replace(e=e), x.core("chunked", 0), None, Asked(3, True))
+        found = core.with_selections(inputs._replace(e=e), x.core("chunked", 0), None, Asked(3, True))[1]
         return jnp.sum(found.top_logits) + jnp.sum(found.mean_logit)  # type: ignore[arg-type]
 
     assert not jax.grad(total)(inputs.e).any()
@@ -133,7 +147,7 @@ def test_no_array_of_the_size_of_the_logits(k, memory_budget):
     static = made().core("chunked", memory_budget)
 
     def run(inputs: Inputs) -> Selections:
-        return core.selections(inputs, static, None, Asked(k, True))
+        return core.with_selections(inputs, static, None, Asked(k, True))[1]
 
     jaxpr = jax.make_jaxpr(run)(inputs).jaxpr
     assert max(size for _, size in arrays(jaxpr) if size != V * D) * 8 <= memory_budget * 1.01 < 8 * N * V

@@ -46,7 +46,7 @@ def statistics(
     columns, and the log-sum-exp is −inf where their exponentials underflow relative to the reference.
     """
     kept = Kept.of(inputs.targets, plan.rows) if plan.finds_ignored else None
-    ids = None if inputs.ids is None else given_ids.logits(inputs, plan.call)
+    ids = None if inputs.ids is None else given_ids.logits(inputs, plan.call, plan.gpu)
     inputs, at = _arranged(inputs, kept, plan)
     problem = Problem(plan.call, plan.gpu, inputs)
     if plan.forward.target is None:

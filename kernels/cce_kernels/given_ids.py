@@ -2,8 +2,8 @@
 
     ids_ik = z_i,id(i,k)          dz_iv = (… + Σ_k ι_ik·[v = id(i,k)]) · ∂z_iv/∂(e_i·c_v)
 
-Forward: rows of c are gathered for a chunk of tokens at a time, and multiplied by e in float32. A logit is not rounded.
-Read: N·K rows of c. Never held: the rows of more than CHUNK_BYTES.
+Forward: rows of c are gathered and multiplied by e in float32. A logit is not rounded. Read: N·K rows of c. On a GPU
+XLA makes one kernel of it, which holds none of them. Elsewhere never held: the rows of more than CHUNK_BYTES.
 
 Backward: dz at the ids is formed in float32 from these logits, with the terms of all numbers in it. Each group of the
 vocabulary writes its ids' elements over those of the dz that an engine formed, before the two matmuls. To add ι to the
@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from cce_kernels.call import Call
+from cce_kernels.device import Gpu
 from cce_kernels.gradients import FormDz
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Inputs, Statistics
@@ -38,7 +39,7 @@ class AtIds(NamedTuple):
     dz: jax.Array  # at least float32
 
 
-def logits(inputs: Inputs, call: Call) -> jax.Array:
+def logits(inputs: Inputs, call: Call, gpu: Gpu | None) -> jax.Array:
     """The logits of the ids, (N, K), at least float32.
 
     The products are float32's own for every head.precision: no unit for matmuls computes them.
@@ -57,7 +58,7 @@ def logits(inputs: Inputs, call: Call) -> jax.Array:
         x = head.logits(raw, None if bias is None else bias[column].astype(raw.dtype), given.scale)
         return jnp.where(columns < 0, 0, given.divided(x))
 
-    size = _chunk(call, call.width * (call.itemsize + call.sum_itemsize))
+    size = _chunk(call, call.width * (call.itemsize + call.sum_itemsize)) if gpu is None else call.tokens
     return in_chunks(of_chunk, (inputs.of_tokens, columns_of(inputs, head)), size)
 
 

@@ -34,7 +34,7 @@ def over_devices(x: Drawn, layout: Layout, mode: str, asked: Asked) -> Selection
 
     def run(given) -> Selections:
         inputs = x.inputs._replace(**given)
-        return core.selections(inputs, static, layout_of(inputs.e, inputs.c, axis, sharding), asked)
+        return core.with_selections(inputs, static, layout_of(inputs.e, inputs.c, axis, sharding), asked)[1]
 
     with jax.set_mesh(mesh):
         found = jax.jit(run)(given)

@@ -195,7 +195,7 @@ def _in_forward(x: _Setting, chunks: Chunks) -> InForward:
     forward = replace(_forward(of_chunk)[0], gathered=True, scattered=None)
     by_xla = all(x.bytes.de_by_xla(tokens) for tokens in (chunks.size or size, chunks.last or size))
     de = (XLA if by_xla else x.engine).de_of_chunk(call, size, x.gpu)
-    dz, targets = (x.step("dz_in_place"), None) if call.forms_dz else (None, x.step("saved_targets"))
+    dz, targets = (Step(XLA), None) if call.forms_dz else (None, x.step("saved_targets"))
     thresholds = x.step("thresholds") if call.gradient_tolerance and x.engine.block_sparse else None
     return InForward(chunks, dc, forward, de, dz, targets, x.step("restored"), thresholds)
 
@@ -242,7 +242,7 @@ def _saved(x: _Setting) -> tuple[Saved, int]:
         besides = count.bytes_besides_matmuls if way.de is None else count.scaled_e
         return way, count.gathered + count.saved(x.rows) + besides
     besides = count.gathered + count.saved(x.rows) + count.bytes_besides_groups
-    dz, room = x.step("form_dz_of_saved"), x.call.memory_budget - besides
+    dz, room = Step(XLA), x.call.memory_budget - besides
     groups, size = _groups(x, x.rows, room, x.products, of_saved=True)
     products, of_few = _multiplying(x, x.products, groups), None
     if not x.products.stops:
