@@ -8,6 +8,8 @@ from cce_torch.explain import explain
 from cce_torch.head import LinearCrossEntropyHead
 from cce_torch.log_probs import LogProbs, linear_log_probs
 from cce_torch.processes.vocab_parallel import VocabParallel
+from cce_torch.token_function import TokenNumbers
+from cce_torch.token_loss import linear_token_loss
 
 if TYPE_CHECKING:
     from cce_torch.processes.parallel_style import VocabParallelStyle
@@ -16,11 +18,13 @@ __all__ = [
     "LinearCrossEntropy",
     "LinearCrossEntropyHead",
     "LogProbs",
+    "TokenNumbers",
     "VocabParallel",
     "VocabParallelStyle",
     "explain",
     "linear_cross_entropy",
     "linear_log_probs",
+    "linear_token_loss",
 ]
 
 __version__: str

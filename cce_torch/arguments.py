@@ -264,5 +264,18 @@ def flat(x: Any, last: int = 0) -> Any:
     return x if x is None or x.dim() == 1 + last else x.reshape(-1, *x.shape[x.dim() - last :])
 
 
+def scalar(x: float | Tensor, e: Tensor) -> Tensor:
+    """num_items as a scalar tensor on e's device, which gets no gradient. Waits for no GPU."""
+    dtype = torch.promote_types(e.dtype, torch.float32)
+    if not isinstance(x, Tensor):
+        if torch.compiler.is_compiling():  # all factors share one compilation; in torch.full each number has one
+            return torch.ones((), dtype=dtype, device=e.device) * x
+        return torch.full((), float(x), dtype=dtype, device=e.device)
+    x = x.detach()
+    if e.is_cuda and not x.is_cuda:
+        x = x.clone()  # a copy from pinned memory could read x after the caller has changed it; a clone is not pinned
+    return x.to(e.device, dtype, non_blocking=e.is_cuda).reshape(())
+
+
 def type_name(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")

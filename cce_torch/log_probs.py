@@ -6,16 +6,15 @@ import torch
 from torch import Tensor
 
 from cce_kernels import contract
-from cce_torch import arguments, chosen, losses, ops, statistics
-from cce_torch.arguments import Prepared, constant, flat
-from cce_torch.call import Call, Given
+from cce_torch import arguments, chosen, numbers, statistics
+from cce_torch.arguments import Prepared
+from cce_torch.call import Call
 from cce_torch.on_jax import tensors
 from cce_torch.options import Impl
 from cce_torch.processes.vocab_parallel import VocabParallel
 
 NAME = "linear_log_probs"
 MOST_IDS = 256
-COLDEST = 2.0**-100  # a temperature below it is raised to it: float32 does not hold the inverse of a smaller one
 
 
 class LogProbs(NamedTuple):
@@ -127,7 +126,8 @@ def linear_log_probs(
     contract.choice("mean_logit", mean_logit, (False, True))
     top_k = contract.integer("top_k", top_k)
     given = dict(e=e, c=c, targets=targets, bias=bias)
-    _refuse_dtensors(given | {"ids": ids, "temperature": temperature if isinstance(temperature, Tensor) else None})
+    of_positions = {"ids": ids, "temperature": temperature if isinstance(temperature, Tensor) else None}
+    numbers.refuse_dtensors(given | of_positions, NAME)
     options = "none", impl, vocab_axis, precision, logit_scale, softcap, 0.0, 0.0, ignore_index, memory_budget, 0.0
     scale, softcap, _, _, ignore_index, budget, _, shift = arguments.options(*options, shift)
     shard = arguments.shard_of(vocab_parallel, None)
@@ -140,7 +140,7 @@ def linear_log_probs(
     _check_ids(ids, x)
     if not 0 <= top_k <= min(MOST_IDS, x.vocabulary):
         raise ValueError(f"top_k={top_k} must be in [0, {min(MOST_IDS, x.vocabulary)}], for V = {x.vocabulary}")
-    inverse = _inverse(temperature, x)
+    inverse = numbers.inverse_temperature(temperature, x, NAME)
     call = Call(
         softcap,
         budget,
@@ -155,14 +155,13 @@ def linear_log_probs(
         mean_is_detached=entropy == "detached",
         with_temperature=inverse is not None,
     )
-    nll, found = _numbers(x, call, inverse, scale)
+    log_probs, found = numbers.of_tokens(x, call, inverse, scale)
     lse, *mean = found[0], *found[2:]
     of_entropy = None
     if mean:
         of_entropy = x.unshifted(lse - mean[0])
         of_entropy = of_entropy.detach() if entropy == "detached" else of_entropy
-    log_probs = None if targets is None else x.unshifted(0 - nll)
-    result = LogProbs(log_probs, x.unshifted(lse).clone(), of_entropy)
+    result = LogProbs(None if targets is None else x.unshifted(log_probs), x.unshifted(lse).clone(), of_entropy)
     if ids is None and not (predicted or top_k or mean_logit):
         return result
     columns = _Columns(x, inverse, chosen.Chosen(call, scale, x.targets.shape, shard))
@@ -206,45 +205,6 @@ class _Columns:
         return found.narrow(axis, 0, found.shape[axis] - self.x.shift) if self.x.shift else found
 
 
-def _numbers(x: Prepared, call: Call, inverse: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """The negative log-probabilities, (N,), 0 for ignored tokens, and the statistics (call.py)."""
-    scheduled = 0.0, 0.0, scale
-    if x.alone:
-        row_length = x.targets.shape[-1] if x.shift else 1
-        tokens = flat(x.targets), None, None, None, inverse
-        return ops.loss(Given(flat(x.e, 1), x.c, x.bias, *tokens, scheduled, row_length), call, True)
-    operands = statistics.operands_of(x)._replace(inverse_temperature=inverse)
-    found = statistics.statistics(x, operands, call, scheduled)
-    terms = losses.Terms(operands.columns, None, None, x.vocabulary)
-    return losses.loss(found[:2], terms, None, "none", scheduled)[0], found
-
-
-def _inverse(temperature: Any, x: Prepared) -> Tensor | None:
-    """1 / temperature of each token, (N,) at least float32; None for the number 1."""
-    tokens, dtype = x.targets.shape, torch.promote_types(x.e.dtype, torch.float32)
-    if not isinstance(temperature, Tensor):
-        arguments.check_number("temperature", temperature, NAME)
-        value = contract.number("temperature", temperature, low=0.0, above=True)
-        if constant(value == 1):
-            return None
-        return x.e.new_ones(tokens.numel(), dtype=dtype) * (1 / max(value, COLDEST))
-    tensors.check({"temperature": temperature})
-    if temperature.requires_grad:
-        raise TypeError("temperature gets no gradient, but requires one: pass temperature.detach()")
-    if temperature.is_complex() or temperature.dtype == torch.bool:
-        raise TypeError(f"temperature must be real, got temperature {arguments.type_name(temperature)}")
-    shape = tuple(temperature.shape)
-    if len(shape) > len(tokens) or any(n not in (1, m) for n, m in zip(shape[::-1], tokens[::-1], strict=False)):
-        raise ValueError(
-            f"temperature must be a number, or broadcast to the shape of e without its last axis, {tuple(tokens)}, got "
-            f"temperature {shape}"
-        )
-    if temperature.device != x.e.device and temperature.numel() != 1:
-        raise ValueError(f"all tensors must be on one device, got e {x.e.device}, temperature {temperature.device}")
-    inverse = 1 / temperature.to(x.e.device, dtype)
-    return inverse.expand(tokens).reshape(-1)
-
-
 def _check_ids(ids: Any, x: Prepared) -> None:
     if ids is None:
         return
@@ -267,13 +227,4 @@ def _check_without_targets(shift: int, shard: VocabParallel | None) -> None:
         raise ValueError(
             f"targets=None does not tell the number of tokens that sequence_axis={shard.sequence_axis} splits: give "
             "targets"
-        )
-
-
-def _refuse_dtensors(given: dict[str, Any]) -> None:
-    if tensors.has_dtensor(given):
-        name = next(name for name, x in given.items() if type(x).__name__ == "DTensor")
-        raise TypeError(
-            f"{name} is a DTensor, and linear_log_probs takes plain tensors: pass to_local() of each tensor, and "
-            "vocab_parallel=VocabParallel.from_dtensor(c) if c is split by rows"
         )

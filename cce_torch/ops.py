@@ -61,7 +61,7 @@ def loss(given: Given, call: Call, lse_is_returned: bool) -> tuple[Tensor, Tenso
         return _LossOfFunctions.apply(*given, saving_for, call)
     if not compiling and _has_tangent(given.e, given.c, given.bias, token_weight):
         _refuse(None)
-    if saving_for and (call.mean_is_detached or not _may_save(given, call, lse_is_returned)):
+    if saving_for and not _may_save(given, call, lse_is_returned):
         saving_for = []
     if gradients or compiling:
         return _Loss.apply(*given, saving_for, call)  # type: ignore[no-any-return]
@@ -124,7 +124,7 @@ class _Loss(torch.autograd.Function):
             return (None,) * (FIELDS + 2)
         saved: Any = ctx.saved_tensors
         arrays, statistics, left = saved[: TENSORS + 1], saved[TENSORS + 1], saved[TENSORS + 2 :]
-        rows = ctx.call.rows  # without a mean that gets no cotangent
+        rows = ctx.call.of_backward.rows  # without a mean that gets no cotangent
         statistics, of_statistics = statistics[:rows], None if of_statistics is None else of_statistics[:rows]
         scheduled = ctx.scheduled if arrays[-1] is None else arrays[-1]
         given = Given(*arrays[:-1], scheduled, ctx.row_length)  # type: ignore[call-arg]
@@ -146,7 +146,7 @@ def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
 
 
 def _save(ctx: Any, given: Given, options: tuple, statistics: Tensor, left: Sequence[Tensor]) -> None:
-    ctx.saving_for, ctx.call = options[0], options[1].of_backward
+    ctx.saving_for, ctx.call = options
     ctx.row_length, ctx.scheduled = given.row_length, None if isinstance(given.scheduled, Tensor) else given.scheduled
     ctx.save_for_backward(*given.tensors, None if ctx.scheduled else given.scheduled, statistics, *left)
     ctx.set_materialize_grads(False)
@@ -171,7 +171,7 @@ def _gradients(
     def run(of_loss: Any, of_statistics: Any, statistics: Tensor, *arrays: Any) -> tuple[Tensor | None, ...]:
         left, given = arrays[TENSORS:], Given(*arrays[:TENSORS], scheduled, row_length)  # type: ignore[call-arg]
         observed = of_loss, of_statistics, statistics, *arrays
-        if not compiling and _is_plain(observed) and not _is_batched(of_loss) and not _is_batched(of_statistics):
+        if not compiling and _is_plain(observed) and not is_batched(of_loss) and not is_batched(of_statistics):
             backward = _Backward(given, (of_loss, of_statistics), statistics, left, saving_for, wanted, call)
             return _run_gradients(backward, kind, in_place)
         return torch.ops.cce_torch.gradients.default(
@@ -241,7 +241,7 @@ def _for_operator(given: Given) -> Given:
     return given._replace(scheduled=torch.tensor(given.scheduled, dtype=torch.float64))
 
 
-def _is_batched(x: Tensor | None) -> bool:
+def is_batched(x: Tensor | None) -> bool:
     """Whether torch.autograd.grad(is_grads_batched=True) maps over x. The type of such an x is still Tensor."""
     return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)  # type: ignore[attr-defined]
 
@@ -257,6 +257,18 @@ def _is_plain(given: Iterable[Tensor | None]) -> bool:
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
         and not torch._C._autograd._profiler_enabled()  # type: ignore[attr-defined]
+    )
+
+
+def is_usual(given: Iterable[Tensor | None]) -> bool:
+    """Whether the tensors are plain, of known sizes, and no transform or mode of PyTorch observes them."""
+    given = tuple(given)
+    return (
+        PLAIN.issuperset(map(type, given))
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and not _has_tangent(*given)
+        and all(type(n) is int for x in given if x is not None for n in x.shape)
     )
 
 

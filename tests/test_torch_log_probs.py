@@ -1,7 +1,9 @@
 """cce_torch.linear_log_probs against full logits in float64: numbers, gradients, and what a call does not do."""
 
+import contextlib
 import re
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cce_torch
 from cce_torch import chosen, linear_log_probs, ops
 from cce_torch.on_jax import programs
+from cce_torch.processes import shard_programs
 from tests.call_torch import array, small_blocks
 from tests.test_torch_distributed import in_processes
 from tests.tolerance import assert_close, assert_reference, roundoff
@@ -202,9 +205,8 @@ def test_a_target_out_of_range_is_nan_and_reaches_no_other_row(impl):
 
 @pytest.mark.parametrize("impl", ["chunked", "torch_compile", "reference"])
 def test_a_detached_entropy_has_no_gradient_and_its_backward_pass_no_mean(impl, monkeypatch):
-    seen = []
-    run = programs.gradients
-    monkeypatch.setattr(programs, "gradients", lambda kind, *x: (seen.append(kind.call.with_mean), run(kind, *x))[1])
+    run, seen = programs._gradients_program, []
+    monkeypatch.setattr(programs, "_gradients_program", lambda k, *x: (seen.append(k.call.with_mean), run(k, *x))[1])
     x = made(dtype="bfloat16")
     with small_blocks():
         plain = ours(x, impl)
@@ -219,6 +221,25 @@ def test_a_detached_entropy_has_no_gradient_and_its_backward_pass_no_mean(impl, 
             torch.autograd.grad((found.log_probs + (found.entropy if entropy is True else 0)).sum(), leaves.values())
     if impl == "chunked":
         assert seen == [False, False, False, True]
+
+
+@pytest.mark.parametrize(("impl", "frozen"), [("cce", None), ("chunked", "c")])
+def test_what_is_saved_with_a_detached_entropy(impl, frozen, monkeypatch):
+    """As without one: exponentials, or m where the gradient of e alone is wanted. Also where a profiler looks on."""
+    left, run = [], programs.gradients
+    monkeypatch.setattr(
+        programs, "gradients", lambda k, given, saved, *x: (left.append(saved.left), run(k, given, saved, *x))[1]
+    )
+    x, found = made((200,), dtype="bfloat16", vocabulary=256, width=64), []
+    for entropy, profiled in ((False, False), ("detached", False), ("detached", True)):
+        own = {k: x.tensors[k].clone().requires_grad_(k != frozen) for k in ("e", "c")}
+        numbers = linear_log_probs(**own, targets=x.tensors["targets"], entropy=entropy, impl=impl, memory_budget="all")
+        with torch.autograd.profiler.profile() if profiled else contextlib.nullcontext():
+            found.append(torch.autograd.grad(numbers.log_probs.sum(), [y for y in own.values() if y.requires_grad]))
+    assert [len(y) for y in left] == [1, 1, 1]
+    for gradients in found[1:]:
+        for y, z in zip(gradients, found[0], strict=True):
+            torch.testing.assert_close(y, z)
 
 
 def test_without_gradients_there_is_no_graph():
@@ -585,6 +606,16 @@ def check_split(**options) -> None:
                     assert np.abs(value - exact[name]).max() <= 32 * roundoff("float32") * 10, (impl, name)
                 elif value.size:
                     assert_close(value, exact[name][rows], reference[name][rows], f"{impl}: {name}")
+    x = made(dtype="bfloat16")
+    own = {"c": x.tensors["c"][start:stop].clone()}
+    x, of = x._replace(tensors=x.tensors | own), []
+    for entropy in (False, "detached"):  # both save exponentials
+        with mock.patch.object(shard_programs, "gradients", wraps=shard_programs.gradients) as run:
+            asked = x._replace(options={"entropy": entropy})
+            of.append(ours(asked, "cce", vocab_parallel=shard, memory_budget="all", **options))
+        assert start == stop or run.call_args.args[3].saved is not None
+    for name, value in of[0].items():
+        np.testing.assert_allclose(value.astype(float), of[1][name].astype(float), rtol=2**-7, atol=1e-6, err_msg=name)
     for dtype in ("float32", "bfloat16"):
         x = made(temperature="each", bias=True, dtype=dtype, softcap=4.0, shift=1)
         check_chosen(x, "chunked", 40, 6, own=slice(start, stop), vocab_parallel=shard)

@@ -61,11 +61,12 @@ def in_chunks(size: int | None) -> Iterator[list[str]]:
 
 
 def forget() -> None:
-    from cce_torch.processes import shard_programs
+    from cce_torch.on_jax import chunk_programs, programs
 
     choose.plan_of.cache_clear()
-    shard_programs._chunks.cache_clear()
-    shard_programs._way.cache_clear()
+    programs.handover_of.cache_clear()
+    chunk_programs._chunks.cache_clear()
+    chunk_programs._way.cache_clear()
 
 
 def held(stops: tuple[int, ...]) -> slice:

@@ -8,7 +8,8 @@ pads little.
 
 import threading
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -81,6 +82,14 @@ class Kind:
         call: Any = self.call
         return losses.Loss(call.reduction, call.smooths, call.has_z_loss)
 
+    @cached_property
+    def of_backward(self) -> "Kind":
+        """The Kind of the backward pass: a mean without a cotangent is nothing to it. The sizes are the same."""
+        if not self.call.mean_is_detached:
+            return self
+        static = replace(self.static, with_mean=False, mean_is_detached=False)
+        return replace(self, call=self.call.of_backward, static=static)
+
     def shapes(self, size: int, with_bias: bool) -> Inputs:
         """The core's inputs in a program of `size` tokens, as shapes without memory."""
         dtype = str(self.dtype)[6:]
@@ -124,6 +133,7 @@ def kind_of(call: Call, c_shape: torch.Size, vocab_axis: int, dtype: torch.dtype
             wide_dc=call.wide_dc,
             gradient_tolerance=call.gradient_tolerance,
             with_mean=call.with_mean,
+            mean_is_detached=call.mean_is_detached,
         )
         with _choosing:
             found = _kinds.setdefault(key, Kind(call, static, c_shape, dtype, on, Sizes()))

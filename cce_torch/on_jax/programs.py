@@ -122,14 +122,16 @@ def gradients(
 ) -> tuple[Result, ...]:
     """The wanted ones of de, dc, dbias and the gradient of token_weight, in their tensors' shapes; None: not wanted.
 
-    of: the cotangents of the loss and of the statistics; None for zero. Where gradients were left, that of the
-    statistics is None. in_place: de and dc take the memory of what was left, which is of no use afterwards. Otherwise
-    the program overwrites only parts of it that no later call reads (cce_kernels/exponentials.py).
+    kind: of the forward pass. saved.statistics: the rows of kind.of_backward. of: the cotangents of the loss and of
+    these statistics; None for zero. Where gradients were left, that of the statistics is None. in_place: de and dc take
+    the memory of what was left, which is of no use afterwards. Otherwise the program overwrites only parts of it that
+    no later call reads (cce_kernels/exponentials.py).
     """
     tokens, of_token_weight = Tokens(kind, given.targets.shape[0]), wanted[3]
     asked, with_bias = _made(*wanted[:3]), given.bias is not None
     left_for = _wanted(saved.left_for) if saved.left else None
     left = handover_of(kind, tokens.size, with_bias, left_for) if left_for is not None else NOTHING
+    kind = kind.of_backward
     small = [tokens.of_parameter(given.bias)] if asked.bias else []
     if of_token_weight:
         small.append(torch.empty(tokens.size, dtype=torch.float32, device=given.targets.device))

@@ -40,7 +40,6 @@ def statistics(operands: Operands, setting: Setting) -> Tensor:
     (N,) of the whole vocabulary; weights (V,).
     """
     saving = torch.is_grad_enabled() and not torch.compiler.is_compiling()  # whose graph would need the saved size
-    saving = saving and not setting.call.mean_is_detached
     saving_for = tuple(saving and x is not None and x.requires_grad for x in operands[:3])
     call = setting.call._replace(reduction="none", has_z_loss=False)  # PyTorch computes the loss from the statistics
     return _Statistics.apply(*operands, saving_for, setting._replace(call=call))  # type: ignore[no-any-return]
@@ -57,7 +56,7 @@ class _Statistics(torch.autograd.Function):
         operands = shards.rounded(operands, call)
         of_target = references(operands, columns, saving_for, setting)
         own, saved = shards.statistics(operands, of_target, saving_for, call, scale)
-        ctx.kind = None if saved is None else shards.kind(operands, call)
+        ctx.kind = None if saved is None else shards.kind(operands, call).of_backward
         found, rows = of_all_columns(own, kept, setting), ctx.setting.call.rows
         mean = found[-1].clone() if ctx.setting.call.with_mean else None
         own = torch.where(kept, own, 0)[:rows]
@@ -100,10 +99,10 @@ def of_all_columns(own: Tensor, kept: Tensor, setting: Setting) -> Tensor:
 
 def first_order(function: Callable, guarded: bool, *arguments: Any) -> Any:
     """function(*arguments). guarded: with an error for its own derivative."""
-    return _FirstOrder.apply(function, *arguments) if guarded else function(*arguments)
+    return FirstOrder.apply(function, *arguments) if guarded else function(*arguments)
 
 
-class _FirstOrder(torch.autograd.Function):
+class FirstOrder(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: Callable, *arguments: Any) -> tuple[Tensor | None, ...]:
         return function(*arguments)

@@ -1,0 +1,363 @@
+"""A loss whose gradients are formed in the forward pass, where PyTorch computes the loss from the tokens' statistics.
+
+Let S be the sum of the tokens' losses. The tokens are taken in chunks, kept ones first. For each chunk:
+
+    its statistics over the process' columns    a JAX program (on_jax/chunk_programs.py)
+    the statistics over all columns             exchanged, if processes share the vocabulary (processes/)
+    their cotangents                            `OfTokens.totals` under PyTorch's autograd: a loss of the user's own, or
+                                                the built-in one where processes share the vocabulary
+    de, and what is added to dc and dbias       a JAX program
+
+The backward pass multiplies de, dc and dbias by the cotangent of S. cce_kernels/in_forward.py says why this is the
+gradient. A built-in loss in one process is one JAX program instead (on_jax/programs.py).
+"""
+
+from collections.abc import Iterator
+from dataclasses import astuple
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from cce_torch import ops
+from cce_torch.arguments import OF_TORCH
+from cce_torch.call import Call, Operands
+from cce_torch.on_jax import tensors
+from cce_torch.processes import shards
+
+
+class OfTokens(Protocol):
+    """The loss of each token."""
+
+    weight: Tensor | None  # (N,), that may want a gradient; None: 1
+
+    def totals(self, statistics: Tensor, rows: Any) -> Tensor:
+        """(n,): the losses of these tokens before their weights, differentiable in statistics, (Call.rows, n)."""
+        ...
+
+
+class Columns(Protocol):
+    """Which columns this process holds, and what it exchanges with those that hold the others."""
+
+    guard: Any  # a Function: guard.apply(function, *arguments) has an error for its own derivative
+
+    def chunks(self, operands: Operands, wanted: Any, call: Call) -> Any:
+        """cce_kernels.plan.Chunks, the same in all processes. None: the forward pass forms no gradients."""
+        ...
+
+    def own(self, operands: Operands) -> Operands:
+        """The operands of this process' columns, with e of all tokens, (N, D)."""
+        ...
+
+    def references(self, own: Operands, columns: Tensor, saving_for: tuple[bool, ...], call: Call) -> Tensor | None:
+        """The logits of the targets, (N,): -inf where a target names no column. None where no kernel takes them."""
+        ...
+
+    def of_all(self, own: Tensor, kept: Tensor) -> Tensor:
+        """The statistics over all columns, 0 where a token is ignored."""
+        ...
+
+    def rows(self, e: Tensor) -> Any:
+        """Where de of all tokens is put together: as `Rows`."""
+        ...
+
+    def own_tokens(self, x: Tensor) -> Tensor:
+        """x, (N,), of the tokens of e as it is given to `total`, in e's shape without D."""
+        ...
+
+
+class Rows:
+    """de of the whole vocabulary, whose rows come chunk by chunk."""
+
+    dtype: Any = None  # of a chunk's part; None: e's
+
+    def __init__(self, e: Tensor) -> None:
+        self.de = torch.empty_like(e)
+
+    def put(self, rows: Tensor, part: Tensor) -> None:
+        self.de.index_copy_(0, rows, part[: len(rows)])
+
+    def settle(self) -> None:
+        """Called before the next chunk's part exists."""
+
+    def whole(self, shape: torch.Size) -> Tensor:
+        """de of this process' e, of its shape and type."""
+        return self.de.view(shape)
+
+
+class AllColumns:
+    """This process holds the whole vocabulary."""
+
+    guard = ops.Guarded
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def chunks(self, operands: Operands, wanted: Any, call: Call) -> Any:
+        if not ops.is_usual(operands):
+            return None
+        return programs().chunks_of(operands, None, wanted, call)
+
+    def own(self, operands: Operands) -> Operands:
+        return operands
+
+    def references(self, own: Operands, columns: Tensor, saving_for: tuple[bool, ...], call: Call) -> Tensor | None:
+        if not any(saving_for) or not shards.needs_reference(own.e, call):
+            return None
+        target = shards.target(own, saving_for, call, self.scale)
+        return torch.where((columns >= 0) & (columns < len(own.c)), target, -torch.inf)
+
+    def of_all(self, own: Tensor, kept: Tensor) -> Tensor:
+        return torch.where(kept, own, 0)
+
+    def rows(self, e: Tensor) -> Rows:
+        return Rows(e)
+
+    def own_tokens(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Planned(NamedTuple):
+    """What is decided before a call runs."""
+
+    call: Call
+    scale: float
+    columns: Columns
+    chunks: Any  # cce_kernels.plan.Chunks
+    wanted: Any  # cce_kernels.numbers.Wanted
+
+
+@cache
+def programs() -> Any:
+    """cce_torch.on_jax.chunk_programs, which imports JAX."""
+    from cce_torch.on_jax import chunk_programs
+
+    return chunk_programs
+
+
+def planned(operands: Operands, call: Call, scale: float, columns: Columns) -> Planned | None:
+    """How `total` runs. None where the forward pass forms no gradients: then all processes get None.
+
+    operands: e (..., D), c (V, D), of the process' columns.
+    """
+    wanted = [x is not None and x.requires_grad for x in operands[:3]]
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or call.impl in OF_TORCH or not any(wanted):
+        return None
+    if not len(operands.columns):
+        return None
+    call, of = call._replace(reduction="sum"), programs().Wanted(*wanted)
+    chunks = columns.chunks(operands, of, call)
+    return None if chunks is None else Planned(call, scale, columns, chunks, of)
+
+
+def total(operands: Operands, of_tokens: OfTokens, how: Planned) -> tuple[Tensor, Tensor]:
+    """S, differentiable once in e, c, bias and the tokens' weights; and the statistics, (rows, N), which are not."""
+    return _Total.apply(*operands, of_tokens.weight, of_tokens, how)  # type: ignore[no-any-return]
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        operands, (weight, of_tokens, how) = Operands(*arguments[:6]), arguments[6:]
+        run = _Run(operands, of_tokens, how)
+        drops = ops.drops_what_is_saved()  # the gradients are formed when the forward pass runs again
+        statistics, totals, de, formed = (run.evaluated if drops else run.formed)(operands.e.shape)
+        ctx.way, ctx.types = run.way, [y is not None and y.dtype for y in (operands.bias, weight)]
+        ctx.in_place, ctx.guard = ops.may_be_overwritten(), how.columns.guard
+        kept = operands.columns >= 0
+        of_weight = totals if weight is not None and weight.requires_grad else None
+        kept_here = how.columns.own_tokens(kept)
+        leaves = programs().leaves_of(formed)
+        ctx.save_for_backward(operands.c, operands.bias, de, kept_here, of_weight, *leaves)
+        ctx.mark_non_differentiable(statistics)
+        ctx.set_materialize_grads(False)
+        return _weighted(totals, weight, kept), statistics
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        of_e, of_c, of_bias, *_, of_weight, _, _ = ctx.needs_input_grad
+        if factor is None:
+            return (None,) * len(ctx.needs_input_grad)
+        guarded = torch.is_grad_enabled()
+        # What the forward pass left is free for the results if no other backward pass can come.
+        kept = guarded or torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+        in_place, wanted, way, types = ctx.in_place and not kept, (of_e, of_c, of_bias, of_weight), ctx.way, ctx.types
+
+        def run(factor: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
+            of_parameters = _of_parameters(way, factor, saved, wanted, in_place)
+            de, dweight = _of_tokens(factor, saved, wanted, in_place)
+            dc, dbias = (x if w else None for x, w in zip(of_parameters, wanted[1:], strict=False))
+            dbias = None if dbias is None else dbias.to(types[0])
+            return de, dc, dbias, None if dweight is None else dweight.to(types[1])
+
+        saved, factors = ctx.saved_tensors, factor if ops.is_batched(factor) else None
+        if factors is not None:  # the programs take no such tensor, and the gradients are linear in it
+            factor, in_place = torch.ones((), dtype=factor.dtype, device=saved[0].device), False
+        found = ctx.guard.apply(run, factor, *saved) if guarded else run(factor, *saved)
+        if factors is not None:
+            found = tuple(None if x is None else (factors * x).to(x.dtype) for x in found)
+        de, dc, dbias, dweight = found
+        return de, dc, dbias, None, None, None, dweight, None, None
+
+
+def _weighted(totals: Tensor, weight: Tensor | None, kept: Tensor) -> Tensor:
+    """S. Ignored tokens have no part, whatever their totals and weights are."""
+    return torch.where(kept, totals if weight is None else weight.to(totals.dtype) * totals, 0).sum()
+
+
+def _of_tokens(factor: Tensor, saved: tuple, wanted: tuple[bool, ...], in_place: bool) -> tuple[Tensor | None, ...]:
+    """The gradients of e and of the tokens' weights; None where not wanted."""
+    _, _, de, kept, totals, *_ = saved
+    if wanted[0]:
+        of_token = torch.where(kept, factor, 0).unsqueeze(-1)  # inf times the 0 of an ignored token is NaN
+        de = torch.mul(de, of_token, out=de if in_place else torch.empty_like(de))
+    return de if wanted[0] else None, factor * totals if wanted[3] else None
+
+
+def _of_parameters(way: Any, factor: Tensor, saved: tuple, wanted: tuple[bool, ...], in_place: bool) -> tuple:
+    """dc and dbias. way: None if this process has no column."""
+    c, bias, _, _, _, *formed = saved
+    tensors.check({"c": c, "bias": bias})  # FSDP may have freed one after the forward pass
+    if way is None:
+        return torch.zeros_like(c), None if bias is None else torch.zeros_like(bias)
+    if not wanted[1] and not wanted[2]:
+        return None, None
+    return programs().finish(way, way.residuals(formed), factor, wanted[:3], in_place)
+
+
+class _Run:
+    """The forward pass of a process."""
+
+    def __init__(self, operands: Operands, of_tokens: OfTokens, how: Planned) -> None:
+        self.call, self.scale, self.columns, self.chunks, self.wanted = how
+        self.of_tokens, self.programs, self.targets = of_tokens, programs(), operands.columns
+        self.own, self.kept = shards.rounded(self.columns.own(operands), how.call), operands.columns >= 0
+        self.e = self.own.e
+        self.way: Any = None  # where this process has no column
+        if len(operands.c):
+            readable = self.programs.readable
+            self.way = self.programs.way_of(self.own, self.chunks, self.wanted, self.call)
+            self.c, self.bias = readable(self.way.kind.in_memory(self.own.c)), readable(self.own.bias)
+            self.weights = readable(self.own.weights)
+
+    def evaluated(self, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor | None, Any]:
+        """As `formed`, but the gradients are tensors of one element, expanded."""
+        nothing, call = (False,) * 3, self.call._replace(reduction="none", has_z_loss=False)
+        reference = self.columns.references(self.own, self.targets, nothing, call)
+        own, _ = shards.statistics(self.own, reference, nothing, call, self.scale)
+
+        def new(shape: Any, dtype: torch.dtype) -> Tensor:
+            return self.e.new_empty((), dtype=dtype).expand(shape)
+
+        formed = None if self.way is None else self.way.new(new)
+        de, found = new(shape, self.e.dtype) if self.wanted.e else None, self.columns.of_all(own, self.kept)
+        return found, self.of_tokens.totals(found, slice(None)), de, formed
+
+    def formed(self, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor | None, Any]:
+        """The statistics over all columns; the totals; de of S, of this shape, in e's type; Residuals of dc and dbias.
+
+        The Residuals are None if this process has no column.
+        """
+        formed = None
+        if self.way is not None:
+            formed = self.programs.cleared(self.way.new(lambda n, t: self.e.new_empty(n, dtype=t)))
+        found = self.e.new_empty((self.call.rows, len(self.e)), dtype=torch.float32)
+        totals = self.e.new_empty(len(self.e), dtype=torch.float32)
+        de = self.columns.rows(self.e) if self.wanted.e else None
+        for chunk in self._chunks():
+            statistics, of_chunk = self._chunk(chunk, de, formed)
+            found.index_copy_(1, chunk.rows, statistics)
+            totals.index_copy_(0, chunk.rows, of_chunk)
+        return found, totals, None if de is None else de.whole(shape), formed
+
+    def _chunks(self) -> Iterator["_Chunk"]:
+        tokens, spans = len(self.e), self.programs.spans(self.chunks, len(self.e))
+        order = torch.argsort((~self.kept).to(torch.uint8), stable=True)  # the kept tokens first, in their order
+        count = self.kept.sum(dtype=torch.int32).reshape(1)
+        order = torch.nn.functional.pad(order, (0, max(sum(spans[-1]) - tokens, 0)))
+        reference = self.columns.references(self.own, self.targets, astuple(self.wanted), self.call)
+        for start, size in spans:
+            own = (count - start).clamp(0, size)
+            rows = order[start : start + size]
+            is_last = self.chunks.last > 0 and start == spans[-1][0]
+            yield _Chunk(rows, rows[: max(tokens - start, 0)], own, reference, is_last)
+
+    def _chunk(self, of: "_Chunk", de: Any, formed: Any) -> tuple[Tensor, Tensor]:
+        """The statistics of the chunk's tokens over all columns, (rows, n), and their totals, (n,).
+
+        Adds the chunk's gradients to de and formed.
+        """
+        n, count, way = len(of.padded), len(of.rows), self.way
+        chunk: Any = None
+        columns: Any = None
+        if way is None:
+            own = shards.of_no_columns(self.e.new_empty((n, 0)), self.call)
+        else:
+            chunk = self._inputs(of)
+            # The memory of the last chunk's exponentials.
+            last = formed.last.left if way.stores and formed.last is not None else None
+            memory = None if last is None or n > len(last) else last[:n]
+            own, columns = self.programs.chunk_statistics(way, chunk, memory)
+        statistics = self.columns.of_all(own[:, :count], self.kept[of.rows])
+        totals, cotangents = self._cotangents(statistics, of.rows)
+        part: Any = None
+        if de is not None:
+            de.settle()  # now, so that no two chunks' de exist while this chunk's is formed
+            new = self.e.new_zeros if way is None else self.e.new_empty
+            part = new((n, self.e.shape[1]), dtype=de.dtype or self.e.dtype)
+        if way is not None:
+            whole, cotangents = (torch.nn.functional.pad(x, (0, n - count)) for x in (statistics, cotangents))
+            logits, blocks = None if way.stores else columns.values, columns.blocks or (None, None)
+            exchanged = self.programs.Exchanged(own, whole, cotangents, logits, *blocks)
+            self.programs.chunk_gradients(way, chunk, exchanged, self._results(of, formed, columns, part))
+        if de is not None:
+            de.put(of.rows, part)
+        return statistics, totals
+
+    def _cotangents(self, statistics: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The totals of these tokens, (n,), and the cotangents of their statistics, (Call.rows, n)."""
+        weight = None if self.of_tokens.weight is None else self.of_tokens.weight.detach()[rows]
+        # Hooks on saved tensors are for what outlives this function: checkpoints would count what is saved here.
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            given = statistics.detach().requires_grad_()
+            totals = self.of_tokens.totals(given, rows)
+            summed = _weighted(totals, weight, self.kept[rows])
+            if not summed.requires_grad:  # it depends on no number
+                return totals, torch.zeros_like(statistics)
+            (found,) = torch.autograd.grad(summed, given, allow_unused=True, materialize_grads=True)
+        return totals.detach(), found
+
+    def _inputs(self, of: "_Chunk") -> Any:
+        """The chunk as chunk_programs.Chunk."""
+        held, inverse, reference = (
+            None if x is None else x[of.padded] for x in (self.own.columns, self.own.inverse_temperature, of.reference)
+        )
+        scale, e = None if self.scale == 1 else float(self.scale), self.e[of.padded]
+        return self.programs.Chunk(e, self.c, self.bias, held, self.weights, scale, inverse, reference, of.count)
+
+    def _results(self, of: "_Chunk", formed: Any, columns: Any, de: Tensor | None) -> Any:
+        """What the chunk's second program writes: chunk_programs.Results. columns: what the first one gave."""
+        exponentials = columns.values if self.way.stores else None
+        if not of.is_last:
+            return self.programs.Results(exponentials, de, formed.dc, formed.steps, formed.dbias, None, None)
+        last = formed.last
+        last.count.copy_(of.count)
+        if last.blocks is not None:
+            last.blocks.copy_(columns.blocks.dc)
+        written = last.left if exponentials is None else exponentials
+        return self.programs.Results(written, de, None, None, formed.dbias, last.e, last.unit)
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+class _Chunk(NamedTuple):
+    """Which tokens are a chunk."""
+
+    padded: Tensor  # (n,): their rows of e, kept ones first; then any rows
+    rows: Tensor  # the first of these: each token is in one chunk
+    count: Tensor  # type: ignore[assignment]  # (1,) int32: how many are kept
+    reference: Tensor | None  # (N,), of all tokens
+    is_last: bool  # whether its part of dc is left to the backward pass

@@ -1,0 +1,107 @@
+"""The user's function of linear_token_loss: what it gets, and the checks of what it gets, returns and closes over."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cce_torch import arguments
+from cce_torch.arguments import Prepared
+from cce_torch.on_jax import tensors
+
+NAME = "linear_token_loss"
+INSTEAD = f"which {NAME} does not form: pass its detach(), or compute the loss from linear_log_probs"
+
+
+class TokenNumbers(NamedTuple):
+    """The numbers of each token, 0 where it is ignored; None: not asked for."""
+
+    log_probs: Tensor  # log p of the target; NaN where the target is out of range
+    lse: Tensor  # the log-sum-exp of the logits
+    entropy: Tensor | None = None  # -sum(p * log p), in nats
+
+
+def token_numbers(statistics: Tensor, columns: Tensor, vocabulary: int) -> TokenNumbers:
+    """statistics (call.py): (2, n), or (3, n) with the mean of the logits. columns: (n,), as in losses.py."""
+    lse, target, *mean = statistics.unbind()
+    poison = torch.where(columns == vocabulary, torch.nan, torch.ones_like(lse))  # a factor: gradients become NaN too
+    return kept(TokenNumbers(poison * (target - lse), lse, lse - mean[0] if mean else None), columns)
+
+
+def kept(numbers: TokenNumbers, columns: Tensor) -> TokenNumbers:
+    """The numbers, 0 without a gradient where a token is ignored."""
+    return TokenNumbers(*(None if x is None else torch.where(columns >= 0, x, 0) for x in numbers))  # type: ignore
+
+
+class TokenFunction:
+    """fn(numbers, *arguments) for some of the tokens."""
+
+    weight: Tensor | None = None  # of the tokens
+
+    def __init__(self, fn: Callable[..., Tensor], given: Sequence[Any], x: Prepared, columns: Tensor) -> None:
+        if not callable(fn):
+            raise TypeError(f"fn must be a function of numbers and arguments, got {type(fn).__name__}")
+        self.fn, self.columns, self.vocabulary = fn, columns, x.vocabulary
+        self.arguments = [_of_tokens(f"argument {k} of fn", y, x) for k, y in enumerate(given)]
+
+    def totals(self, statistics: Tensor, rows: Any) -> Tensor:
+        """The losses of these tokens, (n,), arbitrary for ignored ones. rows: an index of the tokens, (N,)."""
+        return self(token_numbers(statistics, self.columns[rows], self.vocabulary), rows)
+
+    def __call__(self, numbers: TokenNumbers, rows: Any = slice(None)) -> Tensor:
+        """As `totals`, for numbers of these tokens, (n,)."""
+        if not len(numbers.lse):
+            return numbers.lse
+        nodes = set() if torch.compiler.is_compiling() else {x.grad_fn for x in numbers if x is not None}
+        found = self.fn(numbers, *(x[rows] for x in self.arguments))
+        if not isinstance(found, Tensor):
+            raise TypeError(
+                f"fn must return a torch.Tensor, the loss of each token; it returned {type(found).__name__}"
+            )
+        if found.is_complex():
+            raise TypeError(f"fn must return real numbers, got {arguments.type_name(found)}")
+        if found.shape != numbers.lse.shape:
+            raise ValueError(
+                f"fn must return a loss for each token, of the shape of log_probs, {tuple(numbers.lse.shape)}; it "
+                f"returned one of shape {tuple(found.shape)}"
+            )
+        if found.requires_grad and not torch.compiler.is_compiling():
+            _refuse_other_leaves(found, nodes)
+        return found.to(numbers.lse.dtype)
+
+
+def _refuse_other_leaves(found: Tensor, nodes: set[Any]) -> None:
+    """Raise if the graph of found reaches a tensor that requires a gradient by a way around these nodes."""
+    waiting, seen = [found.grad_fn], {None, *nodes}
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            raise TypeError(f"fn closes over a tensor of shape {tuple(leaf.shape)} that requires a gradient, {INSTEAD}")
+        waiting.extend(x for x, _ in node.next_functions)  # type: ignore[union-attr]
+
+
+def _of_tokens(name: str, given: Any, x: Prepared) -> Tensor:
+    """A number or tensor for each token of e, (N,), of which the last `shift` of a row have no target."""
+    shape = (*x.targets.shape[:-1], x.targets.shape[-1] - x.shift) if x.shift else tuple(x.targets.shape)
+    if isinstance(given, (bool, int, float)):
+        dtype = torch.promote_types(x.e.dtype, torch.float32) if isinstance(given, float) else None
+        given = torch.full((), given, dtype=dtype, device=x.e.device)
+    if not isinstance(given, Tensor):
+        arguments.check_other(name, given, NAME)
+    tensors.check({name: given})
+    if given.requires_grad:
+        raise TypeError(f"{name} requires a gradient, {INSTEAD}")
+    if given.device != x.e.device and given.numel() != 1:
+        raise ValueError(f"all tensors must be on one device, got e {x.e.device}, {name} {given.device}")
+    sizes = tuple(given.shape)
+    if len(sizes) > len(shape) or any(n not in (1, m) for n, m in zip(sizes[::-1], shape[::-1], strict=False)):
+        raise ValueError(f"{name} {sizes} must broadcast to the shape of targets after the shift, {tuple(shape)}")
+    given = given.to(x.e.device).expand(shape)
+    if x.shift:
+        given = torch.cat([given, given.new_zeros((*shape[:-1], x.shift))], -1)
+    return given.reshape(-1)

@@ -1,0 +1,159 @@
+"""A loss of the user's own over the numbers of each token, at the price of the built-in loss, for PyTorch."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from cce_kernels import contract
+from cce_torch import arguments as checks
+from cce_torch import in_forward, losses, numbers, statistics
+from cce_torch.arguments import Prepared
+from cce_torch.call import Call, Operands
+from cce_torch.options import Impl, Reduction
+from cce_torch.processes.vocab_in_forward import OwnColumns
+from cce_torch.processes.vocab_parallel import Setting, VocabParallel
+from cce_torch.token_function import NAME, TokenFunction, TokenNumbers, kept, token_numbers
+
+
+def linear_token_loss(
+    e: Tensor,
+    c: Tensor,
+    targets: Tensor,
+    fn: Callable[..., Tensor],
+    *arguments: Any,
+    bias: Tensor | None = None,
+    entropy: bool = False,
+    temperature: float | Tensor = 1.0,
+    num_items: float | Tensor | None = None,
+    reduction: Reduction = "mean",
+    return_numbers: bool = False,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    shift: bool | int = False,
+    logit_scale: float | None = None,
+    vocab_axis: Literal[0, 1] = 0,
+    impl: Impl = "auto",
+    memory_budget: float | Literal["all"] | None = None,
+    precision: Literal["highest", "high", "medium"] | None = None,
+    check_targets: bool = False,
+    vocab_parallel: VocabParallel | None = None,
+) -> Any:
+    """The mean or sum of `fn(numbers, *arguments)` over the tokens, where fn computes each token's loss.
+
+    Equivalent to the following, without holding the logits:
+
+        numbers = linear_log_probs(e, c, targets, bias, entropy=entropy, temperature=temperature)
+        total = where(targets == ignore_index, 0, fn(numbers, *arguments))
+        loss = sum(total) / num_items                           # for reduction="mean"
+
+    What a token's loss does to its logits is known as soon as its numbers are. So the gradients can be formed in the
+    forward pass, as those of `linear_cross_entropy`. Policy losses such as GRPO's and PPO's with a clip, focal losses
+    and entropy bonuses are a few lines (docs/log-probabilities.md).
+
+    The loss can be differentiated once in e, c and bias with any impl.
+
+    Args:
+      e, c, targets, bias: as for `linear_cross_entropy`; so are all options that are not named here.
+      fn: `fn(numbers, *arguments)` returns a tensor of the shape of numbers.log_probs: the loss of each token, which
+        depends on the numbers and arguments of that token alone. numbers has the fields log_probs, lse and entropy,
+        float32 (float64 for float64 inputs). fn is pure, and is called on tensors (n,) of any number n of tokens, any
+        number of times. What it returns for ignored tokens is discarded.
+      arguments: numbers, and tensors that broadcast to the shape of targets after the shift. They have no gradient.
+      entropy: whether numbers.entropy is computed; else it is None.
+      temperature: as for `linear_log_probs`.
+      num_items: the number that "mean" divides by; by default the number of tokens that are not ignored.
+      reduction: "mean", "sum", or "none" for the loss of each token.
+      return_numbers: return (loss, numbers). The numbers have the shape of targets after the shift, no gradient, and
+        are 0 for ignored tokens.
+      vocab_parallel: the rows of the whole classifier that c holds, as in `linear_cross_entropy`. fn gets the numbers
+        of the whole vocabulary, and must be the same on all processes of the group.
+
+    Returns:
+      The loss, float32 (float64 for float64 inputs): a scalar; for reduction="none" a tensor.
+
+    Raises:
+      ValueError: shapes or devices do not fit, an option is out of its range, or, with check_targets, a target is out
+        of range.
+      TypeError: a tensor has a wrong type, fn is not callable, or an argument of fn, or a tensor that fn closes over,
+        requires a gradient.
+      NotImplementedError: the impl does not run on this device.
+
+    Examples:
+      A policy loss with a clip and an entropy bonus:
+
+      >>> import torch
+      >>> from cce_torch import linear_token_loss
+      >>> def policy(numbers, old, advantage):
+      ...     ratio = (numbers.log_probs - old).exp()
+      ...     gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+      ...     return -gain - 0.01 * numbers.entropy
+      >>> hidden = torch.randn(2, 16, 64, requires_grad=True)                 # (B, T, D)
+      >>> head = torch.randn(1000, 64, requires_grad=True)                    # (V, D)
+      >>> tokens = torch.randint(1000, (2, 16))                               # (B, T)
+      >>> old, advantage = torch.full((2, 16), -7.0), torch.tensor([[1.0], [-0.5]])
+      >>> loss = linear_token_loss(hidden, head, tokens, policy, old, advantage, entropy=True)
+      >>> loss.backward()
+      >>> hidden.grad.shape, head.grad.shape
+      (torch.Size([2, 16, 64]), torch.Size([1000, 64]))
+    """
+    contract.choice("entropy", entropy, (False, True))
+    contract.choice("return_numbers", return_numbers, (False, True))
+    of_call = dict(e=e, c=c, targets=targets, bias=bias)
+    others = {f"argument {k} of fn": y for k, y in enumerate(arguments)} | {"temperature": temperature}
+    numbers.refuse_dtensors(of_call | {k: y for k, y in others.items() if isinstance(y, Tensor)}, NAME)
+    options = reduction, impl, vocab_axis, precision, logit_scale, softcap, 0.0, 0.0, ignore_index, memory_budget, 0.0
+    scale, softcap, _, _, ignore_index, budget, _, shift = checks.options(*options, shift)
+    contract.num_items(num_items, reduction)
+    shard = checks.shard_of(vocab_parallel, None)
+    finite = {"logit_scale": scale, "num_items": num_items}
+    asked = checks.Asked(NAME, vocab_axis, shift, ignore_index, impl, check_targets, shard, finite)
+    x = checks.prepared(of_call, asked, {} if num_items is None else {"num_items": num_items})
+    if num_items is not None:
+        num_items = checks.scalar(num_items, x.e)
+    operands = statistics.operands_of(x)
+    operands = operands._replace(inverse_temperature=numbers.inverse_temperature(temperature, x, NAME))
+    of_tokens = TokenFunction(fn, arguments, x, operands.columns)
+    call = Call(
+        softcap,
+        budget,
+        ignore_index=-1,
+        reduction="none",
+        precision=precision,
+        impl=x.impl,
+        wide_dc=x.c.dtype != x.e.dtype,
+        of_shard=shard is not None,
+        with_mean=entropy,
+        with_temperature=operands.inverse_temperature is not None,
+    )
+    value, found = None, None
+    if reduction != "none":
+        value, found = _formed(x, operands, of_tokens, call, scale)
+    if value is None:
+        if x.alone:
+            call = call._replace(ignore_index=ignore_index, shift=x.shift)
+        log_probs, rows = numbers.of_tokens(x, call, operands.inverse_temperature, scale)
+        found = kept(TokenNumbers(log_probs, rows[0], rows[0] - rows[2] if entropy else None), operands.columns)
+        value = torch.where(operands.columns >= 0, of_tokens(found), 0)
+        value = x.unshifted(value) if reduction == "none" else value.sum()
+    if reduction != "none":
+        value = losses.reduced(value, losses.Terms(operands.columns, None, None, x.vocabulary), num_items, reduction)
+    if not return_numbers:
+        return value
+    assert found is not None
+    return value, TokenNumbers(*(None if y is None else x.unshifted(y.detach()).clone() for y in found))  # type: ignore
+
+
+def _formed(
+    x: Prepared, operands: Operands, of_tokens: TokenFunction, call: Call, scale: float
+) -> tuple[Tensor | None, TokenNumbers | None]:
+    """The sum of the tokens' losses, whose gradients the forward pass forms, and the numbers; None if it forms none."""
+    columns: Any = in_forward.AllColumns(scale)
+    if x.shard is not None:
+        columns = OwnColumns(Setting(call, (0.0, 0.0, scale), x.targets.shape, x.shard))
+    how = in_forward.planned(operands, call, scale, columns)
+    if how is None:
+        return None, None
+    value, found = in_forward.total(operands, of_tokens, how)
+    return value, token_numbers(found, operands.columns, x.vocabulary)
