@@ -1,0 +1,213 @@
+"""How far a student's distribution is from a teacher's at each token, and its gradients, in chunks of tokens.
+
+Let s and t be the distributions of the student and the teacher at a token, and m = β·t + (1 − β)·s. The divergences are
+
+    forward_kl    KL(t‖s) = Σ_v t_v·log(t_v / s_v)
+    reverse_kl    KL(s‖t) = Σ_v s_v·log(s_v / t_v)
+    jsd           β·KL(t‖m) + (1 − β)·KL(s‖m)                0 < β < 1
+
+The teacher is constant. With z the student's logits, ∂s_u/∂z_v = s_u·([u = v] − s_v), so that an L with the partial
+derivatives g_v = ∂L/∂s_v has ∂L/∂z_v = s_v·(g_v − Σ_u s_u·g_u). The derivatives are
+
+    forward_kl    g_v = −t_v / s_v                                ∂L/∂z_v = s_v − t_v
+    reverse_kl    g_v = log(s_v / t_v) + 1                        ∂L/∂z_v = s_v·(log(s_v / t_v) − KL(s‖t))
+    jsd           g_v = (1 − β)·(log(s_v / m_v) + 1)              ∂L/∂z_v = (1 − β)·s_v·(log(s_v / m_v) − KL(s‖m))
+                        − m_v·(1 − β) / m_v
+
+and dz, the cotangent of the raw product e·c, is that times the token's weight, the factor of the inputs and the slope
+of the softcap (cce_kernels/head.py).
+
+Rounding. With δ = log t − log s all ratios follow without a division:
+
+    log(s/m) = −log1p(β·expm1(δ))               log(t/m) = δ + log(s/m)            where δ ≤ 0
+    log(t/m) = −log1p((1 − β)·expm1(−δ))        log(s/m) = log(t/m) − δ            where δ > 0
+
+A sum Σ p·log(p/q) has terms of both signs that cancel where p and q are about equal. As Σ p = Σ q = 1, it is also the
+sum of p·log(p/q) − p + q = p·(x + expm1(−x)) with x = log(p/q), in which no term is negative.
+
+Each chunk of tokens holds the logits of both in float32 (n, V), and dz (n, V) in e's type. They become de and a part of
+dc as in cce_kernels/in_forward.py: three matmuls of the student and one of the teacher.
+
+For a program of another framework there is
+
+    formed(given: Given, of: Divergence, plan: Plan) -> Found(loss, total, entropy, de, dc, dbias)
+
+which is pure and jitted; `of` and `plan` are static. The weights are those of each token over the number of items, so
+that loss = Σ weight·total is the mean, and de, dc and dbias are its gradients. plan = plan_of(call, gpu, impl) with
+Call(..., one_factor=True, teacher_width=D'), where wanted says which gradients are formed; None: none, as total alone
+is asked for. For a loss per token call it a second time in the backward pass, with the cotangents of total as weights.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from cce_kernels.float16 import FLOAT16_LARGEST
+from cce_kernels.head import Head
+from cce_kernels.in_forward import Chunk, Formed, finish, of_dz, over_chunks, taken
+from cce_kernels.mean import peak_of
+from cce_kernels.numbers import Inputs
+from cce_kernels.plan.plan import Plan
+from cce_kernels.residuals import Residuals
+from cce_kernels.tokens import Kept
+
+Kind = Literal["forward_kl", "reverse_kl", "jsd"]
+KINDS = ("forward_kl", "reverse_kl", "jsd")
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The static part of a divergence. The student's head is plan.call.head."""
+
+    kind: Kind
+    teacher: Head
+    entropy: bool = False  # whether the student's entropies are asked for
+
+
+class Side(NamedTuple):
+    """A student or a teacher. c and bias have e's type; the widths and the types of the two may differ."""
+
+    e: jax.Array  # (N, D): bfloat16, float16 or float32; float64 only by XLA
+    c: jax.Array  # (V, D), or (D, V) if its head's vocab_axis is 1
+    bias: jax.Array | None = None  # (V,)
+    scale: jax.Array | None = None  # (1,) at least float32: multiplies the logits; None: 1
+
+
+class Given(NamedTuple):
+    """The arrays of a call. A token whose weight is 0 is left out, whatever its rows hold."""
+
+    student: Side
+    teacher: Side
+    weight: jax.Array  # (N,) at least float32
+    inverse_temperature: jax.Array | None = None  # (N,) at least float32: multiplies both logits; None: 1
+    beta: jax.Array | None = None  # (), of a jsd
+
+    @property
+    def inputs(self) -> Inputs:
+        """The student's, in which a token of weight 0 counts as ignored."""
+        (e, c, bias, scale), kept = self.student, jnp.where(self.weight == 0, -1, 0).astype(jnp.int32)
+        return Inputs(e, c, bias, kept, None, scale, self.inverse_temperature)
+
+
+class Numbers(NamedTuple):
+    """Numbers of each token, (N,), at least float32; 0 where its weight is 0."""
+
+    total: jax.Array  # the divergence
+    entropy: jax.Array | None  # the student's; None: not asked for
+
+
+class Found(NamedTuple):
+    """What `formed` returns. None: not asked for."""
+
+    loss: jax.Array  # ()
+    total: jax.Array  # (N,)
+    entropy: jax.Array | None  # (N,)
+    de: jax.Array | None  # (N, D), (V, D) or (D, V), and (V,): in the types that the plan's call says
+    dc: jax.Array | None
+    dbias: jax.Array | None
+
+
+@partial(jax.jit, static_argnames=("of", "plan"))
+def formed(given: Given, of: Divergence, plan: Plan) -> Found:
+    """The sum of weight · divergence over the tokens, and its gradients by the student's arrays."""
+    numbers, left = begin(given, of, plan)
+    kept = given.weight != 0
+    loss = jnp.sum(jnp.where(kept, given.weight * numbers.total, 0))
+    return Found(loss, *numbers, *finish(left, jnp.ones((), loss.dtype), kept, plan))
+
+
+def begin(given: Given, of: Divergence, plan: Plan, cleared: bool = False) -> tuple[Numbers, Residuals]:
+    """The numbers of all tokens, and the gradients of Σ weight·total, for in_forward.finish. cleared: as there."""
+    assert plan.in_forward is not None
+    inputs, teacher, rows = given.inputs, given.teacher, plan.in_forward.chunks.rows
+    kept, zeros = Kept.of(inputs.targets, rows), jnp.zeros(rows, plan.call.sum_dtype)
+
+    def chunk(start: Any, size: int) -> Formed:
+        of_student, (weight, e) = taken(kept, start, size, inputs, (given.weight, teacher.e))
+        live = of_student.live
+        own = teacher._replace(e=jnp.where(live[:, None], e, 0))
+        numbers, dz = _numbers_and_dz(of_student, own, jnp.where(live, weight, 0), given.beta, of, plan)
+        unit, dbias = None, jnp.sum(dz, axis=0) if plan.call.wants.bias else None
+        if plan.call.dtype == "float16":
+            dz, unit = _fitted(dz)
+            dbias = None if dbias is None else dbias / unit
+        return Formed(numbers, *of_dz(of_student, dz.astype(inputs.e.dtype), dbias, unit, plan))
+
+    return over_chunks(chunk, Numbers(zeros, zeros if of.entropy else None), kept, plan, cleared)
+
+
+def _numbers_and_dz(
+    chunk: Chunk, teacher: Side, weight: jax.Array, beta: jax.Array | None, of: Divergence, plan: Plan
+) -> tuple[Numbers, jax.Array]:
+    """The chunk's numbers, (n,), and dz, (n, V), at least float32."""
+    inputs, head = chunk.inputs, plan.call.head
+    x = logits(Side(inputs.e, inputs.c, inputs.bias, inputs.scale), head)
+    y = logits(teacher, of.teacher).astype(x.dtype)
+    log_s, log_t = (log_softmax(inputs.divided(z)) for z in (x, y))
+    total, dz = of_logs(log_s, log_t, of.kind, beta)
+    entropy = entropy_of(log_s) if of.entropy else None
+    dz = dz * weight[:, None]
+    if head.softcap is not None:
+        dz = dz * head.slope(x)
+    dz = dz if inputs.factor_of_rows is None else dz * inputs.factor_of_rows
+    return Numbers(total, entropy), dz
+
+
+def logits(side: Side, head: Head) -> jax.Array:
+    """The logits before the temperature, (n, V), at least float32."""
+    raw = head.product(side.e, side.c, 1 - head.vocab_axis)
+    return head.logits(raw, None if side.bias is None else side.bias.astype(raw.dtype), side.scale)
+
+
+def log_softmax(z: jax.Array) -> jax.Array:
+    """log p, (n, V). The largest logit is subtracted first: the rounding of a large log-sum-exp would be in all."""
+    z = z - peak_of(z)[:, None]
+    return z - jnp.log(jnp.sum(jnp.exp(z), axis=1))[:, None]
+
+
+def entropy_of(log_p: jax.Array) -> jax.Array:
+    p = jnp.exp(log_p)
+    return -jnp.sum(jnp.where(p > 0, p * log_p, 0), axis=1)
+
+
+def of_logs(log_s: jax.Array, log_t: jax.Array, kind: Kind, beta: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """The divergence of each token, (n,), and its derivative by the logits from which s is, (n, V)."""
+    s, t = jnp.exp(log_s), jnp.exp(log_t)
+    delta = jnp.where(log_s == log_t, 0, log_t - log_s)  # both may be −inf
+    if kind == "forward_kl":
+        return jnp.sum(_terms(t, delta, s), axis=1), s - t
+    if kind == "reverse_kl":
+        total = jnp.sum(_terms(s, -delta, t), axis=1)
+        return total, jnp.where(s > 0, s * (-delta - total[:, None]), 0)
+    assert beta is not None
+    beta = beta.astype(s.dtype)
+    of_s, of_t = _logs_of_mixture(delta, beta)
+    m = beta * t + (1 - beta) * s
+    of_student = jnp.sum(_terms(s, of_s, m), axis=1)
+    total = beta * jnp.sum(_terms(t, of_t, m), axis=1) + (1 - beta) * of_student
+    return total, (1 - beta) * jnp.where(s > 0, s * (of_s - of_student[:, None]), 0)
+
+
+def _logs_of_mixture(delta: jax.Array, beta: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """log(s/m) and log(t/m)."""
+    down, up = jnp.minimum(delta, 0), jnp.maximum(delta, 0)
+    of_s, of_t = -jnp.log1p(beta * jnp.expm1(down)), -jnp.log1p((1 - beta) * jnp.expm1(-up))
+    return jnp.where(delta > 0, of_t - up, of_s), jnp.where(delta > 0, of_t, of_s + down)
+
+
+def _terms(p: jax.Array, x: jax.Array, q: jax.Array) -> jax.Array:
+    """p·log(p/q) − p + q, where x = log(p/q)."""
+    near = jnp.abs(x) < 1
+    small = jnp.where(near, x, 0)
+    return jnp.where(near, p * (small + jnp.expm1(-small)), jnp.where(p > 0, p * x, 0) + (q - p))
+
+
+def _fitted(dz: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """dz divided by a unit, so that its largest element is FLOAT16_LARGEST, and the unit."""
+    size = jnp.abs(dz)
+    largest = jnp.max(jnp.where(jnp.isfinite(size), size, 0))
+    unit = jnp.where(largest > 0, largest, 1.0) / FLOAT16_LARGEST
+    return dz / unit, unit
