@@ -134,6 +134,12 @@ class Layout:
         parts = self.size(tuple(a for a in self.width if a not in self.mapped))
         return tuple(n * (parts if axis != vocab_axis else 1) for axis, n in enumerate(c.shape))  # type: ignore[return-value]
 
+    def whole_shape(self, c: Any, vocab_axis: int) -> tuple[int, ...]:
+        """The shape of the whole c. c: the caller's."""
+        shape = list(self.whole_width(c, vocab_axis))
+        shape[vocab_axis] = self.whole_vocabulary(c, vocab_axis)
+        return tuple(shape)
+
     def local(self) -> "Layout":
         """The layout over those axes alone that the caller's own jax.shard_map has made Manual."""
 

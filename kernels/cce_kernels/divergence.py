@@ -55,7 +55,6 @@ from cce_kernels.residuals import Residuals
 from cce_kernels.tokens import Kept
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
-KINDS = ("forward_kl", "reverse_kl", "jsd")
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ def _may_form_in_forward(x: _Setting) -> bool:
 
 
 def _beside_a_teacher(x: _Setting, last: int | None, chunks: Any) -> Plan:
-    """The plan of a divergence from a teacher: all in chunks of the forward pass, evaluation too, whose logits are XLA's.
+    """The plan of a divergence from a teacher: chunks of the forward pass, also for evaluation. The logits are XLA's.
 
     dz in bfloat16 is multiplied by the engine that sums dc of stored exponentials, where there is one.
     """
