@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 import cce_jax.divergence as public
 from cce_jax import linear_divergence
@@ -151,13 +152,15 @@ def ours(x: Drawn, **others) -> dict[str, np.ndarray]:
     return {name: np.asarray(y, np.float64) for name, y in found.items()}
 
 
-def held(x: Drawn, found: dict[str, np.ndarray], roundings: float = 2.0) -> None:
-    """Two roundings of a gradient: of dz, and of the result, to e's type."""
-    want = truth(x)
+def held(x: Drawn, found: dict[str, np.ndarray]) -> None:
+    """Two roundings of a gradient: of dz, and of the result, to e's type. Those of few tokens may all fall together."""
+    want, e = truth(x), x.arrays["e"]
+    kept = np.sum(np.asarray(x.arrays.get("token_weight", jnp.ones(e.shape[:-1]))) != 0)
+    floor = RELIABLE * roundoff(np.float32) + roundoff(e.dtype) * (kept < 16)
     assert found.keys() == want.keys()
     for name, y in want.items():
-        rounded = np.asarray(jnp.asarray(y, x.arrays["e"].dtype), np.float64) if name in STUDENT else y
-        allowed = roundings * error(rounded, y) + RELIABLE * roundoff(np.float32)
+        rounded = np.asarray(jnp.asarray(y, e.dtype), np.float64) if name in STUDENT else y
+        allowed = 2 * error(rounded, y) + (floor if name in STUDENT else RELIABLE * roundoff(np.float32))
         assert error(found[name], y) <= allowed, f"{name}: {error(found[name], y):.3g} > {allowed:.3g}, {x.options}"
 
 
@@ -174,7 +177,6 @@ def test_everything_is_drawn():
     assert any("token_weight" in c.arrays and c.options["impl"] == "reference" for c in cases)
 
 
-CALL = draw(1)
 FIXED = Drawn(
     {
         "e": jnp.asarray(np.random.default_rng(0).normal(size=(40, 16)), "float32"),
@@ -232,7 +234,7 @@ def test_ids_that_neither_has_count_nothing():
         run = jax.value_and_grad(lambda e, kind=kind, **more: loss(e=e, divergence=kind, **more))
         found, want = run(FIXED.arrays["e"], bias=bias, teacher_bias=bias), run(FIXED.arrays["e"], **few)
         np.testing.assert_allclose(found[0], want[0], rtol=1e-5)
-        np.testing.assert_allclose(found[1], want[1], rtol=1e-4, atol=1e-7)
+        np.testing.assert_allclose(found[1], want[1], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -334,7 +336,7 @@ def test_bad_input(change, error, message):
 def equations(jaxpr):
     for equation in jaxpr.eqns:
         yield equation
-        for inner in jax.core.jaxprs_in_params(equation.params):
+        for inner in jaxprs_in_params(equation.params):
             yield from equations(inner)
 
 
@@ -342,11 +344,11 @@ def equations(jaxpr):
     ("dtype", "reduction", "products"), [("float32", "mean", 4), ("bfloat16", "mean", 8), ("bfloat16", "none", 10)]
 )
 def test_what_a_program_multiplies_and_holds(dtype, reduction, products):
-    """Three matmuls of the student and one of the teacher in a chunk, whatever the program; and no logits of all tokens.
+    """Three matmuls of the student and one of the teacher in a chunk, and no logits of all tokens.
 
     In bfloat16 the last chunk is apart, and "none" computes the two logits first, and again.
     """
-    tokens, vocabulary = 96, 200
+    tokens, vocabulary = 320, 200
     of = jax.ShapeDtypeStruct
     e, c, teacher = (
         of((tokens, 16), dtype),
@@ -404,7 +406,7 @@ def test_the_function_for_other_frameworks():
     (value, entropy), (de, dc) = jax.value_and_grad(mean, (0, 1), has_aux=True)(student.e, student.c)
     for x, y in zip((found.loss, found.entropy, found.de, found.dc), (value, entropy, de, dc), strict=True):
         assert x.dtype == y.dtype
-        np.testing.assert_allclose(np.float64(x), np.float64(y), rtol=2e-2, atol=1e-6)
+        assert error(x, y) < 6e-3
     assert found.dbias is None
     each = linear_divergence(*student[:2], *teacher[:2], divergence="jsd", beta=0.3, reduction="none")
     np.testing.assert_allclose(found.total, jnp.where(given.weight == 0, 0, each), rtol=1e-5)
