@@ -26,7 +26,8 @@ A sum Σ p·log(p/q) has terms of both signs that cancel where p and q are about
 sum of p·log(p/q) − p + q = p·(x + expm1(−x)) with x = log(p/q), in which no term is negative.
 
 Each chunk of tokens holds the logits of both in float32 (n, V), and dz (n, V) in e's type. They become de and a part of
-dc as in cce_kernels/in_forward.py: three matmuls of the student and one of the teacher.
+dc as in cce_kernels/in_forward.py: three matmuls of the student and one of the teacher. Four passes read the logits:
+for the largest, the masses Σ exp(z − largest), the divergence and dz.
 
 For a program of another framework there is
 
@@ -44,11 +45,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from cce_kernels.float16 import FLOAT16_LARGEST
 from cce_kernels.head import Head
 from cce_kernels.in_forward import Chunk, Formed, finish, of_dz, over_chunks, taken
-from cce_kernels.mean import peak_of
 from cce_kernels.numbers import Inputs
 from cce_kernels.plan.plan import Plan
 from cce_kernels.residuals import Residuals
@@ -145,14 +146,63 @@ def _numbers_and_dz(
     inputs, head = chunk.inputs, plan.call.head
     x = logits(Side(inputs.e, inputs.c, inputs.bias, inputs.scale), head)
     y = logits(teacher, of.teacher).astype(x.dtype)
-    log_s, log_t = (log_softmax(inputs.divided(z)) for z in (x, y))
-    total, dz = of_logs(log_s, log_t, of.kind, beta)
-    entropy = entropy_of(log_s) if of.entropy else None
-    dz = dz * weight[:, None]
+    both = _Both(x, y, inputs.inverse_temperature)
+    both, peaks = lax.optimization_barrier((both, _largest(*both.logits)))
+    peaks = tuple(jnp.where(jnp.isfinite(peak), peak, 0) for peak in peaks)
+    masses = _sums(*(jnp.exp(z - peak[:, None]) for z, peak in zip(both.logits, peaks, strict=True)))
+    both, norms = lax.optimization_barrier((both, (*peaks, *map(jnp.log, masses))))
+    terms = terms_of(*both.logs(norms), of.kind, beta)
+    entropies = (entropy_terms(both.logs(norms)[0]),) if of.entropy else ()
+    both, norms, (total, *others) = lax.optimization_barrier((both, norms, _sums(*terms, *entropies)))
+    of_student = others[0] if of.kind == "jsd" else total
+    if of.kind == "jsd":
+        assert beta is not None
+        total = beta * total + (1 - beta) * of_student
+    dz = derivative_of(*both.logs(norms), of_student, of.kind, beta) * weight[:, None]
     if head.softcap is not None:
-        dz = dz * head.slope(x)
+        dz = dz * head.slope(both.student)
     dz = dz if inputs.factor_of_rows is None else dz * inputs.factor_of_rows
-    return Numbers(total, entropy), dz
+    return Numbers(total, others[-1] if of.entropy else None), dz
+
+
+class _Both(NamedTuple):
+    """The logits of a chunk. Each pass over them begins with them, and XLA holds no other array of their size."""
+
+    student: jax.Array  # (n, V), before the temperature
+    teacher: jax.Array  # the same
+    inverse_temperature: jax.Array | None  # (n,)
+
+    @property
+    def logits(self) -> tuple[jax.Array, jax.Array]:
+        """After the temperature."""
+        inverse = self.inverse_temperature
+        x, y = self.student, self.teacher
+        return (x, y) if inverse is None else (x * inverse[:, None], y * inverse[:, None])
+
+    def logs(self, norms: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        """log s and log t. norms: the largest logit of each, and the logarithm of Σ exp(z − largest).
+
+        The largest logit is subtracted first: the rounding of a large log-sum-exp would be in all of them.
+        """
+        (x, y), (peak_x, peak_y, mass_x, mass_y) = self.logits, norms
+        return (x - peak_x[:, None]) - mass_x[:, None], (y - peak_y[:, None]) - mass_y[:, None]
+
+
+def _largest(*arrays: jax.Array) -> list[jax.Array]:
+    return _reduced(lax.max, -jnp.inf, arrays)
+
+
+def _sums(*arrays: jax.Array) -> list[jax.Array]:
+    return _reduced(lax.add, 0.0, arrays)
+
+
+def _reduced(combine: Any, start: float, arrays: tuple[jax.Array, ...]) -> list[jax.Array]:
+    """Each array (n, V), reduced over V. One operation reduces all: XLA then reads what they are made from once."""
+
+    def of_pair(some: Any, more: Any) -> Any:
+        return tuple(map(combine, some, more))
+
+    return lax.reduce(arrays, tuple(jnp.asarray(start, x.dtype) for x in arrays), of_pair, (1,))
 
 
 def logits(side: Side, head: Head) -> jax.Array:
@@ -161,33 +211,42 @@ def logits(side: Side, head: Head) -> jax.Array:
     return head.logits(raw, None if side.bias is None else side.bias.astype(raw.dtype), side.scale)
 
 
-def log_softmax(z: jax.Array) -> jax.Array:
-    """log p, (n, V). The largest logit is subtracted first: the rounding of a large log-sum-exp would be in all."""
-    z = z - peak_of(z)[:, None]
-    return z - jnp.log(jnp.sum(jnp.exp(z), axis=1))[:, None]
-
-
-def entropy_of(log_p: jax.Array) -> jax.Array:
+def entropy_terms(log_p: jax.Array) -> jax.Array:
     p = jnp.exp(log_p)
-    return -jnp.sum(jnp.where(p > 0, p * log_p, 0), axis=1)
+    return -jnp.where(p > 0, p * log_p, 0)
 
 
-def of_logs(log_s: jax.Array, log_t: jax.Array, kind: Kind, beta: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """The divergence of each token, (n,), and its derivative by the logits from which s is, (n, V)."""
-    s, t = jnp.exp(log_s), jnp.exp(log_t)
-    delta = jnp.where(log_s == log_t, 0, log_t - log_s)  # both may be −inf
+def _delta(log_s: jax.Array, log_t: jax.Array) -> jax.Array:
+    return jnp.where(log_s == log_t, 0, log_t - log_s)  # both may be −inf
+
+
+def terms_of(
+    log_s: jax.Array, log_t: jax.Array, kind: Kind, beta: jax.Array | None
+) -> tuple[jax.Array] | tuple[jax.Array, jax.Array]:
+    """The terms (n, V) whose sum is the divergence; of a jsd those of KL(t‖m) and of KL(s‖m)."""
+    s, t, delta = jnp.exp(log_s), jnp.exp(log_t), _delta(log_s, log_t)
     if kind == "forward_kl":
-        return jnp.sum(_terms(t, delta, s), axis=1), s - t
+        return (_terms(t, delta, s),)
     if kind == "reverse_kl":
-        total = jnp.sum(_terms(s, -delta, t), axis=1)
-        return total, jnp.where(s > 0, s * (-delta - total[:, None]), 0)
+        return (_terms(s, -delta, t),)
     assert beta is not None
-    beta = beta.astype(s.dtype)
-    of_s, of_t = _logs_of_mixture(delta, beta)
-    m = beta * t + (1 - beta) * s
-    of_student = jnp.sum(_terms(s, of_s, m), axis=1)
-    total = beta * jnp.sum(_terms(t, of_t, m), axis=1) + (1 - beta) * of_student
-    return total, (1 - beta) * jnp.where(s > 0, s * (of_s - of_student[:, None]), 0)
+    (of_s, of_t), m = _logs_of_mixture(delta, beta), beta * t + (1 - beta) * s
+    return _terms(t, of_t, m), _terms(s, of_s, m)
+
+
+def derivative_of(
+    log_s: jax.Array, log_t: jax.Array, of_student: jax.Array, kind: Kind, beta: jax.Array | None
+) -> jax.Array:
+    """The derivative of the divergence by the student's logits, (n, V). of_student: KL(s‖t), or KL(s‖m), (n,)."""
+    s = jnp.exp(log_s)
+    if kind == "forward_kl":
+        return s - jnp.exp(log_t)
+    delta = _delta(log_s, log_t)
+    if kind == "reverse_kl":
+        return jnp.where(s > 0, s * (-delta - of_student[:, None]), 0)
+    assert beta is not None
+    of_s, _ = _logs_of_mixture(delta, beta)
+    return (1 - beta) * jnp.where(s > 0, s * (of_s - of_student[:, None]), 0)
 
 
 def _logs_of_mixture(delta: jax.Array, beta: jax.Array) -> tuple[jax.Array, jax.Array]:
