@@ -17,13 +17,17 @@ derivatives g_v = ∂L/∂s_v has ∂L/∂z_v = s_v·(g_v − Σ_u s_u·g_u). Th
 and dz, the cotangent of the raw product e·c, is that times the token's weight, the factor of the inputs and the slope
 of the softcap (cce_kernels/head.py).
 
-Rounding. With δ = log t − log s all ratios follow without a division:
+Rounding. A sum Σ p·log(p/q) has terms of both signs that cancel where p and q are about equal. As Σ p = Σ q = 1, it is
+also the sum of p·log(p/q) − p + q, in which no term is negative. Let M be the larger one of s_v and t_v, and
+d = |log s_v − log t_v|, E = expm1(−d), so that the smaller one is M·(1 + E). The terms of the KL divergences are then
 
-    log(s/m) = −log1p(β·expm1(δ))               log(t/m) = δ + log(s/m)            where δ ≤ 0
-    log(t/m) = −log1p((1 − β)·expm1(−δ))        log(s/m) = log(t/m) − δ            where δ > 0
+    M·(d + E)                    where p is the larger one
+    −M·((1 + E)·d + E)           where p is the smaller one
 
-A sum Σ p·log(p/q) has terms of both signs that cancel where p and q are about equal. As Σ p = Σ q = 1, it is also the
-sum of p·log(p/q) − p + q = p·(x + expm1(−x)) with x = log(p/q), in which no term is negative.
+For the jsd let r be the share of the smaller one in m, β or 1 − β, and w = r·E, so that m = M·(1 + w). The terms are
+
+    M·(w − log1p(w))                                   of the larger one, whose log(p/m) is −log1p(w)
+    −M·((1 + E)·(d + log1p(w)) + (1 − r)·E)            of the smaller one, whose log(p/m) is −log1p(w) − d
 
 Each chunk of tokens holds the logits of both in float32 (n, V), and dz (n, V) in e's type. They become de and a part of
 dc as in cce_kernels/in_forward.py: three matmuls of the student and one of the teacher. Four passes read the logits:
@@ -179,12 +183,13 @@ class _Both(NamedTuple):
         x, y = self.student, self.teacher
         return (x, y) if inverse is None else (x * inverse[:, None], y * inverse[:, None])
 
-    def logs(self, norms: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    def logs(self, norms: Any) -> tuple[jax.Array, jax.Array]:
         """log s and log t. norms: the largest logit of each, and the logarithm of Σ exp(z − largest).
 
         The largest logit is subtracted first: the rounding of a large log-sum-exp would be in all of them.
         """
-        (x, y), (peak_x, peak_y, mass_x, mass_y) = self.logits, norms
+        x, y = self.logits
+        peak_x, peak_y, mass_x, mass_y = norms
         return (x - peak_x[:, None]) - mass_x[:, None], (y - peak_y[:, None]) - mass_y[:, None]
 
 
@@ -216,51 +221,66 @@ def entropy_terms(log_p: jax.Array) -> jax.Array:
     return -jnp.where(p > 0, p * log_p, 0)
 
 
-def _delta(log_s: jax.Array, log_t: jax.Array) -> jax.Array:
-    return jnp.where(log_s == log_t, 0, log_t - log_s)  # both may be −inf
+class _Gap(NamedTuple):
+    """How far the student's and the teacher's probability of an id are apart, (n, V) each."""
+
+    larger: jax.Array  # M: the larger of the two
+    distance: jax.Array  # d, at least 0: |log s − log t|
+    e: jax.Array  # E = expm1(−d); the smaller of the two is M·(1 + E)
+    of_student: jax.Array  # whether s is the larger one
+
+    @classmethod
+    def of(cls, log_s: jax.Array, log_t: jax.Array) -> "_Gap":
+        distance = jnp.where(log_s == log_t, 0, jnp.abs(log_s - log_t))  # both may be −inf
+        return cls(jnp.exp(jnp.maximum(log_s, log_t)), distance, jnp.expm1(-distance), log_s >= log_t)
+
+    def times(self, x: jax.Array) -> jax.Array:
+        """M·x, 0 where M is 0."""
+        return jnp.where(self.larger > 0, self.larger * x, 0)
+
+    def smaller_times(self, x: jax.Array) -> jax.Array:
+        """(1 + E)·x, 0 where 1 + E is 0."""
+        return jnp.where(self.e > -1, (1 + self.e) * x, 0)
+
+    def mixed(self, beta: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The share r of the smaller one in m, w = r·E and log1p(w), which is log(m / M)."""
+        share = jnp.where(self.of_student, beta, 1 - beta)
+        w = share * self.e
+        return share, w, jnp.log1p(w)
 
 
 def terms_of(
     log_s: jax.Array, log_t: jax.Array, kind: Kind, beta: jax.Array | None
 ) -> tuple[jax.Array] | tuple[jax.Array, jax.Array]:
     """The terms (n, V) whose sum is the divergence; of a jsd those of KL(t‖m) and of KL(s‖m)."""
-    s, t, delta = jnp.exp(log_s), jnp.exp(log_t), _delta(log_s, log_t)
-    if kind == "forward_kl":
-        return (_terms(t, delta, s),)
-    if kind == "reverse_kl":
-        return (_terms(s, -delta, t),)
+    gap = _Gap.of(log_s, log_t)
+    if kind != "jsd":
+        of_larger = gap.distance + gap.e
+        of_smaller = -(gap.smaller_times(gap.distance) + gap.e)
+        first = gap.of_student if kind == "reverse_kl" else ~gap.of_student
+        return (gap.times(jnp.where(first, of_larger, of_smaller)),)
     assert beta is not None
-    (of_s, of_t), m = _logs_of_mixture(delta, beta), beta * t + (1 - beta) * s
-    return _terms(t, of_t, m), _terms(s, of_s, m)
+    share, w, log_m = gap.mixed(beta)
+    of_larger, of_smaller = w - log_m, -(gap.smaller_times(gap.distance + log_m) + (1 - share) * gap.e)
+    of_t, of_s = (jnp.where(first, of_larger, of_smaller) for first in (~gap.of_student, gap.of_student))
+    return gap.times(of_t), gap.times(of_s)
 
 
 def derivative_of(
     log_s: jax.Array, log_t: jax.Array, of_student: jax.Array, kind: Kind, beta: jax.Array | None
 ) -> jax.Array:
     """The derivative of the divergence by the student's logits, (n, V). of_student: KL(s‖t), or KL(s‖m), (n,)."""
-    s = jnp.exp(log_s)
+    gap = _Gap.of(log_s, log_t)
     if kind == "forward_kl":
-        return s - jnp.exp(log_t)
-    delta = _delta(log_s, log_t)
+        return gap.times(jnp.where(gap.of_student, -gap.e, gap.e))
     if kind == "reverse_kl":
-        return jnp.where(s > 0, s * (-delta - of_student[:, None]), 0)
-    assert beta is not None
-    of_s, _ = _logs_of_mixture(delta, beta)
-    return (1 - beta) * jnp.where(s > 0, s * (of_s - of_student[:, None]), 0)
-
-
-def _logs_of_mixture(delta: jax.Array, beta: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """log(s/m) and log(t/m)."""
-    down, up = jnp.minimum(delta, 0), jnp.maximum(delta, 0)
-    of_s, of_t = -jnp.log1p(beta * jnp.expm1(down)), -jnp.log1p((1 - beta) * jnp.expm1(-up))
-    return jnp.where(delta > 0, of_t - up, of_s), jnp.where(delta > 0, of_t, of_s + down)
-
-
-def _terms(p: jax.Array, x: jax.Array, q: jax.Array) -> jax.Array:
-    """p·log(p/q) − p + q, where x = log(p/q)."""
-    near = jnp.abs(x) < 1
-    small = jnp.where(near, x, 0)
-    return jnp.where(near, p * (small + jnp.expm1(-small)), jnp.where(p > 0, p * x, 0) + (q - p))
+        ratio, factor = jnp.where(gap.of_student, gap.distance, -gap.distance), 1.0
+    else:
+        assert beta is not None
+        log_m = gap.mixed(beta)[2]
+        ratio, factor = jnp.where(gap.of_student, -log_m, -log_m - gap.distance), 1 - beta
+    s = jnp.exp(log_s)
+    return factor * jnp.where(s > 0, s * (ratio - of_student[:, None]), 0)
 
 
 def _fitted(dz: jax.Array) -> tuple[jax.Array, jax.Array]:
