@@ -17,7 +17,7 @@ from cce_kernels.engines.xla import XLA
 from cce_kernels.exponentials import can_be_saved
 from cce_kernels.numbers import Wanted
 from cce_kernels.plan.budget import GROUP_BYTES, Bytes
-from cce_kernels.plan.chunks import fastest_chunks, predicted
+from cce_kernels.plan.chunks import fastest_chunks, least_chunks, predicted
 from cce_kernels.plan.plan import Chunks, Forward, InForward, Plan, Recomputed, Saved, Times
 from cce_kernels.tokens import MANY, gathered_rows
 from cce_kernels.windows import Groups
@@ -60,6 +60,8 @@ def plan_of(
     if not serving:
         raise ValueError(f"impl={impl!r} has no engine for {call} on {gpu}")
     x = _Setting(call, gpu, serving)
+    if call.teacher_width:
+        return _beside_a_teacher(x, last, chunks)
     forward, of_forward = _forward(x)
     plan = Plan(call, gpu, x.rows, x.finds_ignored, forward, None, held=0, least=0)
     if call.wanted is None:
@@ -174,6 +176,22 @@ def _may_form_in_forward(x: _Setting) -> bool:
     if not x.bytes.stores:
         return x.call.dtype == "float32"
     return x.engine.multiplies_fastest or x.call.dc_itemsize == 2
+
+
+def _beside_a_teacher(x: _Setting, last: int | None, chunks: Any) -> Plan:
+    """The plan of a divergence from a teacher: chunks of the forward pass, also for evaluation. The logits are XLA's.
+
+    dz in bfloat16 is multiplied by the engine that sums dc of stored exponentials, where there is one.
+    """
+    if chunks is None:
+        chunks = fastest_chunks(x.bytes, last) or least_chunks(x.bytes)
+    size, de = max(chunks.size, chunks.last), None
+    if x.bytes.stores:
+        by_xla = all(x.bytes.de_by_xla(tokens) for tokens in (chunks.size or size, chunks.last or size))
+        de = (XLA if by_xla else x.engine).de_of_chunk(x.call, size, x.gpu)
+    way, rows = InForward(chunks, _sum_of_dc(x, chunks), de=de), x.call.tokens
+    held, least = (x.bytes.of_chunks(each) for each in (chunks, least_chunks(x.bytes)))
+    return Plan(x.call, x.gpu, rows, True, Forward(Step(x.engine), True), way, held, min(least, held))
 
 
 def _is_fastest_in_forward(times: Times) -> bool:
