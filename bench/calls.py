@@ -1,6 +1,7 @@
 """A call that can be timed, in either framework: the mean loss and both gradients, a training step's share."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -63,6 +64,14 @@ def arrays(*given: "Tensor") -> tuple[jax.Array, ...]:
     return tuple(jax.dlpack.from_dlpack(x.detach().contiguous()) for x in given)
 
 
+def start_jax() -> None:
+    """Start JAX without a reservation of the GPU's memory that would leave PyTorch, where it is there, too little."""
+    if find_spec("torch"):
+        from cce_torch.on_jax import jax_devices
+
+        jax_devices.start()
+
+
 def wait_for_torch(_: object) -> None:
     import torch
 
@@ -70,15 +79,20 @@ def wait_for_torch(_: object) -> None:
         torch.cuda.synchronize()
 
 
+MATMULS = "z = e·cᵀ", "de = dz·c", "dc = dzᵀ·e"
+
+
+def product(x: jax.Array, y: jax.Array, x_axis: int = 1, y_axis: int = 1) -> jax.Array:
+    """A bare matmul, in the type of x and y: by default z = e·cᵀ."""
+    return lax.dot_general(x, y, (((x_axis,), (y_axis,)), ((), ())))
+
+
 def floor(e: jax.Array, c: jax.Array) -> dict[str, Call]:
     """The three bare matmuls that an exact gradient cannot do without: z, and de and dc from a dz of e's type."""
-
-    def product(x, y, x_axis, y_axis):
-        return lax.dot_general(x, y, (((x_axis,), (y_axis,)), ((), ())))
-
-    z = jax.jit(lambda e, c: product(e, c, 1, 1))(e, c)
-    return {
-        "z = e·cᵀ": compiled(lambda e, c: product(e, c, 1, 1), e, c),
-        "de = dz·c": compiled(lambda z, c: product(z, c, 1, 0), z, c),
-        "dc = dzᵀ·e": compiled(lambda z, e: product(z, e, 0, 0), z, e),
-    }
+    z = jax.jit(product)(e, c)
+    calls = (
+        compiled(product, e, c),
+        compiled(lambda z, c: product(z, c, 1, 0), z, c),
+        compiled(lambda z, e: product(z, e, 0, 0), z, e),
+    )
+    return dict(zip(MATMULS, calls, strict=True))

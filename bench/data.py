@@ -55,14 +55,18 @@ def _zipf_rows(shape: Shape, generator: np.random.Generator) -> np.ndarray:
     return rows
 
 
-def trained(shape: Shape, dtype=jnp.bfloat16, seed: int = 0) -> Inputs:
-    """e, c, targets whose softmax is peaked like a trained model's: a few likely tokens, Zipf-distributed."""
+def trained(shape: Shape, dtype=jnp.bfloat16, seed: int = 0, of_head: int | None = None) -> Inputs:
+    """e, c, targets whose softmax is peaked like a trained model's: a few likely tokens, Zipf-distributed.
+
+    of_head: the seed of c, by default seed. Two models that differ in it alone agree on the likely tokens, up to the
+    noise of all other logits, as a student and its teacher do.
+    """
     generator = np.random.default_rng(seed)
     candidates = _zipf_rows(shape, generator)
     logits = LARGEST_LOGIT - DECAY * np.log(np.arange(1, CANDIDATES + 1))
     probabilities = np.exp(logits - logits.max())
     ranks = generator.choice(CANDIDATES, shape.tokens, p=probabilities / probabilities.sum())
-    c = classifier(shape, dtype, seed)
+    c = classifier(shape, dtype, seed if of_head is None else of_head)
     weighted = jnp.zeros((shape.tokens, shape.width), jnp.float32)
     for k in range(CANDIDATES):
         weighted += logits[k] * c[candidates[:, k]].astype(jnp.float32)

@@ -39,12 +39,13 @@ more_data() {
 profile() { $python -m bench.profile --out "$out/profile.json"; }
 tune() { $python -m bench.tune --out "$out/tune.json"; }
 torch() { $python -m bench.bridge --out "$out/bridge.json" && $python -m bench.ignored --out "$out/ignored.json"; }
+numbers() { $python -m bench.log_probs --out "$out/log-probs.json" && $python -m bench.divergence --out "$out/divergence.json"; }
 hugging_face() { $python -m bench.hugging_face --out "$out/hugging-face"; }
 example() { $python examples/compare_losses.py --out "$out/train_lm.png"; }
 sparsity() { $python -m bench.sparsity --out "$out/sparsity"; }
 training() { $python -m bench.training --out "$out/training"; }
 
-parts="tests shapes more_data profile tune torch hugging_face example training sparsity alone"
+parts="tests shapes more_data profile tune torch numbers hugging_face example training sparsity alone"
 [ "$(nvidia-smi -L | wc -l)" -gt 1 ] && parts="$parts several devices"
 status=0
 for part in ${@:-$parts}; do

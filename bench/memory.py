@@ -56,11 +56,24 @@ def of_torch(call: Call) -> float | None:
     return (torch.cuda.max_memory_allocated() - before) / MIB
 
 
+def peak(call: Call) -> float | None:
+    """MiB. XLA says what a compiled program takes; of calls from PyTorch the frameworks' pools have to tell."""
+    if call.scratch is not None and call.output is not None:
+        return (call.scratch + call.output) / MIB
+    in_torch, in_jax = of_torch(call), of_jax(call)
+    return None if in_torch is None or in_jax is None else in_torch + in_jax
+
+
 def release() -> None:
     """Give back what a method leaves behind, so that one framework's pool does not starve the other's."""
-    gc.collect()
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()  # what torch.compile has compiled
+    empty()
+
+
+def empty() -> None:
+    """Give back the memory that PyTorch's pool holds and does not use."""
+    gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -10,7 +10,7 @@ from bench.calls import Loss
 # What the versions that were measured are called on PyPI.
 PACKAGES = (
     *("torch", "triton", "transformers", "cut-cross-entropy", "liger-kernel", "quack-kernels"),
-    *("nvidia-cutlass-dsl", "tokamax"),
+    *("nvidia-cutlass-dsl", "tokamax", "trl", "verl"),
 )
 
 

@@ -51,7 +51,7 @@ def measure(
         try:
             call = programs.pop(name).result() if name in programs else step("torch", loss, *inputs)
             found = errors.of_result(METHODS[name].framework, call(), expected, e.dtype)
-            row = {**found, **_memory(call), "runtime_ms": steady(call, rounds)}
+            row = {**found, "op_mem_mb": memory.peak(call), "runtime_ms": steady(call, rounds)}
             results.rows.append({**common, "method": name, **row})
         except Exception as error:
             results.failed.append({**common, "method": name, "reason": first_line(error)})
@@ -73,14 +73,6 @@ def _compiled(names: Sequence[str], inputs: Inputs) -> dict[str, Future[Call]]:
         }
         wait(futures.values())
     return futures
-
-
-def _memory(call: Call) -> Row:
-    """op_mem_mb. XLA says what a compiled program takes; of calls from PyTorch the frameworks' pools have to tell."""
-    if call.scratch is not None and call.output is not None:
-        return {"op_mem_mb": (call.scratch + call.output) / memory.MIB}
-    of_torch, of_jax = memory.of_torch(call), memory.of_jax(call)
-    return {"op_mem_mb": None if of_torch is None or of_jax is None else of_torch + of_jax}
 
 
 def _floor(matmuls: Iterable[Call], rounds: int) -> float:

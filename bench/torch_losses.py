@@ -40,6 +40,13 @@ def _chunk(e: Tensor, c: Tensor, targets: Tensor, tokens: int) -> tuple[Tensor, 
     return loss, dz @ c, dz.T @ e
 
 
+def policy(numbers: Any, old: Tensor, advantage: Tensor) -> Tensor:
+    """GRPO's clip and an entropy bonus, as in bench/log_probs.py."""
+    ratio = (numbers.log_probs - old).exp()
+    gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    return -gain if numbers.entropy is None else -gain - 0.01 * numbers.entropy
+
+
 class _InChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, e: Tensor, c: Tensor, targets: Tensor, chunk: Any) -> Tensor:

@@ -46,6 +46,45 @@ def mean_loss(e: jax.Array, c: jax.Array, targets: jax.Array) -> Truth:
         return Truth(loss / tokens, numbers.concatenate(de), numbers.asarray(dc))
 
 
+class OfStudent(NamedTuple):
+    """A divergence from a teacher, the mean over tokens, and the gradient of the student's e."""
+
+    loss: float
+    de: Array
+
+
+@partial(jax.jit, static_argnames="beta", compiler_options={"xla_gpu_autotune_level": 0})
+def _divergence_block(e: jax.Array, c: jax.Array, teacher_e: jax.Array, teacher_c: jax.Array, beta: float):
+    """The sum over a block of tokens, and de."""
+    t = jax.nn.log_softmax(teacher_e @ teacher_c.T)
+
+    def divergence(z: jax.Array) -> jax.Array:
+        def kl(p: jax.Array, q: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.exp(p) * (p - q))
+
+        s = jax.nn.log_softmax(z)
+        if beta in (0, 1):
+            return kl(s, t) if beta else kl(t, s)
+        m = jnp.logaddexp(t + np.log(beta), s + np.log(1 - beta))
+        return beta * kl(t, m) + (1 - beta) * kl(s, m)
+
+    loss, dz = jax.value_and_grad(divergence)(e @ c.T)
+    return loss, dz @ c
+
+
+def mean_divergence(e: jax.Array, c: jax.Array, teacher_e: jax.Array, teacher_c: jax.Array, beta: float) -> OfStudent:
+    """beta: 0 for the forward KL divergence, 1 for the reverse one, between them that of Jensen and Shannon."""
+    with jax.enable_x64(True):
+        tokens, wide, teacher_wide = e.shape[0], c.astype(jnp.float64), teacher_c.astype(jnp.float64)
+        de, loss = [], 0.0
+        for i in range(0, tokens, BLOCK):
+            rows, of_teacher = (x[i : i + BLOCK].astype(jnp.float64) for x in (e, teacher_e))
+            part, de_block = _divergence_block(rows, wide, of_teacher, teacher_wide, beta)
+            de.append(de_block / tokens)
+            loss += float(part)
+        return OfStudent(loss / tokens, jnp.concatenate(de))
+
+
 @jax.jit
 def _squares(actual: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.sum(jnp.square(actual.astype(jnp.float64) - want)), jnp.sum(jnp.square(want))

@@ -51,7 +51,6 @@ and nothing in its row of e, not even a NaN, reaches a gradient. A target of V o
 (3") for an id that is negative, or V or more.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -59,13 +58,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from cce_jax import devices, losses, passes, reference, settings
+from cce_jax import devices, losses, passes, reference, rules, settings
 from cce_jax.devices import Held
 from cce_jax.losses import Common, Loss, Terms, TokenNumbers
 from cce_jax.plans import Core, plan_for
 from cce_jax.sharding import Layout
-from cce_kernels.numbers import Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
-from cce_kernels.residuals import Left, Residuals
+from cce_kernels.numbers import Cotangents, Gradients, Inputs, Statistics, Wanted
+from cce_kernels.residuals import Residuals
 from cce_kernels.selections import NOTHING as NO_SELECTIONS
 from cce_kernels.selections import Asked, Selections
 
@@ -104,22 +103,22 @@ def _statistics(core: Core, layout: Layout | None, asked: Asked, inputs: Inputs)
 
 @settings.defaults()
 def _statistics_fwd(core: Core, layout: Layout | None, asked: Asked, inputs):
-    wanted, inputs = _wanted(inputs), _values(inputs)
+    wanted, inputs = rules.wanted_of(inputs), rules.values(inputs)
     run = partial(_forward, core=core, layout=layout, asked=asked, wanted=wanted)
-    out, selected, held = _first_order_only(run)(inputs)
-    return (out, selected), (_as_shape(wanted), inputs, out, held)
+    out, selected, held = rules.first_order_only(run)(inputs)
+    return (out, selected), (rules.as_shape(wanted), inputs, out, held)
 
 
 @settings.defaults()
 def _statistics_bwd(core: Core, layout: Layout | None, asked: Asked, residuals, of_results):
     (shape_of_wanted, inputs, numbers, held), (cotangents, _) = residuals, of_results
     zeros = jnp.zeros_like(numbers.lse)
-    if _is_symbolic_zero(cotangents.mean):  # the entropy is only logged
+    if rules.is_symbolic_zero(cotangents.mean):  # the entropy is only logged
         cotangents, core = cotangents._replace(mean=None), replace(core, with_mean=False)
-    ids = None if _is_symbolic_zero(cotangents.ids) else cotangents.ids
-    of = Cotangents(*[zeros if _is_symbolic_zero(x) else x for x in cotangents._replace(ids=ids)])
-    run = partial(_backward, core=core, layout=layout, wanted=_from_shape(shape_of_wanted))
-    found = _first_order_only(run)(inputs, held, of)
+    ids = None if rules.is_symbolic_zero(cotangents.ids) else cotangents.ids
+    of = Cotangents(*[zeros if rules.is_symbolic_zero(x) else x for x in cotangents._replace(ids=ids)])
+    run = partial(_backward, core=core, layout=layout, wanted=rules.from_shape(shape_of_wanted))
+    found = rules.first_order_only(run)(inputs, held, of)
     return (Inputs(found.e, found.c, found.bias, None, None, None),)  # type: ignore[arg-type]
 
 
@@ -215,20 +214,20 @@ def _summed(core: Core, loss: Loss, layout: Layout | None, of: Summands):
 
 @settings.defaults()
 def _summed_fwd(core: Core, loss: Loss, layout: Layout | None, of: Summands):
-    wanted, given = _wanted(of.inputs), _values(of)
+    wanted, given = rules.wanted_of(of.inputs), rules.values(of)
     run = partial(_formed, core=core, loss=loss, layout=layout, wanted=wanted)
-    value, total, shown, left = _first_order_only(run)(given)
-    return (value, shown, total), (_as_shape(wanted), given, left)
+    value, total, shown, left = rules.first_order_only(run)(given)
+    return (value, shown, total), (rules.as_shape(wanted), given, left)
 
 
 @settings.defaults()
 def _summed_bwd(core: Core, loss: Loss, layout: Layout | None, residuals, cotangents):
     shape_of_wanted, given, left = residuals
-    of_sum, of_lse = (None if _is_symbolic_zero(x) else x for x in (cotangents[0], cotangents[1].lse))
-    wanted, found = _from_shape(shape_of_wanted), Gradients(None, None, None)
+    of_sum, of_lse = (None if rules.is_symbolic_zero(x) else x for x in (cotangents[0], cotangents[1].lse))
+    wanted, found = rules.from_shape(shape_of_wanted), Gradients(None, None, None)
     if wanted != NOTHING:
         run = partial(_gradients_of_sum, core=core, loss=loss, layout=layout, wanted=wanted)
-        found = _first_order_only(run)(given, (of_sum, of_lse), left)
+        found = rules.first_order_only(run)(given, (of_sum, of_lse), left)
     return (Summands(Inputs(found.e, found.c, found.bias, None, None, None), None, None),)  # type: ignore[arg-type]
 
 
@@ -249,7 +248,7 @@ def _formed(of: Summands, core: Core, loss: Loss, layout: Layout | None, wanted:
         else:
             forward = _on_one_device if layout is None else partial(devices.of_columns, layout=layout)
             numbers, held = forward(inputs, core=core, wanted=None if wanted == NOTHING else wanted)
-        return *losses.totals(numbers, terms, common, loss, vocabulary), (numbers, _filled(held))
+        return *losses.totals(numbers, terms, common, loss, vocabulary), (numbers, rules.filled(held))
 
     if layout is not None:
         return devices.sum_over_tokens(run, of, core, layout)
@@ -264,7 +263,7 @@ def _gradients_of_sum(
 
     def run(given: Summands, of: tuple, left: Any, core: Core) -> Gradients:
         (inputs, terms, common), (of_sum, of_lse), (numbers, filled) = given, of, left
-        held, found = _emptied(numbers, filled), None
+        held, found = rules.emptied(numbers, filled), None
         residuals, shard = held.residuals, held.shard
         of_numbers = Cotangents(*[None if x is None else jnp.zeros_like(x) for x in numbers])  # type: ignore[arg-type]
         if residuals.of_one_factor:
@@ -289,73 +288,3 @@ def _gradients_of_sum(
 def _vocabulary(inputs: Inputs, core: Core, layout: Layout | None) -> int:
     """V, from the columns of one device."""
     return core.head.vocabulary(inputs.c) * (1 if layout is None else layout.size(layout.columns))
-
-
-ABSENT = 1, 1, 1, 1  # no residual has so many axes
-
-
-def _filled(held: Held) -> tuple[jax.Array, ...]:
-    """The arrays of held, with arrays ABSENT in place of None, so that all residuals have one tree: see `_as_shape`.
-
-    No array is a scalar, as devices keep their parts of an array one after another; and none is empty, as XLA of JAX
-    0.11 crashes on an empty array that several devices share.
-    """
-    *residuals, last = held.residuals
-    of_shard = (None,) * 3 if held.shard is None else (*held.numbers[:2], held.shard.reference)
-    arrays = *residuals, *(last or (None,) * len(Left._fields)), *of_shard
-    return tuple(jnp.zeros(ABSENT, bool) if x is None else jnp.atleast_1d(x) for x in arrays)
-
-
-def _emptied(numbers: Statistics, arrays: tuple[jax.Array, ...]) -> Held:
-    """The inverse of `_filled`. numbers: over all columns."""
-    *others, lse, target, reference = (None if x.ndim == len(ABSENT) else x for x in arrays)
-    residuals, left = others[: -len(Left._fields)], Left(*others[-len(Left._fields) :])  # type: ignore[arg-type]
-    last = None if left.left is None else left
-    of_device = Residuals(*residuals, last)  # type: ignore[arg-type]
-    if lse is None:
-        return Held(numbers, of_device, None)
-    shard = Shard(numbers.lse, reference, numbers.mean)  # type: ignore[arg-type]
-    return Held(Statistics(lse, target, None), of_device, shard)  # type: ignore[arg-type]
-
-
-def _as_shape(wanted: Wanted) -> jax.Array:
-    """wanted, encoded in the shape of an array.
-
-    JAX keeps a traced forward rule for each pattern of differentiated inputs, but only the last residual tree for all
-    of them. Static facts in that tree would reach the wrong backward rule. The shape of a leaf reaches the right one.
-    """
-    return jnp.zeros((1 + wanted.e, 1 + wanted.c, 1 + wanted.bias), bool)
-
-
-def _from_shape(x: jax.Array) -> Wanted:
-    return Wanted(*(n == 2 for n in x.shape))
-
-
-def _wanted(inputs: Inputs) -> Wanted:
-    """Which gradients JAX asks for, in a rule with symbolic zeros."""
-    return Wanted(*(x is not None and x.perturbed for x in (inputs.e, inputs.c, inputs.bias)))  # type: ignore[attr-defined]
-
-
-def _values(arrays: Any) -> Any:
-    return jax.tree.map(lambda x: x.value, arrays, is_leaf=lambda x: hasattr(x, "perturbed"))
-
-
-def _is_symbolic_zero(x) -> bool:
-    return isinstance(x, jax.custom_derivatives.SymbolicZero)
-
-
-def _first_order_only(function: Callable) -> Callable:
-    """function, which raises a clear error if JAX differentiates it: that is a second derivative of the loss."""
-
-    @jax.custom_jvp
-    def guarded(*arrays):
-        return function(*arrays)
-
-    @guarded.defjvp
-    def _(primals, tangents):
-        raise NotImplementedError(
-            "linear_cross_entropy has first derivatives only with impl='cce', 'chunked' and 'auto'; "
-            "impl='reference' has forward-mode and higher-order derivatives, and holds the full logits"
-        )
-
-    return guarded

@@ -132,7 +132,7 @@ def sum_over_tokens(run: Callable, of: Any, core: Core, layout: Layout) -> tuple
 
     def on_device(of: Any):
         whole = _gathered(passes.in_type_of_e(of.inputs), core, layout)
-        flat = jax.tree.map(lambda x: _all_tokens(x, layout).reshape(-1), of.terms)
+        flat = _flat_terms(of.terms, of.inputs, layout)
         *found, left = run(of._replace(inputs=passes.flat(whole), terms=flat), core)
         total, shown = jax.tree.map(lambda x: _own_tokens(x.reshape(whole.targets.shape), layout), found)
         return _summed(jnp.sum(of.terms.weight * total), over), total, shown, left
@@ -157,13 +157,18 @@ def gradients_of_sum(
     def on_device(given: Any, of: tuple, left: Any) -> Gradients:
         whole, flat = _inputs_of_device(given.inputs, core, layout)
         of_sum, of_lse = of
-        terms, of_lse = jax.tree.map(lambda x: _all_tokens(x, layout).reshape(-1), (given.terms, of_lse))
+        terms, of_lse = _flat_terms((given.terms, of_lse), given.inputs, layout)
         found = run(given._replace(inputs=flat, terms=terms), _added((of_sum, of_lse), layout), left, core)
         return _exchanged(found, whole.e.shape, given.inputs.e.dtype, core, layout, sums)
 
     specs = _specs_of_summands(given, core, layout), (P(), layout.spec_of_tokens), _each(layout)
     mapped = _on_devices(on_device, layout, specs, _specs_of_gradients(core, layout, wanted))
     return _typed_gradients(mapped(given, of, left), inputs, layout)
+
+
+def _flat_terms(terms: Any, inputs: Inputs, layout: Layout) -> Any:
+    """A tree of arrays that begin with the axes of the device's tokens, with one axis of all tokens of the device."""
+    return jax.tree.map(lambda x: passes.flat_tokens(_all_tokens(x, layout), inputs), terms)
 
 
 def form_gradients(

@@ -38,6 +38,7 @@ class Core:
     debug_nans: bool = False  # jax_debug_nans: what a pass leaves for the other holds no NaN of an ignored token
     with_mean: bool = False  # whether the mean of the logits is asked for
     mean_is_detached: bool = False  # whether the mean gets no cotangent
+    teacher_width: int = 0  # of the teacher of a divergence; 0: there is none
 
 
 class Decided(NamedTuple):
@@ -97,6 +98,7 @@ def _plan(
         mean_is_detached=core.mean_is_detached,
         with_temperature=inputs.inverse_temperature is not None,
         ids=0 if inputs.ids is None else inputs.ids.shape[-1],
+        teacher_width=core.teacher_width,
     )
     return plan_of(call, gpu, impl, *decided)
 

@@ -123,11 +123,16 @@ def inverse_temperature(given: Arrays, core: Core) -> tuple[Any, Any]:
     e, scale, temperature = given.e, given.scale, given.temperature
     if temperature is None:
         return scale, None
-    temperature = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.promote_types(e.dtype, jnp.float32)))
-    inverse = jnp.where(temperature > 0, 1 / temperature, jnp.nan)
-    if temperature.size == 1 and core.head.softcap is None:
+    inverse = inverted(temperature, e.dtype)
+    if inverse.size == 1 and core.head.softcap is None:
         return inverse.reshape(1) if scale is None else scale * inverse.reshape(1), None
     return scale, jnp.broadcast_to(inverse, e.shape[:-1])
+
+
+def inverted(temperature: Any, dtype: Any) -> jax.Array:
+    """1 / temperature, at least float32, without a gradient; NaN where it is not positive. dtype: of e."""
+    temperature = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.promote_types(dtype, jnp.float32)))
+    return jnp.where(temperature > 0, 1 / temperature, jnp.nan)
 
 
 def may_chunk(gpu: Gpu | None) -> bool:

@@ -18,28 +18,28 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 
-def reverse_mode_only(x: jax.Array) -> jax.Array:
-    """x. TypeError if JAX evaluates the tangent of x."""
-    return _identity.bind(x)
+def reverse_mode_only(x: jax.Array, name: str = "linear_cross_entropy") -> jax.Array:
+    """x. TypeError if JAX evaluates the tangent of x. name: of the public function, for the error."""
+    return _identity.bind(x, name=name)
 
 
-def _refuse(*_: Any, **__: Any) -> NoReturn:
+def _refuse(*_: Any, name: str, **__: Any) -> NoReturn:
     raise TypeError(
-        "linear_cross_entropy has no forward-mode derivative (jax.jvp, jax.jacfwd, jax.linearize) with impl='cce', "
+        f"{name} has no forward-mode derivative (jax.jvp, jax.jacfwd, jax.linearize) with impl='cce', "
         "'chunked' and 'auto'; impl='reference' has one, and holds the full logits"
     )
 
 
 _tangent = Primitive("reverse_mode_only_tangent")
-_tangent.def_abstract_eval(lambda x: x)
+_tangent.def_abstract_eval(lambda x, name: x)
 _tangent.def_impl(_refuse)
 mlir.register_lowering(_tangent, _refuse)
-ad.deflinear(_tangent, lambda cotangent: [cotangent])
+ad.deflinear(_tangent, lambda cotangent, name: [cotangent])
 batching.primitive_batchers[_tangent] = _refuse
 
 _identity = Primitive("reverse_mode_only")
-_identity.def_abstract_eval(lambda x: x)
-_identity.def_impl(lambda x: x)
-mlir.register_lowering(_identity, lambda _, x: [x])
-ad.defjvp(_identity, lambda tangent, _: _tangent.bind(tangent))
+_identity.def_abstract_eval(lambda x, name: x)
+_identity.def_impl(lambda x, name: x)
+mlir.register_lowering(_identity, lambda _, x, name: [x])
+ad.defjvp(_identity, lambda tangent, _, name: _tangent.bind(tangent, name=name))
 batching.defvectorized(_identity)

@@ -134,6 +134,18 @@ class Layout:
         parts = self.size(tuple(a for a in self.width if a not in self.mapped))
         return tuple(n * (parts if axis != vocab_axis else 1) for axis, n in enumerate(c.shape))  # type: ignore[return-value]
 
+    def whole_shape(self, c: Any, vocab_axis: int) -> tuple[int, ...]:
+        """The shape of the whole c. c: the caller's."""
+        shape = list(self.whole_width(c, vocab_axis))
+        shape[vocab_axis] = self.whole_vocabulary(c, vocab_axis)
+        return tuple(shape)
+
+    def gathering_c(self) -> "Layout":
+        """The layout in which c is gathered over the axes that split the tokens too, never e."""
+        gathered = self.gathered | self.gathered_tokens
+        vocabulary = tuple(sorted(self.vocabulary, key=lambda a: a in gathered))
+        return replace(self, vocabulary=vocabulary, gathered=gathered, gathered_tokens=frozenset())
+
     def local(self) -> "Layout":
         """The layout over those axes alone that the caller's own jax.shard_map has made Manual."""
 

@@ -13,11 +13,24 @@ import pytest
 import torch
 
 from bench import __main__ as command
-from bench import errors, methods, plot, profile, report, tolerance, torch_losses
+from bench import (
+    divergence,
+    errors,
+    float32_head,
+    log_probs,
+    methods,
+    plot,
+    profile,
+    report,
+    rivals,
+    tolerance,
+    torch_losses,
+)
 from bench import truth as float64
 from bench.calls import Call, step
 from bench.data import HEADS, SHAPES, Shape, flat, trained
 from bench.devices.__main__ import related
+from bench.in_time import prepared, timed
 from bench.measure import HEATING, in_turns, steady
 from bench.run import measure
 from bench.sparsity.inputs import mean_probabilities
@@ -163,6 +176,26 @@ def test_the_table_of_three_heads_has_the_points_of_the_picture():
         assert sorted(filter(None, cells)) == sorted(f"{ms:.1f} ms, {held:.0f}" for held, ms in points.values())
 
 
+def test_log_probs_of_ours_and_of_a_float32_head_are_not_those_of_rounded_logits(monkeypatch):
+    monkeypatch.setattr(float32_head, "BLOCK", 48)  # two blocks, the last one ragged
+    ours, rounded, in_float32 = float32_head.rows_of("trained", Shape(64, 1024, 512))
+    assert (ours["way"], rounded["way"], in_float32["way"]) == tuple(float32_head.WAYS)
+    assert max(ours["max"], in_float32["max"]) < 1e-3 * rounded["max"]
+    assert 0.01 < rounded["max"] < 0.126  # logits between 16 and 32 are rounded by up to 2⁻⁴: the target's, and lse's
+
+
+def test_the_page_has_the_errors_of_the_float32_head():
+    page, results = Path("docs/log-probabilities.md").read_text(), Path("bench/results/float32-head.json")
+    text = page.split("## A head in float32\n")[1].split("\n## ")[0]
+    ours, rounded, in_float32 = (x for x in json.loads(results.read_text())["rows"] if x["data"] == "trained")
+    for row in (ours, in_float32):
+        assert f"{row['max']:.1e}".replace("e-0", "e-") in text
+        assert f"{row['mean']:.1e}".replace("e-0", "e-") in text
+    assert f"{rounded['max']:.2f} and {rounded['mean']:.3f} in the mean" in text.replace("\n", " ")
+    assert f"may be {rounded['largest_ratio']:.2f} " in text
+    assert report.size(ours["shape"]) in text
+
+
 def test_truth(monkeypatch):
     monkeypatch.setattr(float64, "BLOCK", 16)  # several blocks, the last one ragged
     given = inputs(Case("plain", leading=(40,), width=12, vocabulary=90, ignored=0.0))
@@ -218,3 +251,147 @@ def test_ids_in_order_of_probability_change_no_loss():
     assert likely[:256].min() >= likely[256:].max()
     first, second = tolerance.errors((c, 2 * c), (c, c))
     assert (first, second) == (0, 1)
+
+
+def failing(after: int):
+    """A call that fails after so many times."""
+    left = iter(range(after))
+    return lambda: Call(lambda: next(left), lambda _: None)
+
+
+def test_a_call_that_fails_stops_no_other(monkeypatch):
+    monkeypatch.setattr("bench.measure.HEATING", 0.0)
+    fine = Call(lambda: 1, lambda _: None)
+    found = prepared({"now": failing(0), "in its turn": failing(6), "fine": lambda: fine}, 1)
+    assert (list(found.calls), list(found.missing)) == (["in its turn", "fine"], ["now"])
+    times = timed({"ours": fine}, found, 1)
+    assert (list(times), list(found.missing)) == (["ours", "fine"], ["now", "in its turn"])
+    assert "StopIteration" in found.missing["in its turn"]
+
+
+def test_no_call_is_begun_for_which_no_time_is_left():
+    slow = Call(lambda: time.sleep(0.02), lambda _: None)  # 8 calls of it take 0.16 s, and it is heated for 0.3 s
+    makes = {name: lambda: slow for name in ("first", "second", "third")}
+    found = prepared(makes, 1, 0.7)
+    assert list(found.calls) == ["first"]
+    assert "ms a call" in found.missing["second"]
+    assert list(prepared(makes, 1, 0).missing) == list(makes)
+
+
+def numbers(fault: str):
+    """Another package's numbers, which a run must survive or mark."""
+
+    def found(e, c, targets, temperature):
+        if fault == "raises":
+            raise RuntimeError("a shape of mine")
+        return [x + 1 for x in rivals.full_logits.numbers()(e, c, targets, temperature)]
+
+    return lambda *_: __import__("a_package_that_is_not_here") if fault == "missing" else found
+
+
+def test_numbers_per_token_in_turns_with_others(monkeypatch, tmp_path):
+    """The command with few calls: its rows, and what it says of others that are missing, fail or are wrong."""
+    monkeypatch.setattr("bench.measure.HEATING", 0.0)
+    for ours in ("forwards", "steps"):
+        all_of = getattr(log_probs, ours)
+        few = lambda x, all_of=all_of: {k: f for k, f in all_of(x).items() if k in log_probs.COMPARED}  # noqa: E731
+        monkeypatch.setattr(log_probs, ours, few)
+    in_torch = log_probs.in_torch
+    monkeypatch.setattr(
+        log_probs, "in_torch", lambda x: {k: f for k, f in in_torch(x).items() if k.endswith("the loss")}
+    )
+    loads = {x: numbers(x) for x in ("missing", "raises", "wrong")}
+    monkeypatch.setattr(rivals, "NUMBERS", {"full logits": rivals.full_logits.numbers, **loads})
+    out = tmp_path / "numbers.json"
+    monkeypatch.setattr(
+        sys, "argv", ["", "--shape", "64x128x512", "--rounds", "1", "--seconds", "30", "--out", str(out)]
+    )
+    log_probs.main()
+    kept = json.loads(out.read_text())
+    assert [x["call"] for x in kept["rows"]] == [*log_probs.COMPARED, "PyTorch: the loss"]
+    assert all(x["runtime_ms"] > 0 and x["ratio"] > 0 and x["of_loss"] > 0 for x in kept["rows"] + kept["others"])
+    forward, step = "log_probs, entropy", "log_probs and entropy of a vector"
+    others = {x["call"]: x for x in kept["others"] if ": " in x["call"]}
+    assert list(others) == [f"{x}: {call}" for x in ("full logits", "wrong") for call in (forward, step)]
+    for call in (forward, step):
+        for name in ("log_probs_error", "entropy_error"):
+            assert others[f"full logits: {call}"][name] < 0.4, "the rounding of logits of 20 to 40"
+            assert others[f"wrong: {call}"][name] > 0.6
+    row, base = others[f"wrong: {step}"], next(x for x in kept["others"] if x["call"] == log_probs.LOSS)
+    assert row["of_loss"] == row["runtime_ms"] / base["runtime_ms"]
+    assert [x["call"].split(":")[0] for x in kept["missing"]] == ["missing", "missing", "raises", "raises"]
+    assert "a shape of mine" in kept["missing"][2]["reason"]
+
+
+def test_what_a_call_is_relative_to():
+    assert log_probs.base("PyTorch: token loss") == "PyTorch: the loss"
+    assert log_probs.base("token loss with an entropy bonus, logits' bytes") == "the loss, logits' bytes"
+    assert log_probs.base("TRL: log_probs and entropy of a vector") == "the loss"
+    assert log_probs.base("TRL: log_probs, entropy") == "forward of the loss"
+
+
+def of_trl(monkeypatch):
+    """TRL's modules of kernels, whose constants the benchmark changes, and gets back after the test."""
+    for name, constants in {"logprob": ["TOKEN"], "divergence": ["TOKEN", "VOCAB"]}.items():
+        module = pytest.importorskip(f"trl.kernels.chunked_{name}")
+        for x in constants:
+            monkeypatch.setattr(module, f"{x}_CHUNK_SIZE", getattr(module, f"{x}_CHUNK_SIZE"))
+
+
+@pytest.mark.parametrize("name", ["full logits", "TRL"])
+def test_others_numbers_are_those_of_the_truth(name, monkeypatch):
+    """log_probs, entropy, and gradients for a cotangent of each, of three chunks in both directions."""
+    if name == "TRL":
+        of_trl(monkeypatch)
+    e, c, targets = flat(Shape(40, 24, 90), jnp.float32)
+    draw = np.random.default_rng(0)
+    of_log_probs, of_entropy = cotangents = [jnp.asarray(draw.normal(size=40), jnp.float32) for _ in range(2)]
+    load = {"full logits": rivals.full_logits.numbers(), "TRL": rivals.trl.numbers(16, 32)}[name]
+    found, gradients = rivals.step(load, e, c, targets, *cotangents)()
+    for x, again in zip(found, rivals.forward(load, e, c, targets)(), strict=True):
+        np.testing.assert_array_equal(x, again)
+    e, c, g, h = (np.asarray(x, np.float64) for x in (e, c, of_log_probs, of_entropy))
+    z = e @ c.T
+    log_p = z - np.logaddexp.reduce(z, 1, keepdims=True)
+    p, is_target = np.exp(log_p), np.eye(90)[np.asarray(targets)]
+    entropy = -np.sum(p * log_p, 1)
+    dz = g[:, None] * (is_target - p) - h[:, None] * p * (log_p + entropy[:, None])
+    for x, want in zip((*found, *gradients), (log_p[is_target > 0], entropy, dz @ c, dz.T @ e), strict=True):
+        np.testing.assert_allclose(x, want, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("kind", divergence.BETAS)
+def test_others_divergences_are_those_of_the_truth(kind, monkeypatch):
+    monkeypatch.setattr(float64, "BLOCK", 16)  # several blocks, the last one ragged
+    of_trl(monkeypatch)
+    arrays = *flat(Shape(40, 24, 90), jnp.float32)[:2], *flat(Shape(40, 20, 90), jnp.float32, seed=1)[:2]
+    truth = float64.mean_divergence(*arrays, divergence.BETAS[kind])
+    e, c, teacher_e, teacher_c = (np.asarray(x, np.float64) for x in arrays)
+    s, t = (np.exp(z - np.logaddexp.reduce(z, 1, keepdims=True)) for z in (e @ c.T, teacher_e @ teacher_c.T))
+    pairs = {"forward_kl": [(t, s)], "reverse_kl": [(s, t)], "jsd": [(t, (s + t) / 2), (s, (s + t) / 2)]}[kind]
+    want = np.mean([np.sum(p * np.log(p / q), 1).mean() for p, q in pairs])
+    assert truth.loss == pytest.approx(want, rel=1e-9)
+    check, beta = divergence.against(truth), divergence.BETAS[kind]
+    for load in (rivals.full_logits.divergence(beta), rivals.trl.divergence(beta, 16, 32)):
+        found = check(rivals.loss_step(load, *arrays)())
+        assert max(found.values()) < 1e-4
+    doubled = check(rivals.loss_step(lambda *x: 2 * load(*x), *arrays)())
+    assert [*doubled.values()] == pytest.approx([1, 1], rel=1e-3)
+
+
+def test_divergences_in_turns_with_others(monkeypatch, tmp_path):
+    monkeypatch.setattr("bench.measure.HEATING", 0.0)
+    monkeypatch.setattr(
+        rivals, "DIVERGENCES", {"full logits": rivals.full_logits.divergence, "none": numbers("missing")}
+    )
+    out = tmp_path / "divergence.json"
+    arguments = ["", "--shape", "64x128x512", "--teacher-width", "96", "--divergence", "jsd", "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--out", str(out)])
+    divergence.main()
+    kept = json.loads(out.read_text())
+    calls = {x["call"]: x for x in kept["rows"] + kept["others"]}
+    assert 0 < calls["full logits"]["de_error"] < 0.1
+    ours = {"cce_jax", "cce_torch"}
+    assert set(calls) | {x["call"] for x in kept["missing"]} == ours | {"full logits", "none"}
+    assert {x["call"] for x in kept["missing"]} >= {"none"}
+    assert all(calls[x]["de_error"] < 0.1 for x in ours & set(calls))

@@ -15,7 +15,7 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 MOST_FILES = {"JAX": 7, "PyTorch": 9}
 MOST_ARGUMENTS = 8
 # with an argument for each option
-PUBLIC = {"linear_cross_entropy", "linear_log_probs", "linear_token_loss", "explain", "__init__"}
+PUBLIC = {"linear_cross_entropy", "linear_log_probs", "linear_token_loss", "linear_divergence", "explain", "__init__"}
 
 
 @cache

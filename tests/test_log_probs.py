@@ -43,10 +43,15 @@ def drawn(seed: int, dtype: Any, vocab_axis: int, ignored: float):
     return rng, e, c, jnp.asarray(rng.normal(size=vocabulary), dtype), targets
 
 
-def weighted(rng, found, want):
-    """The sums of both, each number with a weight of its own: their gradients need every cotangent."""
-    weights = [rng.normal(size=x.shape) for x in want]
-    return [lambda numbers: sum((w * x).sum() for w, x in zip(weights, numbers, strict=True))] * 2
+def with_gradients(numbers, weights, arrays):
+    """The numbers, and the gradients of their sum with weights, in one program: they need every cotangent."""
+
+    def total(*arrays):
+        found = numbers(*arrays)
+        return sum(jnp.sum(w * x) for w, x in zip(weights, found, strict=True)), found
+
+    gradients, found = jax.jit(jax.grad(total, tuple(range(len(arrays))), has_aux=True))(*arrays)
+    return found, gradients
 
 
 ERRORS = {"float32": 3e-5, "bfloat16": 2e-2, "float16": 4e-3}  # relative to the largest number
@@ -67,9 +72,9 @@ ERRORS = {"float32": 3e-5, "bfloat16": 2e-2, "float16": 4e-3}  # relative to the
 def test_numbers_and_gradients(seed, impl, dtype, vocab_axis, softcap, cooled, shift, with_bias, ignored):
     rng, e, c, bias, targets = drawn(seed, dtype, vocab_axis, ignored)
     shift = min(shift, e.shape[1] - 1)
-    of = {"tokens": e.shape[:2], "sequences": (e.shape[0], 1)}
+    shapes = {"tokens": e.shape[:2], "sequences": (e.shape[0], 1)}
     temperature: Any = {"one": 1.0, "number": 0.7}.get(cooled) or jnp.asarray(
-        rng.uniform(0.3, 3, of[cooled]), "float32"
+        rng.uniform(0.3, 3, shapes[cooled]), "float32"
     )
     options = {
         "softcap": softcap,
@@ -78,19 +83,16 @@ def test_numbers_and_gradients(seed, impl, dtype, vocab_axis, softcap, cooled, s
         "shift": shift,
         "vocab_axis": vocab_axis,
     }
+    given = [e, c, bias][: 2 + with_bias]
+    of = rng.normal(size=(3, e.shape[0], e.shape[1] - shift))
     with jax.enable_x64(True):
-        full, arrays = Full(targets, **options), [jnp.asarray(x, "float64") for x in (e, c, bias)][: 2 + with_bias]
-        want = full(*arrays)
-        of_found, of_want = weighted(rng, want, want)
-        wanted = jax.grad(lambda *x: of_want(full(*x)), tuple(range(len(arrays))))(*arrays)
+        want, wanted = with_gradients(Full(targets, **options), of, [jnp.asarray(x, "float64") for x in given])
         want, wanted = jax.tree.map(np.float64, (want, wanted))
 
     def numbers(e, c, bias=None):
         return linear_log_probs(e, c, targets, bias, entropy=True, impl=impl, **options)[:3]
 
-    given = [e, c, bias][: 2 + with_bias]
-    found = numbers(*given)
-    gradients = jax.grad(lambda *x: of_found(numbers(*x)), tuple(range(len(given))))(*given)
+    found, gradients = with_gradients(numbers, of, given)
     largest = max(1, *(np.abs(x).max(initial=0) for x in want))
     for x, y in zip(found, want, strict=True):
         assert x is not None
@@ -131,10 +133,10 @@ def test_given_ids(seed, impl, dtype, vocab_axis, number, shift):
         found = jnp.where(kept, jnp.where(at < 0, -jnp.inf, found), 0)
         return jnp.sum(jnp.where(at >= 0, weight * found, 0)), found
 
-    (_, found), gradients = jax.value_and_grad(here, (0, 1, 2), has_aux=True)(e, c, bias)
+    (_, found), gradients = jax.jit(jax.value_and_grad(here, (0, 1, 2), has_aux=True))(e, c, bias)
     with jax.enable_x64(True):
         wide = (jnp.asarray(x, "float64") for x in (e, c, bias))
-        (_, want), wanted = jax.value_and_grad(full, (0, 1, 2), has_aux=True)(*wide)
+        (_, want), wanted = jax.jit(jax.value_and_grad(full, (0, 1, 2), has_aux=True))(*wide)
         want, wanted = jax.tree.map(np.float64, (want, wanted))
     np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-4)
     for x, y in zip(gradients, wanted, strict=True):
@@ -341,8 +343,8 @@ def test_a_loss_of_the_users_own_is_that_of_the_numbers(seed, impl, reduction, s
         loss = loss if reduction == "none" else jnp.sum(loss) / (1 if reduction == "sum" else count)
         return jnp.sum(weight * loss), numbers
 
-    (found, numbers), gradients = jax.value_and_grad(here, (0, 1, 2), has_aux=True)(e, c, bias)
-    (want, all_numbers), wanted = jax.value_and_grad(of_numbers, (0, 1, 2), has_aux=True)(e, c, bias)
+    (found, numbers), gradients = jax.jit(jax.value_and_grad(here, (0, 1, 2), has_aux=True))(e, c, bias)
+    (want, all_numbers), wanted = jax.jit(jax.value_and_grad(of_numbers, (0, 1, 2), has_aux=True))(e, c, bias)
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
     for x, y in zip(jax.tree.leaves((numbers, gradients)), jax.tree.leaves((all_numbers, wanted)), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-4 * max(1, np.abs(y).max(initial=0)))

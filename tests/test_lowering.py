@@ -71,6 +71,7 @@ def names(launched) -> list[str]:
 FORWARD = ["target", "statistics", "rescue"]
 # Twice where the device chooses: until the last kept token, or all of them with the matmuls left to XLA.
 DZ = ["dz", "de", "dc", "dz"]
+SAVED_DZ = ["saved_dz", "de", "dc", "saved_dz"]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
@@ -89,7 +90,7 @@ def test_the_kernels_of_a_gradient_with_saved_exponentials():
     whole = gradient(jnp.bfloat16, *shape, memory_budget=whole_bytes(*shape))
     assert sorted(names(whole)) == sorted([*FORWARD, "replace", "targets", "clear", "de", "dc"])
     smoothed = gradient(jnp.bfloat16, *shape, memory_budget=2 * whole_bytes(*shape), label_smoothing=0.1)
-    assert sorted(names(smoothed)) == sorted([*FORWARD, "replace", "de", "dc"])
+    assert sorted(names(smoothed)) == sorted([*FORWARD, "replace", *SAVED_DZ])
     assert names(gradient(jnp.float16, *shape, memory_budget=10**10)).count("replace") == 0
 
 
@@ -237,6 +238,7 @@ VARIANTS = {
     # The slope of each logit waits in registers for its exponential; on 9.0, where other kernels serve most calls, some
     # wait in memory, once a tile.
     "all saved, softcap": Variant(BF16, ("statistics", "replace"), saved=True, softcap=30.0, spilled=320),
+    "every option, all saved": Variant(BF16, ("saved_dz",), saved=True, **RAGGED),
     "float16, every option": Variant(F16, ("statistics", "dz", "dc"), twins=True, **RAGGED),
     # On 9.0, where other kernels serve most calls, some registers wait in memory, once a tile.
     "entropy": Variant(BF16, ("target", "scattered", *LOGITS), entropy=True, twins=True, spilled=80),

@@ -129,8 +129,11 @@ def ours(x: Drawn, core: Core, names: tuple[str, ...] = ("e", "c", "bias")) -> d
     return named | {k: np.asarray(v) for k, v in gradients.items()}
 
 
-def check(x: Drawn, impl: str, memory_budget: int = 0, names: tuple[str, ...] = ("e", "c", "bias"), run=ours) -> None:
-    exact, reference = truth(x), ours(x, x.core("reference"))
+def check(
+    x: Drawn, impl: str, memory_budget: int = 0, names: tuple[str, ...] = ("e", "c", "bias"), run=ours, reference=None
+) -> None:
+    """reference: of the same call, where a test has it: it takes a compile of its own."""
+    exact, reference = truth(x), reference or ours(x, x.core("reference"))
     moved = exact.pop("moved") if x.with_mean and x.inputs.e.dtype == "bfloat16" and memory_budget else {}
     exact.pop("moved", None)
     found = run(x, x.core(impl, memory_budget), names)
@@ -169,7 +172,7 @@ def calls(draw) -> Drawn:
     )
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(calls(), st.sampled_from(IMPLS), st.sampled_from(BUDGETS))
 @example(made(bias=True, scale=True, with_sum=True, head=Head(5.0, 1, "highest")), "chunked", 0)
 @example(made(70, 16, 2500, "bfloat16", temperature=False), "chunked", 0)
@@ -314,8 +317,9 @@ def in_forward(x: Drawn, core: Core, names: tuple[str, ...]) -> dict[str, np.nda
     ids=["many are ignored", "with a weighted sum", "about equal logits", "confident tokens"],
 )
 def test_gradients_from_exponentials(x):
-    check(x, "cce", 2**40)
-    check(x, "cce", 2**30, run=in_forward)
+    reference = ours(x, x.core("reference"))
+    check(x, "cce", 2**40, reference=reference)
+    check(x, "cce", 2**30, run=in_forward, reference=reference)
 
 
 WAYS = {

@@ -267,7 +267,7 @@ def group_bytes(plan: Plan) -> int:
     assert how is not None
     assert how.dz is not None
     of_form = of_xla(plan) * rows + call.itemsize * call.width  # c_g beside
-    dz = of_form if how.dz.engine is XLA and not plan.saved else call.itemsize * rows
+    dz = of_form if how.dz.engine is XLA else call.itemsize * rows
     sums = 4 * -(-rows // (16 if plan.saved else 64)) if call.wanted is not None and call.wanted.bias else 0
     copied = of_a_copy(call) if how.products.engine is XLA else 0
     columns = how.products.groups.columns

@@ -214,7 +214,7 @@ def test_the_kernels_that_a_budget_launches(memory_budget, launches):
 
 
 @pytest.mark.parametrize(
-    ("options", "more"), [({}, {"cce_targets": 4, "cce_clear": 2}), ({"label_smoothing": 0.1}, {})]
+    ("options", "more"), [({}, {"cce_targets": 4, "cce_clear": 2}), ({"label_smoothing": 0.1}, {"cce_saved_dz": 4})]
 )
 def test_the_kernels_that_form_gradients_in_the_forward_pass(options, more):
     """One each for the chunks of the loop and for the last chunk; no exponentials of more tokens than a chunk's.

@@ -476,8 +476,9 @@ def check_chosen(x: Drawn, impl: str, k: int, count: int, **more) -> None:
 
 
 @pytest.mark.parametrize("impl", ["chunked", "torch_compile", "reference"])
-@pytest.mark.parametrize("dtype", list(TYPES))
-@pytest.mark.parametrize("room", [0, 20_000, 2**28])
+@pytest.mark.parametrize(
+    ("dtype", "room"), [("bfloat16", 0), ("float32", 20_000), ("bfloat16", 20_000), ("float16", 2**28)]
+)
 def test_chosen_columns(impl, dtype, room, monkeypatch):
     """room: in chunks of one token and one column; of a few; in one."""
     monkeypatch.setattr(chosen, "ROOM", room)

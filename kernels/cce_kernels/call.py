@@ -30,6 +30,7 @@ class Call:
     mean_is_detached: bool = False  # whether the mean gets no cotangent
     with_temperature: bool = False  # whether each token has a temperature
     ids: int = 0  # how many ids of each token have logits that are asked for
+    teacher_width: int = 0  # the width of a teacher, whose logits a chunk holds too (divergence.py); 0: no teacher
 
     @property
     def wants(self) -> Wanted:

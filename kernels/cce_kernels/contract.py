@@ -4,13 +4,16 @@ Each error message names the argument, prints the value or shape that it got, an
 """
 
 import operator
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Real
 
 from cce_kernels.default_budget import MEMORY_BUDGET
 
 REDUCTIONS = ("mean", "sum", "none")
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 IMPLS = ("auto", "cce", "chunked", "reference")
 KERNEL_TYPES = ("bfloat16", "float16", "float32")
 EVERYTHING = 2**62  # bytes; stands for memory_budget="all": an int64 argument of a PyTorch operator can hold it
@@ -175,3 +178,52 @@ def types(e: str, c: str, bias: str | None, cast: str) -> None:
 def bad_target(position: Sequence[int], value: int, vocabulary: int, ignore_index: int) -> ValueError:
     at = ", ".join(map(str, position))
     return ValueError(f"targets[{at}] = {value} is outside [0, {vocabulary}) and is not ignore_index={ignore_index}")
+
+
+def beta(value: object, divergence: str) -> float | None:
+    """beta of linear_divergence; None where the divergence does not use it."""
+    if divergence != "jsd":
+        return None
+    share = number("beta", value)
+    if not 0 < share < 1:
+        raise ValueError(
+            f"beta={value!r} must be above 0 and below 1 for divergence='jsd': write divergence='forward_kl' for what "
+            "others call beta=0, and divergence='reverse_kl' for beta=1"
+        )
+    return share
+
+
+def weight_of_tokens(token_weight: Shape, e: Shape) -> None:
+    if token_weight != e[:-1]:
+        raise ValueError(
+            f"token_weight must have the shape of e without its last axis, {e[:-1]}, got token_weight {token_weight} "
+            f"and e {e}"
+        )
+
+
+OF_TEACHER = re.compile(r"\b(e|c|bias|softcap|logit_scale|vocab_axis)\b(?!/)")
+
+
+@contextmanager
+def of_teacher() -> Iterator[None]:
+    """Errors about e, c and the like become errors about teacher_e, teacher_c and the like."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(OF_TEACHER.sub(r"teacher_\1", str(error))) from None
+
+
+def pair(e: Shape, c: Shape, teacher_e: Shape, teacher_c: Shape, axes: tuple[int, int]) -> None:
+    """Raise unless a student and a teacher have the same tokens and the same vocabulary. axes: their vocab_axis."""
+    if teacher_e[:-1] != e[:-1]:
+        raise ValueError(
+            f"teacher_e must have the shape of e but for the last axis, (*{e[:-1]}, D'), got teacher_e {teacher_e} and "
+            f"e {e}"
+        )
+    vocabulary, of_teacher = c[axes[0]], teacher_c[axes[1]]
+    if vocabulary != of_teacher:
+        raise ValueError(
+            f"teacher_c must have the vocabulary of c, {vocabulary}, and has {of_teacher}: got teacher_c {teacher_c} "
+            f"with teacher_vocab_axis={axes[1]} and c {c} with vocab_axis={axes[0]}; if the last entries of the larger "
+            "one are padding, leave them out"
+        )

@@ -103,24 +103,52 @@ def begin(
     reference, of_all_columns: for a shard of the vocabulary, numbers.Shard.reference and the exchange of numbers. The
     numbers are then of all columns, and the gradients of the shard's columns. of_all_columns is called for each chunk.
     """
-    how, call, wanted = _way(plan), plan.call, plan.call.wants
-    (tokens, width), vocabulary, rows = inputs.e.shape, call.vocabulary, how.chunks.rows
-    rows_of_de, wide = how.chunks.rows_of_de(tokens), call.sum_dtype
-    kept, zeros = Kept.of(inputs.targets, rows), jnp.zeros(rows, wide)
+    how, call = _way(plan), plan.call
+    kept, zeros = Kept.of(inputs.targets, how.chunks.rows), jnp.zeros(how.chunks.rows, call.sum_dtype)
     if how.forward is None:
         reference = None
     elif reference is None:
         reference = target(inputs, plan)
-        reference = jnp.where((inputs.targets >= 0) & (inputs.targets < vocabulary), reference, -FLOAT32_MAX)
+        reference = jnp.where((inputs.targets >= 0) & (inputs.targets < call.vocabulary), reference, -FLOAT32_MAX)
 
-    def chunk(start, size: int) -> tuple[Statistics, jax.Array | None, Left, jax.Array]:
-        """The numbers of tokens start to start + size, their de, what is left of dc, and their part of dbias."""
-        order = lax.dynamic_slice_in_dim(kept.order, start, size)
-        of_inputs, at, of_own = jax.tree.map(lambda x: x[order], (inputs.of_tokens, reference, of_tokens))
-        given = Chunk.of(inputs._replace(**of_inputs), at, jnp.clip(kept.count - start, 0, size))
+    def chunk(start: Any, size: int) -> Formed:
+        given, of_own = taken(kept, start, size, inputs, of_tokens, reference)
         own, columns = numbers_of(given, plan)
         found = own if of_all_columns is None else of_all_columns(own)
-        return found, *gradients_of(given, columns, own, found, cotangents_of(found, of_own), plan)
+        return Formed(found, *gradients_of(given, columns, own, found, cotangents_of(found, of_own), plan))
+
+    numbers = Statistics(zeros, zeros, *(zeros if asked else None for asked in (call.with_sum, call.with_mean)))
+    return over_chunks(chunk, numbers, kept, plan, cleared)
+
+
+class Formed(NamedTuple):
+    """What one chunk forms."""
+
+    numbers: Any  # a tree of numbers of its tokens, (n,) each
+    de: jax.Array | None  # (n, D)
+    left: Left  # its part of dc
+    dbias: Any  # its part of dbias, (V,)
+
+
+def taken(
+    kept: Kept, start: Any, size: int, inputs: Inputs, of_tokens: Any, reference: jax.Array | None = None
+) -> tuple[Chunk, Any]:
+    """The chunk of the kept tokens start to start + size, and the rows of the tree `of_tokens` that belong to them."""
+    order = lax.dynamic_slice_in_dim(kept.order, start, size)
+    of_inputs, at, of_own = jax.tree.map(lambda x: x[order], (inputs.of_tokens, reference, of_tokens))
+    return Chunk.of(inputs._replace(**of_inputs), at, jnp.clip(kept.count - start, 0, size)), of_own
+
+
+def over_chunks(
+    chunk: Callable[[Any, int], Formed], numbers: Any, kept: Kept, plan: Plan, cleared: bool
+) -> tuple[Any, Residuals]:
+    """The numbers of all tokens, and what is left of the gradients, from chunks: chunk(start, size), kept tokens first.
+
+    numbers: zeros in place of the numbers, (rows,) each. cleared: as in `begin`.
+    """
+    how, call, wanted = _way(plan), plan.call, plan.call.wants
+    width, vocabulary, rows = call.width, call.vocabulary, how.chunks.rows
+    rows_of_de, wide = how.chunks.rows_of_de(call.tokens), call.sum_dtype
 
     def put(whole, part, start):
         return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), whole, part)
@@ -137,12 +165,11 @@ def begin(
         dbias = None if formed.dbias is None else formed.dbias + dbias
         return numbers, Residuals(de=de, dc=dc, steps=steps, dbias=dbias)
 
-    numbers = Statistics(zeros, zeros, *(zeros if asked else None for asked in (call.with_sum, call.with_mean)))
-    dc = steps = None
+    dc, steps, of_c = None, None, (vocabulary, width) if call.head.vocab_axis == 0 else (width, vocabulary)
     if wanted.c and call.dc_dtype == wide:
-        dc = jnp.zeros(inputs.c.shape, call.dc_dtype)
+        dc = jnp.zeros(of_c, call.dc_dtype)
     elif wanted.c:
-        dc = lax.empty(inputs.c.shape, call.dc_dtype)
+        dc = lax.empty(of_c, call.dc_dtype)
         steps = jnp.zeros(steps_shape(vocabulary, width, how.chunks.block), jnp.float32)  # any integers times 0 are 0
     de = jnp.zeros((rows_of_de, width), call.de_dtype) if wanted.e else None
     dbias = jnp.zeros((vocabulary,), wide) if wanted.bias else None
@@ -263,20 +290,38 @@ def _cleared(of: Cotangents, chunk: Chunk) -> Cotangents:
 
 
 def _of_logits(chunk: Chunk, columns: Columns, numbers: Statistics, of: Cotangents, plan: Plan):
-    call, inputs, how, (z, blocks) = plan.call, chunk.inputs, _way(plan), columns
+    call, inputs, (z, blocks) = plan.call, chunk.inputs, columns
     lse, of = jnp.where(chunk.live, numbers.lse, jnp.inf), _cleared(folded(of, numbers), chunk)
-    dz, dbias, unit = dz_of(inputs, z, lse, of, call.head)
-    de = None
+    return of_dz(chunk, *dz_of(inputs, z, lse, of, call.head), plan, None if blocks is None else blocks.dc)
+
+
+def of_dz(
+    chunk: Chunk, dz: jax.Array, dbias: Any, unit: jax.Array | None, plan: Plan, blocks: jax.Array | None = None
+) -> tuple[jax.Array | None, Left, Any]:
+    """What `gradients_of` returns, from dz (n, V) in e's type, divided by unit, and the sums of its columns, (V,)."""
+    call, inputs, how, de = plan.call, chunk.inputs, _way(plan), None
+    missing = ((0, 0), (0, saved_shape(1, call.vocabulary)[1] - call.vocabulary))
+    if how.de is not None:
+        dz = jnp.pad(dz, missing)
     if call.wants.e:
-        head, wide = call.head, call.sum_dtype
-        contract = (((1,), (head.vocab_axis,)), ((), ()))
-        de = lax.dot_general(dz, inputs.c, contract, precision=head.precision, preferred_element_type=wide)
+        de = _product_with_c(chunk, dz, plan)
         de = (de if unit is None else de * unit).astype(call.de_dtype)
         de, dz = lax.optimization_barrier((de, dz))
-    dbias = dbias if unit is None else dbias * unit
-    if how.chunks.last:  # the last chunk has the shape that the forward pass leaves on every platform
-        dz = jnp.pad(dz, ((0, 0), (0, saved_shape(1, call.vocabulary)[1] - call.vocabulary)))
-    return de, Left(dz, inputs.e, unit, chunk.count, None if blocks is None else blocks.dc), dbias
+    dbias = dbias if unit is None or dbias is None else dbias * unit
+    if how.chunks.last and how.de is None:  # the last chunk has the shape that is left on every platform
+        dz = jnp.pad(dz, missing)
+    return de, Left(dz, inputs.e, unit, chunk.count, blocks), dbias
+
+
+def _product_with_c(chunk: Chunk, dz: jax.Array, plan: Plan) -> jax.Array:
+    """dz·c, at least float32."""
+    call, how, inputs = plan.call, _way(plan), chunk.inputs
+    if how.de is None:
+        head, contract = call.head, (((1,), (call.head.vocab_axis,)), ((), ()))
+        return lax.dot_general(dz, inputs.c, contract, precision=head.precision, preferred_element_type=call.sum_dtype)
+    products = how.de.engine.products(how.de, Problem(call, plan.gpu, inputs), None, chunk.count)
+    sums = products.add_de(None, dz, ALL_COLUMNS).reshape(how.de.splits, *inputs.e.shape)
+    return jnp.where(chunk.live[:, None], jnp.sum(sums, axis=0), 0)
 
 
 def _of_exponentials(chunk: Chunk, columns: Columns, own: Statistics, numbers: Statistics, of: Cotangents, plan: Plan):
@@ -290,7 +335,7 @@ def _of_exponentials(chunk: Chunk, columns: Columns, own: Statistics, numbers: S
     rho = jnp.where(live, references(own, inputs.targets, call.vocabulary, shard), 0)
     if of.mean is not None:
         assert how.dz is not None
-        of, lse = of_exponentials(p, of, live)
+        of, lse = of_exponentials(*how.dz.engine.mass_and_moment(problem, p), of, live)
         p, r = how.dz.engine.dz_in_place(how.dz, problem, p, jnp.zeros_like(rho), lse, of), live.astype(rho.dtype)
     elif how.dz is not None:
         p = how.dz.engine.dz_in_place(how.dz, problem, p, rho, of_tokens.lse, _cleared(of, chunk))

@@ -58,14 +58,13 @@ def mean_of(z: jax.Array) -> jax.Array:
     return moment / jnp.where(mass == 0, 1, mass)
 
 
-def of_exponentials(p: jax.Array, of: Cotangents, live: jax.Array) -> tuple[Cotangents, jax.Array]:
+def of_exponentials(
+    mass: jax.Array, moment: jax.Array, of: Cotangents, live: jax.Array
+) -> tuple[Cotangents, jax.Array]:
     """`folded` cotangents and the log-sum-exp, (N,), of the logits log P; 0 and inf where a token is not live.
 
-    p: (N, V); its columns from V on are 0, and rows of tokens that are not live are arbitrary.
+    mass, moment: Σ_v P_v and Σ_v P_v·log P_v, arbitrary where a token is not live.
     """
-    wide = p.astype(jnp.float32)
-    mass = jnp.sum(wide, axis=1)
-    moment = jnp.sum(wide * jnp.log(jnp.where(wide > 0, wide, 1)), axis=1)
     lse = jnp.log(mass)
     of = folded(of, Statistics(lse, lse, None, moment / mass))
     return jax.tree.map(lambda x: jnp.where(live, x, 0), of), jnp.where(live, lse, jnp.inf)

@@ -36,7 +36,8 @@ def _of_dz(run: Arranged, way: Saved, p: jax.Array, products: Multiplying) -> Gr
     assert run.reference is not None
     problem, reference, lse, of = run.problem, run.reference, run.numbers.lse, run.cotangents
     if of.mean is not None:
-        of, lse = of_exponentials(p, of, run.inputs.targets >= 0)
+        sums = way.dz.engine.mass_and_moment(problem, p)
+        of, lse = of_exponentials(*sums, of, run.inputs.targets >= 0)
         reference = jnp.zeros_like(reference)
     form = way.dz.engine.form_dz_of_saved(way.dz, problem, p, reference, lse, of)
     start = run.zeros(problem)

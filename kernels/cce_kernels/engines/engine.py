@@ -179,6 +179,10 @@ class Launched:
         """dz of the whole vocabulary, in the memory of the saved exponentials. Ignored tokens' rows are 0."""
         return self.kernels.dz_in_place(step, problem, saved, reference, lse, of)
 
+    def mass_and_moment(self, problem: Problem, saved: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Σ_v P_iv and Σ_v P_iv·log P_iv of the saved exponentials, (rows,) float32; arbitrary for ignored tokens."""
+        return self.kernels.mass_and_moment(problem, saved)
+
     def saved_targets(
         self, step: Step, problem: Problem, saved: jax.Array, at_target: jax.Array, clear: jax.Array | None
     ) -> jax.Array:

@@ -17,7 +17,7 @@ from cce_kernels.engines.xla import XLA
 from cce_kernels.exponentials import can_be_saved
 from cce_kernels.numbers import Wanted
 from cce_kernels.plan.budget import GROUP_BYTES, Bytes
-from cce_kernels.plan.chunks import fastest_chunks, predicted
+from cce_kernels.plan.chunks import fastest_chunks, least_chunks, predicted
 from cce_kernels.plan.plan import Chunks, Forward, InForward, Plan, Recomputed, Saved, Times
 from cce_kernels.tokens import MANY, gathered_rows
 from cce_kernels.windows import Groups
@@ -60,6 +60,8 @@ def plan_of(
     if not serving:
         raise ValueError(f"impl={impl!r} has no engine for {call} on {gpu}")
     x = _Setting(call, gpu, serving)
+    if call.teacher_width:
+        return _beside_a_teacher(x, last, chunks)
     forward, of_forward = _forward(x)
     plan = Plan(call, gpu, x.rows, x.finds_ignored, forward, None, held=0, least=0)
     if call.wanted is None:
@@ -176,6 +178,22 @@ def _may_form_in_forward(x: _Setting) -> bool:
     return x.engine.multiplies_fastest or x.call.dc_itemsize == 2
 
 
+def _beside_a_teacher(x: _Setting, last: int | None, chunks: Any) -> Plan:
+    """The plan of a divergence from a teacher: chunks of the forward pass, also for evaluation. The logits are XLA's.
+
+    dz in bfloat16 is multiplied by the engine that sums dc of stored exponentials, where there is one.
+    """
+    if chunks is None:
+        chunks = fastest_chunks(x.bytes, last) or least_chunks(x.bytes)
+    size, de = max(chunks.size, chunks.last), None
+    if x.bytes.stores:
+        by_xla = all(x.bytes.de_by_xla(tokens) for tokens in (chunks.size or size, chunks.last or size))
+        de = (XLA if by_xla else x.engine).de_of_chunk(x.call, size, x.gpu)
+    way, rows = InForward(chunks, _sum_of_dc(x, chunks), de=de), x.call.tokens
+    held, least = (x.bytes.of_chunks(each) for each in (chunks, least_chunks(x.bytes)))
+    return Plan(x.call, x.gpu, rows, True, Forward(Step(x.engine), True), way, held, min(least, held))
+
+
 def _is_fastest_in_forward(times: Times) -> bool:
     return times.in_forward < min(times.recomputed, times.saved)
 
@@ -195,7 +213,7 @@ def _in_forward(x: _Setting, chunks: Chunks) -> InForward:
     forward = replace(_forward(of_chunk)[0], gathered=True, scattered=None)
     by_xla = all(x.bytes.de_by_xla(tokens) for tokens in (chunks.size or size, chunks.last or size))
     de = (XLA if by_xla else x.engine).de_of_chunk(call, size, x.gpu)
-    dz, targets = (Step(XLA), None) if call.forms_dz else (None, x.step("saved_targets"))
+    dz, targets = (x.step("dz_in_place"), None) if call.forms_dz else (None, x.step("saved_targets"))
     thresholds = x.step("thresholds") if call.gradient_tolerance and x.engine.block_sparse else None
     return InForward(chunks, dc, forward, de, dz, targets, x.step("restored"), thresholds)
 
@@ -242,7 +260,7 @@ def _saved(x: _Setting) -> tuple[Saved, int]:
         besides = count.bytes_besides_matmuls if way.de is None else count.scaled_e
         return way, count.gathered + count.saved(x.rows) + besides
     besides = count.gathered + count.saved(x.rows) + count.bytes_besides_groups
-    dz, room = Step(XLA), x.call.memory_budget - besides
+    dz, room = x.step("form_dz_of_saved"), x.call.memory_budget - besides
     groups, size = _groups(x, x.rows, room, x.products, of_saved=True)
     products, of_few = _multiplying(x, x.products, groups), None
     if not x.products.stops:

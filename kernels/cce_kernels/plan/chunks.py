@@ -78,6 +78,11 @@ def fastest_chunks(count: Bytes, last: int | None) -> Chunks | None:
     return found
 
 
+def least_chunks(count: Bytes) -> Chunks:
+    """The smallest chunks, whatever the budget."""
+    return _of_size(count, min(costs(count).multiple, max(gathered_rows(count.call.tokens), 1)), None)
+
+
 def _most_tokens(count: Bytes, last: int | None, rest: int) -> int:
     """The most of these tokens with which a chunk is within the budget; 0 if it is with none."""
     multiple, budget = costs(count).multiple, count.call.memory_budget

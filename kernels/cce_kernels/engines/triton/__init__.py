@@ -18,7 +18,7 @@ class Triton(Engine):
     finds_target, stops, multiplies_fastest = False, True, False
     launches = (
         *("target", "sums", "recomputed_lse", "saved_by_lse", "saved_targets", "restored", "thresholds"),
-        *("form_dz", "products", "sum_dc"),
+        *("form_dz", "form_dz_of_saved", "dz_in_place", "mass_and_moment", "products", "sum_dc"),
     )
 
     def refuses(self, call: Call, gpu: Gpu | None) -> str:
@@ -31,6 +31,8 @@ class Triton(Engine):
         found = tiles.tiles_for(call.itemsize, call.width, gpu)
         if method == "target":
             return Step(self, tiles.TARGET)
+        if method in ("form_dz_of_saved", "dz_in_place"):
+            return Step(self, tiles.other_tiles(tiles.SAVED_DZ, gpu.interpreted))
         if method == "sum_dc":
             return Step(self, tiles.sum_dc_tiles(call, gpu))
         if method == "form_dz":

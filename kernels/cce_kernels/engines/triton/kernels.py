@@ -3,11 +3,11 @@
 from cce_kernels.engines.triton.dz import form_dz
 from cce_kernels.engines.triton.products import products
 from cce_kernels.engines.triton.restored import restored
-from cce_kernels.engines.triton.saved import saved_targets
+from cce_kernels.engines.triton.saved import dz_in_place, form_dz_of_saved, mass_and_moment, saved_targets
 from cce_kernels.engines.triton.statistics import recomputed_lse, saved_by_lse, sums
 from cce_kernels.engines.triton.summed import sum_dc
 from cce_kernels.engines.triton.target import target
 from cce_kernels.engines.triton.thresholds import thresholds
 
-__all__ = ["form_dz", "products", "recomputed_lse", "restored"]
-__all__ += ["saved_by_lse", "saved_targets", "sum_dc", "sums", "target", "thresholds"]
+__all__ = ["dz_in_place", "form_dz", "form_dz_of_saved", "products", "recomputed_lse", "restored"]
+__all__ += ["mass_and_moment", "saved_by_lse", "saved_targets", "sum_dc", "sums", "target", "thresholds"]

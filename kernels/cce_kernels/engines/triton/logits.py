@@ -47,6 +47,20 @@ def exp2_shifted(z: jax.Array, shift: jax.Array, *, interpret: bool) -> jax.Arra
     return p
 
 
+def log2(x: jax.Array, interpret: bool) -> jax.Array:
+    """log₂ x, −inf for 0, in one instruction an element on a GPU: its absolute error is 2⁻²² at most."""
+    if interpret:
+        return jnp.log2(x)
+    (found,) = plgpu.elementwise_inline_asm(
+        "lg2.approx.ftz.f32 $0, $1;",
+        args=[x],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+    )
+    return found
+
+
 def product_tile(e_ref, c_ref, rows, columns, rows_ok, columns_ok, *, head: Head, depth: int) -> jax.Array:
     """(e·cᵀ)[rows, columns], float32, in steps of `depth` along D. columns: columns of the logits.
 

@@ -1,11 +1,16 @@
 """Kernels that work on saved exponentials P (cce_kernels/exponentials.py).
 
+    sums      Σ_v P_iv and Σ_v P_iv·log P_iv
+    dz        dz.py's formula without a softcap, with p_iv = P_iv · exp(ρ_i − lse_i); of the whole vocabulary in place
+              With a cotangent of the mean: log p_iv = log P_iv + ρ_i − lse_i
     targets   P_i,t_i ← a given number, in place
     clear     P_i ← 0 where token i is ignored, in place
 
-targets writes 2 bytes a token. clear writes the rows of ignored tokens.
+sums reads 2 bytes an element. dz reads and writes 2 bytes an element. targets writes 2 bytes a token. clear writes the
+rows of ignored tokens.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -16,9 +21,105 @@ from jax.experimental.pallas import triton as plgpu
 
 from cce_kernels.engines.engine import Problem, Step
 from cce_kernels.engines.order import cdiv
+from cce_kernels.engines.triton.dz import dz_shapes, load_cotangents, load_weights, store_dz, window_numbers
 from cce_kernels.engines.triton.launch import How, launch
-from cce_kernels.engines.triton.loads import indices, inside, load_vector, tile_index, tile_mask
-from cce_kernels.engines.triton.tiles import CLEARED, SAVED_TARGETS, TileConfig, other_tiles
+from cce_kernels.engines.triton.loads import indices, inside, load_tile, load_vector, tile_index, tile_mask
+from cce_kernels.engines.triton.logits import factor_of, load_inverse_temperature, log2
+from cce_kernels.engines.triton.tiles import CLEARED, SAVED_SUMS, SAVED_TARGETS, TileConfig, blocks, other_tiles
+from cce_kernels.exponentials import ALIGNMENT
+from cce_kernels.gradients import ALL_COLUMNS, FormDz
+from cce_kernels.mean import in_base_2
+from cce_kernels.numbers import LOG2_E, Cotangents, Inputs
+from cce_kernels.windows import Groups, Window
+
+
+def _dz_kernel(how: How, saved_ref, inputs: Inputs, reference_ref, lse_ref, cotangents, window_ref, dz_ref, sums_ref):
+    head, tiles, groups = how.head, how.tiles, how.groups
+    tokens, group_columns = dz_ref.shape
+    program, column_blocks = pl.program_id(0), cdiv(group_columns, tiles.columns)
+    row_block, column_block = program // column_blocks, program % column_blocks
+    rows, local = indices(row_block, tiles.rows), indices(column_block, tiles.columns)
+    rows_ok = inside(rows, tokens, tiles.rows)
+    local_ok = inside(local, group_columns, tiles.columns)
+    start = window_ref[0]
+    if groups.vocabulary % ALIGNMENT == 0 and groups.columns % ALIGNMENT == 0:  # Triton must see it for wide accesses
+        start = lax.div(start, jnp.int32(ALIGNMENT)) * ALIGNMENT
+    columns = start + local
+    reference, lse = (load_vector(x, rows, rows_ok)[:, None] for x in (reference_ref, lse_ref))
+    targets = load_vector(inputs.targets, rows, rows_ok, other=-1)[:, None]
+    named = columns < groups.vocabulary if groups.beyond else local_ok
+    weights = load_weights(inputs.weights, columns, named)
+    of = in_base_2(load_cotangents(cotangents, rows, rows_ok))
+
+    held = local_ok
+    if groups.beyond:
+        held = columns < saved_ref.shape[1] if held is None else held & (columns < saved_ref.shape[1])
+    saved = load_tile(saved_ref, rows, columns, rows_ok, held).astype(jnp.float32)
+    saved = jnp.where(targets >= 0, saved, 0.0)  # the rows of ignored tokens are arbitrary, and may hold NaN
+    p = saved * jnp.exp(reference - lse)
+    log_p = None if of.mean is None else log2(saved, how.interpret) + (reference - lse) * LOG2_E
+    inverse = load_inverse_temperature(inputs, rows, rows_ok)
+    dz = head.cotangent(None, p, columns[None, :] == targets, of, weights, factor_of(inputs, inverse), log_p)
+    if groups.overlap:
+        dz = jnp.where((columns >= window_ref[1])[None, :], dz, 0.0)
+    if groups.beyond:  # columns of P from V on, which stay 0
+        dz = jnp.where((columns < groups.vocabulary)[None, :], dz, 0.0)
+    store_dz(dz_ref, sums_ref, dz, row_block, rows, local, rows_ok, local_ok)
+
+
+def _sums_kernel(how: How, saved_ref, mass_ref, moment_ref):
+    """Of one row. The moment is to the base 2."""
+    row, columns_of_p, tile = pl.program_id(0), saved_ref.shape[1], how.tiles.columns
+    rows = jnp.full((1,), row, jnp.int32)
+
+    def add(j, sums):
+        columns = indices(j, tile)
+        p = load_tile(saved_ref, rows, columns, None, inside(columns, columns_of_p, tile)).astype(jnp.float32)
+        return sums[0] + p, sums[1] + jnp.where(p > 0, p * log2(p, how.interpret), 0.0)
+
+    zeros = jnp.zeros((1, tile), jnp.float32)
+    mass, moment = lax.fori_loop(jnp.int32(0), jnp.int32(cdiv(columns_of_p, tile)), add, (zeros, zeros))
+    plgpu.store(mass_ref.at[rows], jnp.sum(mass, axis=1))
+    plgpu.store(moment_ref.at[rows], jnp.sum(moment, axis=1))
+
+
+def mass_and_moment(problem: Problem, saved: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """engine.Launched.mass_and_moment."""
+    interpret, numbers = problem.gpu.interpreted, jax.ShapeDtypeStruct(saved.shape[:1], jnp.float32)
+    how = How(problem.head, other_tiles(SAVED_SUMS, interpret), interpret)
+    shapes = {"programs": saved.shape[0], "name": "cce_saved_sums", "out_shape": (numbers, numbers)}
+    mass, moment = launch(_sums_kernel, how, saved, **shapes)
+    return mass, moment / LOG2_E
+
+
+def form_dz_of_saved(
+    step: Step, problem: Problem, saved: jax.Array, reference: jax.Array, lse: jax.Array, of: Cotangents
+) -> FormDz:
+    """engine.Launched.form_dz_of_saved."""
+
+    def form(window: Window) -> tuple[jax.Array, jax.Array | None]:
+        dz, sums = _dz(step, problem, window, saved, (reference, lse, of), with_sums=problem.call.wants.bias)
+        return dz, None if sums is None else jnp.sum(sums, axis=0)
+
+    return form
+
+
+def dz_in_place(
+    step: Step, problem: Problem, saved: jax.Array, reference: jax.Array, lse: jax.Array, of: Cotangents
+) -> jax.Array:
+    """engine.Launched.dz_in_place."""
+    columns, vocabulary = saved.shape[1], problem.call.vocabulary
+    step = replace(step, groups=Groups(vocabulary, columns, beyond=columns > vocabulary))
+    return _dz(step, problem, ALL_COLUMNS, saved, (reference, lse, of), in_place=saved)[0]
+
+
+def _dz(step: Step, problem: Problem, window: Window, saved: jax.Array, of_tokens, with_sums=False, in_place=None):
+    tiles, groups, tokens, given = step.tiles, step.groups, saved.shape[0], problem.inputs
+    inputs = given._replace(e=None, c=None, bias=None)  # type: ignore[arg-type]
+    given = How.of(step, problem), saved, inputs, *of_tokens, window_numbers(window)
+    out = dz_shapes(tokens, groups.columns, saved.dtype, tiles.rows, with_sums)
+    programs = blocks((tokens, groups.columns), tiles)
+    return launch(_dz_kernel, *given, programs=programs, name="cce_saved_dz", out_shape=out, in_place=in_place)
 
 
 def _targets_kernel(how: How, _, targets_ref, values_ref, saved_ref, *, vocabulary: int):

@@ -51,6 +51,8 @@ class Tiles(NamedTuple):
 
 INTERPRETED = TileConfig(rows=16, columns=32, depth=16, warps=4, stages=1)
 TARGET = TileConfig(rows=16, columns=16, depth=128, warps=4, stages=3)  # its columns are its rows' targets
+SAVED_DZ = TileConfig(rows=16, columns=512, depth=16, warps=4, stages=1)
+SAVED_SUMS = TileConfig(rows=16, columns=4096, depth=16, warps=8, stages=1)  # a program takes one row
 SAVED_TARGETS = TileConfig(rows=16, columns=16, depth=16, warps=4, stages=1)
 CLEARED = replace(SAVED_TARGETS, columns=1024)
 THRESHOLDS = TileConfig(rows=512, columns=16, depth=16, warps=8, stages=1)  # rows: parts; columns: tokens

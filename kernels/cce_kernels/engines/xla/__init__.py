@@ -16,7 +16,7 @@ class Xla(Engine):
     name = "xla"
     finds_target, stops, multiplies_fastest = True, False, True
     workspace = WORKSPACE
-    launches = "sums", "form_dz", "form_dz_of_saved", "dz_in_place", "products", "sum_dc"
+    launches = "sums", "form_dz", "products", "sum_dc"
 
     def refuses(self, call: Call, gpu: Gpu | None) -> str:
         return ""

@@ -1,0 +1,291 @@
+"""How far a student's distribution is from a teacher's at each token, and its gradients, in chunks of tokens.
+
+Let s and t be the distributions of the student and the teacher at a token, and m = β·t + (1 − β)·s. The divergences are
+
+    forward_kl    KL(t‖s) = Σ_v t_v·log(t_v / s_v)
+    reverse_kl    KL(s‖t) = Σ_v s_v·log(s_v / t_v)
+    jsd           β·KL(t‖m) + (1 − β)·KL(s‖m)                0 < β < 1
+
+The teacher is constant. With z the student's logits, ∂s_u/∂z_v = s_u·([u = v] − s_v), so that an L with the partial
+derivatives g_v = ∂L/∂s_v has ∂L/∂z_v = s_v·(g_v − Σ_u s_u·g_u). The derivatives are
+
+    forward_kl    g_v = −t_v / s_v                                ∂L/∂z_v = s_v − t_v
+    reverse_kl    g_v = log(s_v / t_v) + 1                        ∂L/∂z_v = s_v·(log(s_v / t_v) − KL(s‖t))
+    jsd           g_v = (1 − β)·(log(s_v / m_v) + 1)              ∂L/∂z_v = (1 − β)·s_v·(log(s_v / m_v) − KL(s‖m))
+                        − m_v·(1 − β) / m_v
+
+and dz, the cotangent of the raw product e·c, is that times the token's weight, the factor of the inputs and the slope
+of the softcap (cce_kernels/head.py).
+
+Rounding. A sum Σ p·log(p/q) has terms of both signs that cancel where p and q are about equal. As Σ p = Σ q = 1, it is
+also the sum of p·log(p/q) − p + q, in which no term is negative. Let M be the larger one of s_v and t_v, and
+d = |log s_v − log t_v|, E = expm1(−d), so that the smaller one is M·(1 + E). The terms of the KL divergences are then
+
+    M·(d + E)                    where p is the larger one
+    −M·((1 + E)·d + E)           where p is the smaller one
+
+For the jsd let r be the share of the smaller one in m, β or 1 − β, and w = r·E, so that m = M·(1 + w). The terms are
+
+    M·(w − log1p(w))                                   of the larger one, whose log(p/m) is −log1p(w)
+    −M·((1 + E)·(d + log1p(w)) + (1 − r)·E)            of the smaller one, whose log(p/m) is −log1p(w) − d
+
+Each chunk of tokens holds the logits of both in float32 (n, V), and dz (n, V) in e's type. They become de and a part of
+dc as in cce_kernels/in_forward.py: three matmuls of the student and one of the teacher. Four passes read the logits:
+for the largest, the masses Σ exp(z − largest), the divergence and dz.
+
+For a program of another framework there is
+
+    formed(given: Given, of: Divergence, plan: Plan) -> Found(loss, total, entropy, de, dc, dbias)
+
+which is pure and jitted; `of` and `plan` are static. The weights are those of each token over the number of items, so
+that loss = Σ weight·total is the mean, and de, dc and dbias are its gradients. plan = plan_of(call, gpu, impl) with
+Call(..., one_factor=True, teacher_width=D'), where wanted says which gradients are formed; None: none, as total alone
+is asked for. For a loss per token call it a second time in the backward pass, with the cotangents of total as weights.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from cce_kernels.float16 import FLOAT16_LARGEST
+from cce_kernels.head import Head
+from cce_kernels.in_forward import Chunk, Formed, finish, of_dz, over_chunks, taken
+from cce_kernels.numbers import Inputs
+from cce_kernels.plan.plan import Plan
+from cce_kernels.residuals import Residuals
+from cce_kernels.tokens import Kept
+
+Kind = Literal["forward_kl", "reverse_kl", "jsd"]
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The static part of a divergence. The student's head is plan.call.head."""
+
+    kind: Kind
+    teacher: Head
+    entropy: bool = False  # whether the student's entropies are asked for
+
+
+class Side(NamedTuple):
+    """A student or a teacher. c and bias have e's type; the widths and the types of the two may differ."""
+
+    e: jax.Array  # (N, D): bfloat16, float16 or float32; float64 only by XLA
+    c: jax.Array  # (V, D), or (D, V) if its head's vocab_axis is 1
+    bias: jax.Array | None = None  # (V,)
+    scale: jax.Array | None = None  # (1,) at least float32: multiplies the logits; None: 1
+
+
+class Given(NamedTuple):
+    """The arrays of a call. A token whose weight is 0 is left out, whatever its rows hold."""
+
+    student: Side
+    teacher: Side
+    weight: jax.Array  # (N,) at least float32
+    inverse_temperature: jax.Array | None = None  # (N,) at least float32: multiplies both logits; None: 1
+    beta: jax.Array | None = None  # (), of a jsd
+
+    @property
+    def inputs(self) -> Inputs:
+        """The student's, in which a token of weight 0 counts as ignored."""
+        (e, c, bias, scale), kept = self.student, jnp.where(self.weight == 0, -1, 0).astype(jnp.int32)
+        return Inputs(e, c, bias, kept, None, scale, self.inverse_temperature)
+
+
+class Numbers(NamedTuple):
+    """Numbers of each token, (N,), at least float32; 0 where its weight is 0."""
+
+    total: jax.Array  # the divergence
+    entropy: jax.Array | None  # the student's; None: not asked for
+
+
+class Found(NamedTuple):
+    """What `formed` returns. None: not asked for."""
+
+    loss: jax.Array  # ()
+    total: jax.Array  # (N,)
+    entropy: jax.Array | None  # (N,)
+    de: jax.Array | None  # (N, D), (V, D) or (D, V), and (V,): in the types that the plan's call says
+    dc: jax.Array | None
+    dbias: jax.Array | None
+
+
+@partial(jax.jit, static_argnames=("of", "plan"))
+def formed(given: Given, of: Divergence, plan: Plan) -> Found:
+    """The sum of weight · divergence over the tokens, and its gradients by the student's arrays."""
+    numbers, left = begin(given, of, plan)
+    kept = given.weight != 0
+    loss = jnp.sum(jnp.where(kept, given.weight * numbers.total, 0))
+    return Found(loss, *numbers, *finish(left, jnp.ones((), loss.dtype), kept, plan))
+
+
+def begin(given: Given, of: Divergence, plan: Plan, cleared: bool = False) -> tuple[Numbers, Residuals]:
+    """The numbers of all tokens, and the gradients of Σ weight·total, for in_forward.finish. cleared: as there."""
+    assert plan.in_forward is not None
+    inputs, teacher, rows = given.inputs, given.teacher, plan.in_forward.chunks.rows
+    kept, zeros = Kept.of(inputs.targets, rows), jnp.zeros(rows, plan.call.sum_dtype)
+
+    def chunk(start: Any, size: int) -> Formed:
+        of_student, (weight, e) = taken(kept, start, size, inputs, (given.weight, teacher.e))
+        live = of_student.live
+        own = teacher._replace(e=jnp.where(live[:, None], e, 0))
+        numbers, dz = _numbers_and_dz(of_student, own, jnp.where(live, weight, 0), given.beta, of, plan)
+        unit, dbias = None, jnp.sum(dz, axis=0) if plan.call.wants.bias else None
+        if plan.call.dtype == "float16":
+            dz, unit = _fitted(dz)
+            dbias = None if dbias is None else dbias / unit
+        return Formed(numbers, *of_dz(of_student, dz.astype(inputs.e.dtype), dbias, unit, plan))
+
+    return over_chunks(chunk, Numbers(zeros, zeros if of.entropy else None), kept, plan, cleared)
+
+
+def _numbers_and_dz(
+    chunk: Chunk, teacher: Side, weight: jax.Array, beta: jax.Array | None, of: Divergence, plan: Plan
+) -> tuple[Numbers, jax.Array]:
+    """The chunk's numbers, (n,), and dz, (n, V), at least float32."""
+    inputs, head = chunk.inputs, plan.call.head
+    x = logits(Side(inputs.e, inputs.c, inputs.bias, inputs.scale), head)
+    y = logits(teacher, of.teacher).astype(x.dtype)
+    both = _Both(x, y, inputs.inverse_temperature)
+    both, peaks = lax.optimization_barrier((both, _largest(*both.logits)))
+    peaks = tuple(jnp.where(jnp.isfinite(peak), peak, 0) for peak in peaks)
+    masses = _sums(*(jnp.exp(z - peak[:, None]) for z, peak in zip(both.logits, peaks, strict=True)))
+    both, norms = lax.optimization_barrier((both, (*peaks, *map(jnp.log, masses))))
+    terms = terms_of(*both.logs(norms), of.kind, beta)
+    entropies = (entropy_terms(both.logs(norms)[0]),) if of.entropy else ()
+    both, norms, (total, *others) = lax.optimization_barrier((both, norms, _sums(*terms, *entropies)))
+    of_student = others[0] if of.kind == "jsd" else total
+    if of.kind == "jsd":
+        assert beta is not None
+        total = beta * total + (1 - beta) * of_student
+    dz = derivative_of(*both.logs(norms), of_student, of.kind, beta) * weight[:, None]
+    if head.softcap is not None:
+        dz = dz * head.slope(both.student)
+    dz = dz if inputs.factor_of_rows is None else dz * inputs.factor_of_rows
+    return Numbers(total, others[-1] if of.entropy else None), dz
+
+
+class _Both(NamedTuple):
+    """The logits of a chunk. Each pass over them begins with them, and XLA holds no other array of their size."""
+
+    student: jax.Array  # (n, V), before the temperature
+    teacher: jax.Array  # the same
+    inverse_temperature: jax.Array | None  # (n,)
+
+    @property
+    def logits(self) -> tuple[jax.Array, jax.Array]:
+        """After the temperature."""
+        inverse = self.inverse_temperature
+        x, y = self.student, self.teacher
+        return (x, y) if inverse is None else (x * inverse[:, None], y * inverse[:, None])
+
+    def logs(self, norms: Any) -> tuple[jax.Array, jax.Array]:
+        """log s and log t. norms: the largest logit of each, and the logarithm of Σ exp(z − largest).
+
+        The largest logit is subtracted first: the rounding of a large log-sum-exp would be in all of them.
+        """
+        x, y = self.logits
+        peak_x, peak_y, mass_x, mass_y = norms
+        return (x - peak_x[:, None]) - mass_x[:, None], (y - peak_y[:, None]) - mass_y[:, None]
+
+
+def _largest(*arrays: jax.Array) -> list[jax.Array]:
+    return _reduced(lax.max, -jnp.inf, arrays)
+
+
+def _sums(*arrays: jax.Array) -> list[jax.Array]:
+    return _reduced(lax.add, 0.0, arrays)
+
+
+def _reduced(combine: Any, start: float, arrays: tuple[jax.Array, ...]) -> list[jax.Array]:
+    """Each array (n, V), reduced over V. One operation reduces all: XLA then reads what they are made from once."""
+
+    def of_pair(some: Any, more: Any) -> Any:
+        return tuple(map(combine, some, more))
+
+    return lax.reduce(arrays, tuple(jnp.asarray(start, x.dtype) for x in arrays), of_pair, (1,))
+
+
+def logits(side: Side, head: Head) -> jax.Array:
+    """The logits before the temperature, (n, V), at least float32."""
+    raw = head.product(side.e, side.c, 1 - head.vocab_axis)
+    return head.logits(raw, None if side.bias is None else side.bias.astype(raw.dtype), side.scale)
+
+
+def entropy_terms(log_p: jax.Array) -> jax.Array:
+    p = jnp.exp(log_p)
+    return -jnp.where(p > 0, p * log_p, 0)
+
+
+class _Gap(NamedTuple):
+    """How far the student's and the teacher's probability of an id are apart, (n, V) each."""
+
+    larger: jax.Array  # M: the larger of the two
+    distance: jax.Array  # d, at least 0: |log s − log t|
+    e: jax.Array  # E = expm1(−d); the smaller of the two is M·(1 + E)
+    of_student: jax.Array  # whether s is the larger one
+
+    @classmethod
+    def of(cls, log_s: jax.Array, log_t: jax.Array) -> "_Gap":
+        distance = jnp.where(log_s == log_t, 0, jnp.abs(log_s - log_t))  # both may be −inf
+        return cls(jnp.exp(jnp.maximum(log_s, log_t)), distance, jnp.expm1(-distance), log_s >= log_t)
+
+    def times(self, x: jax.Array) -> jax.Array:
+        """M·x, 0 where M is 0."""
+        return jnp.where(self.larger > 0, self.larger * x, 0)
+
+    def smaller_times(self, x: jax.Array) -> jax.Array:
+        """(1 + E)·x, 0 where 1 + E is 0."""
+        return jnp.where(self.e > -1, (1 + self.e) * x, 0)
+
+    def mixed(self, beta: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The share r of the smaller one in m, w = r·E and log1p(w), which is log(m / M)."""
+        share = jnp.where(self.of_student, beta, 1 - beta)
+        w = share * self.e
+        return share, w, jnp.log1p(w)
+
+
+def terms_of(
+    log_s: jax.Array, log_t: jax.Array, kind: Kind, beta: jax.Array | None
+) -> tuple[jax.Array] | tuple[jax.Array, jax.Array]:
+    """The terms (n, V) whose sum is the divergence; of a jsd those of KL(t‖m) and of KL(s‖m)."""
+    gap = _Gap.of(log_s, log_t)
+    if kind != "jsd":
+        of_larger = gap.distance + gap.e
+        of_smaller = -(gap.smaller_times(gap.distance) + gap.e)
+        first = gap.of_student if kind == "reverse_kl" else ~gap.of_student
+        return (gap.times(jnp.where(first, of_larger, of_smaller)),)
+    assert beta is not None
+    share, w, log_m = gap.mixed(beta)
+    of_larger, of_smaller = w - log_m, -(gap.smaller_times(gap.distance + log_m) + (1 - share) * gap.e)
+    of_t, of_s = (jnp.where(first, of_larger, of_smaller) for first in (~gap.of_student, gap.of_student))
+    return gap.times(of_t), gap.times(of_s)
+
+
+def derivative_of(
+    log_s: jax.Array, log_t: jax.Array, of_student: jax.Array, kind: Kind, beta: jax.Array | None
+) -> jax.Array:
+    """The derivative of the divergence by the student's logits, (n, V). of_student: KL(s‖t), or KL(s‖m), (n,)."""
+    gap = _Gap.of(log_s, log_t)
+    if kind == "forward_kl":
+        return gap.times(jnp.where(gap.of_student, -gap.e, gap.e))
+    if kind == "reverse_kl":
+        ratio, factor = jnp.where(gap.of_student, gap.distance, -gap.distance), 1.0
+    else:
+        assert beta is not None
+        log_m = gap.mixed(beta)[2]
+        ratio, factor = jnp.where(gap.of_student, -log_m, -log_m - gap.distance), 1 - beta
+    s = jnp.exp(log_s)
+    return factor * jnp.where(s > 0, s * (ratio - of_student[:, None]), 0)
+
+
+def _fitted(dz: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """dz divided by a unit, so that its largest element is FLOAT16_LARGEST, and the unit."""
+    size = jnp.abs(dz)
+    largest = jnp.max(jnp.where(jnp.isfinite(size), size, 0))
+    unit = jnp.where(largest > 0, largest, 1.0) / FLOAT16_LARGEST
+    return dz / unit, unit
