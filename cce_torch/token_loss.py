@@ -127,33 +127,30 @@ def linear_token_loss(
         with_mean=entropy,
         with_temperature=operands.inverse_temperature is not None,
     )
-    value, found = None, None
-    if reduction != "none":
-        value, found = _formed(x, operands, of_tokens, call, scale)
-    if value is None:
-        if x.alone:
-            call = call._replace(ignore_index=ignore_index, shift=x.shift)
-        log_probs, rows = numbers.of_tokens(x, call, operands.inverse_temperature, scale)
-        found = kept(TokenNumbers(log_probs, rows[0], rows[0] - rows[2] if entropy else None), operands.columns)
-        value = torch.where(operands.columns >= 0, of_tokens(found), 0)
+    formed = None if reduction == "none" else _formed(x, operands, of_tokens, call, scale)
+    if formed is None:
+        of_numbers = call._replace(ignore_index=ignore_index, shift=x.shift) if x.alone else call
+        log_probs, found = numbers.of_tokens(x, of_numbers, operands.inverse_temperature, scale)
+        entropies = found[0] - found[2] if entropy else None
+        value = of_tokens(kept(TokenNumbers(log_probs, found[0], entropies), operands.columns))
+        value = torch.where(operands.columns >= 0, value, 0)
         value = x.unshifted(value) if reduction == "none" else value.sum()
+    else:
+        value, found = formed
     if reduction != "none":
         value = losses.reduced(value, losses.Terms(operands.columns, None, None, x.vocabulary), num_items, reduction)
     if not return_numbers:
         return value
-    assert found is not None
-    return value, TokenNumbers(*(None if y is None else x.unshifted(y.detach()).clone() for y in found))  # type: ignore
+    shown = token_numbers(found.detach(), operands.columns, x.vocabulary)
+    return value, TokenNumbers(*(None if y is None else x.unshifted(y) for y in shown))  # type: ignore[arg-type]
 
 
 def _formed(
     x: Prepared, operands: Operands, of_tokens: TokenFunction, call: Call, scale: float
-) -> tuple[Tensor | None, TokenNumbers | None]:
-    """The sum of the tokens' losses, whose gradients the forward pass forms, and the numbers; None if it forms none."""
+) -> tuple[Tensor, Tensor] | None:
+    """The sum of the losses, whose gradients the forward pass forms, and the statistics. None: it forms none."""
     columns: Any = in_forward.AllColumns(scale)
     if x.shard is not None:
         columns = OwnColumns(Setting(call, (0.0, 0.0, scale), x.targets.shape, x.shard))
     how = in_forward.planned(operands, call, scale, columns)
-    if how is None:
-        return None, None
-    value, found = in_forward.total(operands, of_tokens, how)
-    return value, token_numbers(found, operands.columns, x.vocabulary)
+    return None if how is None else in_forward.total(operands, of_tokens, how)
