@@ -32,7 +32,8 @@ class Triton(Engine):
         if method == "target":
             return Step(self, tiles.TARGET)
         if method in ("form_dz_of_saved", "dz_in_place"):
-            return Step(self, tiles.other_tiles(tiles.SAVED_DZ, gpu.interpreted))
+            tile = tiles.SAVED_DZ if method == "form_dz_of_saved" else tiles.DZ_IN_PLACE
+            return Step(self, tiles.other_tiles(tile, gpu.interpreted))
         if method == "sum_dc":
             return Step(self, tiles.sum_dc_tiles(call, gpu))
         if method == "form_dz":

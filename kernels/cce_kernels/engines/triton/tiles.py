@@ -29,8 +29,8 @@ class TileConfig:
             value = getattr(self, name)
             if value <= 0 or value & (value - 1):
                 raise ValueError(f"TileConfig: {name}={value} must be a power of two")
-        if min(self.rows, self.columns, self.depth) < 16:
-            raise ValueError(f"TileConfig: {self.rows=}, {self.columns=}, {self.depth=} must be at least 16")
+        if min(self.columns, self.depth) < 16:
+            raise ValueError(f"TileConfig: {self.columns=}, {self.depth=} must be at least 16")
         if self.stages < 1:
             raise ValueError(f"TileConfig: {self.stages=} must be positive")
 
@@ -52,7 +52,8 @@ class Tiles(NamedTuple):
 INTERPRETED = TileConfig(rows=16, columns=32, depth=16, warps=4, stages=1)
 TARGET = TileConfig(rows=16, columns=16, depth=128, warps=4, stages=3)  # its columns are its rows' targets
 SAVED_DZ = TileConfig(rows=16, columns=512, depth=16, warps=4, stages=1)
-SAVED_SUMS = TileConfig(rows=16, columns=4096, depth=16, warps=8, stages=1)  # a program takes one row
+DZ_IN_PLACE = TileConfig(rows=2, columns=4096, depth=16, warps=8, stages=1)
+SAVED_SUMS = replace(DZ_IN_PLACE, rows=1)
 SAVED_TARGETS = TileConfig(rows=16, columns=16, depth=16, warps=4, stages=1)
 CLEARED = replace(SAVED_TARGETS, columns=1024)
 THRESHOLDS = TileConfig(rows=512, columns=16, depth=16, warps=8, stages=1)  # rows: parts; columns: tokens
