@@ -1,0 +1,231 @@
+"""Divergences from a teacher, and their gradients, in chunks of tokens, in PyTorch alone.
+
+The equations are in cce_kernels/divergence.py. A chunk of n tokens holds the student's and the teacher's logits, (n, V)
+each, at least float32. dz takes the place of the student's. What lies between the logits and dz is computed for a few
+tokens at a time, so that its temporary arrays are small. Four matmuls: both logits, de, and a part of dc, which is
+added to a sum in at least float32.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cce_kernels.default_budget import default_budget
+from cce_kernels.float16 import FLOAT16_LARGEST
+from cce_torch.torch_alone import blocks
+
+LEAST_TOKENS = 16  # of a chunk, however small the budget is
+TEMPORARIES = 12  # arrays of the size of the logits between the logits and dz
+STEP_BYTES = 256 * 2**20  # of these arrays at a time, at most
+
+
+class Side(NamedTuple):
+    """A student or a teacher. c and bias may be float32 beside an e of 16 bits, and are rounded to its type."""
+
+    e: Tensor  # (N, D)
+    c: Tensor  # (V, D), of any strides
+    bias: Tensor | None  # (V,)
+    scale: float
+    softcap: float | None
+
+
+class Pair(NamedTuple):
+    """What the divergences of N tokens depend on."""
+
+    student: Side
+    teacher: Side
+    weight: Tensor  # (N,) at least float32. A token of weight 0 is left out, whatever its rows hold
+    inverse_temperature: Tensor | None  # (N,) at least float32
+
+
+class Measure(NamedTuple):
+    kind: str  # "forward_kl", "reverse_kl" or "jsd"
+    beta: float
+
+
+class Found(NamedTuple):
+    """What `formed` returns. A gradient that is not wanted is None."""
+
+    summed: Tensor  # (), Σ weight · divergence
+    total: Tensor  # (N,), the divergences, 0 where the weight is 0
+    entropy: Tensor  # (N,), of the student, 0 where the weight is 0
+    de: Tensor | None
+    dc: Tensor | None
+    dbias: Tensor | None
+
+
+def formed(
+    pair: Pair, measure: Measure, factor: Tensor, wanted: Sequence[bool], types: Sequence[torch.dtype], budget: int | None
+) -> Found:
+    """The divergences, and the gradients of factor · Σ weight · divergence.
+
+    factor: (). wanted: the gradients of the student's e, c and bias. types: of these gradients. budget: bytes; None for
+    the default.
+    """
+    (e, c, bias, *_), weight = pair.student, pair.weight
+    accumulate, operand = blocks.types(e)
+    want_e, want_c, want_bias = wanted
+    de = e.new_zeros(e.shape, dtype=types[0]) if want_e else None
+    dc = torch.zeros_like(c, dtype=accumulate) if want_c else None
+    dbias = c.new_zeros(len(c), dtype=accumulate) if want_bias else None
+    total, entropy = (weight.new_zeros(len(e), dtype=accumulate) for _ in range(2))
+    student, teacher = _Logits(pair.student), _Logits(pair.teacher)
+    for part in _chunks(pair, budget):
+        live = weight[part] != 0
+        e_live = torch.where(live[:, None], e[part], 0).to(operand)
+        y = teacher.raw(torch.where(live[:, None], pair.teacher.e[part], 0)).to(accumulate)
+        x = student.raw(e_live)
+        inverse = blocks.of_kept(None if pair.inverse_temperature is None else pair.inverse_temperature[part], live, 1)
+        for few in _steps(x):
+            divided = None if inverse is None else inverse[few, None]
+            logits = student.capped(x[few]), teacher.capped(y[few])
+            numbers, dz = _numbers_and_dz(*logits, divided, measure)
+            at = slice(part.start + few.start, part.start + few.stop)
+            total[at], entropy[at] = torch.where(live[few], numbers, 0)
+            if any(wanted):
+                by = (torch.where(live[few], weight[at], 0) * pair.student.scale)[:, None]
+                by = by if divided is None else by * divided
+                dz = dz.mul_(by)
+                cap = pair.student.softcap
+                x[few] = dz if cap is None else dz * (1 - (logits[0] / cap) ** 2)
+        if dbias is not None:
+            dbias += x.sum(0)
+        if want_e or want_c:
+            dz, unit = _fitted(x) if operand == torch.float16 else (x, None)
+            dz = dz.to(e.dtype).to(operand)
+            if de is not None:
+                de[part] = (blocks.times(blocks.product(dz, student.c, accumulate), unit) * factor).to(types[0])
+            if dc is not None:
+                _add_dc(dc, dz, e_live, unit)
+            del dz
+        del x, y
+    summed = torch.where(weight != 0, weight * total, 0).sum()
+    dc = None if dc is None else dc.mul_(factor).to(types[1])
+    return Found(summed, total, entropy, de, dc, None if dbias is None else dbias.mul_(factor).to(types[2]))
+
+
+class _Logits:
+    """The logits of a side before the temperature. Holds c in the type in which it is multiplied."""
+
+    def __init__(self, side: Side) -> None:
+        self.side, (self.accumulate, self.operand) = side, blocks.types(side.e)
+        self.c = side.c.to(side.e.dtype).to(self.operand)
+        self.bias = None if side.bias is None else side.bias.to(side.e.dtype).to(self.accumulate)
+
+    def raw(self, e: Tensor) -> Tensor:
+        """e @ c.T, (n, V), at least float32."""
+        return blocks.product(e.to(self.operand), self.c.t(), self.accumulate)
+
+    def capped(self, raw: Tensor) -> Tensor:
+        scale, cap = self.side.scale, self.side.softcap
+        z = raw if self.bias is None else raw + self.bias.to(raw.dtype)
+        z = z if scale == 1 else scale * z
+        return z if cap is None else cap * torch.tanh(z / cap)
+
+
+def _chunks(pair: Pair, budget: int | None) -> Iterator[slice]:
+    """Nearly equal chunks of tokens, each as large as the budget allows: two logits, and a rounded dz, for a token."""
+    (e, c, *_), (accumulate, operand) = pair.student, blocks.types(pair.student.e)
+    tokens, vocabulary = len(e), len(c)
+    if budget is None:
+        budget = default_budget(tokens, e.shape[1], e.itemsize)
+    row = vocabulary * (2 * accumulate.itemsize + operand.itemsize)
+    held = budget - min(budget // 3, STEP_BYTES)
+    count = -(-tokens // max(held // row, LEAST_TOKENS)) if tokens else 0
+    size = -(-tokens // max(count, 1))
+    return (slice(start, min(start + size, tokens)) for start in range(0, tokens, max(size, 1)))
+
+
+def _steps(x: Tensor) -> Iterator[slice]:
+    size = max(STEP_BYTES // (TEMPORARIES * x.itemsize * max(x.shape[1], 1)), 1)
+    return (slice(start, min(start + size, len(x))) for start in range(0, len(x), size))
+
+
+def _numbers_and_dz(x: Tensor, y: Tensor, inverse: Tensor | None, measure: Measure) -> tuple[Tensor, Tensor]:
+    """The divergences and the student's entropies, (2, n), and the derivative of the former by the student's logits.
+
+    x, y: the logits before the temperature. inverse: (n, 1).
+    """
+    log_s, log_t = (log_softmax(z if inverse is None else z * inverse) for z in (x, y))
+    total, dz = of_logs(log_s, log_t, measure)
+    return torch.stack([total, entropy_of(log_s)]), dz
+
+
+def log_softmax(z: Tensor) -> Tensor:
+    """log p, (n, V). The largest logit is subtracted first: the rounding of a large log-sum-exp would be in all."""
+    z = z - z.amax(1, keepdim=True)
+    return z.sub_(torch.exp(z).sum(1, keepdim=True).log_())
+
+
+def entropy_of(log_p: Tensor) -> Tensor:
+    return -torch.where(log_p > -torch.inf, torch.exp(log_p) * log_p, 0).sum(1)
+
+
+def of_logs(log_s: Tensor, log_t: Tensor, measure: Measure) -> tuple[Tensor, Tensor]:
+    """The divergence of each token, (n,), and its derivative by the logits from which s is, (n, V)."""
+    (kind, beta), s, t = measure, torch.exp(log_s), torch.exp(log_t)
+    delta = torch.where(log_s == log_t, 0, log_t - log_s)  # both may be −inf
+    if kind == "forward_kl":
+        return _terms(t, delta, s).sum(1), s - t
+    if kind == "reverse_kl":
+        total = _terms(s, -delta, t).sum(1)
+        return total, torch.where(s > 0, s * (-delta - total[:, None]), 0)
+    of_s, of_t = _logs_of_mixture(delta, beta)
+    m = beta * t + (1 - beta) * s
+    of_student = _terms(s, of_s, m).sum(1)
+    total = beta * _terms(t, of_t, m).sum(1) + (1 - beta) * of_student
+    return total, (1 - beta) * torch.where(s > 0, s * (of_s - of_student[:, None]), 0)
+
+
+def _logs_of_mixture(delta: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """log(s/m) and log(t/m)."""
+    down, up = delta.clamp(max=0), delta.clamp(min=0)
+    of_s = -torch.log1p(beta * torch.expm1(down))
+    of_t = -torch.log1p((1 - beta) * torch.expm1(-up))
+    return torch.where(delta > 0, of_t - up, of_s), torch.where(delta > 0, of_t, of_s + down)
+
+
+def _terms(p: Tensor, x: Tensor, q: Tensor) -> Tensor:
+    """p·log(p/q) − p + q, where x = log(p/q)."""
+    near = x.abs() < 1
+    small = torch.where(near, x, 0)
+    return torch.where(near, p * (small + torch.expm1(-small)), torch.where(p > 0, p * x, 0) + (q - p))
+
+
+def _fitted(dz: Tensor) -> tuple[Tensor, Tensor]:
+    """dz divided by a unit, so that its largest element is FLOAT16_LARGEST, and the unit."""
+    size = dz.abs()
+    largest = torch.where(size.isfinite(), size, 0).amax()
+    unit = torch.where(largest > 0, largest, 1) / FLOAT16_LARGEST
+    return dz / unit, unit
+
+
+def _add_dc(dc: Tensor, dz: Tensor, e: Tensor, unit: Tensor | None) -> None:
+    """dc += dzᵀ · e · unit, for groups of the vocabulary, whose products are small."""
+    columns = max(blocks.BLOCK_BYTES // (dc.itemsize * max(dc.shape[1], 1)), 1)
+    if dz.dtype == dc.dtype and unit is None:
+        dc.addmm_(dz.t(), e)
+        return
+    for start in range(0, len(dc), columns):
+        group = slice(start, start + columns)
+        dc[group] += blocks.times(blocks.product(dz[:, group].t(), e, dc.dtype), unit)
+
+
+def reference(z: tuple[Tensor, Tensor], weight: Tensor, measure: Measure) -> tuple[Tensor, Tensor]:
+    """The divergences and the entropies, (N,), from the full logits (N, V). PyTorch differentiates the former."""
+    log_s, log_t = torch.log_softmax(z[0], 1), torch.log_softmax(z[1].detach(), 1).to(z[0].dtype)
+    (kind, beta), s, t = measure, torch.exp(log_s), torch.exp(log_t)
+
+    def kl(p: Tensor, log_p: Any, log_q: Tensor) -> Tensor:
+        return (p * torch.where(p > 0, log_p - log_q, 0)).sum(1)
+
+    if kind == "jsd":
+        m = beta * t + (1 - beta) * s
+        log_m = torch.log(torch.where(m > 0, m, 1))
+        total = beta * kl(t, log_t, log_m) + (1 - beta) * kl(s, log_s, log_m)
+    else:
+        total = kl(t, log_t, log_s) if kind == "forward_kl" else kl(s, log_s, log_t)
+    live = weight != 0
+    return torch.where(live, total, 0), torch.where(live, entropy_of(log_s.detach()), 0)
