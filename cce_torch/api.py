@@ -226,7 +226,7 @@ def linear_cross_entropy(
     asked = arguments.Asked(name, vocab_axis, shift, ignore_index, impl, check_targets, shard, numbers)
     x = arguments.prepared(given, asked, {} if num_items is None else {"num_items": num_items})
     if num_items is not None:
-        num_items = _scalar(num_items, x.e)
+        num_items = arguments.scalar(num_items, x.e)
     class_weight = None if class_weight is None else class_weight.detach()
     call = Call(
         softcap,
@@ -375,16 +375,3 @@ class LinearCrossEntropy(torch.nn.Module, Generic[Result]):
 
 OF_CALL = {"bias", "token_weight", "num_items"}
 OPTIONS = Options.__annotations__.keys()
-
-
-def _scalar(x: float | Tensor, e: Tensor) -> Tensor:
-    """num_items as a scalar tensor on e's device, which gets no gradient. Waits for no GPU."""
-    dtype = torch.promote_types(e.dtype, torch.float32)
-    if not isinstance(x, Tensor):
-        if torch.compiler.is_compiling():  # all factors share one compilation; in torch.full each number has one
-            return torch.ones((), dtype=dtype, device=e.device) * x
-        return torch.full((), float(x), dtype=dtype, device=e.device)
-    x = x.detach()
-    if e.is_cuda and not x.is_cuda:
-        x = x.clone()  # a copy from pinned memory could read x after the caller has changed it; a clone is not pinned
-    return x.to(e.device, dtype, non_blocking=e.is_cuda).reshape(())

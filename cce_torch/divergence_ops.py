@@ -193,9 +193,7 @@ def run(
 
     A gradient that is not wanted has no elements.
     """
-    given = Given(
-        e, c, bias, teacher_e, teacher_c, teacher_bias, weight, inverse_temperature, scheduled, factor
-    )
+    given = Given(e, c, bias, teacher_e, teacher_c, teacher_bias, weight, inverse_temperature, scheduled, factor)
     how, wanted = How(*literal_eval(options)), (want_e, want_c, want_bias)
     with plainly(e):
         found = (_alone if how.impl in OF_TORCH or not len(e) else _programs().formed)(given, how, wanted)

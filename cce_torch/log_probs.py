@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cce_kernels import contract
 from cce_torch import arguments, chosen, losses, ops, statistics
-from cce_torch.arguments import Prepared, constant, flat
+from cce_torch.arguments import Prepared, flat
 from cce_torch.call import Call, Given
 from cce_torch.on_jax import tensors
 from cce_torch.options import Impl
@@ -15,7 +15,6 @@ from cce_torch.processes.vocab_parallel import VocabParallel
 
 NAME = "linear_log_probs"
 MOST_IDS = 256
-COLDEST = 2.0**-100  # a temperature below it is raised to it: float32 does not hold the inverse of a smaller one
 
 
 class LogProbs(NamedTuple):
@@ -127,7 +126,8 @@ def linear_log_probs(
     contract.choice("mean_logit", mean_logit, (False, True))
     top_k = contract.integer("top_k", top_k)
     given = dict(e=e, c=c, targets=targets, bias=bias)
-    _refuse_dtensors(given | {"ids": ids, "temperature": temperature if isinstance(temperature, Tensor) else None})
+    every = given | {"ids": ids, "temperature": temperature if isinstance(temperature, Tensor) else None}
+    arguments.refuse_dtensors(every, NAME, ", and vocab_parallel=VocabParallel.from_dtensor(c) if c is split by rows")
     options = "none", impl, vocab_axis, precision, logit_scale, softcap, 0.0, 0.0, ignore_index, memory_budget, 0.0
     scale, softcap, _, _, ignore_index, budget, _, shift = arguments.options(*options, shift)
     shard = arguments.shard_of(vocab_parallel, None)
@@ -140,7 +140,7 @@ def linear_log_probs(
     _check_ids(ids, x)
     if not 0 <= top_k <= min(MOST_IDS, x.vocabulary):
         raise ValueError(f"top_k={top_k} must be in [0, {min(MOST_IDS, x.vocabulary)}], for V = {x.vocabulary}")
-    inverse = _inverse(temperature, x)
+    inverse = arguments.inverse_temperature(temperature, x, NAME)
     call = Call(
         softcap,
         budget,
@@ -219,32 +219,6 @@ def _numbers(x: Prepared, call: Call, inverse: Tensor | None, scale: float) -> t
     return losses.loss(found[:2], terms, None, "none", scheduled)[0], found
 
 
-def _inverse(temperature: Any, x: Prepared) -> Tensor | None:
-    """1 / temperature of each token, (N,) at least float32; None for the number 1."""
-    tokens, dtype = x.targets.shape, torch.promote_types(x.e.dtype, torch.float32)
-    if not isinstance(temperature, Tensor):
-        arguments.check_number("temperature", temperature, NAME)
-        value = contract.number("temperature", temperature, low=0.0, above=True)
-        if constant(value == 1):
-            return None
-        return x.e.new_ones(tokens.numel(), dtype=dtype) * (1 / max(value, COLDEST))
-    tensors.check({"temperature": temperature})
-    if temperature.requires_grad:
-        raise TypeError("temperature gets no gradient, but requires one: pass temperature.detach()")
-    if temperature.is_complex() or temperature.dtype == torch.bool:
-        raise TypeError(f"temperature must be real, got temperature {arguments.type_name(temperature)}")
-    shape = tuple(temperature.shape)
-    if len(shape) > len(tokens) or any(n not in (1, m) for n, m in zip(shape[::-1], tokens[::-1], strict=False)):
-        raise ValueError(
-            f"temperature must be a number, or broadcast to the shape of e without its last axis, {tuple(tokens)}, got "
-            f"temperature {shape}"
-        )
-    if temperature.device != x.e.device and temperature.numel() != 1:
-        raise ValueError(f"all tensors must be on one device, got e {x.e.device}, temperature {temperature.device}")
-    inverse = 1 / temperature.to(x.e.device, dtype)
-    return inverse.expand(tokens).reshape(-1)
-
-
 def _check_ids(ids: Any, x: Prepared) -> None:
     if ids is None:
         return
@@ -267,13 +241,4 @@ def _check_without_targets(shift: int, shard: VocabParallel | None) -> None:
         raise ValueError(
             f"targets=None does not tell the number of tokens that sequence_axis={shard.sequence_axis} splits: give "
             "targets"
-        )
-
-
-def _refuse_dtensors(given: dict[str, Any]) -> None:
-    if tensors.has_dtensor(given):
-        name = next(name for name, x in given.items() if type(x).__name__ == "DTensor")
-        raise TypeError(
-            f"{name} is a DTensor, and linear_log_probs takes plain tensors: pass to_local() of each tensor, and "
-            "vocab_parallel=VocabParallel.from_dtensor(c) if c is split by rows"
         )

@@ -57,7 +57,12 @@ class Found(NamedTuple):
 
 
 def formed(
-    pair: Pair, measure: Measure, factor: Tensor, wanted: Sequence[bool], types: Sequence[torch.dtype], budget: int | None
+    pair: Pair,
+    measure: Measure,
+    factor: Tensor,
+    wanted: Sequence[bool],
+    types: Sequence[torch.dtype],
+    budget: int | None,
 ) -> Found:
     """The divergences, and the gradients of factor · Σ weight · divergence.
 
