@@ -190,7 +190,7 @@ def _scheduled(numbers: tuple[float, ...]) -> Tensor:
 def _reference(
     x: _Side, y: _Side, weight: Tensor, inverse: Tensor | None, measure: alone.Measure
 ) -> tuple[Tensor, Tensor]:
-    """The divergences and the entropies, (N,), from the full logits. PyTorch differentiates the former, to any order."""
+    """The divergences and the entropies, (N,), from the full logits. PyTorch differentiates the former."""
     kept = torch.where(weight != 0, 0, -1)
 
     def logits(side: _Side) -> Tensor:

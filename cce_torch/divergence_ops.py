@@ -55,7 +55,7 @@ FIELDS = len(Given._fields)
 
 
 def loss(given: Given, how: How, per_token: bool) -> tuple[Tensor, Tensor]:
-    """The weighted divergences, (N,), or factor · their sum, (), differentiable in e, c and bias; the entropies, (N,)."""
+    """The weighted divergences, (N,), or factor · their sum, (); and the entropies, (N,), without a gradient."""
     compiling, functions = torch.compiler.is_compiling(), torch._C._are_functorch_transforms_active()
     wanted = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in given[:3]]
     forming = wanted if not functions and not per_token else [False] * 3

@@ -69,7 +69,7 @@ def formed(
     factor: (). wanted: the gradients of the student's e, c and bias. types: of these gradients. budget: bytes; None for
     the default.
     """
-    (e, c, bias, *_), weight = pair.student, pair.weight
+    e, c, weight = *pair.student[:2], pair.weight
     accumulate, operand = blocks.types(e)
     want_e, want_c, want_bias = wanted
     de = e.new_zeros(e.shape, dtype=types[0]) if want_e else None
