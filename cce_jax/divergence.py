@@ -135,9 +135,9 @@ def linear_divergence(
     teacher, head = arguments.teacher(Arrays(teacher_e, teacher_c, teacher_bias, None, None, None, None), of_teacher)
     shape = given.c.shape if call.layout is None else call.layout.whole_shape(given.c, vocab_axis)
     contract.pair(given.e.shape, shape, teacher.e.shape, teacher.c.shape, (vocab_axis, teacher_vocab_axis))
-    _no_split_vocabulary(call)
+    layout = _whole_on_each_device(call)
     core = replace(call.core, teacher_width=teacher.e.shape[-1])
-    of = Static(core, call.layout, Divergence(divergence, head, bool(return_entropy)), reduction)
+    of = Static(core, layout, Divergence(divergence, head, bool(return_entropy)), reduction)
     with settings.defaults():
         given = given._replace(num_items=items, token_weight=weight, temperature=temperature)
         side = Side(teacher.e, teacher.c, teacher.bias, teacher.scale)
@@ -145,10 +145,11 @@ def linear_divergence(
     return (loss, entropy) if return_entropy else loss
 
 
-def _no_split_vocabulary(call: Prepared) -> None:
-    layout = call.layout
-    if layout is None:
-        return
+def _whole_on_each_device(call: Prepared) -> Layout | None:
+    """The layout of the call, in which each device has all columns. NotImplementedError if there is none."""
+    if call.layout is None:
+        return None
+    layout = call.layout.gathering_c()
     if layout.size(layout.columns) > 1:
         raise NotImplementedError(
             f"linear_divergence: the mesh axes {layout.columns} split the vocabulary of c {call.given.c.shape} and not "
@@ -158,6 +159,7 @@ def _no_split_vocabulary(call: Prepared) -> None:
         raise NotImplementedError(
             "linear_divergence with impl='reference' takes no sharding and no Explicit axes: use impl='chunked'"
         )
+    return layout
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,12 @@ class Layout:
         shape[vocab_axis] = self.whole_vocabulary(c, vocab_axis)
         return tuple(shape)
 
+    def gathering_c(self) -> "Layout":
+        """The layout in which c is gathered over the axes that split the tokens too, never e."""
+        gathered = self.gathered | self.gathered_tokens
+        vocabulary = tuple(sorted(self.vocabulary, key=lambda a: a in gathered))
+        return replace(self, vocabulary=vocabulary, gathered=gathered, gathered_tokens=frozenset())
+
     def local(self) -> "Layout":
         """The layout over those axes alone that the caller's own jax.shard_map has made Manual."""
 

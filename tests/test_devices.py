@@ -22,7 +22,7 @@ from tests.lowering import for_hopper, kernels, mesh_of_gpus
 
 ROOT = Path(__file__).parents[1]
 GROUPS = {
-    "options": ("layouts", "drawn", "errors", "options", "mean", "given_ids", "selections"),
+    "options": ("layouts", "drawn", "errors", "options", "mean", "given_ids", "selections", "divergence"),
     "in_forward": ("in_forward",),
 }
 

@@ -414,15 +414,13 @@ def test_the_function_for_other_frameworks():
 
 @pytest.mark.skipif(not MOSAIC, reason="kernels for Hopper need JAX 0.11")
 @pytest.mark.parametrize("vocab_axis", [0, 1])
-@pytest.mark.parametrize("wide_dc", [False, True])
-def test_kernels_for_hopper_multiply_dz(vocab_axis, wide_dc):
+def test_kernels_for_hopper_multiply_dz(vocab_axis):
     """In the interpreter, in several chunks, with columns that are padded to whole tiles."""
     head, vocabulary = Head(vocab_axis=vocab_axis), (632, 640)[vocab_axis]
     wanted = Wanted(True, True, True)
     call = Call(
         560, 128, vocabulary, "bfloat16", head, False, False, wanted, 4 * 2**20, one_factor=True, teacher_width=64
     )
-    call = replace(call, wide_dc=wide_dc)
     given, of = given_of(call, Head()), Divergence("forward_kl", Head())
     plan = plan_of(call, Gpu("9.0", 4, interpreted=True), "cce")
     way = plan.in_forward
