@@ -116,6 +116,7 @@ def linear_divergence(
     others = dict(temperature=temperature, token_weight=token_weight, num_items=num_items)
     every = student | {f"teacher_{name}": x for name, x in teacher.items()} | others
     arguments.refuse_dtensors({name: x for name, x in every.items() if isinstance(x, Tensor)}, NAME)
+    axes = vocab_axis, teacher_vocab_axis
     contract.num_items(num_items, reduction)
     one = {} if num_items is None else {"num_items": num_items}
     options = _Options(reduction, impl, precision, memory_budget)
@@ -123,14 +124,14 @@ def linear_divergence(
     with contract.of_teacher():
         options = options._replace(memory_budget=None)
         y = _side(teacher, options, teacher_vocab_axis, (teacher_logit_scale, teacher_softcap), {})
-    contract.pair(*(tuple(z.shape) for z in (x.of.e, x.of.c, y.of.e, y.of.c)), (0, 0))
+    contract.pair(tuple(e.shape), tuple(c.shape), tuple(teacher_e.shape), tuple(teacher_c.shape), axes)
     if x.of.e.device != y.of.e.device:
         raise ValueError(f"all tensors must be on one device, got e {x.of.e.device}, teacher_e {y.of.e.device}")
     inverse = arguments.inverse_temperature(temperature, x.of, NAME)
     weight = arguments.weight_of_tokens(token_weight, x.of, NAME)
     factor = _factor(num_items, reduction, weight, x.of.e)
     impl = next((z.of.impl for z in (x, y) if z.of.impl in OF_TORCH), x.of.impl)  # "auto": either may be float64
-    how = How(divergence, x.softcap, y.softcap, x.memory_budget, precision, impl)
+    how = How(divergence, x.softcap, y.softcap, x.memory_budget, precision, impl, return_entropy)
     numbers = 0.5 if share is None else share, x.scale, y.scale
     if impl == "reference":
         loss, entropy = _reference(x, y, weight, inverse, alone.Measure(divergence, numbers[0]))

@@ -48,6 +48,7 @@ class How(NamedTuple):
     memory_budget: int | None
     precision: str | None
     impl: str
+    entropy: bool  # whether the student's entropies are asked for
     wide: bool = False  # whether the gradients are float32, although e has 16 bits
 
 
@@ -55,7 +56,7 @@ FIELDS = len(Given._fields)
 
 
 def loss(given: Given, how: How, per_token: bool) -> tuple[Tensor, Tensor]:
-    """The weighted divergences, (N,), or factor · their sum, (); and the entropies, (N,), without a gradient."""
+    """The weighted divergences, (N,), or factor · their sum, (); and the entropies, without a gradient."""
     compiling, functions = torch.compiler.is_compiling(), torch._C._are_functorch_transforms_active()
     wanted = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in given[:3]]
     forming = wanted if not functions and not per_token else [False] * 3
@@ -162,7 +163,7 @@ def _again(of_value: Tensor, saved: Sequence[Any], options: tuple, _: bool) -> t
         given = given._replace(weight=torch.where(weight == 0, 0, weight * of_value))
     else:
         given = given._replace(factor=factor * of_value)
-    found = run(*given, repr(tuple(how)), *wanted)[3:]
+    found = run(*given, repr(tuple(how._replace(entropy=False))), *wanted)[3:]
     return tuple(x if w else None for x, w in zip(found, wanted, strict=True))
 
 
@@ -191,7 +192,7 @@ def run(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Σ weight · divergence, (); divergences and entropies, (N,); the gradients of factor times the sum.
 
-    A gradient that is not wanted has no elements.
+    What is not asked for has no elements.
     """
     given = Given(e, c, bias, teacher_e, teacher_c, teacher_bias, weight, inverse_temperature, scheduled, factor)
     how, wanted = How(*literal_eval(options)), (want_e, want_c, want_bias)
@@ -206,7 +207,8 @@ def _alone(given: Given, how: How, wanted: Sequence[bool]) -> divergence.Found:
     teacher = divergence.Side(*given[3:6], teacher_scale, how.teacher_softcap)
     pair = divergence.Pair(student, teacher, given.weight, given.inverse_temperature)
     measure = divergence.Measure(how.kind, beta)
-    return divergence.formed(pair, measure, given.factor, wanted, _types(given, how), how.memory_budget)
+    asked = divergence.Asked(how.entropy, wanted, _types(given, how), how.memory_budget)
+    return divergence.formed(pair, measure, given.factor, asked)
 
 
 @cache
@@ -224,7 +226,7 @@ def _(e, c, bias, *others):
     new = weight.new_empty
     found = zip((e, c, bias), wanted, _types(given, how), strict=True)
     gradients = [e.new_empty(0) if x is None or not w else torch.empty_like(x, dtype=t) for x, w, t in found]
-    return new(()), new(e.shape[0]), new(e.shape[0]), *gradients
+    return new(()), new(e.shape[0]), new(e.shape[0] if how.entropy else 0), *gradients
 
 
 @run.register_vmap

@@ -4,7 +4,7 @@ One program returns the sum, the numbers of each token and the gradients of fact
 it is compiled for each Kind of the student, for a padded number of tokens.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -25,8 +25,6 @@ from cce_torch.divergence_ops import Given, How
 from cce_torch.on_jax import bridge, programs, tensors
 from cce_torch.on_jax.kinds import Kind, is_exact, kind_of_tensors
 
-NUMBERS = 3  # results that are no gradients: the sum, the divergences, the entropies
-
 
 @dataclass(frozen=True)
 class Distilled:
@@ -38,7 +36,7 @@ class Distilled:
     wanted: Wanted | None  # None: no gradients
 
 
-def formed(given: Given, how: How, wanted: Sequence[bool]) -> Iterator[Tensor | None]:
+def formed(given: Given, how: How, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """As cce_torch.torch_alone.divergence.formed. N ≥ 1."""
     e, c, bias, teacher_e, teacher_c, teacher_bias, weight, inverse, scheduled, factor = given
     wide_dc = c.dtype != e.dtype or how.wide
@@ -56,11 +54,11 @@ def formed(given: Given, how: How, wanted: Sequence[bool]) -> Iterator[Tensor | 
     kind = kind_of_tensors(e, c, call)
     axis = 0 if teacher_c.is_contiguous() or not teacher_c.T.is_contiguous() else 1
     precision = lax.Precision.HIGHEST if is_exact(how.precision, teacher_e.dtype) else lax.Precision.DEFAULT
-    of = Divergence(how.kind, Head(how.teacher_softcap, axis, precision), entropy=True)  # type: ignore[arg-type]
+    of = Divergence(how.kind, Head(how.teacher_softcap, axis, precision), how.entropy)  # type: ignore[arg-type]
     asked = Wanted(*wanted) if any(wanted) else None
     tokens, key = programs.Tokens(kind, len(e)), Distilled(kind, of, teacher_e.shape[1], asked)
     new, of_c = e.new_empty, torch.float32 if wide_dc else e.dtype
-    outputs = [new((), dtype=torch.float32), *(new(tokens.size, dtype=torch.float32) for _ in range(2))]
+    outputs = [new((), dtype=torch.float32), *(new(tokens.size, dtype=torch.float32) for _ in range(1 + how.entropy))]
     in_memory = kind.in_memory(c)
     if wanted[0]:
         outputs.append(new((tokens.size, e.shape[1]), dtype=torch.float32 if how.wide else e.dtype))
@@ -71,30 +69,34 @@ def formed(given: Given, how: How, wanted: Sequence[bool]) -> Iterator[Tensor | 
     beta, *scales = scheduled.tolist()
     inputs = [
         *(tokens.padded(e, 0), in_memory, programs.dense(bias)),
-        *(tokens.padded(teacher_e, 0), programs.dense(teacher_c.T if axis else teacher_c), programs.dense(teacher_bias)),
+        *(
+            tokens.padded(teacher_e, 0),
+            programs.dense(teacher_c.T if axis else teacher_c),
+            programs.dense(teacher_bias),
+        ),
         *(tokens.padded(weight, 0), tokens.padded(inverse, 1), beta, *map(programs.scale_of, scales)),
         programs.dense(factor),
     ]
-    summed, *others = bridge.run(_program(key, tokens.size), inputs, outputs)
-    total, entropy, *gradients = others
-    found = iter(gradients)
-    de, dc, dbias = (next(found) if w else None for w in wanted)
+    found = iter(bridge.run(_program(key, tokens.size), inputs, outputs))
+    summed, total, entropy, de, dc, dbias = (next(found) if w else None for w in (True, True, how.entropy, *wanted))
     de, dc = None if de is None else tokens.cut(de), None if dc is None else kind.in_order_of_c(dc)
-    return iter((summed, tokens.cut(total), tokens.cut(entropy), de, dc, dbias))
+    entropy = None if entropy is None else tokens.cut(entropy)
+    return summed, None if total is None else tokens.cut(total), entropy, de, dc, dbias
 
 
 @lru_cache(maxsize=programs.PROGRAMS)
 def _program(key: Distilled, size: int) -> Callable:
     kind, of, teacher_width, wanted = key.kind, key.of, key.teacher_width, key.wanted
     asked = Wanted(e=False, c=False, bias=False) if wanted is None else wanted
-    count = NUMBERS + asked.e + asked.c + asked.bias
+    count = 2 + of.entropy + asked.e + asked.c + asked.bias
     core = replace(kind.static, teacher_width=teacher_width)
 
     def torch_divergence(*arrays: Any) -> tuple:
-        e, c, bias, *teacher, weight, inverse, beta, scale, teacher_scale, factor = arrays[count:]
+        (e, c, bias), (teacher_e, teacher_c, teacher_bias) = arrays[count : count + 3], arrays[count + 3 : count + 6]
+        weight, inverse, beta, scale, teacher_scale, factor = arrays[count + 6 :]
         scale, teacher_scale = (None if x is None else x.reshape(1) for x in (scale, teacher_scale))
         student = divergence.Side(e, c, bias, scale)
-        given = divergence.Given(student, divergence.Side(*teacher, teacher_scale), weight, inverse, beta)
+        given = divergence.Given(student, divergence.Side(teacher_e, teacher_c, teacher_bias, teacher_scale), weight, inverse, beta)
         plan = plans.plan_for(given.inputs, core, wanted, one_factor=True)
         numbers, left = divergence.begin(given, of, plan)
         kept = weight != 0

@@ -50,34 +50,31 @@ class Found(NamedTuple):
 
     summed: Tensor  # (), Σ weight · divergence
     total: Tensor  # (N,), the divergences, 0 where the weight is 0
-    entropy: Tensor  # (N,), of the student, 0 where the weight is 0
+    entropy: Tensor | None  # (N,), of the student, 0 where the weight is 0; None: not asked for
     de: Tensor | None
     dc: Tensor | None
     dbias: Tensor | None
 
 
-def formed(
-    pair: Pair,
-    measure: Measure,
-    factor: Tensor,
-    wanted: Sequence[bool],
-    types: Sequence[torch.dtype],
-    budget: int | None,
-) -> Found:
-    """The divergences, and the gradients of factor · Σ weight · divergence.
+class Asked(NamedTuple):
+    entropy: bool
+    gradients: Sequence[bool]  # of the student's e, c and bias
+    types: Sequence[torch.dtype]  # of these gradients
+    memory_budget: int | None  # bytes; None for the default
 
-    factor: (). wanted: the gradients of the student's e, c and bias. types: of these gradients. budget: bytes; None for
-    the default.
-    """
+
+def formed(pair: Pair, measure: Measure, factor: Tensor, asked: Asked) -> Found:
+    """The divergences, and the gradients of factor · Σ weight · divergence. factor: ()."""
     e, c, weight = *pair.student[:2], pair.weight
     accumulate, operand = blocks.types(e)
-    want_e, want_c, want_bias = wanted
+    (want_e, want_c, want_bias), types = asked.gradients, asked.types
     de = e.new_zeros(e.shape, dtype=types[0]) if want_e else None
     dc = torch.zeros_like(c, dtype=accumulate) if want_c else None
     dbias = c.new_zeros(len(c), dtype=accumulate) if want_bias else None
-    total, entropy = (weight.new_zeros(len(e), dtype=accumulate) for _ in range(2))
+    total = weight.new_zeros(len(e), dtype=accumulate)
+    entropy = torch.zeros_like(total) if asked.entropy else None
     student, teacher = _Logits(pair.student), _Logits(pair.teacher)
-    for part in _chunks(pair, budget):
+    for part in _chunks(pair, asked.memory_budget):
         live = weight[part] != 0
         e_live = torch.where(live[:, None], e[part], 0).to(operand)
         y = teacher.raw(torch.where(live[:, None], pair.teacher.e[part], 0)).to(accumulate)
@@ -86,10 +83,13 @@ def formed(
         for few in _steps(x):
             divided = None if inverse is None else inverse[few, None]
             logits = student.capped(x[few]), teacher.capped(y[few])
-            numbers, dz = _numbers_and_dz(*logits, divided, measure)
+            log_s, log_t = (log_softmax(z if divided is None else z * divided) for z in logits)
+            numbers, dz = of_logs(log_s, log_t, measure)
             at = slice(part.start + few.start, part.start + few.stop)
-            total[at], entropy[at] = torch.where(live[few], numbers, 0)
-            if any(wanted):
+            total[at] = torch.where(live[few], numbers, 0)
+            if entropy is not None:
+                entropy[at] = torch.where(live[few], entropy_of(log_s), 0)
+            if any(asked.gradients):
                 by = (torch.where(live[few], weight[at], 0) * pair.student.scale)[:, None]
                 by = by if divided is None else by * divided
                 dz = dz.mul_(by)
@@ -146,16 +146,6 @@ def _chunks(pair: Pair, budget: int | None) -> Iterator[slice]:
 def _steps(x: Tensor) -> Iterator[slice]:
     size = max(STEP_BYTES // (TEMPORARIES * x.itemsize * max(x.shape[1], 1)), 1)
     return (slice(start, min(start + size, len(x))) for start in range(0, len(x), size))
-
-
-def _numbers_and_dz(x: Tensor, y: Tensor, inverse: Tensor | None, measure: Measure) -> tuple[Tensor, Tensor]:
-    """The divergences and the student's entropies, (2, n), and the derivative of the former by the student's logits.
-
-    x, y: the logits before the temperature. inverse: (n, 1).
-    """
-    log_s, log_t = (log_softmax(z if inverse is None else z * inverse) for z in (x, y))
-    total, dz = of_logs(log_s, log_t, measure)
-    return torch.stack([total, entropy_of(log_s)]), dz
 
 
 def log_softmax(z: Tensor) -> Tensor:
