@@ -89,7 +89,9 @@ class _Divergence(torch.autograd.Function):
         ctx.in_place = False
         if any(ctx.forming):
             ctx.in_place = not torch.compiler.is_compiling() and ops.may_be_overwritten()
-            ctx.save_for_backward(given.weight, *output[2:])
+            ctx.save_for_backward(
+                given.weight, *given[:3], *output[2:]
+            )  # e, c and bias: for the error of a second derivative
         else:
             ctx.save_for_backward(*given)
 
@@ -136,7 +138,7 @@ class _Guarded(ops.Guarded):
 
 def _finished(of_value: Tensor, saved: Sequence[Tensor], options: tuple, in_place: bool) -> tuple[Tensor | None, ...]:
     """The gradients that the forward pass formed, times the cotangent."""
-    (weight, *gradients), (_, _, types, wanted) = saved, options
+    weight, gradients, (_, _, types, wanted) = saved[0], saved[4:], options
     of_token = torch.where(weight != 0, of_value, 0)[:, None]  # an infinite cotangent times 0 is NaN
     factors = of_token, of_value.reshape(1, 1), of_value.reshape(1)
     each = zip(gradients, factors, types, wanted, strict=True)

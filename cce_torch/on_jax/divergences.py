@@ -96,7 +96,9 @@ def _program(key: Distilled, size: int) -> Callable:
         weight, inverse, beta, scale, teacher_scale, factor = arrays[count + 6 :]
         scale, teacher_scale = (None if x is None else x.reshape(1) for x in (scale, teacher_scale))
         student = divergence.Side(e, c, bias, scale)
-        given = divergence.Given(student, divergence.Side(teacher_e, teacher_c, teacher_bias, teacher_scale), weight, inverse, beta)
+        given = divergence.Given(
+            student, divergence.Side(teacher_e, teacher_c, teacher_bias, teacher_scale), weight, inverse, beta
+        )
         plan = plans.plan_for(given.inputs, core, wanted, one_factor=True)
         numbers, left = divergence.begin(given, of, plan)
         kept = weight != 0

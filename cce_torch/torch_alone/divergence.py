@@ -3,7 +3,8 @@
 The equations are in cce_kernels/divergence.py. A chunk of n tokens holds the student's and the teacher's logits, (n, V)
 each, at least float32. dz takes the place of the student's. What lies between the logits and dz is computed for a few
 tokens at a time, so that its temporary arrays are small. Four matmuls: both logits, de, and a part of dc, which is
-added to a sum in at least float32.
+added to a sum in at least float32. On CUDA from PyTorch 2.8 on, 16-bit inputs are multiplied in their own type, and dz
+is rounded to it. Elsewhere they are widened to float32.
 """
 
 from collections.abc import Iterator, Sequence
@@ -99,7 +100,7 @@ def formed(pair: Pair, measure: Measure, factor: Tensor, asked: Asked) -> Found:
             dbias += x.sum(0)
         if want_e or want_c:
             dz, unit = _fitted(x) if operand == torch.float16 else (x, None)
-            dz = dz.to(e.dtype).to(operand)
+            dz = dz.to(operand)
             if de is not None:
                 de[part] = (blocks.times(blocks.product(dz, student.c, accumulate), unit) * factor).to(types[0])
             if dc is not None:
