@@ -101,7 +101,7 @@ class _Divergence(torch.autograd.Function):
         wanted = list(ctx.needs_input_grad[:3])
         if of_value is None or not any(wanted):
             return nothing
-        apply = _finished if any(ctx.forming) else _again
+        apply = _finished if any(ctx.forming) else _recomputed
         saved, options = ctx.saved_tensors, (ctx.how, ctx.per_token, ctx.types, wanted)
         compiling = torch.compiler.is_compiling()
         in_place = ctx.in_place and not torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
@@ -157,7 +157,7 @@ def _times(x: Tensor, by: Tensor, dtype: torch.dtype, in_place: bool) -> Tensor:
     return found
 
 
-def _again(of_value: Tensor, saved: Sequence[Any], options: tuple, _: bool) -> tuple[Tensor | None, ...]:
+def _recomputed(of_value: Tensor, saved: Sequence[Any], options: tuple, _: bool) -> tuple[Tensor | None, ...]:
     """The gradients, from logits that are computed again."""
     given, (how, per_token, _, wanted) = Given(*saved), options
     weight, factor = given.weight, given.factor

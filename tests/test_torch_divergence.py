@@ -61,24 +61,26 @@ def ours(x: Drawn, impl: str) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("seed", range(DRAWN))
 def test_against_float64(seed):
-    x = draw(seed + 1000)
+    x = draw(seed + 4000)
     of_jax.held(x, ours(x, "torch_compile" if seed % 3 else "reference"))
 
 
 @pytest.mark.parametrize("seed", range(PROGRAMS))
 def test_by_the_jax_program_against_float64(seed):
-    x = draw(seed + 2000)
+    x = draw(seed + 5000)
     of_jax.held(x, ours(x, "auto"))
 
 
 def test_everything_is_drawn():
-    cases = [draw(seed + 1000).options for seed in range(DRAWN) if seed % 3]
+    cases = [draw(seed + 4000).options for seed in range(DRAWN) if seed % 3]
     assert {(x["divergence"], x["reduction"]) for x in cases} >= {(k, "none") for k in of_jax.KINDS}
     assert {x["divergence"] for x in cases if x["reduction"] != "none"} == set(of_jax.KINDS)
     assert {"mean", "sum"} <= {x["reduction"] for x in cases}
+    cases = [draw(seed + 5000).options for seed in range(PROGRAMS)]
+    assert {x["divergence"] for x in cases if x["reduction"] != "none"} == set(of_jax.KINDS)
 
 
-def given(dtype=torch.float32, tokens: int = 40, **others) -> dict[str, Any]:
+def given(dtype=torch.float32, tokens: int = 40, **others) -> Any:
     """A student of width 16, whose e and c require gradients, and a teacher of width 24, over 90 ids."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"e": (tokens, 16), "c": (90, 16), "teacher_e": (tokens, 24), "teacher_c": (90, 24)}

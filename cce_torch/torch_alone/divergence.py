@@ -1,10 +1,11 @@
 """Divergences from a teacher, and their gradients, in chunks of tokens, in PyTorch alone.
 
 The equations are in cce_kernels/divergence.py. A chunk of n tokens holds the student's and the teacher's logits, (n, V)
-each, at least float32. dz takes the place of the student's. What lies between the logits and dz is computed for a few
+each, at least float32. dz takes the place of the student's. What lies between the logits and dz is computed for a step
 tokens at a time, so that its temporary arrays are small. Four matmuls: both logits, de, and a part of dc, which is
 added to a sum in at least float32. On CUDA from PyTorch 2.8 on, 16-bit inputs are multiplied in their own type, and dz
-is rounded to it. Elsewhere they are widened to float32.
+is rounded to it. Elsewhere they are widened to float32. The sum for dc, and c where it is cast, are held besides the
+memory budget.
 """
 
 from collections.abc import Iterator, Sequence
@@ -75,27 +76,29 @@ def formed(pair: Pair, measure: Measure, factor: Tensor, asked: Asked) -> Found:
     total = weight.new_zeros(len(e), dtype=accumulate)
     entropy = torch.zeros_like(total) if asked.entropy else None
     student, teacher = _Logits(pair.student), _Logits(pair.teacher)
-    for part in _chunks(pair, asked.memory_budget):
+    budget = asked.memory_budget
+    budget = default_budget(*e.shape, e.itemsize) if budget is None else budget
+    for part in _chunks(pair, budget):
         live = weight[part] != 0
         e_live = torch.where(live[:, None], e[part], 0).to(operand)
         y = teacher.raw(torch.where(live[:, None], pair.teacher.e[part], 0)).to(accumulate)
         x = student.raw(e_live)
         inverse = blocks.of_kept(None if pair.inverse_temperature is None else pair.inverse_temperature[part], live, 1)
-        for few in _steps(x):
-            divided = None if inverse is None else inverse[few, None]
-            logits = student.capped(x[few]), teacher.capped(y[few])
+        for step in _runs(len(x), _step_bytes(budget) // (TEMPORARIES * x.itemsize * x.shape[1])):
+            divided = None if inverse is None else inverse[step, None]
+            logits = student.capped(x[step]), teacher.capped(y[step])
             log_s, log_t = (log_softmax(z if divided is None else z * divided) for z in logits)
             numbers, dz = of_logs(log_s, log_t, measure)
-            at = slice(part.start + few.start, part.start + few.stop)
-            total[at] = torch.where(live[few], numbers, 0)
+            at = slice(part.start + step.start, part.start + step.stop)
+            total[at] = torch.where(live[step], numbers, 0)
             if entropy is not None:
-                entropy[at] = torch.where(live[few], entropy_of(log_s), 0)
+                entropy[at] = torch.where(live[step], entropy_of(log_s), 0)
             if any(asked.gradients):
-                by = (torch.where(live[few], weight[at], 0) * pair.student.scale)[:, None]
+                by = (torch.where(live[step], weight[at], 0) * pair.student.scale)[:, None]
                 by = by if divided is None else by * divided
                 dz = dz.mul_(by)
                 cap = pair.student.softcap
-                x[few] = dz if cap is None else dz * (1 - (logits[0] / cap) ** 2)
+                x[step] = dz if cap is None else dz * (1 - (logits[0] / cap) ** 2)
         if dbias is not None:
             dbias += x.sum(0)
         if want_e or want_c:
@@ -131,22 +134,23 @@ class _Logits:
         return z if cap is None else cap * torch.tanh(z / cap)
 
 
-def _chunks(pair: Pair, budget: int | None) -> Iterator[slice]:
+def _chunks(pair: Pair, budget: int) -> Iterator[slice]:
     """Nearly equal chunks of tokens, each as large as the budget allows: two logits, and a rounded dz, for a token."""
     (e, c, *_), (accumulate, operand) = pair.student, blocks.types(pair.student.e)
-    tokens, vocabulary = len(e), len(c)
-    if budget is None:
-        budget = default_budget(tokens, e.shape[1], e.itemsize)
-    row = vocabulary * (2 * accumulate.itemsize + operand.itemsize)
-    held = budget - min(budget // 3, STEP_BYTES)
-    count = -(-tokens // max(held // row, LEAST_TOKENS)) if tokens else 0
-    size = -(-tokens // max(count, 1))
-    return (slice(start, min(start + size, tokens)) for start in range(0, tokens, max(size, 1)))
+    row = len(c) * (2 * accumulate.itemsize + operand.itemsize)
+    most = max((budget - _step_bytes(budget)) // row, LEAST_TOKENS)
+    count = max(-(-len(e) // most), 1)
+    return _runs(len(e), -(-len(e) // count))
 
 
-def _steps(x: Tensor) -> Iterator[slice]:
-    size = max(STEP_BYTES // (TEMPORARIES * x.itemsize * max(x.shape[1], 1)), 1)
-    return (slice(start, min(start + size, len(x))) for start in range(0, len(x), size))
+def _step_bytes(budget: int) -> int:
+    """What the temporary arrays may take."""
+    return min(budget // 3, STEP_BYTES)
+
+
+def _runs(count: int, size: int) -> Iterator[slice]:
+    size = max(size, 1)
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
 def log_softmax(z: Tensor) -> Tensor:
@@ -200,12 +204,10 @@ def _fitted(dz: Tensor) -> tuple[Tensor, Tensor]:
 
 def _add_dc(dc: Tensor, dz: Tensor, e: Tensor, unit: Tensor | None) -> None:
     """dc += dzᵀ · e · unit, for groups of the vocabulary, whose products are small."""
-    columns = max(blocks.BLOCK_BYTES // (dc.itemsize * max(dc.shape[1], 1)), 1)
-    if dz.dtype == dc.dtype and unit is None:
+    if dz.dtype == dc.dtype:  # no unit either
         dc.addmm_(dz.t(), e)
         return
-    for start in range(0, len(dc), columns):
-        group = slice(start, start + columns)
+    for group in _runs(len(dc), blocks.BLOCK_BYTES // (dc.itemsize * dc.shape[1])):
         dc[group] += blocks.times(blocks.product(dz[:, group].t(), e, dc.dtype), unit)
 
 
