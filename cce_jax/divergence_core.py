@@ -99,7 +99,7 @@ def _reference(of: Summands, core: Core, how: Divergence) -> Numbers:
         total = common.beta * kl(t, log_t, log_m) + (1 - common.beta) * kl(s, log_s, log_m)
     else:
         total = kl(t, log_t, log_s) if how.kind == "forward_kl" else kl(s, log_s, log_t)
-    entropy = divergence.entropy_of(log_s) if how.entropy else None
+    entropy = jnp.sum(divergence.entropy_terms(log_s), axis=1) if how.entropy else None
     return jax.tree.map(lambda x: jnp.where(live, x.reshape(live.shape), 0), Numbers(total, entropy))
 
 

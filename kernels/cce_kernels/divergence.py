@@ -17,16 +17,21 @@ derivatives g_v = ∂L/∂s_v has ∂L/∂z_v = s_v·(g_v − Σ_u s_u·g_u). Th
 and dz, the cotangent of the raw product e·c, is that times the token's weight, the factor of the inputs and the slope
 of the softcap (cce_kernels/head.py).
 
-Rounding. With δ = log t − log s all ratios follow without a division:
+Rounding. A sum Σ p·log(p/q) has terms of both signs that cancel where p and q are about equal. As Σ p = Σ q = 1, it is
+also the sum of p·log(p/q) − p + q, in which no term is negative. Let M be the larger one of s_v and t_v, and
+d = |log s_v − log t_v|, E = expm1(−d), so that the smaller one is M·(1 + E). The terms of the KL divergences are then
 
-    log(s/m) = −log1p(β·expm1(δ))               log(t/m) = δ + log(s/m)            where δ ≤ 0
-    log(t/m) = −log1p((1 − β)·expm1(−δ))        log(s/m) = log(t/m) − δ            where δ > 0
+    M·(d + E)                    where p is the larger one
+    −M·((1 + E)·d + E)           where p is the smaller one
 
-A sum Σ p·log(p/q) has terms of both signs that cancel where p and q are about equal. As Σ p = Σ q = 1, it is also the
-sum of p·log(p/q) − p + q = p·(x + expm1(−x)) with x = log(p/q), in which no term is negative.
+For the jsd let r be the share of the smaller one in m, β or 1 − β, and w = r·E, so that m = M·(1 + w). The terms are
+
+    M·(w − log1p(w))                                   of the larger one, whose log(p/m) is −log1p(w)
+    −M·((1 + E)·(d + log1p(w)) + (1 − r)·E)            of the smaller one, whose log(p/m) is −log1p(w) − d
 
 Each chunk of tokens holds the logits of both in float32 (n, V), and dz (n, V) in e's type. They become de and a part of
-dc as in cce_kernels/in_forward.py: three matmuls of the student and one of the teacher.
+dc as in cce_kernels/in_forward.py: three matmuls of the student and one of the teacher. Passes read both logits:
+for the largest, the masses Σ exp(z − largest), the divergence, of a jsd KL(s‖m), and dz.
 
 For a program of another framework there is
 
@@ -44,11 +49,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from cce_kernels.float16 import FLOAT16_LARGEST
 from cce_kernels.head import Head
 from cce_kernels.in_forward import Chunk, Formed, finish, of_dz, over_chunks, taken
-from cce_kernels.mean import peak_of
 from cce_kernels.numbers import Inputs
 from cce_kernels.plan.plan import Plan
 from cce_kernels.residuals import Residuals
@@ -128,11 +133,8 @@ def begin(given: Given, of: Divergence, plan: Plan, cleared: bool = False) -> tu
         of_student, (weight, e) = taken(kept, start, size, inputs, (given.weight, teacher.e))
         live = of_student.live
         own = teacher._replace(e=jnp.where(live[:, None], e, 0))
-        numbers, dz = _numbers_and_dz(of_student, own, jnp.where(live, weight, 0), given.beta, of, plan)
-        unit, dbias = None, jnp.sum(dz, axis=0) if plan.call.wants.bias else None
-        if plan.call.dtype == "float16":
-            dz, unit = _fitted(dz)
-            dbias = None if dbias is None else dbias / unit
+        numbers, dz, unit = _numbers_and_dz(of_student, own, jnp.where(live, weight, 0), given.beta, of, plan)
+        dbias = jnp.sum(dz, axis=0) if plan.call.wants.bias else None
         return Formed(numbers, *of_dz(of_student, dz.astype(inputs.e.dtype), dbias, unit, plan))
 
     return over_chunks(chunk, Numbers(zeros, zeros if of.entropy else None), kept, plan, cleared)
@@ -140,19 +142,76 @@ def begin(given: Given, of: Divergence, plan: Plan, cleared: bool = False) -> tu
 
 def _numbers_and_dz(
     chunk: Chunk, teacher: Side, weight: jax.Array, beta: jax.Array | None, of: Divergence, plan: Plan
-) -> tuple[Numbers, jax.Array]:
-    """The chunk's numbers, (n,), and dz, (n, V), at least float32."""
+) -> tuple[Numbers, jax.Array, jax.Array | None]:
+    """The chunk's numbers, (n,); dz, (n, V), at least float32, divided by a unit; the unit, or None for 1."""
     inputs, head = chunk.inputs, plan.call.head
     x = logits(Side(inputs.e, inputs.c, inputs.bias, inputs.scale), head)
     y = logits(teacher, of.teacher).astype(x.dtype)
-    log_s, log_t = (log_softmax(inputs.divided(z)) for z in (x, y))
-    total, dz = of_logs(log_s, log_t, of.kind, beta)
-    entropy = entropy_of(log_s) if of.entropy else None
-    dz = dz * weight[:, None]
+    both: Any = _Both(x, y, inputs.inverse_temperature)
+    both, found = lax.optimization_barrier((both, _largest(*both.logits)))
+    peaks = tuple(jnp.where(jnp.isfinite(peak), peak, 0) for peak in found)
+    masses = _sums(*(jnp.exp(z - peak[:, None]) for z, peak in zip(both.logits, peaks, strict=True)))
+    both, norms = lax.optimization_barrier((both, (*peaks, *map(jnp.log, masses))))
+    sums: list[jax.Array] = []
+    for k in range(2 if of.kind == "jsd" else 1):  # one after the other: XLA would store what both are made from
+        terms = [terms_of(*both.logs(norms), of.kind, beta)[k]]
+        if of.entropy and k == 0:
+            terms.append(entropy_terms(both.logs(norms)[0]))
+        both, norms, found = lax.optimization_barrier((both, norms, _sums(*terms)))
+        sums += found
+    total = of_student = sums[0]
+    if beta is not None and of.kind == "jsd":
+        of_student = sums[-1]
+        total = beta * total + (1 - beta) * of_student
+    size, unit = weight[:, None] if inputs.factor_of_rows is None else weight[:, None] * inputs.factor_of_rows, None
+    if plan.call.dtype == "float16":
+        unit = _unit(size[:, 0] * (1 + of_student))
+        size = size / unit
+    dz = derivative_of(*both.logs(norms), of_student, of.kind, beta) * size
     if head.softcap is not None:
-        dz = dz * head.slope(x)
-    dz = dz if inputs.factor_of_rows is None else dz * inputs.factor_of_rows
-    return Numbers(total, entropy), dz
+        dz = dz * head.slope(both.student)
+    return Numbers(total, sums[1] if of.entropy else None), dz, unit
+
+
+class _Both(NamedTuple):
+    """The logits of a chunk. Each pass over them begins with them, and XLA holds no other array of their size."""
+
+    student: jax.Array  # (n, V), before the temperature
+    teacher: jax.Array  # the same
+    inverse_temperature: jax.Array | None  # (n,)
+
+    @property
+    def logits(self) -> tuple[jax.Array, jax.Array]:
+        """After the temperature."""
+        inverse = self.inverse_temperature
+        x, y = self.student, self.teacher
+        return (x, y) if inverse is None else (x * inverse[:, None], y * inverse[:, None])
+
+    def logs(self, norms: Any) -> tuple[jax.Array, jax.Array]:
+        """log s and log t. norms: the largest logit of each, and the logarithm of Σ exp(z − largest).
+
+        The largest logit is subtracted first: the rounding of a large log-sum-exp would be in all of them.
+        """
+        x, y = self.logits
+        peak_x, peak_y, mass_x, mass_y = norms
+        return (x - peak_x[:, None]) - mass_x[:, None], (y - peak_y[:, None]) - mass_y[:, None]
+
+
+def _largest(*arrays: jax.Array) -> list[jax.Array]:
+    return _reduced(lax.max, -jnp.inf, arrays)
+
+
+def _sums(*arrays: jax.Array) -> list[jax.Array]:
+    return _reduced(lax.add, 0.0, arrays)
+
+
+def _reduced(combine: Any, start: float, arrays: tuple[jax.Array, ...]) -> list[jax.Array]:
+    """Each array (n, V), reduced over V. One operation reduces all: XLA then reads what they are made from once."""
+
+    def of_pair(some: Any, more: Any) -> Any:
+        return tuple(map(combine, some, more))
+
+    return lax.reduce(arrays, tuple(jnp.asarray(start, x.dtype) for x in arrays), of_pair, (1,))
 
 
 def logits(side: Side, head: Head) -> jax.Array:
@@ -161,52 +220,80 @@ def logits(side: Side, head: Head) -> jax.Array:
     return head.logits(raw, None if side.bias is None else side.bias.astype(raw.dtype), side.scale)
 
 
-def log_softmax(z: jax.Array) -> jax.Array:
-    """log p, (n, V). The largest logit is subtracted first: the rounding of a large log-sum-exp would be in all."""
-    z = z - peak_of(z)[:, None]
-    return z - jnp.log(jnp.sum(jnp.exp(z), axis=1))[:, None]
-
-
-def entropy_of(log_p: jax.Array) -> jax.Array:
+def entropy_terms(log_p: jax.Array) -> jax.Array:
     p = jnp.exp(log_p)
-    return -jnp.sum(jnp.where(p > 0, p * log_p, 0), axis=1)
+    return -jnp.where(p > 0, p * log_p, 0)
 
 
-def of_logs(log_s: jax.Array, log_t: jax.Array, kind: Kind, beta: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """The divergence of each token, (n,), and its derivative by the logits from which s is, (n, V)."""
-    s, t = jnp.exp(log_s), jnp.exp(log_t)
-    delta = jnp.where(log_s == log_t, 0, log_t - log_s)  # both may be −inf
-    if kind == "forward_kl":
-        return jnp.sum(_terms(t, delta, s), axis=1), s - t
-    if kind == "reverse_kl":
-        total = jnp.sum(_terms(s, -delta, t), axis=1)
-        return total, jnp.where(s > 0, s * (-delta - total[:, None]), 0)
+class _Gap(NamedTuple):
+    """How far the student's and the teacher's probability of an id are apart, (n, V) each."""
+
+    larger: jax.Array  # M: the larger of the two
+    distance: jax.Array  # d, at least 0: |log s − log t|
+    e: jax.Array  # E = expm1(−d); the smaller of the two is M·(1 + E)
+    of_student: jax.Array  # whether s is the larger one
+
+    @classmethod
+    def of(cls, log_s: jax.Array, log_t: jax.Array) -> "_Gap":
+        distance = jnp.where(log_s == log_t, 0, jnp.abs(log_s - log_t))  # both may be −inf
+        return cls(jnp.exp(jnp.maximum(log_s, log_t)), distance, jnp.expm1(-distance), log_s >= log_t)
+
+    def times(self, x: jax.Array) -> jax.Array:
+        """M·x, 0 where M is 0."""
+        return jnp.where(self.larger > 0, self.larger * x, 0)
+
+    def smaller_times(self, x: jax.Array) -> jax.Array:
+        """(1 + E)·x, 0 where 1 + E is 0."""
+        return jnp.where(self.e > -1, (1 + self.e) * x, 0)
+
+    def mixed(self, beta: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The share r of the smaller one in m, w = r·E and log1p(w), which is log(m / M)."""
+        share = jnp.where(self.of_student, beta, 1 - beta)
+        w = share * self.e
+        return share, w, jnp.log1p(w)
+
+
+def terms_of(
+    log_s: jax.Array, log_t: jax.Array, kind: Kind, beta: jax.Array | None
+) -> tuple[jax.Array] | tuple[jax.Array, jax.Array]:
+    """The terms (n, V) whose sum is the divergence; of a jsd those of KL(t‖m) and of KL(s‖m)."""
+    gap = _Gap.of(log_s, log_t)
+    if kind != "jsd":
+        of_larger = gap.distance + gap.e
+        of_smaller = -(gap.smaller_times(gap.distance) + gap.e)
+        first = gap.of_student if kind == "reverse_kl" else ~gap.of_student
+        return (gap.times(jnp.where(first, of_larger, of_smaller)),)
     assert beta is not None
-    beta = beta.astype(s.dtype)
-    of_s, of_t = _logs_of_mixture(delta, beta)
-    m = beta * t + (1 - beta) * s
-    of_student = jnp.sum(_terms(s, of_s, m), axis=1)
-    total = beta * jnp.sum(_terms(t, of_t, m), axis=1) + (1 - beta) * of_student
-    return total, (1 - beta) * jnp.where(s > 0, s * (of_s - of_student[:, None]), 0)
+    share, w, log_m = gap.mixed(beta)
+    of_larger, of_smaller = w - log_m, -(gap.smaller_times(gap.distance + log_m) + (1 - share) * gap.e)
+    of_t, of_s = (jnp.where(first, of_larger, of_smaller) for first in (~gap.of_student, gap.of_student))
+    return gap.times(of_t), gap.times(of_s)
 
 
-def _logs_of_mixture(delta: jax.Array, beta: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """log(s/m) and log(t/m)."""
-    down, up = jnp.minimum(delta, 0), jnp.maximum(delta, 0)
-    of_s, of_t = -jnp.log1p(beta * jnp.expm1(down)), -jnp.log1p((1 - beta) * jnp.expm1(-up))
-    return jnp.where(delta > 0, of_t - up, of_s), jnp.where(delta > 0, of_t, of_s + down)
+def derivative_of(
+    log_s: jax.Array, log_t: jax.Array, of_student: jax.Array, kind: Kind, beta: jax.Array | None
+) -> jax.Array:
+    """The derivative of the divergence by the student's logits, (n, V). of_student: KL(s‖t), or KL(s‖m), (n,)."""
+    gap = _Gap.of(log_s, log_t)
+    if kind == "forward_kl":
+        return gap.times(jnp.where(gap.of_student, -gap.e, gap.e))
+    if kind == "reverse_kl":
+        ratio, factor = jnp.where(gap.of_student, gap.distance, -gap.distance), 1.0
+    else:
+        assert beta is not None
+        log_m = gap.mixed(beta)[2]
+        ratio, factor = jnp.where(gap.of_student, -log_m, -log_m - gap.distance), 1 - beta
+    s = jnp.exp(log_s)
+    return factor * jnp.where(s > 0, s * (ratio - of_student[:, None]), 0)
 
 
-def _terms(p: jax.Array, x: jax.Array, q: jax.Array) -> jax.Array:
-    """p·log(p/q) − p + q, where x = log(p/q)."""
-    near = jnp.abs(x) < 1
-    small = jnp.where(near, x, 0)
-    return jnp.where(near, p * (small + jnp.expm1(-small)), jnp.where(p > 0, p * x, 0) + (q - p))
+def _unit(bound: jax.Array) -> jax.Array:
+    """What dz of a chunk is divided by in float16, so that no element is above FLOAT16_LARGEST.
 
-
-def _fitted(dz: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """dz divided by a unit, so that its largest element is FLOAT16_LARGEST, and the unit."""
-    size = jnp.abs(dz)
+    An element is at most 1 of the forward KL. Of the others s·(log(s/q) − KL(s‖q)) is at most 1 + KL(s‖q): the negative
+    terms of KL(s‖q) are the s·log(q/s) ≤ q − s of some ids, and their sum is at most 1. bound: that for each token, (n,),
+    times its weight and the factor of the inputs.
+    """
+    size = jnp.abs(bound)
     largest = jnp.max(jnp.where(jnp.isfinite(size), size, 0))
-    unit = jnp.where(largest > 0, largest, 1.0) / FLOAT16_LARGEST
-    return dz / unit, unit
+    return jnp.where(largest > 0, largest, 1.0) / FLOAT16_LARGEST
