@@ -1,7 +1,7 @@
 """Divergences from a teacher, and their gradients, in chunks of tokens, in PyTorch alone.
 
 The equations are in cce_kernels/divergence.py. A chunk of n tokens holds the student's and the teacher's logits, (n, V)
-each, at least float32. dz takes the place of the student's. What lies between the logits and dz is computed for a step
+each, at least float32. dz takes the place of the student's. What lies between the logits and dz is computed for a few
 tokens at a time, so that its temporary arrays are small. Four matmuls: both logits, de, and a part of dc, which is
 added to a sum in at least float32. On CUDA from PyTorch 2.8 on, 16-bit inputs are multiplied in their own type, and dz
 is rounded to it. Elsewhere they are widened to float32. The sum for dc, and c where it is cast, are held besides the
