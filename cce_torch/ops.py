@@ -171,7 +171,7 @@ def _gradients(
     def run(of_loss: Any, of_statistics: Any, statistics: Tensor, *arrays: Any) -> tuple[Tensor | None, ...]:
         left, given = arrays[TENSORS:], Given(*arrays[:TENSORS], scheduled, row_length)  # type: ignore[call-arg]
         observed = of_loss, of_statistics, statistics, *arrays
-        if not compiling and _is_plain(observed) and not _is_batched(of_loss) and not _is_batched(of_statistics):
+        if not compiling and _is_plain(observed) and not is_batched(of_loss) and not is_batched(of_statistics):
             backward = _Backward(given, (of_loss, of_statistics), statistics, left, saving_for, wanted, call)
             return _run_gradients(backward, kind, in_place)
         return torch.ops.cce_torch.gradients.default(
@@ -241,7 +241,7 @@ def _for_operator(given: Given) -> Given:
     return given._replace(scheduled=torch.tensor(given.scheduled, dtype=torch.float64))
 
 
-def _is_batched(x: Tensor | None) -> bool:
+def is_batched(x: Tensor | None) -> bool:
     """Whether torch.autograd.grad(is_grads_batched=True) maps over x. The type of such an x is still Tensor."""
     return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)  # type: ignore[attr-defined]
 
