@@ -147,7 +147,7 @@ def _finished(of_value: Tensor, saved: Sequence[Tensor], options: tuple, in_plac
 
 def _times(x: Tensor, by: Tensor, dtype: torch.dtype, in_place: bool) -> Tensor:
     """x · by, rounded to dtype once. by: at least float32, of x's rank."""
-    if ops.is_batched(by):
+    if torch.compiler.is_compiling() or ops.is_batched(by):
         return (x * by).to(dtype)
     if x.dtype == by.dtype == dtype:
         return x.mul_(by) if in_place else x * by

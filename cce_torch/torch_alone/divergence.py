@@ -77,7 +77,7 @@ def formed(pair: Pair, measure: Measure, factor: Tensor, asked: Asked) -> Found:
     entropy = torch.zeros_like(total) if asked.entropy else None
     student, teacher = _Logits(pair.student), _Logits(pair.teacher)
     budget = asked.memory_budget
-    budget = default_budget(*e.shape, e.itemsize) if budget is None else budget
+    budget = default_budget(len(e), e.shape[1], e.itemsize) if budget is None else budget
     for part in _chunks(pair, budget):
         live = weight[part] != 0
         e_live = torch.where(live[:, None], e[part], 0).to(operand)
