@@ -160,13 +160,13 @@ class Bytes:
         return 2 * columns + masses + of_e * call.width + of_teacher
 
     def of_teacher(self, columns: int) -> int:
-        """What a token of a chunk holds more beside a teacher: logits of both, and two copies of a row of the teacher.
+        """What a token of a chunk holds more beside a teacher: logits of both, and some copies of a row of the teacher.
 
         XLA's chunk counts the student's logits already.
         """
         call = self.call
         blocks = (2 if self.stores else 1) if self.gpu is not None else OF_TEACHER_ON_CPU
-        return blocks * call.sum_itemsize * columns + 2 * call.sum_itemsize * call.teacher_width
+        return blocks * call.sum_itemsize * columns + 4 * call.sum_itemsize * call.teacher_width
 
     def of_chunks(self, chunks: Chunks) -> int:
         """What is held where the forward pass forms the gradients in these chunks.
