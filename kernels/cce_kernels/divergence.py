@@ -134,7 +134,7 @@ def begin(given: Given, of: Divergence, plan: Plan, cleared: bool = False) -> tu
         live = of_student.live
         own = teacher._replace(e=jnp.where(live[:, None], e, 0))
         numbers, dz, unit = _numbers_and_dz(of_student, own, jnp.where(live, weight, 0), given.beta, of, plan)
-        dbias = jnp.sum(dz, axis=0) if plan.call.wants.bias else None
+        dbias = _dbias_of(dz, inputs.e.dtype) if plan.call.wants.bias else None
         return Formed(numbers, *of_dz(of_student, dz.astype(inputs.e.dtype), dbias, unit, plan))
 
     return over_chunks(chunk, Numbers(zeros, zeros if of.entropy else None), kept, plan, cleared)
@@ -154,9 +154,10 @@ def _numbers_and_dz(
     both, norms = lax.optimization_barrier((both, (*peaks, *map(jnp.log, masses))))
     sums: list[jax.Array] = []
     for k in range(2 if of.kind == "jsd" else 1):  # one after the other: XLA would store what both are made from
-        terms = [terms_of(*both.logs(norms), of.kind, beta)[k]]
+        log_s, log_t = both.logs(norms)
+        terms = [terms_of(log_s, log_t, of.kind, beta)[k]]
         if of.entropy and k == 0:
-            terms.append(entropy_terms(both.logs(norms)[0]))
+            terms.append(entropy_terms(log_s))
         both, norms, found = lax.optimization_barrier((both, norms, _sums(*terms)))
         sums += found
     total = of_student = sums[0]
@@ -167,7 +168,8 @@ def _numbers_and_dz(
     if plan.call.dtype == "float16":
         unit = _unit(size[:, 0] * (1 + of_student))
         size = size / unit
-    dz = derivative_of(*both.logs(norms), of_student, of.kind, beta) * size
+    log_s, log_t = both.logs(norms)
+    dz = derivative_of(log_s, log_t, of_student, of.kind, beta) * size
     if head.softcap is not None:
         dz = dz * head.slope(both.student)
     return Numbers(total, sums[1] if of.entropy else None), dz, unit
@@ -287,12 +289,19 @@ def derivative_of(
     return factor * jnp.where(s > 0, s * (ratio - of_student[:, None]), 0)
 
 
+def _dbias_of(dz: jax.Array, dtype: Any) -> jax.Array:
+    """The sums of the columns of dz, (V,), at least float32. In 16 bits by a matmul, which holds no partial sums."""
+    if jnp.dtype(dtype).itemsize > 2:
+        return jnp.sum(dz, axis=0)
+    return lax.dot(jnp.ones((1, len(dz)), dtype), dz.astype(dtype), preferred_element_type=jnp.float32)[0]
+
+
 def _unit(bound: jax.Array) -> jax.Array:
     """What dz of a chunk is divided by in float16, so that no element is above FLOAT16_LARGEST.
 
     An element is at most 1 of the forward KL. Of the others s·(log(s/q) − KL(s‖q)) is at most 1 + KL(s‖q): the negative
-    terms of KL(s‖q) are the s·log(q/s) ≤ q − s of some ids, and their sum is at most 1. bound: that for each token, (n,),
-    times its weight and the factor of the inputs.
+    terms of KL(s‖q) are the s·log(q/s) ≤ q − s of some ids, and their sum is at most 1. bound: that for each token,
+    (n,), times its weight and the factor of the inputs.
     """
     size = jnp.abs(bound)
     largest = jnp.max(jnp.where(jnp.isfinite(size), size, 0))
