@@ -349,3 +349,14 @@ def test_bad_input(changed, error, message):
     x = given(divergence="jsd", impl="auto", memory_budget=None)
     with pytest.raises(error, match=message):
         linear_divergence(**{**x, **changed})
+
+
+class DTensor(Tensor):
+    """Known by its name alone."""
+
+
+@pytest.mark.parametrize("name", ["c", "teacher_c"])
+def test_a_dtensor_is_an_error(name):
+    x = given()
+    with pytest.raises(TypeError, match=f"^{name} is a DTensor, and linear_divergence takes plain tensors"):
+        linear_divergence(**{**x, name: x[name].detach().as_subclass(DTensor)})
