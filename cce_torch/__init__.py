@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from cce_kernels.version import installed
 from cce_torch.api import LinearCrossEntropy, linear_cross_entropy
+from cce_torch.divergence import linear_divergence
 from cce_torch.explain import explain
 from cce_torch.head import LinearCrossEntropyHead
 from cce_torch.log_probs import LogProbs, linear_log_probs
@@ -23,6 +24,7 @@ __all__ = [
     "VocabParallelStyle",
     "explain",
     "linear_cross_entropy",
+    "linear_divergence",
     "linear_log_probs",
     "linear_token_loss",
 ]

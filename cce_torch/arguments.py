@@ -18,6 +18,7 @@ OF_TORCH = ("torch_compile", "reference")  # which run without JAX
 PRECISIONS = ("highest", "high", "medium")
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+COLDEST = 2.0**-100  # a temperature below it is raised to it: float32 does not hold the inverse of a smaller one
 REQUIRED, WEIGHTS = ("e", "c", "targets"), ("class_weight", "token_weight")
 
 
@@ -191,6 +192,58 @@ def check_other(name: str, x: Any, function: str) -> None:
     raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}{remedy}")
 
 
+def inverse_temperature(temperature: Any, x: Prepared, function: str) -> Tensor | None:
+    """1 / temperature of each token, (N,) at least float32; None for the number 1."""
+    tokens, dtype = x.targets.shape, torch.promote_types(x.e.dtype, torch.float32)
+    if not isinstance(temperature, Tensor):
+        check_number("temperature", temperature, function)
+        value = contract.number("temperature", temperature, low=0.0, above=True)
+        if constant(value == 1):
+            return None
+        return x.e.new_ones(tokens.numel(), dtype=dtype) * (1 / max(value, COLDEST))
+    tensors.check({"temperature": temperature})
+    if temperature.requires_grad:
+        raise TypeError("temperature gets no gradient, but requires one: pass temperature.detach()")
+    if temperature.is_complex() or temperature.dtype == torch.bool:
+        raise TypeError(f"temperature must be real, got temperature {type_name(temperature)}")
+    shape = tuple(temperature.shape)
+    if len(shape) > len(tokens) or any(n not in (1, m) for n, m in zip(shape[::-1], tokens[::-1], strict=False)):
+        raise ValueError(
+            f"temperature must be a number, or broadcast to the shape of e without its last axis, {tuple(tokens)}, got "
+            f"temperature {shape}"
+        )
+    if temperature.device != x.e.device and temperature.numel() != 1:
+        raise ValueError(f"all tensors must be on one device, got e {x.e.device}, temperature {temperature.device}")
+    inverse = 1 / temperature.to(x.e.device, dtype)
+    return inverse.expand(tokens).reshape(-1)
+
+
+def refuse_dtensors(given: dict[str, Any], function: str, remedy: str = "") -> None:
+    if tensors.has_dtensor(given):
+        name = next(name for name, x in given.items() if type(x).__name__ == "DTensor")
+        raise TypeError(
+            f"{name} is a DTensor, and {function} takes plain tensors: pass to_local() of each tensor{remedy}"
+        )
+
+
+def weight_of_tokens(token_weight: Any, x: Prepared, function: str) -> Tensor:
+    """token_weight, (N,) at least float32; ones for None."""
+    dtype, tokens = torch.promote_types(x.e.dtype, torch.float32), tuple(x.targets.shape)
+    if token_weight is None:
+        return x.e.new_ones(x.targets.numel(), dtype=dtype)
+    if not isinstance(token_weight, Tensor):
+        check_other("token_weight", token_weight, function)
+    tensors.check({"token_weight": token_weight})
+    if token_weight.requires_grad:
+        raise TypeError("token_weight gets no gradient, but requires one: pass token_weight.detach()")
+    if token_weight.is_complex():
+        raise TypeError(f"token_weight must be real, got token_weight {type_name(token_weight)}")
+    contract.weight_of_tokens(tuple(token_weight.shape), (*tokens, x.e.shape[-1]))
+    if token_weight.device != x.e.device:
+        raise ValueError(f"all tensors must be on one device, got e {x.e.device}, token_weight {token_weight.device}")
+    return token_weight.reshape(-1).to(dtype)
+
+
 def _check_types(given: dict[str, Any]) -> None:
     e, c, targets, bias = (given[name] for name in (*REQUIRED, "bias"))
     if targets.dtype not in INTEGERS:
@@ -264,6 +317,10 @@ def flat(x: Any, last: int = 0) -> Any:
     return x if x is None or x.dim() == 1 + last else x.reshape(-1, *x.shape[x.dim() - last :])
 
 
+def type_name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
 def scalar(x: float | Tensor, e: Tensor) -> Tensor:
     """num_items as a scalar tensor on e's device, which gets no gradient. Waits for no GPU."""
     dtype = torch.promote_types(e.dtype, torch.float32)
@@ -275,7 +332,3 @@ def scalar(x: float | Tensor, e: Tensor) -> Tensor:
     if e.is_cuda and not x.is_cuda:
         x = x.clone()  # a copy from pinned memory could read x after the caller has changed it; a clone is not pinned
     return x.to(e.device, dtype, non_blocking=e.is_cuda).reshape(())
-
-
-def type_name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")

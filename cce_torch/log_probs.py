@@ -126,8 +126,8 @@ def linear_log_probs(
     contract.choice("mean_logit", mean_logit, (False, True))
     top_k = contract.integer("top_k", top_k)
     given = dict(e=e, c=c, targets=targets, bias=bias)
-    of_positions = {"ids": ids, "temperature": temperature if isinstance(temperature, Tensor) else None}
-    numbers.refuse_dtensors(given | of_positions, NAME)
+    every = given | {"ids": ids, "temperature": temperature if isinstance(temperature, Tensor) else None}
+    arguments.refuse_dtensors(every, NAME, ", and vocab_parallel=VocabParallel.from_dtensor(c) if c is split by rows")
     options = "none", impl, vocab_axis, precision, logit_scale, softcap, 0.0, 0.0, ignore_index, memory_budget, 0.0
     scale, softcap, _, _, ignore_index, budget, _, shift = arguments.options(*options, shift)
     shard = arguments.shard_of(vocab_parallel, None)
@@ -140,7 +140,7 @@ def linear_log_probs(
     _check_ids(ids, x)
     if not 0 <= top_k <= min(MOST_IDS, x.vocabulary):
         raise ValueError(f"top_k={top_k} must be in [0, {min(MOST_IDS, x.vocabulary)}], for V = {x.vocabulary}")
-    inverse = numbers.inverse_temperature(temperature, x, NAME)
+    inverse = arguments.inverse_temperature(temperature, x, NAME)
     call = Call(
         softcap,
         budget,

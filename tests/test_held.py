@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from cce_jax import linear_cross_entropy, linear_log_probs, passes, plans
-from cce_kernels import block_sparse, in_forward
+from cce_kernels import block_sparse, divergence, in_forward
 from cce_kernels.block_floats import steps_shape
 from cce_kernels.call import ITEMSIZE
 from cce_kernels.call import Call as Planned
@@ -426,3 +426,26 @@ def test_selections_hold_the_logits_of_a_chunk(shape):
     asked: Any = {"top_k": 64, "entropy": True, "mean_logit": True}
     budget = default_budget(n, d, 2)
     assert held(lambda *x: linear_log_probs(*x, **asked), e, c, targets).bytes <= budget
+
+
+OF_TEACHER = (("bfloat16", "jsd", True, 2**30), ("float16", "reverse_kl", False, 640 * MIB))
+
+
+@pytest.mark.parametrize(("dtype", "kind", "bias", "memory_budget"), OF_TEACHER)
+def test_a_divergence_holds_what_its_plan_says(dtype, kind, bias, memory_budget):
+    """The logits of a chunk for both, dz, and no other array of that size."""
+    tokens, width, of_teacher, vocabulary = 5001, 768, 1024, 65536
+    wanted = Wanted(True, True, bias)
+    asked = (tokens, width, vocabulary, dtype, Head(), bias, False, wanted, memory_budget)
+    plan = plan_of(Planned(*asked, one_factor=True, teacher_width=of_teacher), H200, "auto")
+
+    def array(*shape, of=dtype):
+        return jax.ShapeDtypeStruct(shape, of)
+
+    student = array(tokens, width), array(vocabulary, width), array(vocabulary) if bias else None
+    teacher = array(tokens, of_teacher), array(vocabulary, of_teacher)
+    numbers = array(tokens, of="float32"), None, array(of="float32")
+    given = divergence.Given(divergence.Side(*student), divergence.Side(*teacher), *numbers)
+    how = divergence.Divergence(kind, Head(softcap=30.0), entropy=True)
+    found = held(partial(divergence.formed, of=how, plan=plan), given)
+    assert plan.held / 2 < found.bytes <= plan.held <= memory_budget

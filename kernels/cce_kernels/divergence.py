@@ -30,8 +30,8 @@ For the jsd let r be the share of the smaller one in m, β or 1 − β, and w = 
     −M·((1 + E)·(d + log1p(w)) + (1 − r)·E)            of the smaller one, whose log(p/m) is −log1p(w) − d
 
 Each chunk of tokens holds the logits of both in float32 (n, V), and dz (n, V) in e's type. They become de and a part of
-dc as in cce_kernels/in_forward.py: three matmuls of the student and one of the teacher. Four passes read the logits:
-for the largest, the masses Σ exp(z − largest), the divergence and dz.
+dc as in cce_kernels/in_forward.py: three matmuls of the student and one of the teacher. Passes read both logits:
+for the largest, the masses Σ exp(z − largest), the divergence, of a jsd KL(s‖m), and dz.
 
 For a program of another framework there is
 
@@ -133,11 +133,8 @@ def begin(given: Given, of: Divergence, plan: Plan, cleared: bool = False) -> tu
         of_student, (weight, e) = taken(kept, start, size, inputs, (given.weight, teacher.e))
         live = of_student.live
         own = teacher._replace(e=jnp.where(live[:, None], e, 0))
-        numbers, dz = _numbers_and_dz(of_student, own, jnp.where(live, weight, 0), given.beta, of, plan)
-        unit, dbias = None, jnp.sum(dz, axis=0) if plan.call.wants.bias else None
-        if plan.call.dtype == "float16":
-            dz, unit = _fitted(dz)
-            dbias = None if dbias is None else dbias / unit
+        numbers, dz, unit = _numbers_and_dz(of_student, own, jnp.where(live, weight, 0), given.beta, of, plan)
+        dbias = _dbias_of(dz, inputs.e.dtype) if plan.call.wants.bias else None
         return Formed(numbers, *of_dz(of_student, dz.astype(inputs.e.dtype), dbias, unit, plan))
 
     return over_chunks(chunk, Numbers(zeros, zeros if of.entropy else None), kept, plan, cleared)
@@ -145,28 +142,37 @@ def begin(given: Given, of: Divergence, plan: Plan, cleared: bool = False) -> tu
 
 def _numbers_and_dz(
     chunk: Chunk, teacher: Side, weight: jax.Array, beta: jax.Array | None, of: Divergence, plan: Plan
-) -> tuple[Numbers, jax.Array]:
-    """The chunk's numbers, (n,), and dz, (n, V), at least float32."""
+) -> tuple[Numbers, jax.Array, jax.Array | None]:
+    """The chunk's numbers, (n,); dz, (n, V), at least float32, divided by a unit; the unit, or None for 1."""
     inputs, head = chunk.inputs, plan.call.head
     x = logits(Side(inputs.e, inputs.c, inputs.bias, inputs.scale), head)
     y = logits(teacher, of.teacher).astype(x.dtype)
-    both = _Both(x, y, inputs.inverse_temperature)
-    both, peaks = lax.optimization_barrier((both, _largest(*both.logits)))
-    peaks = tuple(jnp.where(jnp.isfinite(peak), peak, 0) for peak in peaks)
+    both: Any = _Both(x, y, inputs.inverse_temperature)
+    both, found = lax.optimization_barrier((both, _largest(*both.logits)))
+    peaks = tuple(jnp.where(jnp.isfinite(peak), peak, 0) for peak in found)
     masses = _sums(*(jnp.exp(z - peak[:, None]) for z, peak in zip(both.logits, peaks, strict=True)))
     both, norms = lax.optimization_barrier((both, (*peaks, *map(jnp.log, masses))))
-    terms = terms_of(*both.logs(norms), of.kind, beta)
-    entropies = (entropy_terms(both.logs(norms)[0]),) if of.entropy else ()
-    both, norms, (total, *others) = lax.optimization_barrier((both, norms, _sums(*terms, *entropies)))
-    of_student = others[0] if of.kind == "jsd" else total
-    if of.kind == "jsd":
-        assert beta is not None
+    sums: list[jax.Array] = []
+    for k in range(2 if of.kind == "jsd" else 1):  # one after the other: XLA would store what both are made from
+        log_s, log_t = both.logs(norms)
+        terms = [terms_of(log_s, log_t, of.kind, beta)[k]]
+        if of.entropy and k == 0:
+            terms.append(entropy_terms(log_s))
+        both, norms, found = lax.optimization_barrier((both, norms, _sums(*terms)))
+        sums += found
+    total = of_student = sums[0]
+    if beta is not None and of.kind == "jsd":
+        of_student = sums[-1]
         total = beta * total + (1 - beta) * of_student
-    dz = derivative_of(*both.logs(norms), of_student, of.kind, beta) * weight[:, None]
+    size, unit = weight[:, None] if inputs.factor_of_rows is None else weight[:, None] * inputs.factor_of_rows, None
+    if plan.call.dtype == "float16":
+        unit = _unit(size[:, 0] * (1 + of_student))
+        size = size / unit
+    log_s, log_t = both.logs(norms)
+    dz = derivative_of(log_s, log_t, of_student, of.kind, beta) * size
     if head.softcap is not None:
         dz = dz * head.slope(both.student)
-    dz = dz if inputs.factor_of_rows is None else dz * inputs.factor_of_rows
-    return Numbers(total, others[-1] if of.entropy else None), dz
+    return Numbers(total, sums[1] if of.entropy else None), dz, unit
 
 
 class _Both(NamedTuple):
@@ -283,9 +289,20 @@ def derivative_of(
     return factor * jnp.where(s > 0, s * (ratio - of_student[:, None]), 0)
 
 
-def _fitted(dz: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """dz divided by a unit, so that its largest element is FLOAT16_LARGEST, and the unit."""
-    size = jnp.abs(dz)
+def _dbias_of(dz: jax.Array, dtype: Any) -> jax.Array:
+    """The sums of the columns of dz, (V,), at least float32. In 16 bits by a matmul, which holds no partial sums."""
+    if jnp.dtype(dtype).itemsize > 2:
+        return jnp.sum(dz, axis=0)
+    return lax.dot(jnp.ones((1, len(dz)), dtype), dz.astype(dtype), preferred_element_type=jnp.float32)[0]
+
+
+def _unit(bound: jax.Array) -> jax.Array:
+    """What dz of a chunk is divided by in float16, so that no element is above FLOAT16_LARGEST.
+
+    An element is at most 1 of the forward KL. Of the others s·(log(s/q) − KL(s‖q)) is at most 1 + KL(s‖q): the negative
+    terms of KL(s‖q) are the s·log(q/s) ≤ q − s of some ids, and their sum is at most 1. bound: that for each token,
+    (n,), times its weight and the factor of the inputs.
+    """
+    size = jnp.abs(bound)
     largest = jnp.max(jnp.where(jnp.isfinite(size), size, 0))
-    unit = jnp.where(largest > 0, largest, 1.0) / FLOAT16_LARGEST
-    return dz / unit, unit
+    return jnp.where(largest > 0, largest, 1.0) / FLOAT16_LARGEST

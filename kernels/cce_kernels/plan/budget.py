@@ -21,7 +21,7 @@ from cce_kernels.windows import FEWEST_COLUMNS
 
 GROUP_BYTES = 256 * 2**20
 ID_NUMBERS = 40  # bytes of a given id of a token, for its column and dz (cce_kernels/given_ids.py)
-OF_TEACHER_ON_CPU = 3  # blocks of logits: those of the teacher, and what XLA's CPU compiler does not fuse
+OF_TEACHER_ON_CPU = 6  # blocks of logits: those of the teacher, and what XLA's CPU compiler does not fuse
 CHUNK_NUMBERS = 96  # bytes a token, for lse and the like, where the forward pass forms the gradients
 SAVED_DZ_ROWS, DZ_ROWS = 16, 64  # the fewest rows of a tile of dz: each tile stores its column sums for dbias
 
@@ -160,13 +160,13 @@ class Bytes:
         return 2 * columns + masses + of_e * call.width + of_teacher
 
     def of_teacher(self, columns: int) -> int:
-        """What a token of a chunk holds more beside a teacher: logits of both, and two copies of a row of the teacher.
+        """What a token of a chunk holds more beside a teacher: logits of both, and some copies of a row of the teacher.
 
         XLA's chunk counts the student's logits already.
         """
         call = self.call
         blocks = (2 if self.stores else 1) if self.gpu is not None else OF_TEACHER_ON_CPU
-        return blocks * call.sum_itemsize * columns + 2 * call.sum_itemsize * call.teacher_width
+        return blocks * call.sum_itemsize * columns + 4 * call.sum_itemsize * call.teacher_width
 
     def of_chunks(self, chunks: Chunks) -> int:
         """What is held where the forward pass forms the gradients in these chunks.

@@ -1,0 +1,242 @@
+"""Divergences as one PyTorch operator, opaque to torch.compile, and the autograd rule around it.
+
+`cce_torch::divergence` returns the weighted sum, the numbers of each token, and the gradients that are wanted. For a
+scalar the forward pass asks for the gradients, and the backward pass multiplies them by the cotangent. For a loss per
+token, and under torch.func, the backward pass calls the operator again, with the cotangents in the weights.
+
+Numbers that people change from step to step (beta and both scales) are a tensor: as constants, torch.compile would
+compile a graph for each value.
+"""
+
+from ast import literal_eval
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cce_torch import ops
+from cce_torch.arguments import OF_TORCH
+from cce_torch.torch_alone import divergence
+from cce_torch.torch_alone.compiled import plainly
+
+PIECE_BYTES = 64 * 2**20  # of float32 numbers that exist at a time while 16-bit gradients are multiplied
+
+
+class Given(NamedTuple):
+    """The tensors of a call on one device. c and bias may be float32 beside an e of 16 bits."""
+
+    e: Tensor  # (N, D)
+    c: Tensor  # (V, D), not copied if it is a transposed (D, V)
+    bias: Tensor | None  # (V,)
+    teacher_e: Tensor  # (N, D')
+    teacher_c: Tensor  # (V, D')
+    teacher_bias: Tensor | None  # (V,)
+    weight: Tensor  # (N,) at least float32
+    inverse_temperature: Tensor | None  # (N,) at least float32
+    scheduled: Tensor  # (3,) float64, on the CPU: beta, the student's scale and the teacher's
+    factor: Tensor  # (): multiplies the sum over the tokens
+
+
+class How(NamedTuple):
+    """The options of a call, all but those that change from step to step."""
+
+    kind: str
+    softcap: float | None
+    teacher_softcap: float | None
+    memory_budget: int | None
+    precision: str | None
+    impl: str
+    entropy: bool  # whether the student's entropies are asked for
+    wide: bool = False  # whether the gradients are float32, although e has 16 bits
+
+
+FIELDS = len(Given._fields)
+
+
+def loss(given: Given, how: How, per_token: bool) -> tuple[Tensor, Tensor]:
+    """The weighted divergences, (N,), or factor · their sum, (); and the entropies, without a gradient."""
+    compiling, functions = torch.compiler.is_compiling(), torch._C._are_functorch_transforms_active()
+    wanted = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in given[:3]]
+    forming = wanted if not functions and not per_token else [False] * 3
+    how = how._replace(wide=any(forming) and given.e.dtype == torch.float16)  # a loss scale that follows must count
+    rule = _Divergence if compiling else _DivergenceOfFunctions
+    return rule.apply(*given, how, per_token, forming)[:2]  # type: ignore[return-value]
+
+
+class _Divergence(torch.autograd.Function):
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        given, (how, per_token, forming) = Given(*arguments[:FIELDS]), arguments[FIELDS:]
+        lost = any(forming) and not torch.compiler.is_compiling() and ops.drops_what_is_saved()
+        asked = [False] * 3 if lost else forming  # a checkpoint forms the gradients when it runs the second time
+        summed, total, entropy, *gradients = run(*given, repr(tuple(how)), *asked)
+        if lost:
+            found = zip(given, forming, _types(given, how), strict=False)
+            gradients = [x.new_empty((), dtype=t).expand(x.shape if w else (0,)) for x, w, t in found if x is not None]
+            gradients += [given.e.new_empty(0)] * (3 - len(gradients))
+        weight = given.weight
+        value = torch.where(weight == 0, 0, weight * total) if per_token else summed * given.factor
+        return value, entropy, *gradients
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+        given, (ctx.how, ctx.per_token, ctx.forming) = Given(*inputs[:FIELDS]), inputs[FIELDS:]
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        ctx.types = [None if x is None else x.dtype for x in given[:3]]
+        ctx.in_place = False
+        if any(ctx.forming):
+            ctx.in_place = not torch.compiler.is_compiling() and ops.may_be_overwritten()
+            ctx.save_for_backward(
+                given.weight, *given[:3], *output[2:]
+            )  # e, c and bias: for the error of a second derivative
+        else:
+            ctx.save_for_backward(*given)
+
+    @staticmethod
+    def backward(ctx: Any, of_value: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        nothing = (None,) * (FIELDS + 3)
+        wanted = list(ctx.needs_input_grad[:3])
+        if of_value is None or not any(wanted):
+            return nothing
+        apply = _finished if any(ctx.forming) else _recomputed
+        saved, options = ctx.saved_tensors, (ctx.how, ctx.per_token, ctx.types, wanted)
+        compiling = torch.compiler.is_compiling()
+        in_place = ctx.in_place and not torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+
+        def run_backward(of_value: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
+            return apply(of_value, saved, options, in_place)
+
+        guarded = torch.is_grad_enabled() and not compiling
+        found = (_Guarded.apply if guarded else _called)(run_backward, of_value, *saved)
+        return *found, *nothing[3:]
+
+
+def _called(function: Callable, *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+def _refuse(ctx: Any, *tangents_or_cotangents: Any) -> Any:
+    raise NotImplementedError(
+        "linear_divergence has first derivatives in reverse mode only with impl='cce', 'chunked', 'torch_compile' and "
+        "'auto'; impl='reference' has forward-mode and higher-order derivatives, and holds the full logits"
+    )
+
+
+class _DivergenceOfFunctions(_Divergence):
+    """_Divergence with an error for forward mode, and for torch.func; torch.compile refuses a jvp."""
+
+    generate_vmap_rule = True
+    jvp = staticmethod(_refuse)
+
+
+class _Guarded(ops.Guarded):
+    backward = jvp = staticmethod(_refuse)
+
+
+def _finished(of_value: Tensor, saved: Sequence[Tensor], options: tuple, in_place: bool) -> tuple[Tensor | None, ...]:
+    """The gradients that the forward pass formed, times the cotangent."""
+    weight, gradients, (_, _, types, wanted) = saved[0], saved[4:], options
+    of_token = torch.where(weight != 0, of_value, 0)[:, None]  # an infinite cotangent times 0 is NaN
+    factors = of_token, of_value.reshape(1, 1), of_value.reshape(1)
+    each = zip(gradients, factors, types, wanted, strict=True)
+    return tuple(_times(x, by, dtype, in_place) if w else None for x, by, dtype, w in each)
+
+
+def _times(x: Tensor, by: Tensor, dtype: torch.dtype, in_place: bool) -> Tensor:
+    """x · by, rounded to dtype once. by: at least float32, of x's rank."""
+    if torch.compiler.is_compiling() or ops.is_batched(by):
+        return (x * by).to(dtype)
+    if x.dtype == by.dtype == dtype:
+        return x.mul_(by) if in_place else x * by
+    found = x if in_place and x.dtype == dtype else torch.empty_like(x, dtype=dtype)
+    rows = max(PIECE_BYTES // (4 * max(x[:1].numel(), 1)), 1)
+    for start in range(0, len(x), rows):
+        part = slice(start, start + rows)
+        found[part] = x[part] * (by[part] if len(by) > 1 else by)
+    return found
+
+
+def _recomputed(of_value: Tensor, saved: Sequence[Any], options: tuple, _: bool) -> tuple[Tensor | None, ...]:
+    """The gradients, from logits that are computed again."""
+    given, (how, per_token, _, wanted) = Given(*saved), options
+    weight, factor = given.weight, given.factor
+    if per_token:
+        given = given._replace(weight=torch.where(weight == 0, 0, weight * of_value))
+    else:
+        given = given._replace(factor=factor * of_value)
+    found = run(*given, repr(tuple(how._replace(entropy=False))), *wanted)[3:]
+    return tuple(x if w else None for x, w in zip(found, wanted, strict=True))
+
+
+def _types(given: Given, how: How) -> list[torch.dtype]:
+    """Of the gradients of e, c and bias."""
+    found = [given.e.dtype, given.c.dtype, given.c.dtype]
+    return [torch.promote_types(x, torch.float32) if how.wide else x for x in found]
+
+
+@torch.library.custom_op("cce_torch::divergence", mutates_args=())
+def run(
+    e: Tensor,
+    c: Tensor,
+    bias: Tensor | None,
+    teacher_e: Tensor,
+    teacher_c: Tensor,
+    teacher_bias: Tensor | None,
+    weight: Tensor,
+    inverse_temperature: Tensor | None,
+    scheduled: Tensor,
+    factor: Tensor,
+    options: str,
+    want_e: bool,
+    want_c: bool,
+    want_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Σ weight · divergence, (); divergences and entropies, (N,); the gradients of factor times the sum.
+
+    What is not asked for has no elements.
+    """
+    given = Given(e, c, bias, teacher_e, teacher_c, teacher_bias, weight, inverse_temperature, scheduled, factor)
+    how, wanted = How(*literal_eval(options)), (want_e, want_c, want_bias)
+    with plainly(e):
+        found = (_alone if how.impl in OF_TORCH or not len(e) else _programs().formed)(given, how, wanted)
+        return tuple(e.new_empty(0) if x is None else x for x in found)  # type: ignore[return-value]
+
+
+def _alone(given: Given, how: How, wanted: Sequence[bool]) -> divergence.Found:
+    beta, scale, teacher_scale = given.scheduled.tolist()
+    student = divergence.Side(*given[:3], scale, how.softcap)
+    teacher = divergence.Side(*given[3:6], teacher_scale, how.teacher_softcap)
+    pair = divergence.Pair(student, teacher, given.weight, given.inverse_temperature)
+    measure = divergence.Measure(how.kind, beta)
+    asked = divergence.Asked(how.entropy, wanted, _types(given, how), how.memory_budget)
+    return divergence.formed(pair, measure, given.factor, asked)
+
+
+@cache
+def _programs() -> Any:
+    """cce_torch.on_jax.divergences, which imports JAX."""
+    from cce_torch.on_jax import divergences
+
+    return divergences
+
+
+@run.register_fake
+def _(e, c, bias, *others):
+    weight, options, wanted = others[3], others[7], others[8:]
+    given, how = Given(e, c, bias, *others[:7]), How(*literal_eval(options))
+    new = weight.new_empty
+    found = zip((e, c, bias), wanted, _types(given, how), strict=True)
+    gradients = [e.new_empty(0) if x is None or not w else torch.empty_like(x, dtype=t) for x, w, t in found]
+    return new(()), new(e.shape[0]), new(e.shape[0] if how.entropy else 0), *gradients
+
+
+@run.register_vmap
+def _(info, in_dims, *arguments):
+    each = [
+        run(*(x if axis is None else x.select(axis, i) for x, axis in zip(arguments, in_dims, strict=True)))
+        for i in range(info.batch_size)
+    ]
+    return tuple(torch.stack(x) for x in zip(*each, strict=True)), (0,) * 6

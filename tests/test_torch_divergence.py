@@ -1,0 +1,362 @@
+"""cce_torch.linear_divergence against float64: numbers, gradients, what a call holds, and what it refuses."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import cce_jax
+from cce_torch import linear_divergence
+from tests import test_divergence as of_jax
+
+DRAWN = 15
+PROGRAMS = 4  # calls that JAX compiles
+
+
+class Drawn(of_jax.Drawn):
+    """The gradients of a scalar are rounded in the forward pass. So this cotangent is one that rounds nothing more."""
+
+    of_scalar = 0.5
+
+
+def draw(seed: int) -> Drawn:
+    x = of_jax.draw(seed)
+    return Drawn(x.arrays, x.options, x.of_tokens)
+
+
+def tensor(x: Any) -> Tensor:
+    return torch.from_dlpack(jnp.array(x))
+
+
+def on_torch(x: Drawn, impl: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors, of which the student's require gradients, and the options of a call that was drawn for JAX."""
+    tensors = {name: tensor(y) for name, y in x.arrays.items()}
+    for name in of_jax.STUDENT:
+        if name in tensors:
+            tensors[name].requires_grad_()
+    return tensors, x.options | {"impl": impl}
+
+
+def ours(x: Drawn, impl: str) -> dict[str, np.ndarray]:
+    tensors, options = on_torch(x, impl)
+    found = linear_divergence(**tensors, **options)  # type: ignore[arg-type]
+    value, entropy = found if options["return_entropy"] else (found, None)
+    assert value.dtype == torch.float32
+    assert entropy is None or not entropy.requires_grad
+    value.backward(tensor(x.of_tokens) if value.dim() else torch.tensor(x.of_scalar))
+    results = {"value": value, "entropy": entropy}
+    for name in of_jax.STUDENT:
+        if name in tensors:
+            results[name] = tensors[name].grad
+            assert results[name].dtype == tensors[name].dtype
+    return {name: y.detach().double().numpy() for name, y in results.items() if y is not None}
+
+
+@pytest.mark.parametrize("seed", range(DRAWN))
+def test_against_float64(seed):
+    x = draw(seed + 4000)
+    of_jax.held(x, ours(x, "torch_compile" if seed % 3 else "reference"))
+
+
+@pytest.mark.parametrize("seed", range(PROGRAMS))
+def test_by_the_jax_program_against_float64(seed):
+    x = draw(seed + 5000)
+    of_jax.held(x, ours(x, "auto"))
+
+
+def test_everything_is_drawn():
+    cases = [draw(seed + 4000).options for seed in range(DRAWN) if seed % 3]
+    assert {(x["divergence"], x["reduction"]) for x in cases} >= {(k, "none") for k in of_jax.KINDS}
+    assert {x["divergence"] for x in cases if x["reduction"] != "none"} == set(of_jax.KINDS)
+    assert {"mean", "sum"} <= {x["reduction"] for x in cases}
+    cases = [draw(seed + 5000).options for seed in range(PROGRAMS)]
+    assert {x["divergence"] for x in cases if x["reduction"] != "none"} == set(of_jax.KINDS)
+
+
+def given(dtype=torch.float32, tokens: int = 40, **others) -> Any:
+    """A student of width 16, whose e and c require gradients, and a teacher of width 24, over 90 ids."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"e": (tokens, 16), "c": (90, 16), "teacher_e": (tokens, 24), "teacher_c": (90, 24)}
+    tensors = {k: (torch.randn(shape, generator=generator) / 2).to(dtype) for k, shape in shapes.items()}
+    for name in ("e", "c"):
+        tensors[name].requires_grad_()
+    return {**tensors, "impl": "torch_compile", "memory_budget": 0, **others}
+
+
+def gradients(x: dict[str, Any], of: Any = 1.0) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(linear_divergence(**x) * of, (x["e"], x["c"]))
+
+
+def equal(found: Any, want: Any, **bounds: float) -> None:
+    for x, y in zip(found, want, strict=True):
+        torch.testing.assert_close(x, y, **bounds)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(of_jax.KINDS[0], "bfloat16"), (of_jax.KINDS[2], "float32")])
+def test_as_in_jax(kind, dtype):
+    """The same program on the same numbers. XLA may round the two in another order."""
+    x = given(getattr(torch, dtype), divergence=kind, impl="chunked", memory_budget=10**5)
+    arrays = {k: jnp.asarray(y.detach().float().numpy(), dtype) for k, y in x.items() if isinstance(y, Tensor)}
+    options = {k: y for k, y in x.items() if not isinstance(y, Tensor)}
+
+    def of(e, c):
+        return cce_jax.linear_divergence(**{**arrays, "e": e, "c": c}, **options)
+
+    value, found = jax.value_and_grad(of, (0, 1))(arrays["e"], arrays["c"])
+    torch.testing.assert_close(linear_divergence(**x).detach(), tensor(value), rtol=1e-6, atol=0)
+    equal(gradients(x), map(tensor, found), rtol=1e-5 if dtype == "float32" else 2**-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("impl", ["torch_compile", "reference"])
+@pytest.mark.parametrize("kind", of_jax.KINDS)
+def test_float64(impl, kind):
+    """And its derivatives by finite differences."""
+    x = given(torch.float64, tokens=4, divergence=kind, impl=impl, softcap=2.0, teacher_softcap=3.0, temperature=0.8)
+
+    def of(e, c):
+        return linear_divergence(**{**x, "e": e, "c": c})
+
+    assert torch.autograd.gradcheck(of, (x["e"], x["c"]), fast_mode=True)
+    assert linear_divergence(**{**x, "impl": "auto"}).dtype == torch.float64
+
+
+def test_a_teacher_of_float64_beside_a_student_of_float32():
+    x = given(impl="auto")
+    wide = x | {name: x[name].double() for name in ("teacher_e", "teacher_c")}
+    torch.testing.assert_close(linear_divergence(**wide), linear_divergence(**x))
+
+
+class Sizes(TorchDispatchMode):
+    """The size of the largest result of an operation."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for x in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(x, Tensor):
+                self.largest = max(self.largest, x.numel())
+        return found
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_no_array_of_the_size_of_the_logits(reduction):
+    tokens = 160
+    for impl, holds in (("torch_compile", False), ("reference", True)):
+        x = given(tokens=tokens, reduction=reduction, impl=impl, divergence="jsd", softcap=3.0, bias=torch.zeros(90))
+        with Sizes() as sizes:
+            linear_divergence(**x).sum().backward()
+        assert (sizes.largest >= tokens * 90) == holds
+    assert tokens * 90 > 90 * 24 * 2  # nor is it one of the other arrays
+
+
+@pytest.mark.parametrize("impl", ["torch_compile", "chunked"])
+class TestAutograd:
+    def test_a_second_backward_of_a_graph(self, impl):
+        x = given(torch.bfloat16, impl=impl)
+        loss = linear_divergence(**x)
+        first = torch.autograd.grad(loss, (x["e"], x["c"]), retain_graph=True)
+        double = torch.autograd.grad(loss * 2, (x["e"], x["c"]), retain_graph=True)
+        equal(double, [2 * y for y in first], rtol=0, atol=0)
+        equal(torch.autograd.grad(loss, (x["e"], x["c"])), first, rtol=0, atol=0)
+
+    def test_a_cotangent_rounds_the_gradients_once_more(self, impl):
+        x = given(torch.bfloat16, impl=impl, token_weight=torch.arange(40) % 3.0)
+        equal(gradients(x, 0.7), [(0.7 * y.float()).bfloat16() for y in gradients(x)], rtol=0, atol=0)
+
+    def test_what_needs_no_gradient(self, impl):
+        x = given(impl=impl)
+        want = gradients(x)
+        for k, name in enumerate(("e", "c")):
+            frozen = x | {name: x[name].detach()}
+            other = "c" if name == "e" else "e"
+            equal(torch.autograd.grad(linear_divergence(**frozen), frozen[other]), want[1 - k : 2 - k])
+        with torch.no_grad():
+            assert not linear_divergence(**x).requires_grad
+
+    def test_the_teacher_gets_none(self, impl):
+        x = given(impl=impl)
+        for name in ("teacher_e", "teacher_c"):
+            x[name].requires_grad_()
+        linear_divergence(**x).backward()
+        assert x["teacher_e"].grad is None
+        assert x["teacher_c"].grad is None
+
+    def test_a_loss_scale_reaches_small_gradients_of_float16(self, impl):
+        """They would be 0 in float16 before the scale multiplies them."""
+        x = given(torch.float16, impl=impl, reduction="sum", token_weight=torch.full((40,), 2.0**-26))
+        plain = given(torch.float16, impl=impl, reduction="sum")
+        equal(gradients(x, 2.0**26), gradients(plain), rtol=2**-10, atol=1e-6)
+
+    def test_second_derivatives_are_an_error(self, impl):
+        for reduction in ("mean", "none"):
+            x = given(impl=impl, reduction=reduction)
+            (first,) = torch.autograd.grad(linear_divergence(**x).sum(), x["e"], create_graph=True)
+            with pytest.raises(NotImplementedError, match="linear_divergence has first derivatives"):
+                first.sum().backward()
+
+    def test_forward_mode_is_an_error(self, impl):
+        x = given(impl=impl)
+        with pytest.raises(NotImplementedError, match="linear_divergence has first derivatives"):
+            torch.func.jvp(lambda e: linear_divergence(**{**x, "e": e}), (x["e"].detach(),), (x["e"].detach(),))
+
+    def test_under_torch_func_and_vmap(self, impl):
+        x = given(impl=impl)
+        of = torch.func.grad(lambda e, c: linear_divergence(**{**x, "e": e, "c": c}), (0, 1))
+        equal(of(x["e"].detach(), x["c"].detach()), gradients(x))
+        pair = [x[name].detach().reshape(2, 20, -1) for name in ("e", "teacher_e")]
+        each = torch.vmap(lambda e, t: linear_divergence(**{**x, "e": e, "teacher_e": t, "reduction": "sum"}))(*pair)
+        torch.testing.assert_close(each.sum(), linear_divergence(**{**x, "reduction": "sum"}).detach())
+
+    @pytest.mark.parametrize("reentrant", [True, False])
+    def test_in_a_checkpoint(self, impl, reentrant):
+        x = given(impl=impl)
+        loss = checkpoint(
+            lambda e, c: linear_divergence(**{**x, "e": e, "c": c}), x["e"], x["c"], use_reentrant=reentrant
+        )
+        loss.backward()  # type: ignore[union-attr]
+        equal((x["e"].grad, x["c"].grad), gradients(x))
+
+    def test_compiled(self, impl):
+        x = given(impl=impl)
+        own = x.pop("e"), x.pop("c")
+
+        def run(e, c, reduction):
+            return linear_divergence(e, c, **x, reduction=reduction).sum()
+
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        for reduction in ("mean", "none"):
+            equal(*(torch.autograd.grad(f(*own, reduction), own) for f in (compiled, run)))
+
+    @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+    def test_without_tokens(self, impl, reduction):
+        for tokens in (0, 5):
+            nan = {"e": torch.full((tokens, 16), torch.nan, requires_grad=True)}
+            nan["teacher_e"] = torch.full((tokens, 24), torch.nan)
+            x = given(impl=impl) | nan | {"reduction": reduction, "token_weight": torch.zeros(tokens)}
+            value, entropy = linear_divergence(**x, return_entropy=True)
+            assert value.shape == ((tokens,) if reduction == "none" else ())
+            assert entropy.shape == (tokens,)
+            found = torch.autograd.grad(value.sum(), (x["e"], x["c"]))
+            assert not any(y.any() for y in (value, entropy, *found))
+
+
+@pytest.mark.parametrize("impl", ["torch_compile", "chunked"])
+def test_several_cotangents_at_once(impl):
+    for reduction in ("mean", "none"):
+        x = given(impl=impl, reduction=reduction)
+        loss, own = linear_divergence(**x), (x["e"], x["c"])
+        of = torch.stack([torch.full_like(loss, 0.5), torch.ones_like(loss)]).detach()
+        each = zip(*(torch.autograd.grad(loss, own, y, retain_graph=True) for y in of), strict=True)
+        equal(torch.autograd.grad(loss, own, of, is_grads_batched=True), map(torch.stack, each))
+
+
+def test_new_numbers_compile_nothing():
+    from cce_torch.on_jax import divergences
+
+    x = given(impl="chunked", divergence="jsd", temperature=1.1, logit_scale=1.1)
+    linear_divergence(**x)
+    before = divergences._program.cache_info().misses
+    linear_divergence(**{**x, "temperature": 1.2, "beta": 0.4, "logit_scale": 1.3})
+    assert divergences._program.cache_info().misses == before
+
+
+@pytest.mark.parametrize("kind", of_jax.KINDS)
+def test_equal_distributions_have_no_divergence(kind):
+    """Sums of terms of both signs would leave ±1e-7."""
+    x = given(divergence=kind)
+    same = x | {"teacher_e": x["e"].detach(), "teacher_c": x["c"].detach()}
+    assert linear_divergence(**same) == 0
+    assert max(y.abs().max() for y in gradients(same)) < 1e-9
+
+
+def test_reference_has_higher_derivatives():
+    x = given(torch.float64, tokens=3, impl="reference", divergence="jsd")
+    assert torch.autograd.gradgradcheck(
+        lambda e: linear_divergence(**{**x, "e": e}), (x["e"],), fast_mode=True, atol=1e-4
+    )
+
+
+def test_autocast_casts_the_student_and_the_teacher():
+    x = given()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = linear_divergence(**x)
+    rounded = {k: y.detach().bfloat16() if isinstance(y, Tensor) else y for k, y in x.items()}
+    torch.testing.assert_close(found.detach(), linear_divergence(**rounded), rtol=1e-6, atol=0)
+    assert all(y.dtype == torch.float32 for y in torch.autograd.grad(found, (x["e"], x["c"])))
+
+
+@pytest.mark.parametrize(("kind", "beta"), [("forward_kl", 0.0), ("reverse_kl", 1.0), ("jsd", 0.3)])
+def test_as_in_trl(kind, beta):
+    trl = pytest.importorskip("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
+    share = {"beta": beta} if kind == "jsd" else {}
+    x = given(divergence=kind, temperature=0.8, softcap=3.0, reduction="none", return_entropy=True, **share)
+    of_trl = trl.apply(x["e"], x["c"], None, x["teacher_e"], x["teacher_c"], None, beta, 0.8, 1.0, 3.0)
+    both = [(value, entropy.detach()) for value, entropy in (linear_divergence(**x), of_trl)]
+    equal(*both, rtol=1e-4, atol=1e-5)
+    equal(*(torch.autograd.grad(value.mean(), (x["e"], x["c"])) for value, _ in both), rtol=1e-4, atol=1e-6)
+
+
+BAD = [
+    ({"divergence": "kl"}, ValueError, "divergence='kl' must be one of 'forward_kl', 'reverse_kl', 'jsd'"),
+    ({"beta": 0.0}, ValueError, "beta=0.0 .* divergence='forward_kl' .* divergence='reverse_kl'"),
+    ({"beta": 1}, ValueError, "beta=1 must be above 0 and below 1 .*'forward_kl' .*'reverse_kl'"),
+    ({"beta": float("nan")}, ValueError, "beta=nan"),
+    ({"beta": torch.ones(())}, TypeError, "beta must be a Python number"),
+    ({"reduction": "max"}, ValueError, "reduction='max'"),
+    ({"return_entropy": 1}, ValueError, "return_entropy=1 must be one of False, True"),
+    ({"num_items": 3, "reduction": "sum"}, ValueError, "num_items"),
+    ({"num_items": torch.ones(3)}, ValueError, r"num_items must be a number or a tensor of one element.*\(3,\)"),
+    ({"temperature": 0.0}, ValueError, "temperature=0.0 must be finite and positive"),
+    ({"temperature": torch.ones(3)}, ValueError, r"temperature \(3,\)"),
+    ({"temperature": torch.ones(40, requires_grad=True)}, TypeError, "temperature gets no gradient"),
+    ({"token_weight": torch.ones(3)}, ValueError, r"token_weight \(3,\) and e \(40, 16\)"),
+    ({"token_weight": torch.ones(40, dtype=torch.complex64)}, TypeError, "token_weight must be real.*complex64"),
+    ({"token_weight": torch.ones(40, requires_grad=True)}, TypeError, "token_weight gets no gradient.*detach"),
+    ({"token_weight": [1.0] * 40}, TypeError, "token_weight must be a torch.Tensor, got list"),
+    ({"e": None}, TypeError, "e must be a torch.Tensor, got NoneType"),
+    ({"c": jnp.ones((90, 16))}, TypeError, r"c is a jax\.Array: cce_jax\.linear_divergence takes those"),
+    ({"teacher_e": None}, TypeError, "teacher_e must be a torch.Tensor, got NoneType"),
+    ({"teacher_c": jnp.ones((90, 24))}, TypeError, r"teacher_c is a jax\.Array"),
+    ({"teacher_e": torch.ones(39, 24)}, ValueError, r"teacher_e \(39, 24\) and e \(40, 16\)"),
+    ({"teacher_c": torch.ones(91, 24)}, ValueError, r"teacher_c must have the vocabulary of c, 90, and has 91"),
+    ({"teacher_c": torch.ones(24, 90)}, ValueError, r"teacher_e must have.*teacher_vocab_axis=1\?"),
+    ({"teacher_c": torch.ones(90, 24).half()}, TypeError, "teacher_c must be of teacher_e's type"),
+    ({"teacher_bias": torch.ones(3)}, ValueError, r"teacher_bias must have shape \(V,\).*teacher_bias \(3,\)"),
+    ({"bias": torch.ones(3)}, ValueError, r"^bias must have shape \(V,\)"),
+    ({"teacher_e": torch.ones(40, 24).long()}, TypeError, "teacher_e must be one of .*int64"),
+    ({"teacher_softcap": -1.0}, ValueError, "teacher_softcap=-1.0"),
+    ({"teacher_logit_scale": 1e39}, ValueError, "teacher_logit_scale=1e\\+39 must be finite in float32"),
+    ({"teacher_vocab_axis": 2}, ValueError, "teacher_vocab_axis=2"),
+    ({"softcap": -1.0}, ValueError, "^softcap=-1.0"),
+    ({"vocab_axis": 2}, ValueError, "^vocab_axis=2"),
+    ({"impl": "triton"}, ValueError, r"impl='triton'.*'auto'"),
+    ({"memory_budget": -1}, ValueError, "memory_budget=-1"),
+    ({"teacher_e": torch.ones(40, 24, device="meta")}, TypeError, "teacher_e of shape .* has no memory"),
+    ({"token_weight": torch.ones(40, device="meta")}, TypeError, "token_weight of shape .* has no memory"),
+]
+
+
+@pytest.mark.parametrize(("changed", "error", "message"), BAD, ids=lambda x: re.sub(r"\s+", " ", str(x))[:40])
+def test_bad_input(changed, error, message):
+    x = given(divergence="jsd", impl="auto", memory_budget=None)
+    with pytest.raises(error, match=message):
+        linear_divergence(**{**x, **changed})
+
+
+class DTensor(Tensor):
+    """Known by its name alone."""
+
+
+@pytest.mark.parametrize("name", ["c", "teacher_c"])
+def test_a_dtensor_is_an_error(name):
+    x = given()
+    with pytest.raises(TypeError, match=f"^{name} is a DTensor, and linear_divergence takes plain tensors"):
+        linear_divergence(**{**x, name: x[name].detach().as_subclass(DTensor)})
