@@ -12,12 +12,15 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 
-def on_one_device(x: jax.Array) -> jax.Array:
-    """x. NotImplementedError when a program is lowered in which XLA would have to split the kernels that read x."""
-    return _identity.bind(x)
+def on_one_device(x: jax.Array, name: str = "linear_cross_entropy") -> jax.Array:
+    """x. NotImplementedError when a program is lowered in which XLA would have to split the kernels that read x.
+
+    name: of the public function, for the error.
+    """
+    return _identity.bind(x, name=name)
 
 
-def _lowered(ctx: Any, x: Any) -> list[Any]:
+def _lowered(ctx: Any, x: Any, name: str) -> list[Any]:
     where = ctx.module_context.axis_context
     mesh = getattr(where, "mesh", None)
     if mesh is not None:  # inside jax.shard_map
@@ -27,8 +30,8 @@ def _lowered(ctx: Any, x: Any) -> list[Any]:
         split = ["data"] * (getattr(where, "num_devices", 1) not in (None, 1))
     if split:
         raise NotImplementedError(
-            "linear_cross_entropy: XLA cannot split the kernels over the devices of this program. Say how e and c lie, "
-            f"such as linear_cross_entropy(..., sharding=(P({split[0]!r}), P())) where this mesh axis splits the first "
+            f"{name}: XLA cannot split the kernels over the devices of this program. Say how e and c lie, "
+            f"such as {name}(..., sharding=(P({split[0]!r}), P())) where this mesh axis splits the first "
             "axis of e and all devices hold c (docs/devices.md has more), or give the mesh Explicit axes, or use "
             "impl='chunked'"
         )
@@ -36,7 +39,7 @@ def _lowered(ctx: Any, x: Any) -> list[Any]:
 
 
 _identity = Primitive("on_one_device")
-_identity.def_abstract_eval(lambda x: x)
-_identity.def_impl(lambda x: x)
+_identity.def_abstract_eval(lambda x, name: x)
+_identity.def_impl(lambda x, name: x)
 mlir.register_lowering(_identity, _lowered)
 batching.defvectorized(_identity)

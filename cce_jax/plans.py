@@ -134,7 +134,8 @@ def on_platform(
 
     def on_cuda(inputs: Inputs, *others):
         if on_gpu.forward.sums.engine is not XLA:
-            inputs = inputs._replace(targets=on_one_device(inputs.targets))
+            name = "linear_divergence" if core.teacher_width else "linear_cross_entropy"
+            inputs = inputs._replace(targets=on_one_device(inputs.targets, name))
         return run(on_gpu, inputs, *others)
 
     branches = on_cuda, partial(run, elsewhere)
