@@ -103,7 +103,7 @@ def linear_token_loss(
     of_call = dict(e=e, c=c, targets=targets, bias=bias)
     others = {f"argument {k} of fn": y for k, y in enumerate(arguments)} | {"temperature": temperature}
     remedy = ", and vocab_parallel=VocabParallel.from_dtensor(c) if c is split by rows"
-    arguments.refuse_dtensors(of_call | {k: y for k, y in others.items() if isinstance(y, Tensor)}, NAME, remedy)
+    checks.refuse_dtensors(of_call | {k: y for k, y in others.items() if isinstance(y, Tensor)}, NAME, remedy)
     options = reduction, impl, vocab_axis, precision, logit_scale, softcap, 0.0, 0.0, ignore_index, memory_budget, 0.0
     scale, softcap, _, _, ignore_index, budget, _, shift = checks.options(*options, shift)
     contract.num_items(num_items, reduction)
@@ -114,7 +114,7 @@ def linear_token_loss(
     if num_items is not None:
         num_items = checks.scalar(num_items, x.e)
     operands = statistics.operands_of(x)
-    operands = operands._replace(inverse_temperature=arguments.inverse_temperature(temperature, x, NAME))
+    operands = operands._replace(inverse_temperature=checks.inverse_temperature(temperature, x, NAME))
     of_tokens = TokenFunction(fn, arguments, x, operands.columns)
     call = Call(
         softcap,
