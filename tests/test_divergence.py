@@ -18,7 +18,7 @@ from cce_kernels.divergence import Divergence, Given, Side, formed
 from cce_kernels.engines.hopper import HOPPER, MOSAIC
 from cce_kernels.head import Head
 from cce_kernels.numbers import Wanted
-from cce_kernels.plan import plan_of
+from cce_kernels.plan import budget, plan_of
 from tests.test_plan import drawn
 from tests.tolerance import RELIABLE, error, roundoff
 
@@ -164,8 +164,21 @@ def held(x: Drawn, found: dict[str, np.ndarray]) -> None:
         assert error(found[name], y) <= allowed, f"{name}: {error(found[name], y):.3g} > {allowed:.3g}, {x.options}"
 
 
+@pytest.fixture
+def few_logits(monkeypatch):
+    """few_logits(most): a chunk's logits are held of so many tokens at a time, where dz is stored."""
+
+    def of(most: int) -> None:
+        monkeypatch.setattr(budget, "MOST_LOGITS", most)
+        plan_of.cache_clear()
+
+    yield of
+    plan_of.cache_clear()
+
+
 @pytest.mark.parametrize("seed", range(DRAWN))
-def test_against_float64(seed):
+def test_against_float64(seed, few_logits):
+    few_logits(1 + seed)
     x = draw(seed)
     held(x, ours(x))
 
@@ -413,7 +426,7 @@ def test_the_function_for_other_frameworks():
 
 
 @pytest.mark.skipif(not MOSAIC, reason="kernels for Hopper need JAX 0.11")
-def test_kernels_for_hopper_multiply_dz():
+def test_kernels_for_hopper_multiply_dz(few_logits):
     """In the interpreter, in several chunks, with columns that are padded to whole tiles."""
     head, vocabulary = Head(), 632
     wanted = Wanted(True, True, True)
@@ -421,9 +434,11 @@ def test_kernels_for_hopper_multiply_dz():
         560, 128, vocabulary, "bfloat16", head, False, False, wanted, 2 * 2**20, one_factor=True, teacher_width=64
     )
     given, of = given_of(call, Head()), Divergence("forward_kl", Head())
+    few_logits(100)
     plan = plan_of(call, Gpu("9.0", 4, interpreted=True), "cce")
     way = plan.in_forward
     assert way is not None
+    assert way.logits_of(way.chunks.size) < way.chunks.size
     assert way.dc.engine is HOPPER
     assert way.de is not None
     assert way.chunks.whole + (way.chunks.last > 0) > 1
@@ -453,7 +468,7 @@ def test_drawn_plans_take_chunks_of_all_tokens_within_the_budget():
             else chunks.last >= call.tokens
         )
         assert plan.held <= max(call.memory_budget, plan.least)
-        logits = 2 * call.sum_itemsize * max(chunks.size, chunks.last) * call.vocabulary
+        logits = 2 * call.sum_itemsize * way.logits_of(max(chunks.size, chunks.last)) * call.vocabulary
         assert plan.held >= logits
         over, by_kernels = over + (plan.held > call.memory_budget), by_kernels + (way.de is not None)
     assert 20 < over < 380

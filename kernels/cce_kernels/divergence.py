@@ -29,9 +29,10 @@ For the jsd let r be the share of the smaller one in m, β or 1 − β, and w = 
     M·(w − log1p(w))                                   of the larger one, whose log(p/m) is −log1p(w)
     −M·((1 + E)·(d + log1p(w)) + (1 − r)·E)            of the smaller one, whose log(p/m) is −log1p(w) − d
 
-Each chunk of tokens holds the logits of both in float32 (n, V), and dz (n, V) in e's type. They become de and a part of
-dc as in cce_kernels/in_forward.py: three matmuls of the student and one of the teacher. Passes read both logits:
-for the largest, the masses Σ exp(z − largest), the divergence, of a jsd KL(s‖m), and dz.
+Each chunk of tokens holds dz (n, V) in e's type, which becomes de and a part of dc as in cce_kernels/in_forward.py:
+three matmuls of the student and one of the teacher. dz is formed of a part of the chunk's tokens at a time, of which
+the logits of both are held in float32. Passes read both logits: for the largest, the masses Σ exp(z − largest), the
+divergence, of a jsd KL(s‖m), and dz.
 
 For a program of another framework there is
 
@@ -43,6 +44,7 @@ Call(..., one_factor=True, teacher_width=D'), where wanted says which gradients 
 is asked for. For a loss per token call it a second time in the backward pass, with the cotangents of total as weights.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -53,11 +55,11 @@ from jax import lax
 
 from cce_kernels.float16 import FLOAT16_LARGEST
 from cce_kernels.head import Head
-from cce_kernels.in_forward import Chunk, Formed, finish, of_dz, over_chunks, taken
+from cce_kernels.in_forward import Formed, finish, of_dz, over_chunks, taken
 from cce_kernels.numbers import Inputs
 from cce_kernels.plan.plan import Plan
 from cce_kernels.residuals import Residuals
-from cce_kernels.tokens import Kept
+from cce_kernels.tokens import Kept, in_chunks
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
 
@@ -132,19 +134,26 @@ def begin(given: Given, of: Divergence, plan: Plan, cleared: bool = False) -> tu
     def chunk(start: Any, size: int) -> Formed:
         of_student, (weight, e) = taken(kept, start, size, inputs, (given.weight, teacher.e))
         live = of_student.live
-        own = teacher._replace(e=jnp.where(live[:, None], e, 0))
-        numbers, dz, unit = _numbers_and_dz(of_student, own, jnp.where(live, weight, 0), given.beta, of, plan)
+        of_tokens = of_student.inputs.of_tokens, jnp.where(live[:, None], e, 0), jnp.where(live, weight, 0)
+
+        def of_part(of_tokens: Any) -> tuple[Numbers, jax.Array, jax.Array | None]:
+            of_inputs, of_teacher, own_weight = of_tokens
+            own, other = of_student.inputs._replace(**of_inputs), teacher._replace(e=of_teacher)
+            numbers, dz, unit = _numbers_and_dz(own, other, own_weight, given.beta, of, plan)
+            return numbers, dz.astype(inputs.e.dtype), unit
+
+        numbers, dz, unit = in_chunks(of_part, of_tokens, plan.in_forward.logits_of(size), of_student.count[0])
         dbias = _dbias_of(dz, inputs.e.dtype) if plan.call.wants.bias else None
-        return Formed(numbers, *of_dz(of_student, dz.astype(inputs.e.dtype), dbias, unit, plan))
+        return Formed(numbers, *of_dz(of_student, dz, dbias, unit, plan))
 
     return over_chunks(chunk, Numbers(zeros, zeros if of.entropy else None), kept, plan, cleared)
 
 
 def _numbers_and_dz(
-    chunk: Chunk, teacher: Side, weight: jax.Array, beta: jax.Array | None, of: Divergence, plan: Plan
+    inputs: Inputs, teacher: Side, weight: jax.Array, beta: jax.Array | None, of: Divergence, plan: Plan
 ) -> tuple[Numbers, jax.Array, jax.Array | None]:
-    """The chunk's numbers, (n,); dz, (n, V), at least float32, divided by a unit; the unit, or None for 1."""
-    inputs, head = chunk.inputs, plan.call.head
+    """The numbers of some tokens, (n,); dz, (n, V), at least float32, divided by a unit; the unit, or None for 1."""
+    head = plan.call.head
     x = logits(Side(inputs.e, inputs.c, inputs.bias, inputs.scale), head)
     y = logits(teacher, of.teacher).astype(x.dtype)
     both: Any = _Both(x, y, inputs.inverse_temperature)
@@ -238,7 +247,7 @@ class _Gap(NamedTuple):
     @classmethod
     def of(cls, log_s: jax.Array, log_t: jax.Array) -> "_Gap":
         distance = jnp.where(log_s == log_t, 0, jnp.abs(log_s - log_t))  # both may be −inf
-        return cls(jnp.exp(jnp.maximum(log_s, log_t)), distance, jnp.expm1(-distance), log_s >= log_t)
+        return cls(jnp.exp(jnp.maximum(log_s, log_t)), distance, _expm1(-distance), log_s >= log_t)
 
     def times(self, x: jax.Array) -> jax.Array:
         """M·x, 0 where M is 0."""
@@ -252,7 +261,32 @@ class _Gap(NamedTuple):
         """The share r of the smaller one in m, w = r·E and log1p(w), which is log(m / M)."""
         share = jnp.where(self.of_student, beta, 1 - beta)
         w = share * self.e
-        return share, w, jnp.log1p(w)
+        return share, w, _log1p(w)
+
+
+SMALL = 0.125
+
+
+def _expm1(x: jax.Array) -> jax.Array:
+    """exp(x) − 1 for x ≤ 0. XLA's own takes several times as many instructions on a GPU."""
+    if x.dtype == jnp.float64:
+        return jnp.expm1(x)
+    return jnp.where(x > -SMALL, _series(x, [1 / math.factorial(n) for n in range(1, 7)]), jnp.exp(x) - 1)
+
+
+def _log1p(x: jax.Array) -> jax.Array:
+    """log(1 + x) for −1 ≤ x ≤ 0, in the same way."""
+    if x.dtype == jnp.float64:
+        return jnp.log1p(x)
+    return jnp.where(x > -SMALL, _series(x, [-((-1) ** n) / n for n in range(1, 9)]), jnp.log(1 + x))
+
+
+def _series(x: jax.Array, factors: list[float]) -> jax.Array:
+    """Σ_n factors[n − 1]·xⁿ."""
+    found = jnp.full_like(x, factors[-1])
+    for factor in factors[-2::-1]:
+        found = found * x + factor
+    return found * x
 
 
 def terms_of(

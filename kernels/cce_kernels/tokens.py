@@ -40,7 +40,9 @@ def in_chunks(run: Callable[[Any], Any], arrays: Any, size: int, count: jax.Arra
         return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), whole, run(part(start)))
 
     of_chunk = jax.eval_shape(lambda: run(part(0)))
-    whole = jax.tree.map(lambda x: jnp.zeros((tokens, *x.shape[1:]), x.dtype), of_chunk)
+    # Zeros that wait for the count: XLA makes those of a constant as early as it likes, and then holds them.
+    zero = 0 if count is None else jnp.minimum(count, 0)
+    whole = jax.tree.map(lambda x: jnp.full((tokens, *x.shape[1:]), zero, x.dtype), of_chunk)
     chunks = -(-(tokens if count is None else count) // size)
     return lax.fori_loop(jnp.int32(0), jnp.asarray(chunks, jnp.int32), step, whole)
 

@@ -21,6 +21,7 @@ from cce_kernels.windows import FEWEST_COLUMNS
 
 GROUP_BYTES = 256 * 2**20
 ID_NUMBERS = 40  # bytes of a given id of a token, for its column and dz (cce_kernels/given_ids.py)
+MOST_LOGITS = 512  # tokens whose logits are held at a time beside a teacher
 OF_TEACHER_ON_CPU = 6  # blocks of logits: those of the teacher, and what XLA's CPU compiler does not fuse
 CHUNK_NUMBERS = 96  # bytes a token, for lse and the like, where the forward pass forms the gradients
 SAVED_DZ_ROWS, DZ_ROWS = 16, 64  # the fewest rows of a tile of dz: each tile stores its column sums for dbias
@@ -160,13 +161,18 @@ class Bytes:
         return 2 * columns + masses + of_e * call.width + of_teacher
 
     def of_teacher(self, columns: int) -> int:
-        """What a token of a chunk holds more beside a teacher: logits of both, and some copies of a row of the teacher.
+        """What a token of a chunk holds more beside a teacher: its logits, and some copies of a row of the teacher.
 
-        XLA's chunk counts the student's logits already.
+        Where a chunk stores dz, `of_chunks` counts the logits of both, as they are held for a part of the chunk.
         """
         call = self.call
-        blocks = (2 if self.stores else 1) if self.gpu is not None else OF_TEACHER_ON_CPU
+        blocks = (0 if self.stores else 1) if self.gpu is not None else OF_TEACHER_ON_CPU
         return blocks * call.sum_itemsize * columns + 4 * call.sum_itemsize * call.teacher_width
+
+    @property
+    def most_logits(self) -> int:
+        """plan.InForward.most_logits. In float16 all dz of a chunk are divided by one number."""
+        return MOST_LOGITS if self.call.teacher_width and self.stores and self.gpu is not None else 0
 
     def of_chunks(self, chunks: Chunks) -> int:
         """What is held where the forward pass forms the gradients in these chunks.
@@ -187,6 +193,9 @@ class Bytes:
         by_xla = not self.stores or call.wants.bias or (call.wants.e and self.de_by_xla(tokens))
         workspace = WORKSPACE * (self.gpu is not None and by_xla) + 12 * call.vocabulary * call.wants.bias
         workspace += call.itemsize * call.vocabulary * call.width * self._pads(tokens)  # a copy of c
+        workspace += (
+            2 * call.sum_itemsize * columns * min(tokens, self.most_logits)
+        )  # a student's and a teacher's logits
         return tokens * self.of_a_token(tokens) + steps + moved + CHUNK_NUMBERS * chunks.rows + workspace
 
     def _pads(self, tokens: int) -> bool:

@@ -189,7 +189,8 @@ def _beside_a_teacher(x: _Setting, last: int | None, chunks: Any) -> Plan:
     if x.bytes.stores:
         by_xla = all(x.bytes.de_by_xla(tokens) for tokens in (chunks.size or size, chunks.last or size))
         de = (XLA if by_xla else x.engine).de_of_chunk(x.call, size, x.gpu)
-    way, rows = InForward(chunks, _sum_of_dc(x, chunks), de=de), x.call.tokens
+    way = InForward(chunks, _sum_of_dc(x, chunks), de=de, most_logits=x.bytes.most_logits)
+    rows = x.call.tokens
     held, least = (x.bytes.of_chunks(each) for each in (chunks, least_chunks(x.bytes)))
     return Plan(x.call, x.gpu, rows, True, Forward(Step(x.engine), True), way, held, min(least, held))
 

@@ -81,6 +81,16 @@ class InForward:
     targets: Step | None = None  # writes the targets' elements, where the exponentials are multiplied
     restored: Step | None = None  # moves rows of de in place; None: XLA copies them
     thresholds: Step | None = None  # finds what the products leave out; None: nothing
+    most_logits: int = 0  # of so many tokens of a chunk logits are held at a time, beside a teacher; 0: of all
+
+    def logits_of(self, size: int) -> int:
+        """Of how many tokens of a chunk of this size the logits are held at a time.
+
+        Equal parts, of a multiple of 64 tokens if there are such.
+        """
+        fewest = -(-size // (self.most_logits or size))
+        parts = next((n for n in range(fewest, 2 * fewest) if size % (64 * n) == 0), fewest)
+        return -(-size // parts)
 
 
 class Times(NamedTuple):
