@@ -82,11 +82,13 @@ class Kind:
         call: Any = self.call
         return losses.Loss(call.reduction, call.smooths, call.has_z_loss)
 
-    @cached_property
+    @property
     def of_backward(self) -> "Kind":
         """The Kind of the backward pass: a mean without a cotangent is nothing to it. The sizes are the same."""
-        if not self.call.mean_is_detached:
-            return self
+        return self._without_mean if self.call.mean_is_detached else self
+
+    @cached_property
+    def _without_mean(self) -> "Kind":
         static = replace(self.static, with_mean=False, mean_is_detached=False)
         return replace(self, call=self.call.of_backward, static=static)
 

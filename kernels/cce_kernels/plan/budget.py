@@ -21,7 +21,7 @@ from cce_kernels.windows import FEWEST_COLUMNS
 
 GROUP_BYTES = 256 * 2**20
 ID_NUMBERS = 40  # bytes of a given id of a token, for its column and dz (cce_kernels/given_ids.py)
-MOST_LOGITS = 512  # tokens whose logits are held at a time beside a teacher
+MOST_LOGITS = 256  # tokens whose logits are held at a time beside a teacher
 OF_TEACHER_ON_CPU = 6  # blocks of logits: those of the teacher, and what XLA's CPU compiler does not fuse
 CHUNK_NUMBERS = 96  # bytes a token, for lse and the like, where the forward pass forms the gradients
 SAVED_DZ_ROWS, DZ_ROWS = 16, 64  # the fewest rows of a tile of dz: each tile stores its column sums for dbias

@@ -88,7 +88,7 @@ class InForward:
 
         Equal parts, of a multiple of 64 tokens if there are such.
         """
-        fewest = -(-size // (self.most_logits or size))
+        fewest = -(-size // (self.most_logits or max(size, 1)))
         parts = next((n for n in range(fewest, 2 * fewest) if size % (64 * n) == 0), fewest)
         return -(-size // parts)
 
