@@ -11,7 +11,7 @@ from cce_jax.core import statistics
 from cce_jax.sharding import layout_of
 from cce_kernels.head import Head
 from tests.devices.layouts import BY_NAME
-from tests.devices.meshes import Layout, collectives, mesh_of
+from tests.devices.meshes import Layout, collectives, in_turns, mesh_of
 from tests.test_given_ids import Drawn, held, made, objective, results
 
 NAMES = "tokens", "vocabulary", "tokens and vocabulary", "sequence and vocabulary over tensor"
@@ -62,10 +62,9 @@ def run(x: Drawn, layout: Layout, mode: str, impl: str):
 RUNS = [(call, impl) for call in CALLS for impl in ("chunked", "reference")] + [("bfloat16", "cce")]
 
 
-@pytest.mark.parametrize(("call", "impl"), RUNS)
-@pytest.mark.parametrize("mode", ["auto", "explicit"])
-@pytest.mark.parametrize("name", NAMES)
-def test_over_devices(name, mode, call, impl):
+@pytest.mark.parametrize(("name", "mode", "run_of"), in_turns(NAMES, ("auto", "explicit"), RUNS))
+def test_over_devices(name, mode, run_of):
+    call, impl = run_of
     x = CALLS[call]
     held(x, run(x, BY_NAME[name], mode, impl)[0])
 

@@ -11,7 +11,7 @@ from cce_jax.core import statistics
 from cce_jax.sharding import layout_of
 from cce_kernels.head import Head
 from tests.devices.layouts import BY_NAME
-from tests.devices.meshes import collectives, mesh_of
+from tests.devices.meshes import collectives, in_turns, mesh_of
 from tests.test_mean import made, ours, truth
 from tests.tolerance import assert_close
 
@@ -50,9 +50,7 @@ def run(x, layout, mode: str, impl: str):
     return found | {k: np.asarray(y) for k, y in gradients.items()}, program
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("mode", ["auto", "explicit"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "mode", "call"), in_turns(NAMES, ("auto", "explicit"), CALLS))
 @pytest.mark.parametrize("impl", ["chunked", "cce", "reference"])
 def test_over_devices(name, mode, impl, call):
     x = CALLS[call]

@@ -11,7 +11,7 @@ from cce_kernels.head import Head
 from cce_kernels.selections import Asked, Selections
 from tests.devices.given_ids import NAMES, SHAPE, specs_of
 from tests.devices.layouts import BY_NAME
-from tests.devices.meshes import Layout, mesh_of
+from tests.devices.meshes import Layout, in_turns, mesh_of
 from tests.test_given_ids import Drawn, made
 from tests.test_selections import held
 
@@ -41,9 +41,7 @@ def over_devices(x: Drawn, layout: Layout, mode: str, asked: Asked) -> Selection
     return jax.tree.map(lambda y: np.asarray(y).reshape(-1, *y.shape[2:]), found)
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("mode", ["auto", "explicit"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "mode", "call"), in_turns(NAMES, ("auto", "explicit"), CALLS))
 @pytest.mark.parametrize("k", [1, 5, 64])
 def test_over_devices(name, mode, call, k):
     """k: also more than the columns of a device."""
