@@ -310,7 +310,7 @@ def in_forward(x: Drawn, core: Core, names: tuple[str, ...]) -> dict[str, np.nda
     "x",
     [
         made(300, dtype="bfloat16", ignored=0.5, head=Head(vocab_axis=1)),
-        made(300, vocabulary=1000, dtype="bfloat16", bias=True, scale=True, size=2.0, with_sum=True),
+        made(260, vocabulary=330, dtype="bfloat16", bias=True, scale=True, size=2.0, with_sum=True),
         made(dtype="bfloat16", size=0.01, temperature=False),
         made(dtype="bfloat16", size=20.0, ignored=0.0),
     ],

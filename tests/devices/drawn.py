@@ -56,7 +56,7 @@ def options_of(draw) -> dict:
     return options
 
 
-@DRAWS(max_examples=18)
+@DRAWS(max_examples=13)
 @hypothesis.given(
     layouts(),
     options_of(),
