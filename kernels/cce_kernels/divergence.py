@@ -127,8 +127,9 @@ def formed(given: Given, of: Divergence, plan: Plan) -> Found:
 
 def begin(given: Given, of: Divergence, plan: Plan, cleared: bool = False) -> tuple[Numbers, Residuals]:
     """The numbers of all tokens, and the gradients of Σ weight·total, for in_forward.finish. cleared: as there."""
-    assert plan.in_forward is not None
-    inputs, teacher, rows = given.inputs, given.teacher, plan.in_forward.chunks.rows
+    way = plan.in_forward
+    assert way is not None
+    inputs, teacher, rows = given.inputs, given.teacher, way.chunks.rows
     kept, zeros = Kept.of(inputs.targets, rows), jnp.zeros(rows, plan.call.sum_dtype)
 
     def chunk(start: Any, size: int) -> Formed:
@@ -142,7 +143,7 @@ def begin(given: Given, of: Divergence, plan: Plan, cleared: bool = False) -> tu
             numbers, dz, unit = _numbers_and_dz(own, other, own_weight, given.beta, of, plan)
             return numbers, dz.astype(inputs.e.dtype), unit
 
-        numbers, dz, unit = in_chunks(of_part, of_tokens, plan.in_forward.logits_of(size), of_student.count[0])
+        numbers, dz, unit = in_chunks(of_part, of_tokens, way.logits_of(size), of_student.count[0])
         dbias = _dbias_of(dz, inputs.e.dtype) if plan.call.wants.bias else None
         return Formed(numbers, *of_dz(of_student, dz, dbias, unit, plan))
 
