@@ -508,3 +508,14 @@ def test_kernels_on_a_gpu_and_a_host_that_does_not_wait(softcap):
             assert_close(x, exact[name], rounded[name], name)
         else:
             np.testing.assert_allclose(x, exact[name], rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "options", [{"reduction": "none"}, {"impl": "reference"}, {}], ids=["none", "reference", "auto"]
+)
+def test_a_loss_that_depends_on_no_number_has_gradients_of_zero(options):
+    e, c = torch.randn(3, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+    loss = linear_token_loss(e, c, torch.tensor([1, IGNORED, 2]), lambda x: torch.ones_like(x.lse), **options)
+    loss.sum().backward()
+    assert not e.grad.any()
+    assert not c.grad.any()
