@@ -120,6 +120,7 @@ def linear_divergence(
     """
     contract.choice("divergence", divergence, contract.DIVERGENCES)
     contract.choice("reduction", reduction, contract.REDUCTIONS)
+    contract.choice("return_entropy", return_entropy, (False, True))
     arguments.known(beta=beta)
     beta_or_none = contract.beta(beta, divergence)
     targets = np.zeros(np.shape(e)[:-1], np.int32)

@@ -337,6 +337,7 @@ BAD = [
     ({"softcap": 0.0}, ValueError, "softcap=0.0"),
     ({"impl": "fast"}, ValueError, "impl='fast'"),
     ({"memory_budget": -1}, ValueError, "memory_budget=-1"),
+    ({"return_entropy": "yes"}, ValueError, "return_entropy='yes'"),
 ]
 
 
