@@ -84,7 +84,7 @@ def _reference(of: Summands, core: Core, how: Divergence) -> Numbers:
 
     def log_p(side: Side, head: Any) -> jax.Array:
         flat = jnp.where(live.reshape(-1)[:, None], side.e.reshape(-1, side.e.shape[-1]), 0)
-        z = divergence.logits(side._replace(e=flat), head)
+        z = head.whole_logits(*side._replace(e=flat))
         return jax.nn.log_softmax(z if inverse is None else z * jnp.where(live, inverse, 1).reshape(-1)[:, None])
 
     log_s = log_p(Side(inputs.e, inputs.c, inputs.bias, scale), core.head)

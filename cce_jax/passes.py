@@ -3,7 +3,6 @@
 Equations are those of cce_jax/core.py. e is (N, D), and c and bias have e's type.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -146,5 +145,4 @@ def numbers_and_selections(inputs: Inputs, core: Core, asked: Asked) -> tuple[St
 
     By XLA on every platform, whatever core.impl. Nothing is left for `gradients`.
     """
-    asked = replace(asked, with_mean=core.with_mean)
-    return selected.numbers_and_selections(inputs, core.head, asked, budget_of(inputs, core))
+    return selected.numbers_and_selections(inputs, core.head, asked, core.with_mean, budget_of(inputs, core))

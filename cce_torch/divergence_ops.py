@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cce_torch import ops
 from cce_torch.arguments import OF_TORCH
+from cce_torch.reverse_mode import refusal
 from cce_torch.torch_alone import divergence
 from cce_torch.torch_alone.compiled import plainly
 
@@ -118,11 +119,7 @@ def _called(function: Callable, *arguments: Any) -> Any:
     return function(*arguments)
 
 
-def _refuse(ctx: Any, *tangents_or_cotangents: Any) -> Any:
-    raise NotImplementedError(
-        "linear_divergence has first derivatives in reverse mode only with impl='cce', 'chunked', 'torch_compile' and "
-        "'auto'; impl='reference' has forward-mode and higher-order derivatives, and holds the full logits"
-    )
+_refuse = refusal("linear_divergence")
 
 
 class _DivergenceOfFunctions(_Divergence):

@@ -26,6 +26,7 @@ from torch.autograd import forward_ad
 
 from cce_torch.call import FIELDS, SCHEMA, TENSORS, Call, Given, decoded
 from cce_torch.on_jax import tensors
+from cce_torch.reverse_mode import refusal
 
 GIVEN = (
     "Tensor e, Tensor c, Tensor? bias, Tensor targets, Tensor? class_weight, Tensor? token_weight, Tensor? num_items, "
@@ -272,11 +273,7 @@ def is_usual(given: Iterable[Tensor | None]) -> bool:
     )
 
 
-def _refuse(ctx: Any, *tangents_or_cotangents: Any) -> Any:
-    raise NotImplementedError(
-        "linear_cross_entropy has first derivatives in reverse mode only with impl='cce', 'chunked', 'torch_compile' "
-        "and 'auto'; impl='reference' has forward-mode and higher-order derivatives, and holds the full logits"
-    )
+_refuse = refusal("linear_cross_entropy")
 
 
 class _LossOfFunctions(_Loss):

@@ -134,7 +134,7 @@ def linear_token_loss(
         log_probs, found = numbers.of_tokens(x, of_numbers, operands.inverse_temperature, scale)
         entropies = found[0] - found[2] if entropy else None
         value = of_tokens(kept(TokenNumbers(log_probs, found[0], entropies), operands.columns))
-        # 0 for ignored tokens. A loss that depends on no number so has gradients, of 0, as where they are formed
+        # log_probs is 0 for ignored tokens. Through it a loss that reads no number still has gradients, which are 0.
         value = torch.where(operands.columns >= 0, value, log_probs)
         value = x.unshifted(value) if reduction == "none" else value.sum()
     else:

@@ -1,6 +1,7 @@
 """The largest logits of each token, their ids and the mean of its logits, against float64 and a sort of whole rows."""
 
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -68,13 +69,14 @@ def test_selections(x, k, mean_logit, memory_budget):
 
 
 @settings(max_examples=10)
-@given(calls(), st.integers(1, 9), st.booleans(), st.sampled_from([0, 2**40]))
-@example(made(60, vocabulary=300, bias=True, head=Head(5.0, 1, "highest")), 64, True, 0)
-def test_numbers_beside_selections(x, k, mean_logit, memory_budget):
-    """And their gradients."""
+@given(calls(), st.integers(1, 9), st.booleans(), st.sampled_from([0, 2**40]), st.sampled_from([13, 512]))
+@example(made(60, vocabulary=300, bias=True, head=Head(5.0, 1, "highest")), 64, True, 0, 512)
+def test_numbers_beside_selections(x, k, mean_logit, memory_budget, most):
+    """And their gradients. most: the tokens of a chunk."""
     x = x.with_(weights=None)._replace(of=x.of._replace(sum=None))
     asked = Asked(min(k, x.head.vocabulary(x.inputs.c)), mean_logit)
-    numbers_held(x, ours_and_gradients(x, x.core("chunked", memory_budget), asked))
+    with mock.patch.object(selections, "MOST", most):
+        numbers_held(x, ours_and_gradients(x, x.core("chunked", memory_budget), asked))
 
 
 def by_sorting(z: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from cce_torch.call import Call, Operands
+from cce_torch.reverse_mode import refusal
 from cce_torch.torch_alone import blocks
 
 OPERANDS = len(Operands._fields)
@@ -67,11 +68,7 @@ class _Statistics(torch.autograd.Function):
         return (*(g if w else None for g, w in zip(gradients, wanted, strict=True)), *[None] * 9)
 
 
-def _refuse(ctx: Any, *tangents_or_cotangents: Any) -> Any:
-    raise NotImplementedError(
-        "linear_cross_entropy has first derivatives in reverse mode only with impl='torch_compile'; impl='reference' "
-        "has forward-mode and higher-order derivatives, and holds the full logits"
-    )
+_refuse = refusal("linear_cross_entropy", "'torch_compile'")
 
 
 class _StatisticsOfFunctions(_Statistics):

@@ -155,8 +155,8 @@ def _numbers_and_dz(
 ) -> tuple[Numbers, jax.Array, jax.Array | None]:
     """The numbers of some tokens, (n,); dz, (n, V), at least float32, divided by a unit; the unit, or None for 1."""
     head = plan.call.head
-    x = logits(Side(inputs.e, inputs.c, inputs.bias, inputs.scale), head)
-    y = logits(teacher, of.teacher).astype(x.dtype)
+    x = head.whole_logits(inputs.e, inputs.c, inputs.bias, inputs.scale)
+    y = of.teacher.whole_logits(*teacher).astype(x.dtype)
     both: Any = _Both(x, y, inputs.inverse_temperature)
     both, found = lax.optimization_barrier((both, _largest(*both.logits)))
     peaks = tuple(jnp.where(jnp.isfinite(peak), peak, 0) for peak in found)
@@ -224,12 +224,6 @@ def _reduced(combine: Any, start: float, arrays: tuple[jax.Array, ...]) -> list[
         return tuple(map(combine, some, more))
 
     return lax.reduce(arrays, tuple(jnp.asarray(start, x.dtype) for x in arrays), of_pair, (1,))
-
-
-def logits(side: Side, head: Head) -> jax.Array:
-    """The logits before the temperature, (n, V), at least float32."""
-    raw = head.product(side.e, side.c, 1 - head.vocab_axis)
-    return head.logits(raw, None if side.bias is None else side.bias.astype(raw.dtype), side.scale)
 
 
 def entropy_terms(log_p: jax.Array) -> jax.Array:

@@ -56,6 +56,11 @@ class Head:
             z = z * scale
         return z if self.softcap is None else self.softcap * jnp.tanh(z / self.softcap)
 
+    def whole_logits(self, e: jax.Array, c: jax.Array, bias: jax.Array | None, scale: jax.Array | None) -> jax.Array:
+        """x of all columns, (rows, V), at least float32."""
+        raw = self.product(e, c, 1 - self.vocab_axis)
+        return self.logits(raw, None if bias is None else bias.astype(raw.dtype), scale)
+
     def cotangent(self, x, p, is_target, of: Cotangents, weights, factor, log_p=None) -> jax.Array:
         """dz, the cotangent of the raw product e·c. Every argument broadcasts against x.
 

@@ -42,28 +42,29 @@ class Selections(NamedTuple):
 
 @dataclass(frozen=True)
 class Asked:
-    """Which selections a call asks for, and whether the mean of numbers.Statistics is."""
+    """Which selections a call asks for."""
 
     top_k: int = 0  # at most V; 0: none
     mean_logit: bool = False
-    with_mean: bool = False
 
 
 NOTHING = Asked()
 
 
 def numbers_and_selections(
-    inputs: Inputs, head: Head, asked: Asked, memory_budget: int
+    inputs: Inputs, head: Head, asked: Asked, with_mean: bool, memory_budget: int
 ) -> tuple[Statistics, Selections]:
-    """The numbers of each token, without the sum, and what is asked for. memory_budget: the bytes of a chunk's logits.
+    """The numbers of each token, without the sum, and what is asked for.
 
-    Kept tokens come first, and chunks of ignored tokens are left out. The numbers of an ignored token are 0.
+    with_mean: whether the numbers include the mean. memory_budget: the bytes of a chunk's logits. Kept tokens come
+    first, and chunks of ignored tokens are left out. The numbers of an ignored token are 0.
     """
     tokens, kept = inputs.targets.size, Kept.of(inputs.targets, inputs.targets.size)
 
     def of_chunk(order: jax.Array) -> tuple[Statistics, Selections]:
         own = inputs._replace(**{name: x[order] for name, x in inputs.of_tokens.items()})
-        return _of_logits(_logits(own, head), own, asked)
+        z = own.divided(head.whole_logits(own.e, own.c, own.bias, own.scale))
+        return _of_logits(z, own, asked, with_mean)
 
     wide = jnp.promote_types(inputs.e.dtype, jnp.float32).itemsize
     size = min(max(memory_budget // (2 * wide * head.vocabulary(inputs.c)), LEAST), MOST)
@@ -87,14 +88,14 @@ def ordered(z: jax.Array, ids: jax.Array, k: int) -> tuple[jax.Array, jax.Array]
     return -z[:, :k], ids[:, :k]
 
 
-def _of_logits(z: jax.Array, inputs: Inputs, asked: Asked) -> tuple[Statistics, Selections]:
+def _of_logits(z: jax.Array, inputs: Inputs, asked: Asked, with_mean: bool) -> tuple[Statistics, Selections]:
     width, comparable = _block(z.shape[1], asked.top_k), jnp.where(jnp.isnan(z), -jnp.inf, z)
     peaks = comparable if width == 1 else _peaks(comparable, width)
     peaks = lax.optimization_barrier(peaks)  # else XLA reads all logits once more for the largest of a row
     peak = jnp.max(peaks, axis=1)
     peak = jnp.where(jnp.isfinite(peak), peak, 0)
     mass, moment = mass_and_moment(z, peak)
-    mean = moment / jnp.where(mass == 0, 1, mass) if asked.with_mean else None
+    mean = moment / jnp.where(mass == 0, 1, mass) if with_mean else None
     target = _picked(z, inputs.targets[:, None])[:, 0]
     ids = None if inputs.ids is None else _picked(z, jnp.where(inputs.targets[:, None] < 0, -1, inputs.ids))
     top = _largest(comparable, peaks, width, asked.top_k) if asked.top_k else (None, None)
@@ -147,10 +148,3 @@ def _picked(z: jax.Array, columns: jax.Array) -> jax.Array:
 def _at(z: jax.Array, columns: jax.Array) -> jax.Array:
     """z[i, columns[i, k]], (n, K). XLA does not check the columns."""
     return z.at[jnp.arange(len(z))[:, None], columns].get(mode="promise_in_bounds")
-
-
-def _logits(inputs: Inputs, head: Head) -> jax.Array:
-    raw = head.product(inputs.e, inputs.c, 1 - head.vocab_axis)
-    return inputs.divided(
-        head.logits(raw, None if inputs.bias is None else inputs.bias.astype(raw.dtype), inputs.scale)
-    )

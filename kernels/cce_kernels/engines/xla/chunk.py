@@ -20,8 +20,7 @@ def numbers_and_logits(problem: Problem) -> tuple[Statistics, jax.Array]:
     e of ignored tokens must be finite.
     """
     inputs, head = problem.inputs, problem.head
-    raw = head.product(inputs.e, inputs.c, 1 - head.vocab_axis)
-    x = head.logits(raw, None if inputs.bias is None else inputs.bias.astype(raw.dtype), inputs.scale)
+    x = head.whole_logits(inputs.e, inputs.c, inputs.bias, inputs.scale)
     z = inputs.divided(x)
     targets = inputs.targets[:, None]
     named = (targets >= 0) & (targets < z.shape[1])
