@@ -16,7 +16,8 @@ from cce_jax.prepare import Arrays, Asked, Prepared, inverted, prepared
 from cce_jax.reverse_mode import reverse_mode_only
 from cce_jax.sharding import Layout
 from cce_kernels import contract
-from cce_kernels.divergence import Divergence, Kind, Side
+from cce_kernels.divergence import Divergence, Side
+from cce_kernels.divergence_terms import Kind
 from cce_kernels.numbers import Inputs
 
 

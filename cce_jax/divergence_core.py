@@ -20,6 +20,7 @@ from cce_jax.plans import Core, Decided, on_platform, plan_for
 from cce_jax.sharding import Layout
 from cce_kernels import divergence
 from cce_kernels.divergence import Divergence, Given, Numbers, Side
+from cce_kernels.divergence_terms import entropy_terms
 from cce_kernels.numbers import Gradients, Inputs, Wanted
 from cce_kernels.residuals import Residuals
 
@@ -99,7 +100,7 @@ def _reference(of: Summands, core: Core, how: Divergence) -> Numbers:
         total = common.beta * kl(t, log_t, log_m) + (1 - common.beta) * kl(s, log_s, log_m)
     else:
         total = kl(t, log_t, log_s) if how.kind == "forward_kl" else kl(s, log_s, log_t)
-    entropy = jnp.sum(divergence.entropy_terms(log_s), axis=1) if how.entropy else None
+    entropy = jnp.sum(entropy_terms(log_s), axis=1) if how.entropy else None
     return jax.tree.map(lambda x: jnp.where(live, x.reshape(live.shape), 0), Numbers(total, entropy))
 
 

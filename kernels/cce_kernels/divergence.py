@@ -1,38 +1,12 @@
 """How far a student's distribution is from a teacher's at each token, and its gradients, in chunks of tokens.
 
-Let s and t be the distributions of the student and the teacher at a token, and m = β·t + (1 − β)·s. The divergences are
-
-    forward_kl    KL(t‖s) = Σ_v t_v·log(t_v / s_v)
-    reverse_kl    KL(s‖t) = Σ_v s_v·log(s_v / t_v)
-    jsd           β·KL(t‖m) + (1 − β)·KL(s‖m)                0 < β < 1
-
-The teacher is constant. With z the student's logits, ∂s_u/∂z_v = s_u·([u = v] − s_v), so that an L with the partial
-derivatives g_v = ∂L/∂s_v has ∂L/∂z_v = s_v·(g_v − Σ_u s_u·g_u). The derivatives are
-
-    forward_kl    g_v = −t_v / s_v                                ∂L/∂z_v = s_v − t_v
-    reverse_kl    g_v = log(s_v / t_v) + 1                        ∂L/∂z_v = s_v·(log(s_v / t_v) − KL(s‖t))
-    jsd           g_v = (1 − β)·(log(s_v / m_v) + 1)              ∂L/∂z_v = (1 − β)·s_v·(log(s_v / m_v) − KL(s‖m))
-                        − m_v·(1 − β) / m_v
-
-and dz, the cotangent of the raw product e·c, is that times the token's weight, the factor of the inputs and the slope
-of the softcap (cce_kernels/head.py).
-
-Rounding. A sum Σ p·log(p/q) has terms of both signs that cancel where p and q are about equal. As Σ p = Σ q = 1, it is
-also the sum of p·log(p/q) − p + q, in which no term is negative. Let M be the larger one of s_v and t_v, and
-d = |log s_v − log t_v|, E = expm1(−d), so that the smaller one is M·(1 + E). The terms of the KL divergences are then
-
-    M·(d + E)                    where p is the larger one
-    −M·((1 + E)·d + E)           where p is the smaller one
-
-For the jsd let r be the share of the smaller one in m, β or 1 − β, and w = r·E, so that m = M·(1 + w). The terms are
-
-    M·(w − log1p(w))                                   of the larger one, whose log(p/m) is −log1p(w)
-    −M·((1 + E)·(d + log1p(w)) + (1 − r)·E)            of the smaller one, whose log(p/m) is −log1p(w) − d
+cce_kernels/divergence_terms.py has the sums over the vocabulary, and the derivatives.
 
 Each chunk of tokens holds dz (n, V) in e's type, which becomes de and a part of dc as in cce_kernels/in_forward.py:
-three matmuls of the student and one of the teacher. dz is formed of a part of the chunk's tokens at a time, of which
-the logits of both are held in float32. Passes read both logits: for the largest, the masses Σ exp(z − largest), the
-divergence, of a jsd KL(s‖m), and dz.
+three matmuls of the student and one of the teacher. XLA's matmuls give the logits of both, at least float32, which are
+read in passes: for the log-sum-exps, for sums of terms, and for dz. In bfloat16 kernels make the passes, for a part of
+the chunk's tokens at a time, so that the logits of a part alone are held. dz of a KL divergence needs no sum of terms:
+they share a pass. XLA's passes are over all tokens of the chunk.
 
 For a program of another framework there is
 
@@ -44,24 +18,24 @@ Call(..., one_factor=True, teacher_width=D'), where wanted says which gradients 
 is asked for. For a loss per token call it a second time in the backward pass, with the cotangents of total as weights.
 """
 
-import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from cce_kernels.call import Call
+from cce_kernels.divergence_terms import Both, Kind, Norms, Pass, Static, entropy_terms, terms_of
+from cce_kernels.exponentials import saved_shape
 from cce_kernels.float16 import FLOAT16_LARGEST
 from cce_kernels.head import Head
 from cce_kernels.in_forward import Formed, finish, of_dz, over_chunks, taken
 from cce_kernels.numbers import Inputs
 from cce_kernels.plan.plan import Plan
 from cce_kernels.residuals import Residuals
-from cce_kernels.tokens import Kept, in_chunks
-
-Kind = Literal["forward_kl", "reverse_kl", "jsd"]
+from cce_kernels.tokens import Kept
 
 
 @dataclass(frozen=True)
@@ -135,33 +109,99 @@ def begin(given: Given, of: Divergence, plan: Plan, cleared: bool = False) -> tu
     def chunk(start: Any, size: int) -> Formed:
         of_student, (weight, e) = taken(kept, start, size, inputs, (given.weight, teacher.e))
         live = of_student.live
-        of_tokens = of_student.inputs.of_tokens, jnp.where(live[:, None], e, 0), jnp.where(live, weight, 0)
-
-        def of_part(of_tokens: Any) -> tuple[Numbers, jax.Array, jax.Array | None]:
-            of_inputs, of_teacher, own_weight = of_tokens
-            own, other = of_student.inputs._replace(**of_inputs), teacher._replace(e=of_teacher)
-            numbers, dz, unit = _numbers_and_dz(own, other, own_weight, given.beta, of, plan)
-            return numbers, dz.astype(inputs.e.dtype), unit
-
-        numbers, dz, unit = in_chunks(of_part, of_tokens, way.logits_of(size), of_student.count[0])
-        dbias = _dbias_of(dz, inputs.e.dtype) if plan.call.wants.bias else None
+        own = Tokens(of_student.inputs, teacher._replace(e=jnp.where(live[:, None], e, 0)), jnp.where(live, weight, 0))
+        if way.passes is None:
+            numbers, dz, unit = _by_xla(own, given.beta, of, plan)
+            dz = dz.astype(inputs.e.dtype)
+        else:
+            (numbers, dz), unit = _by_kernels(own, of_student.count[0], given.beta, of, plan), None
+        dbias = _dbias_of(dz, plan.call) if plan.call.wants.bias else None
         return Formed(numbers, *of_dz(of_student, dz, dbias, unit, plan))
 
     return over_chunks(chunk, Numbers(zeros, zeros if of.entropy else None), kept, plan, cleared)
 
 
-def _numbers_and_dz(
-    inputs: Inputs, teacher: Side, weight: jax.Array, beta: jax.Array | None, of: Divergence, plan: Plan
+class Tokens(NamedTuple):
+    """Some tokens, n. Rows of tokens that are left out are 0."""
+
+    inputs: Inputs  # the student's
+    teacher: Side
+    weight: jax.Array  # (n,)
+
+    def part(self, start: Any, size: int) -> "Tokens":
+        def of(x: jax.Array) -> jax.Array:
+            return lax.dynamic_slice_in_dim(x, start, size)
+
+        inputs = self.inputs._replace(**{name: of(x) for name, x in self.inputs.of_tokens.items()})
+        return Tokens(inputs, self.teacher._replace(e=of(self.teacher.e)), of(self.weight))
+
+    def both(self, of: Divergence, head: Head) -> Both:
+        x = head.whole_logits(self.inputs.e, self.inputs.c, self.inputs.bias, self.inputs.scale)
+        return Both(x, of.teacher.whole_logits(*self.teacher).astype(x.dtype), self.inputs.inverse_temperature)
+
+    @property
+    def size(self) -> jax.Array:
+        """What multiplies the derivative by the logits, without the slope of the softcap, (n,)."""
+        return self.weight if self.inputs.factor is None else self.weight * self.inputs.factor
+
+
+def _by_kernels(
+    own: Tokens, count: jax.Array, beta: jax.Array | None, of: Divergence, plan: Plan
+) -> tuple[Numbers, jax.Array]:
+    """The numbers of a chunk's tokens, and dz, (n, columns of saved_shape); 0 from token `count` on."""
+    way, call, tokens = plan.in_forward, plan.call, len(own.weight)
+    assert way is not None and way.passes is not None
+    step, size, dz_wanted = way.passes, way.logits_of(tokens), call.wanted is not None
+    beta = None if of.kind != "jsd" or beta is None else beta.reshape(1)
+
+    def of_part(start: Any, found: tuple[Numbers, jax.Array]) -> tuple[Numbers, jax.Array]:
+        part, (numbers, dz) = own.part(start, size), found
+        both = part.both(of, call.head)
+        norms, of_student = step.engine.divergence_norms(step, plan.gpu, both, of.kind == "reverse_kl" and dz_wanted)
+        given = Pass(both, norms, of_student, part.size, beta)
+
+        def run(given: Pass, static: Static, dz: Any = None) -> tuple[list[jax.Array], Any]:
+            return step.engine.divergence_pass(step, plan.gpu, call.head, given, dz, static)
+
+        if of.kind == "jsd" or not dz_wanted:
+            sums, _ = run(given, Static(of.kind, True, of.entropy, False))
+            if dz_wanted:
+                _, dz = run(given._replace(of_student=sums[1]), Static(of.kind, False, False, True), (dz, start))
+        else:
+            sums, dz = run(given, Static(of.kind, True, of.entropy, True), (dz, start))
+        total = sums[0] if beta is None else beta * sums[0] + (1 - beta) * sums[1]
+        own_numbers = Numbers(total, sums[-1] if of.entropy else None)
+        return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), numbers, own_numbers), dz
+
+    def clear(i: Any, dz: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(dz, jnp.zeros((size, dz.shape[1]), dz.dtype), i * size, 0)
+
+    zeros = jnp.zeros(tokens, call.sum_dtype)
+    found = Numbers(zeros, zeros if of.entropy else None), lax.empty(saved_shape(tokens, call.vocabulary), call.dtype)
+    parts = -(-tokens // size)
+    if parts == 1:
+        return of_part(jnp.int32(0), found)
+
+    def step_of(i: Any, found: Any) -> Any:
+        return of_part(jnp.minimum(i * size, tokens - size), found)
+
+    # Parts without a token that counts are left out. The last part begins earlier if it is shorter than the others.
+    ran = -(-count // size)
+    numbers, dz = lax.fori_loop(0, ran, step_of, found)
+    return numbers, lax.fori_loop(ran, jnp.int32(parts), clear, dz)
+
+
+def _by_xla(
+    own: Tokens, beta: jax.Array | None, of: Divergence, plan: Plan
 ) -> tuple[Numbers, jax.Array, jax.Array | None]:
     """The numbers of some tokens, (n,); dz, (n, V), at least float32, divided by a unit; the unit, or None for 1."""
-    head = plan.call.head
-    x = head.whole_logits(inputs.e, inputs.c, inputs.bias, inputs.scale)
-    y = of.teacher.whole_logits(*teacher).astype(x.dtype)
-    both: Any = _Both(x, y, inputs.inverse_temperature)
+    head, beta = plan.call.head, None if of.kind != "jsd" else beta
+    both: Any = own.both(of, head)
     both, found = lax.optimization_barrier((both, _largest(*both.logits)))
     peaks = tuple(jnp.where(jnp.isfinite(peak), peak, 0) for peak in found)
     masses = _sums(*(jnp.exp(z - peak[:, None]) for z, peak in zip(both.logits, peaks, strict=True)))
-    both, norms = lax.optimization_barrier((both, (*peaks, *map(jnp.log, masses))))
+    # Each pass begins with the logits: XLA then holds no other array of their size.
+    both, norms = lax.optimization_barrier((both, Norms(*peaks, *map(jnp.log, masses))))
     sums: list[jax.Array] = []
     for k in range(2 if of.kind == "jsd" else 1):  # one after the other: XLA would store what both are made from
         log_s, log_t = both.logs(norms)
@@ -171,42 +211,15 @@ def _numbers_and_dz(
         both, norms, found = lax.optimization_barrier((both, norms, _sums(*terms)))
         sums += found
     total = of_student = sums[0]
-    if beta is not None and of.kind == "jsd":
+    if beta is not None:
         of_student = sums[-1]
         total = beta * total + (1 - beta) * of_student
-    size, unit = weight[:, None] if inputs.factor_of_rows is None else weight[:, None] * inputs.factor_of_rows, None
+    size, unit = own.size, None
     if plan.call.dtype == "float16":
-        unit = _unit(size[:, 0] * (1 + of_student))
+        unit = _unit(size * (1 + of_student))
         size = size / unit
-    log_s, log_t = both.logs(norms)
-    dz = derivative_of(log_s, log_t, of_student, of.kind, beta) * size
-    if head.softcap is not None:
-        dz = dz * head.slope(both.student)
+    dz = Pass(both, norms, of_student, size, beta).dz(Static(of.kind, False, False, True), head)
     return Numbers(total, sums[1] if of.entropy else None), dz, unit
-
-
-class _Both(NamedTuple):
-    """The logits of a chunk. Each pass over them begins with them, and XLA holds no other array of their size."""
-
-    student: jax.Array  # (n, V), before the temperature
-    teacher: jax.Array  # the same
-    inverse_temperature: jax.Array | None  # (n,)
-
-    @property
-    def logits(self) -> tuple[jax.Array, jax.Array]:
-        """After the temperature."""
-        inverse = self.inverse_temperature
-        x, y = self.student, self.teacher
-        return (x, y) if inverse is None else (x * inverse[:, None], y * inverse[:, None])
-
-    def logs(self, norms: Any) -> tuple[jax.Array, jax.Array]:
-        """log s and log t. norms: the largest logit of each, and the logarithm of Σ exp(z − largest).
-
-        The largest logit is subtracted first: the rounding of a large log-sum-exp would be in all of them.
-        """
-        x, y = self.logits
-        peak_x, peak_y, mass_x, mass_y = norms
-        return (x - peak_x[:, None]) - mass_x[:, None], (y - peak_y[:, None]) - mass_y[:, None]
 
 
 def _largest(*arrays: jax.Array) -> list[jax.Array]:
@@ -226,103 +239,12 @@ def _reduced(combine: Any, start: float, arrays: tuple[jax.Array, ...]) -> list[
     return lax.reduce(arrays, tuple(jnp.asarray(start, x.dtype) for x in arrays), of_pair, (1,))
 
 
-def entropy_terms(log_p: jax.Array) -> jax.Array:
-    p = jnp.exp(log_p)
-    return -jnp.where(p > 0, p * log_p, 0)
-
-
-class _Gap(NamedTuple):
-    """How far the student's and the teacher's probability of an id are apart, (n, V) each."""
-
-    larger: jax.Array  # M: the larger of the two
-    distance: jax.Array  # d, at least 0: |log s − log t|
-    e: jax.Array  # E = expm1(−d); the smaller of the two is M·(1 + E)
-    of_student: jax.Array  # whether s is the larger one
-
-    @classmethod
-    def of(cls, log_s: jax.Array, log_t: jax.Array) -> "_Gap":
-        distance = jnp.where(log_s == log_t, 0, jnp.abs(log_s - log_t))  # both may be −inf
-        return cls(jnp.exp(jnp.maximum(log_s, log_t)), distance, _expm1(-distance), log_s >= log_t)
-
-    def times(self, x: jax.Array) -> jax.Array:
-        """M·x, 0 where M is 0."""
-        return jnp.where(self.larger > 0, self.larger * x, 0)
-
-    def smaller_times(self, x: jax.Array) -> jax.Array:
-        """(1 + E)·x, 0 where 1 + E is 0."""
-        return jnp.where(self.e > -1, (1 + self.e) * x, 0)
-
-    def mixed(self, beta: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The share r of the smaller one in m, w = r·E and log1p(w), which is log(m / M)."""
-        share = jnp.where(self.of_student, beta, 1 - beta)
-        w = share * self.e
-        return share, w, _log1p(w)
-
-
-SMALL = 0.125
-
-
-def _expm1(x: jax.Array) -> jax.Array:
-    """exp(x) − 1 for x ≤ 0. XLA's own takes several times as many instructions on a GPU."""
-    if x.dtype == jnp.float64:
-        return jnp.expm1(x)
-    return jnp.where(x > -SMALL, _series(x, [1 / math.factorial(n) for n in range(1, 7)]), jnp.exp(x) - 1)
-
-
-def _log1p(x: jax.Array) -> jax.Array:
-    """log(1 + x) for −1 ≤ x ≤ 0, in the same way."""
-    if x.dtype == jnp.float64:
-        return jnp.log1p(x)
-    return jnp.where(x > -SMALL, _series(x, [-((-1) ** n) / n for n in range(1, 9)]), jnp.log(1 + x))
-
-
-def _series(x: jax.Array, factors: list[float]) -> jax.Array:
-    """Σ_n factors[n − 1]·xⁿ."""
-    found = jnp.full_like(x, factors[-1])
-    for factor in factors[-2::-1]:
-        found = found * x + factor
-    return found * x
-
-
-def terms_of(
-    log_s: jax.Array, log_t: jax.Array, kind: Kind, beta: jax.Array | None
-) -> tuple[jax.Array] | tuple[jax.Array, jax.Array]:
-    """The terms (n, V) whose sum is the divergence; of a jsd those of KL(t‖m) and of KL(s‖m)."""
-    gap = _Gap.of(log_s, log_t)
-    if kind != "jsd":
-        of_larger = gap.distance + gap.e
-        of_smaller = -(gap.smaller_times(gap.distance) + gap.e)
-        first = gap.of_student if kind == "reverse_kl" else ~gap.of_student
-        return (gap.times(jnp.where(first, of_larger, of_smaller)),)
-    assert beta is not None
-    share, w, log_m = gap.mixed(beta)
-    of_larger, of_smaller = w - log_m, -(gap.smaller_times(gap.distance + log_m) + (1 - share) * gap.e)
-    of_t, of_s = (jnp.where(first, of_larger, of_smaller) for first in (~gap.of_student, gap.of_student))
-    return gap.times(of_t), gap.times(of_s)
-
-
-def derivative_of(
-    log_s: jax.Array, log_t: jax.Array, of_student: jax.Array, kind: Kind, beta: jax.Array | None
-) -> jax.Array:
-    """The derivative of the divergence by the student's logits, (n, V). of_student: KL(s‖t), or KL(s‖m), (n,)."""
-    gap = _Gap.of(log_s, log_t)
-    if kind == "forward_kl":
-        return gap.times(jnp.where(gap.of_student, -gap.e, gap.e))
-    if kind == "reverse_kl":
-        ratio, factor = jnp.where(gap.of_student, gap.distance, -gap.distance), 1.0
-    else:
-        assert beta is not None
-        log_m = gap.mixed(beta)[2]
-        ratio, factor = jnp.where(gap.of_student, -log_m, -log_m - gap.distance), 1 - beta
-    s = jnp.exp(log_s)
-    return factor * jnp.where(s > 0, s * (ratio - of_student[:, None]), 0)
-
-
-def _dbias_of(dz: jax.Array, dtype: Any) -> jax.Array:
+def _dbias_of(dz: jax.Array, call: Call) -> jax.Array:
     """The sums of the columns of dz, (V,), at least float32. In 16 bits by a matmul, which holds no partial sums."""
-    if jnp.dtype(dtype).itemsize > 2:
+    if call.itemsize > 2:
         return jnp.sum(dz, axis=0)
-    return lax.dot(jnp.ones((1, len(dz)), dtype), dz.astype(dtype), preferred_element_type=jnp.float32)[0]
+    ones = jnp.ones((1, len(dz)), dz.dtype)
+    return lax.dot(ones, dz, preferred_element_type=jnp.float32)[0, : call.vocabulary]
 
 
 def _unit(bound: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ import jax
 
 from cce_kernels.call import Call
 from cce_kernels.device import Gpu
+from cce_kernels.divergence_terms import Both, Norms, Pass, Static
 from cce_kernels.gradients import FormDz, Left, Products
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Inputs
@@ -182,6 +183,21 @@ class Launched:
     def mass_and_moment(self, problem: Problem, saved: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Σ_v P_iv and Σ_v P_iv·log P_iv of the saved exponentials, (rows,) float32; arbitrary for ignored tokens."""
         return self.kernels.mass_and_moment(problem, saved)
+
+    def divergence_norms(
+        self, step: Step, gpu: Any, both: Both, moment: bool
+    ) -> tuple[Norms, jax.Array | None]:
+        """The norms of float32 logits; if asked for, KL(s‖t), (n,), with the error of the logits."""
+        return self.kernels.divergence_norms(step, gpu, both, moment)
+
+    def divergence_pass(
+        self, step: Step, gpu: Any, head: Head, of: Pass, dz: tuple[jax.Array, jax.Array] | None, static: Static
+    ) -> tuple[list[jax.Array], jax.Array | None]:
+        """The sums that `static` asks for, (n,) each; and dz with the rows from start on written, 0 beyond column V.
+
+        dz: an array of at least V columns, and start, (); None where it is not asked for.
+        """
+        return self.kernels.divergence_pass(step, gpu, head, of, dz, static)
 
     def saved_targets(
         self, step: Step, problem: Problem, saved: jax.Array, at_target: jax.Array, clear: jax.Array | None

@@ -185,11 +185,12 @@ def _beside_a_teacher(x: _Setting, last: int | None, chunks: Any) -> Plan:
     """
     if chunks is None:
         chunks = fastest_chunks(x.bytes, last) or least_chunks(x.bytes)
-    size, de = max(chunks.size, chunks.last), None
+    size, de, passes = max(chunks.size, chunks.last), None, None
     if x.bytes.stores:
+        passes = x.step("divergence_pass")
         by_xla = all(x.bytes.de_by_xla(tokens) for tokens in (chunks.size or size, chunks.last or size))
         de = (XLA if by_xla else x.engine).de_of_chunk(x.call, size, x.gpu)
-    way = InForward(chunks, _sum_of_dc(x, chunks), de=de, most_logits=x.bytes.most_logits)
+    way = InForward(chunks, _sum_of_dc(x, chunks), de=de, passes=passes, most_logits=x.bytes.most_logits)
     rows = x.call.tokens
     held, least = (x.bytes.of_chunks(each) for each in (chunks, least_chunks(x.bytes)))
     return Plan(x.call, x.gpu, rows, True, Forward(Step(x.engine), True), way, held, min(least, held))

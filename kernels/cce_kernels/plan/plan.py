@@ -81,6 +81,7 @@ class InForward:
     targets: Step | None = None  # writes the targets' elements, where the exponentials are multiplied
     restored: Step | None = None  # moves rows of de in place; None: XLA copies them
     thresholds: Step | None = None  # finds what the products leave out; None: nothing
+    passes: Step | None = None  # over the logits beside a teacher; None: by XLA
     most_logits: int = 0  # of so many tokens of a chunk logits are held at a time, beside a teacher; 0: of all
 
     def logits_of(self, size: int) -> int:
