@@ -19,6 +19,7 @@ from cce_kernels.engines.hopper import HOPPER, MOSAIC
 from cce_kernels.head import Head
 from cce_kernels.numbers import Wanted
 from cce_kernels.plan import budget, plan_of
+from tests import lowering
 from tests.test_plan import drawn
 from tests.tolerance import RELIABLE, error, roundoff
 
@@ -427,14 +428,20 @@ def test_the_function_for_other_frameworks():
 
 
 @pytest.mark.skipif(not MOSAIC, reason="kernels for Hopper need JAX 0.11")
-def test_kernels_for_hopper_multiply_dz(few_logits):
-    """In the interpreter, in several chunks, with columns that are padded to whole tiles."""
+@pytest.mark.parametrize(("kind", "teacher_width"), [("forward_kl", 64), ("jsd", 128)])
+def test_kernels_for_hopper_multiply_dz(kind, teacher_width, few_logits):
+    """In the interpreter, in several chunks, with columns that are padded to whole tiles.
+
+    A teacher of 64 columns is too narrow for the kernel of the logits.
+    """
     head, vocabulary = Head(), 632
     wanted = Wanted(True, True, True)
     call = Call(
-        560, 128, vocabulary, "bfloat16", head, False, False, wanted, 2 * 2**20, one_factor=True, teacher_width=64
+        *(560, 128, vocabulary, "bfloat16", head, False, False, wanted, 2 * 2**20),
+        one_factor=True,
+        teacher_width=teacher_width,
     )
-    given, of = given_of(call, Head()), Divergence("forward_kl", Head())
+    given, of = given_of(call, Head()), Divergence(kind, Head(), True)
     few_logits(100)
     plan = plan_of(call, Gpu("9.0", 4, interpreted=True), "cce")
     way = plan.in_forward
@@ -493,6 +500,9 @@ def test_a_program_for_an_h200_has_kernels_for_the_gradients_and_no_logits_of_al
     )
     given = given_of(call, Head(), make=jax.ShapeDtypeStruct)
     plan = plan_of(call, H200, "auto")
-    text = formed.trace(given, Divergence("jsd", Head()), plan).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("mosaic_gpu") >= 2
-    assert "8192x32768" not in text
+    run = partial(formed, of=Divergence("jsd", Head()), plan=plan)
+    assert set(lowering.for_hopper(run, given)) == {"whole_logits", "de", "dc_sum"}
+    text = str(jax.jit(run).trace(given).jaxpr)
+    assert "cce_divergence_terms" in text
+    assert "cce_divergence_dz" in text
+    assert "8192,32768" not in text

@@ -18,7 +18,7 @@ Call(..., one_factor=True, teacher_width=D'), where wanted says which gradients 
 is asked for. For a loss per token call it a second time in the backward pass, with the cotangents of total as weights.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,15 +27,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from cce_kernels.call import Call
-from cce_kernels.divergence_terms import Both, Kind, Norms, Pass, Static, entropy_terms, terms_of
+from cce_kernels.divergence_terms import Kind, Pass, Static, Whole
+from cce_kernels.engines.engine import Problem, Step
 from cce_kernels.exponentials import saved_shape
 from cce_kernels.float16 import FLOAT16_LARGEST
 from cce_kernels.head import Head
 from cce_kernels.in_forward import Formed, finish, of_dz, over_chunks, taken
 from cce_kernels.numbers import Inputs
-from cce_kernels.plan.plan import Plan
+from cce_kernels.plan.plan import InForward, Plan
 from cce_kernels.residuals import Residuals
 from cce_kernels.tokens import Kept
+
+PARTS_OF_STEP = 4
 
 
 @dataclass(frozen=True)
@@ -135,80 +138,101 @@ class Tokens(NamedTuple):
         inputs = self.inputs._replace(**{name: of(x) for name, x in self.inputs.of_tokens.items()})
         return Tokens(inputs, self.teacher._replace(e=of(self.teacher.e)), of(self.weight))
 
-    def both(self, of: Divergence, head: Head) -> Both:
-        x = head.whole_logits(self.inputs.e, self.inputs.c, self.inputs.bias, self.inputs.scale)
-        return Both(x, of.teacher.whole_logits(*self.teacher).astype(x.dtype), self.inputs.inverse_temperature)
-
     @property
     def size(self) -> jax.Array:
         """What multiplies the derivative by the logits, without the slope of the softcap, (n,)."""
         return self.weight if self.inputs.factor is None else self.weight * self.inputs.factor
 
+    @property
+    def of_teacher(self) -> Inputs:
+        """The teacher's inputs, with the student's temperatures."""
+        (e, c, bias, scale), (_, _, _, targets, *_) = self.teacher, self.inputs
+        return Inputs(e, c, bias, targets, None, scale, self.inputs.inverse_temperature)
+
+
+def _logits_of_teacher(own: Tokens, way: InForward, of: Divergence, plan: Plan) -> tuple[Step, Call]:
+    """The step that computes the teacher's logits, and their call: the student's if its engine takes these arrays."""
+    e, bias = own.teacher.e, own.teacher.bias
+    call = replace(plan.call, width=e.shape[1], dtype=str(e.dtype), head=of.teacher, with_bias=bias is not None)
+    assert way.logits is not None and way.passes is not None
+    if way.logits.engine.serves(call, plan.gpu):
+        return way.logits, call
+    return way.passes.engine.step("whole_logits", call, plan.gpu), call
+
 
 def _by_kernels(
     own: Tokens, count: jax.Array, beta: jax.Array | None, of: Divergence, plan: Plan
 ) -> tuple[Numbers, jax.Array]:
-    """The numbers of a chunk's tokens, and dz, (n, columns of saved_shape); 0 from token `count` on."""
+    """The numbers of a chunk's tokens, and dz, (n, columns of saved_shape).
+
+    dz is 0 from token `count` on, or not written where no matmul reads it.
+    """
     way, call, tokens = plan.in_forward, plan.call, len(own.weight)
     assert way is not None and way.passes is not None
-    step, size, dz_wanted = way.passes, way.logits_of(tokens), call.wanted is not None
+    passes, size, dz_wanted = way.passes, way.logits_of(tokens), call.wanted is not None
     beta = None if of.kind != "jsd" or beta is None else beta.reshape(1)
+    assert way.logits is not None
+    logits = (way.logits, call), _logits_of_teacher(own, way, of, plan)
 
-    def of_part(start: Any, found: tuple[Numbers, jax.Array]) -> tuple[Numbers, jax.Array]:
-        part, (numbers, dz) = own.part(start, size), found
-        both = part.both(of, call.head)
-        norms, of_student = step.engine.divergence_norms(step, plan.gpu, both, of.kind == "reverse_kl" and dz_wanted)
-        given = Pass(both, norms, of_student, part.size, beta)
+    def of_part(i: Any, found: tuple[Numbers, jax.Array]) -> tuple[Numbers, jax.Array]:
+        start = jnp.minimum(i * size, tokens - size)  # the last part begins earlier if it is shorter than the others
+        part, here, (numbers, dz) = own.part(start, size), jnp.clip(count - start, 0, size), found
+
+        sides = [
+            by.engine.whole_logits(by, Problem(replace(of_side, tokens=size), plan.gpu, inputs), here)
+            for (by, of_side), inputs in zip(logits, (part.inputs, part.of_teacher), strict=True)
+        ]
+        given = Pass(*sides, part.inputs.inverse_temperature, None, part.size, beta)
 
         def run(given: Pass, static: Static, dz: Any = None) -> tuple[list[jax.Array], Any]:
-            return step.engine.divergence_pass(step, plan.gpu, call.head, given, dz, static)
+            return passes.engine.divergence_pass(passes, Problem(call, plan.gpu, part.inputs), given, here, dz, static)
 
-        if of.kind == "jsd" or not dz_wanted:
-            sums, _ = run(given, Static(of.kind, True, of.entropy, False))
-            if dz_wanted:
-                _, dz = run(given._replace(of_student=sums[1]), Static(of.kind, False, False, True), (dz, start))
-        else:
-            sums, dz = run(given, Static(of.kind, True, of.entropy, True), (dz, start))
+        at_once = of.kind == "forward_kl" and dz_wanted
+        sums, at = run(given, Static(of.kind, True, of.entropy, at_once), (dz, start) if at_once else None)
+        if at_once:
+            dz = at
+        elif dz_wanted:
+            given = given._replace(of_student=sums[of.kind == "jsd"])
+            _, dz = run(given, Static(of.kind, False, False, True), (dz, start))
         total = sums[0] if beta is None else beta * sums[0] + (1 - beta) * sums[1]
         own_numbers = Numbers(total, sums[-1] if of.entropy else None)
         return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), numbers, own_numbers), dz
 
-    def clear(i: Any, dz: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice_in_dim(dz, jnp.zeros((size, dz.shape[1]), dz.dtype), i * size, 0)
+    zeros, shape, parts = jnp.zeros(tokens, call.sum_dtype), saved_shape(tokens, call.vocabulary), -(-tokens // size)
+    numbers = Numbers(zeros, zeros if of.entropy else None)
+    if all(by.engine.whole_stops for by, _ in logits):
+        return lax.fori_loop(0, parts, of_part, (numbers, lax.empty(shape, call.dtype)))
+    # Parts after the last kept token are left out. Where the device decides when a loop ends, the host waits at each of
+    # its steps. So a step has several parts.
+    of_step = next(n for n in range(PARTS_OF_STEP, 0, -1) if parts % n == 0)
 
-    zeros = jnp.zeros(tokens, call.sum_dtype)
-    found = Numbers(zeros, zeros if of.entropy else None), lax.empty(saved_shape(tokens, call.vocabulary), call.dtype)
-    parts = -(-tokens // size)
-    if parts == 1:
-        return of_part(jnp.int32(0), found)
+    def parts_of_step(j: Any, found: Any) -> Any:
+        return lax.fori_loop(0, of_step, lambda i, found: of_part(j * of_step + i, found), found)
 
-    def step_of(i: Any, found: Any) -> Any:
-        return of_part(jnp.minimum(i * size, tokens - size), found)
-
-    # Parts without a token that counts are left out. The last part begins earlier if it is shorter than the others.
-    ran = -(-count // size)
-    numbers, dz = lax.fori_loop(0, ran, step_of, found)
-    return numbers, lax.fori_loop(ran, jnp.int32(parts), clear, dz)
+    steps = -(-count // (size * of_step))
+    return lax.fori_loop(0, steps, parts_of_step, (numbers, jnp.zeros(shape, call.dtype)))
 
 
 def _by_xla(
     own: Tokens, beta: jax.Array | None, of: Divergence, plan: Plan
 ) -> tuple[Numbers, jax.Array, jax.Array | None]:
     """The numbers of some tokens, (n,); dz, (n, V), at least float32, divided by a unit; the unit, or None for 1."""
-    head, beta = plan.call.head, None if of.kind != "jsd" else beta
-    both: Any = own.both(of, head)
-    both, found = lax.optimization_barrier((both, _largest(*both.logits)))
-    peaks = tuple(jnp.where(jnp.isfinite(peak), peak, 0) for peak in found)
-    masses = _sums(*(jnp.exp(z - peak[:, None]) for z, peak in zip(both.logits, peaks, strict=True)))
-    # Each pass begins with the logits: XLA then holds no other array of their size.
-    both, norms = lax.optimization_barrier((both, Norms(*peaks, *map(jnp.log, masses))))
+    head, beta, teacher = plan.call.head, None if of.kind != "jsd" else beta, own.of_teacher
+    x = head.whole_logits(own.inputs.e, own.inputs.c, own.inputs.bias, own.inputs.scale)
+    y = of.teacher.whole_logits(teacher.e, teacher.c, teacher.bias, teacher.scale).astype(x.dtype)
+    divided = own.inputs.divided
+    # Each pass begins with the logits behind a barrier: XLA then holds no other array of their size.
+    both, found = lax.optimization_barrier(((x, y), _largest(divided(x), divided(y))))
+    peaks = [jnp.where(jnp.isfinite(peak), peak, 0) for peak in found]
+    masses = _sums(*(jnp.exp(divided(x) - peak[:, None]) for x, peak in zip(both, peaks, strict=True)))
+    sides = [Whole(x, peak, jnp.log(mass)) for x, peak, mass in zip(both, peaks, masses, strict=True)]
+    given = lax.optimization_barrier(Pass(*sides, own.inputs.inverse_temperature, None, None, beta))
     sums: list[jax.Array] = []
     for k in range(2 if of.kind == "jsd" else 1):  # one after the other: XLA would store what both are made from
-        log_s, log_t = both.logs(norms)
-        terms = [terms_of(log_s, log_t, of.kind, beta)[k]]
+        terms = [given.terms(Static(of.kind, True, False, False))[k]]
         if of.entropy and k == 0:
-            terms.append(entropy_terms(log_s))
-        both, norms, found = lax.optimization_barrier((both, norms, _sums(*terms)))
+            terms += given.terms(Static(of.kind, False, True, False))
+        given, found = lax.optimization_barrier((given, _sums(*terms)))
         sums += found
     total = of_student = sums[0]
     if beta is not None:
@@ -218,7 +242,7 @@ def _by_xla(
     if plan.call.dtype == "float16":
         unit = _unit(size * (1 + of_student))
         size = size / unit
-    dz = Pass(both, norms, of_student, size, beta).dz(Static(of.kind, False, False, True), head)
+    dz = given._replace(of_student=of_student, size=size).dz(of.kind, head)
     return Numbers(total, sums[1] if of.entropy else None), dz, unit
 
 

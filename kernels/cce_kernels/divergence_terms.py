@@ -18,26 +18,25 @@ and dz, the cotangent of the raw product e·c, is that times the token's weight,
 of the softcap (cce_kernels/head.py).
 
 Rounding. A sum Σ p·log(p/q) has terms of both signs that cancel where p and q are about equal. As Σ p = Σ q = 1, it is
-also the sum of p·log(p/q) − p + q, in which no term is negative. Let M be the larger one of s_v and t_v, and
-d = |log s_v − log t_v|, E = expm1(−d), so that the smaller one is M·(1 + E). The terms of the KL divergences are then
+also the sum of p·log(p/q) − p + q, in which no term is negative. Let M be the larger one of s_v and t_v,
+d = |log s_v − log t_v|, E = exp(−d) − 1, so that the smaller one is M·(1 + E), and h = d + E. The terms of the KL
+divergences are then
 
-    M·(d + E)                    where p is the larger one
-    −M·((1 + E)·d + E)           where p is the smaller one
+    M·h                          where p is the larger one
+    M·(E² − (1 + E)·h)           where p is the smaller one
 
-For the jsd let r be the share of the smaller one in m, β or 1 − β, and w = r·E, so that m = M·(1 + w). The terms are
+For the jsd let r be the share of the smaller one in m, β or 1 − β, w = r·E, so that m = M·(1 + w), and
+g = w − log(1 + w). The terms are
 
-    M·(w − log1p(w))                                   of the larger one, whose log(p/m) is −log1p(w)
-    −M·((1 + E)·(d + log1p(w)) + (1 − r)·E)            of the smaller one, whose log(p/m) is −log1p(w) − d
+    M·g                                        of the larger one, whose log(p/m) is −log(1 + w)
+    M·((1 − r)·E² − (1 + E)·(h − g))           of the smaller one, whose log(p/m) is −log(1 + w) − d
 
-Where s is written over log s − log t instead, with z and y the logits,
-
-    KL(s‖t) = Σ_v s_v·(z_v − y_v) − lse(z) + lse(y)
-
-which one pass finds together with both log-sum-exps. Its error is that of the logits, which ∂L/∂z_v has anyway. The
-divergence itself is the sum of the terms above.
+h and g are about d²/2 and w²/2 where d is small. Series give them there. ∂L/∂z_v needs no series: log s_v − log t_v
+itself has the rounding errors of the logits.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -49,35 +48,34 @@ from cce_kernels.head import Head
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
 
 
-class Norms(NamedTuple):
-    """What makes probabilities of the logits of some tokens, (n,) each, at least float32."""
+class Functions(NamedTuple):
+    """The functions that an engine has in a form of its own."""
 
-    largest_s: jax.Array  # the largest logit of the student's; 0, or any finite number, if that is −inf
-    largest_t: jax.Array  # and of the teacher's
-    mass_s: jax.Array  # log Σ_v exp(z_v − largest)
-    mass_t: jax.Array
+    exp: Callable[[jax.Array], jax.Array] = jnp.exp
+    log: Callable[[jax.Array], jax.Array] = jnp.log
 
 
-class Both(NamedTuple):
-    """The logits of some tokens before the temperature, (n, columns)."""
+FUNCTIONS = Functions()
 
-    student: Any
-    teacher: Any
-    inverse_temperature: Any  # (n,); None: 1
 
-    @property
-    def logits(self) -> tuple[jax.Array, jax.Array]:
-        """After the temperature."""
-        x, y, inverse = self
-        return (x, y) if inverse is None else (x * inverse[:, None], y * inverse[:, None])
+class Whole(NamedTuple):
+    """The logits of some tokens at all columns, or some of these, and what makes probabilities of them."""
 
-    def logs(self, norms: Norms) -> tuple[jax.Array, jax.Array]:
-        """log s and log t.
+    logits: Any  # (n, columns), at least float32, before the temperature
+    largest: Any  # (n,): the largest logit of all columns, after the temperature; any finite number if that is −inf
+    log_mass: Any  # (n,): log Σ_v exp(z_v − largest)
 
-        The largest logit is subtracted first: the rounding of a large log-sum-exp would be in all of them.
-        """
-        (x, y), (largest_s, largest_t, mass_s, mass_t) = self.logits, norms
-        return (x - largest_s[:, None]) - mass_s[:, None], (y - largest_t[:, None]) - mass_t[:, None]
+    @classmethod
+    def of_runs(cls, logits: jax.Array, largest: jax.Array, mass: jax.Array) -> "Whole":
+        """largest, mass: of runs of the vocabulary, (runs, n): their largest logit and Σ exp(z − largest)."""
+        of_all = jnp.max(largest, axis=0)
+        return cls(logits, of_all, jnp.log(jnp.sum(mass * jnp.exp(largest - of_all), axis=0)))
+
+    def log_p(self, inverse_temperature: Any) -> jax.Array:
+        """The largest logit is subtracted first: the rounding of a large log-sum-exp would be in all of them."""
+        z, inverse = self.logits, inverse_temperature
+        z = z if inverse is None else z * inverse[:, None]
+        return (z - self.largest[:, None]) - self.log_mass[:, None]
 
 
 @dataclass(frozen=True)
@@ -97,114 +95,111 @@ class Static:
 class Pass(NamedTuple):
     """What a pass over the logits of some tokens reads. (n,): at least float32."""
 
-    both: Both
-    norms: Norms
-    of_student: jax.Array | None  # (n,): KL(s‖t), or of a jsd KL(s‖m); None: not needed
-    size: jax.Array | None  # (n,): what multiplies the derivative, without the softcap's slope; None: 1
+    student: Whole
+    teacher: Whole
+    inverse_temperature: Any  # (n,); None: 1
+    of_student: jax.Array | None  # (n,): KL(s‖t), or of a jsd KL(s‖m); None for a forward KL, which does not need it
+    size: jax.Array | None  # (n,): what multiplies the derivative, without the softcap's slope
     beta: jax.Array | None  # (1,), of a jsd
 
-    def terms(self, static: Static) -> list[jax.Array]:
+    @property
+    def logs(self) -> tuple[jax.Array, jax.Array]:
+        """log s and log t."""
+        return self.student.log_p(self.inverse_temperature), self.teacher.log_p(self.inverse_temperature)
+
+    def terms(self, static: Static, f: Functions = FUNCTIONS) -> list[jax.Array]:
         """The terms (n, columns) of the sums."""
-        log_s, log_t = self.both.logs(self.norms)
-        found = list(terms_of(log_s, log_t, static.kind, self.beta)) if static.divergence else []
-        return [*found, entropy_terms(log_s)] if static.entropy else found
+        log_s, log_t = self.logs
+        found = list(terms_of(log_s, log_t, static.kind, self.beta, f)) if static.divergence else []
+        return [*found, entropy_terms(log_s, f)] if static.entropy else found
 
-    def dz(self, static: Static, head: Head) -> jax.Array:
+    def dz(self, kind: Kind, head: Head, f: Functions = FUNCTIONS) -> jax.Array:
         """The cotangent of the raw product of the student, (n, columns)."""
-        log_s, log_t = self.both.logs(self.norms)
-        found = derivative_of(log_s, log_t, self.of_student, static.kind, self.beta)
-        found = found if self.size is None else found * self.size[:, None]
-        return found if head.softcap is None else found * head.slope(self.both.student)
+        assert self.size is not None
+        found = self._derivative(kind, f) * self.size[:, None]
+        return found if head.softcap is None else found * head.slope(self.student.logits)
 
-
-def entropy_terms(log_p: jax.Array) -> jax.Array:
-    p = jnp.exp(log_p)
-    return -jnp.where(p > 0, p * log_p, 0)
+    def _derivative(self, kind: Kind, f: Functions) -> jax.Array:
+        """∂L/∂z_v."""
+        log_s, log_t = self.logs
+        gap = Gap.of(log_s, log_t, f)
+        if kind == "forward_kl":
+            return gap.larger * jnp.where(gap.of_student, -gap.e, gap.e)
+        assert self.of_student is not None
+        if kind == "reverse_kl":
+            ratio, factor = jnp.where(gap.of_student, gap.distance, -gap.distance), 1.0
+        else:
+            assert self.beta is not None
+            log_m = f.log(1 + gap.share(self.beta) * (f.exp(-gap.distance) - 1))
+            ratio, factor = -log_m - jnp.where(gap.of_student, 0, gap.distance), 1 - self.beta
+        s = f.exp(log_s)
+        return jnp.where(s > 0, s * (factor * (ratio - self.of_student[:, None])), 0)
 
 
 class Gap(NamedTuple):
-    """How far the student's and the teacher's probability of an id are apart, (n, V) each."""
+    """How far the student's and the teacher's probability of an id are apart, (n, columns) each."""
 
     larger: jax.Array  # M: the larger of the two
-    distance: jax.Array  # d, at least 0: |log s − log t|
-    e: jax.Array  # E = expm1(−d); the smaller of the two is M·(1 + E)
+    distance: jax.Array  # d, at least 0
+    e: jax.Array  # E: the smaller of the two is M·(1 + E)
+    h: jax.Array  # d + E
     of_student: jax.Array  # whether s is the larger one
 
     @classmethod
-    def of(cls, log_s: jax.Array, log_t: jax.Array) -> "Gap":
-        distance = jnp.where(log_s == log_t, 0, jnp.abs(log_s - log_t))  # both may be −inf
-        return cls(jnp.exp(jnp.maximum(log_s, log_t)), distance, _expm1(-distance), log_s >= log_t)
+    def of(cls, log_s: jax.Array, log_t: jax.Array, f: Functions) -> "Gap":
+        d = jnp.where(log_s == log_t, 0, jnp.abs(log_s - log_t))  # both may be −inf
+        if d.dtype == jnp.float64:
+            e = jnp.expm1(-d)
+            h = d + e
+        else:
+            near, far = d < 0.5, f.exp(-d) - 1
+            h = jnp.where(near, d * d * _series(d, OF_EXP), d + far)
+            e = jnp.where(near, h - d, far)
+        return cls(f.exp(jnp.maximum(log_s, log_t)), d, e, h, log_s >= log_t)
 
-    def times(self, x: jax.Array) -> jax.Array:
-        """M·x, 0 where M is 0."""
-        return jnp.where(self.larger > 0, self.larger * x, 0)
+    def share(self, beta: jax.Array) -> jax.Array:
+        """r: the share of the smaller one in m."""
+        return jnp.where(self.of_student, beta, 1 - beta)
 
-    def smaller_times(self, x: jax.Array) -> jax.Array:
-        """(1 + E)·x, 0 where 1 + E is 0."""
-        return jnp.where(self.e > -1, (1 + self.e) * x, 0)
-
-    def mixed(self, beta: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The share r of the smaller one in m, w = r·E and log1p(w), which is log(m / M)."""
-        share = jnp.where(self.of_student, beta, 1 - beta)
-        w = share * self.e
-        return share, w, _log1p(w)
-
-
-SMALL = 0.125
+    def of_smaller(self, r: Any = 0.0, g: Any = 0.0) -> jax.Array:
+        """The term of the smaller one, over M; 1 where the smaller one is 0, and h is infinite."""
+        return (1 - r) * self.e * self.e - (1 + self.e) * (jnp.minimum(self.h, LARGE) - g)
 
 
-def _expm1(x: jax.Array) -> jax.Array:
-    """exp(x) − 1 for x ≤ 0. XLA's own takes several times as many instructions on a GPU."""
-    if x.dtype == jnp.float64:
-        return jnp.expm1(x)
-    return jnp.where(x > -SMALL, _series(x, [1 / math.factorial(n) for n in range(1, 7)]), jnp.exp(x) - 1)
-
-
-def _log1p(x: jax.Array) -> jax.Array:
-    """log(1 + x) for −1 ≤ x ≤ 0, in the same way."""
-    if x.dtype == jnp.float64:
-        return jnp.log1p(x)
-    return jnp.where(x > -SMALL, _series(x, [-((-1) ** n) / n for n in range(1, 9)]), jnp.log(1 + x))
+LARGE = 1e30
+OF_EXP = [(-1) ** n / math.factorial(n + 2) for n in range(7)]  # exp(−d) − 1 + d = d²·(1/2 − d/6 + d²/24 − …)
+OF_LOG = [(-1) ** n / (n + 2) for n in range(9)]  # w − log(1 + w) = w²·(1/2 − w/3 + w²/4 − …)
 
 
 def _series(x: jax.Array, factors: list[float]) -> jax.Array:
-    """Σ_n factors[n − 1]·xⁿ."""
+    """Σ_n factors[n]·xⁿ."""
     found = jnp.full_like(x, factors[-1])
     for factor in factors[-2::-1]:
         found = found * x + factor
-    return found * x
+    return found
+
+
+def entropy_terms(log_p: jax.Array, f: Functions = FUNCTIONS) -> jax.Array:
+    p = f.exp(log_p)
+    return -jnp.where(p > 0, p * log_p, 0)
 
 
 def terms_of(
-    log_s: jax.Array, log_t: jax.Array, kind: Kind, beta: jax.Array | None
+    log_s: jax.Array, log_t: jax.Array, kind: Kind, beta: jax.Array | None, f: Functions = FUNCTIONS
 ) -> tuple[jax.Array] | tuple[jax.Array, jax.Array]:
-    """The terms (n, V) whose sum is the divergence; of a jsd those of KL(t‖m) and of KL(s‖m)."""
-    gap = Gap.of(log_s, log_t)
+    """The terms (n, columns) whose sum is the divergence; of a jsd those of KL(t‖m) and of KL(s‖m)."""
+    gap = Gap.of(log_s, log_t, f)
     if kind != "jsd":
-        of_larger = gap.distance + gap.e
-        of_smaller = -(gap.smaller_times(gap.distance) + gap.e)
         first = gap.of_student if kind == "reverse_kl" else ~gap.of_student
-        return (gap.times(jnp.where(first, of_larger, of_smaller)),)
+        term = gap.larger * jnp.where(first, gap.h, gap.of_smaller())
+        return (jnp.where(gap.larger > 0, term, 0),)  # 0 times an infinite h
     assert beta is not None
-    share, w, log_m = gap.mixed(beta)
-    of_larger, of_smaller = w - log_m, -(gap.smaller_times(gap.distance + log_m) + (1 - share) * gap.e)
-    of_t, of_s = (jnp.where(first, of_larger, of_smaller) for first in (~gap.of_student, gap.of_student))
-    return gap.times(of_t), gap.times(of_s)
-
-
-def derivative_of(
-    log_s: jax.Array, log_t: jax.Array, of_student: jax.Array | None, kind: Kind, beta: jax.Array | None
-) -> jax.Array:
-    """The derivative of the divergence by the student's logits, (n, columns). of_student: of Pass."""
-    gap = Gap.of(log_s, log_t)
-    if kind == "forward_kl":
-        return gap.times(jnp.where(gap.of_student, -gap.e, gap.e))
-    assert of_student is not None
-    if kind == "reverse_kl":
-        ratio, factor = jnp.where(gap.of_student, gap.distance, -gap.distance), 1.0
+    r = gap.share(beta)
+    w = r * gap.e
+    if w.dtype == jnp.float64:
+        g = w - jnp.log1p(w)
     else:
-        assert beta is not None
-        log_m = gap.mixed(beta)[2]
-        ratio, factor = jnp.where(gap.of_student, -log_m, -log_m - gap.distance), 1 - beta
-    s = jnp.exp(log_s)
-    return factor * jnp.where(s > 0, s * (ratio - of_student[:, None]), 0)
+        g = jnp.where(w > -0.25, w * w * _series(w, OF_LOG), w - f.log(1 + w))
+    of_larger, of_smaller = gap.larger * g, gap.larger * gap.of_smaller(r, g)
+    of_t, of_s = (jnp.where(first, of_larger, of_smaller) for first in (~gap.of_student, gap.of_student))
+    return of_t, of_s

@@ -13,7 +13,7 @@ import jax
 
 from cce_kernels.call import Call
 from cce_kernels.device import Gpu
-from cce_kernels.divergence_terms import Both, Norms, Pass, Static
+from cce_kernels.divergence_terms import Pass, Static, Whole
 from cce_kernels.gradients import FormDz, Left, Products
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Inputs
@@ -81,6 +81,7 @@ class Planned:
     stops: bool  # whether kernels stop at the last kept token; `products` then copies no part of c or dc
     multiplies_fastest: bool  # whether `products` takes no longer than XLA's matmuls
     block_sparse: bool = False  # whether products and sum_dc leave out blocks (cce_kernels/block_sparse.py)
+    whole_stops: bool = False  # whether `whole_logits` stops at the last kept token
     depth: int = 1  # a matmul that sums over tokens reads so many in a step, unless it masks those that do not count
     workspace: int = 0  # bytes that its matmuls hold besides operands and results
 
@@ -184,20 +185,18 @@ class Launched:
         """Σ_v P_iv and Σ_v P_iv·log P_iv of the saved exponentials, (rows,) float32; arbitrary for ignored tokens."""
         return self.kernels.mass_and_moment(problem, saved)
 
-    def divergence_norms(
-        self, step: Step, gpu: Any, both: Both, moment: bool
-    ) -> tuple[Norms, jax.Array | None]:
-        """The norms of float32 logits; if asked for, KL(s‖t), (n,), with the error of the logits."""
-        return self.kernels.divergence_norms(step, gpu, both, moment)
+    def whole_logits(self, step: Step, problem: Problem, count: jax.Array) -> Whole:
+        """The logits of the first `count` tokens, or of all. Those of the others are arbitrary."""
+        return self.kernels.whole_logits(step, problem, count)
 
     def divergence_pass(
-        self, step: Step, gpu: Any, head: Head, of: Pass, dz: tuple[jax.Array, jax.Array] | None, static: Static
+        self, step: Step, problem: Problem, of: Pass, count: jax.Array, dz: tuple[jax.Array, jax.Array] | None, static: Static
     ) -> tuple[list[jax.Array], jax.Array | None]:
-        """The sums that `static` asks for, (n,) each; and dz with the rows from start on written, 0 beyond column V.
+        """The sums that `static` asks for, (n,) each; and dz with the rows from start on written.
 
-        dz: an array of at least V columns, and start, (); None where it is not asked for.
+        0 for tokens from `count` on. dz: an array of at least V columns, which is 0 beyond V, and start, (); or None.
         """
-        return self.kernels.divergence_pass(step, gpu, head, of, dz, static)
+        return self.kernels.divergence_pass(step, problem, of, count, dz, static)
 
     def saved_targets(
         self, step: Step, problem: Problem, saved: jax.Array, at_target: jax.Array, clear: jax.Array | None

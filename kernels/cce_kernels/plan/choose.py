@@ -185,12 +185,13 @@ def _beside_a_teacher(x: _Setting, last: int | None, chunks: Any) -> Plan:
     """
     if chunks is None:
         chunks = fastest_chunks(x.bytes, last) or least_chunks(x.bytes)
-    size, de, passes = max(chunks.size, chunks.last), None, None
+    way = InForward(chunks, _sum_of_dc(x, chunks), most_logits=x.bytes.most_logits)
     if x.bytes.stores:
-        passes = x.step("divergence_pass")
+        size = max(chunks.size, chunks.last)
         by_xla = all(x.bytes.de_by_xla(tokens) for tokens in (chunks.size or size, chunks.last or size))
         de = (XLA if by_xla else x.engine).de_of_chunk(x.call, size, x.gpu)
-    way = InForward(chunks, _sum_of_dc(x, chunks), de=de, passes=passes, most_logits=x.bytes.most_logits)
+        of_part = _Setting(replace(x.call, tokens=way.logits_of(size)), x.gpu, x.serving)
+        way = replace(way, de=de, logits=of_part.step("whole_logits"), passes=of_part.step("divergence_pass"))
     rows = x.call.tokens
     held, least = (x.bytes.of_chunks(each) for each in (chunks, least_chunks(x.bytes)))
     return Plan(x.call, x.gpu, rows, True, Forward(Step(x.engine), True), way, held, min(least, held))

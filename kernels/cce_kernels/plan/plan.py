@@ -81,7 +81,8 @@ class InForward:
     targets: Step | None = None  # writes the targets' elements, where the exponentials are multiplied
     restored: Step | None = None  # moves rows of de in place; None: XLA copies them
     thresholds: Step | None = None  # finds what the products leave out; None: nothing
-    passes: Step | None = None  # over the logits beside a teacher; None: by XLA
+    logits: Step | None = None  # computes a student's logits beside a teacher; None: XLA does, and passes over them
+    passes: Step | None = None  # over both logits
     most_logits: int = 0  # of so many tokens of a chunk logits are held at a time, beside a teacher; 0: of all
 
     def logits_of(self, size: int) -> int:
@@ -91,7 +92,7 @@ class InForward:
         """
         fewest = -(-size // (self.most_logits or max(size, 1)))
         parts = next((n for n in range(fewest, 2 * fewest) if size % (64 * n) == 0), fewest)
-        return -(-size // parts)
+        return min(-(-size // (8 * parts)) * 8, size)
 
 
 class Times(NamedTuple):

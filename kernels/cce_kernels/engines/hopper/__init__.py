@@ -25,8 +25,8 @@ MOSAIC = jax.__version_info__ >= (0, 11)  # in JAX 0.10 the kernels lower, but w
 class Hopper(Engine):
     name = "hopper"
     finds_target, stops, multiplies_fastest = False, True, True
-    launches = "sums", "form_dz", "products", "de_of_saved", "sum_dc"
-    block_sparse = True
+    launches = "sums", "form_dz", "products", "de_of_saved", "sum_dc", "whole_logits"
+    block_sparse = whole_stops = True
     depth = tiles.DEPTH
 
     def refuses(self, call: Call, gpu: Gpu | None) -> str:
@@ -61,7 +61,7 @@ class Hopper(Engine):
             return Step(self, tiles.cheapest(tiles.DC, *sizes, units))
         if method == "de_of_saved":
             return Step(self, tiles.cheapest(tiles.SAVED_DE, cdiv(rows, tiles.PAIR_ROWS), call.width, units))
-        if method != "sums":
+        if method not in ("sums", "whole_logits"):
             return Step(self, tiles.LOGITS)
         blocks = cdiv(rows, BLOCK), cdiv(call.vocabulary, tiles.LOGITS.columns)
         splits = vocabulary_splits(*blocks, rows, gpu.multiprocessors)

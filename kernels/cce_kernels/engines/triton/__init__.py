@@ -18,7 +18,7 @@ class Triton(Engine):
     finds_target, stops, multiplies_fastest = False, True, False
     launches = (
         *("target", "sums", "recomputed_lse", "saved_by_lse", "saved_targets", "restored", "thresholds"),
-        *("divergence_norms", "divergence_pass"),
+        *("whole_logits", "divergence_pass"),
         *("form_dz", "form_dz_of_saved", "dz_in_place", "mass_and_moment", "products", "sum_dc"),
     )
 
@@ -35,7 +35,7 @@ class Triton(Engine):
         if method in ("form_dz_of_saved", "dz_in_place"):
             tile = tiles.SAVED_DZ if method == "form_dz_of_saved" else tiles.DZ_IN_PLACE
             return Step(self, tiles.other_tiles(tile, gpu.interpreted))
-        if method == "divergence_pass":
+        if method in ("whole_logits", "divergence_pass"):
             return Step(self, tiles.other_tiles(tiles.DIVERGENCE, gpu.interpreted), 2 if gpu.interpreted else 4)
         if method == "sum_dc":
             return Step(self, tiles.sum_dc_tiles(call, gpu))

@@ -1,6 +1,6 @@
 """What the triton engine launches (engine.Launched)."""
 
-from cce_kernels.engines.triton.divergence import divergence_norms, divergence_pass
+from cce_kernels.engines.triton.divergence import divergence_pass, whole_logits
 from cce_kernels.engines.triton.dz import form_dz
 from cce_kernels.engines.triton.products import products
 from cce_kernels.engines.triton.restored import restored
@@ -10,5 +10,5 @@ from cce_kernels.engines.triton.summed import sum_dc
 from cce_kernels.engines.triton.target import target
 from cce_kernels.engines.triton.thresholds import thresholds
 
-__all__ = ["divergence_norms", "divergence_pass", "dz_in_place", "form_dz", "form_dz_of_saved", "products", "recomputed_lse", "restored"]
-__all__ += ["mass_and_moment", "saved_by_lse", "saved_targets", "sum_dc", "sums", "target", "thresholds"]
+__all__ = ["divergence_pass", "dz_in_place", "form_dz", "form_dz_of_saved", "products", "recomputed_lse", "restored"]
+__all__ += ["mass_and_moment", "saved_by_lse", "saved_targets", "sum_dc", "sums", "target", "thresholds", "whole_logits"]
