@@ -170,7 +170,7 @@ def few_logits(monkeypatch):
     """few_logits(most): a chunk's logits are held of so many tokens at a time, where dz is stored."""
 
     def of(most: int) -> None:
-        monkeypatch.setattr(budget, "MOST_LOGITS", most)
+        monkeypatch.setattr(budget, "MOST_LOGITS", (most,))
         plan_of.cache_clear()
 
     yield of

@@ -21,7 +21,7 @@ from cce_kernels.windows import FEWEST_COLUMNS
 
 GROUP_BYTES = 256 * 2**20
 ID_NUMBERS = 40  # bytes of a given id of a token, for its column and dz (cce_kernels/given_ids.py)
-MOST_LOGITS = 256  # tokens whose logits are held at a time beside a teacher
+MOST_LOGITS = 512, 256  # tokens whose logits are held at a time beside a teacher, the fastest first
 OF_TEACHER_ON_CPU = 6  # blocks of logits: those of the teacher, and what XLA's CPU compiler does not fuse
 CHUNK_NUMBERS = 96  # bytes a token, for lse and the like, where the forward pass forms the gradients
 SAVED_DZ_ROWS, DZ_ROWS = 16, 64  # the fewest rows of a tile of dz: each tile stores its column sums for dbias
@@ -32,6 +32,7 @@ class Bytes:
     """The bytes of a call whose kept tokens are gathered into `rows` rows.
 
     engine: the engine that forms dz; products: the engine that multiplies dz where nothing is saved.
+    most_logits: plan.InForward.most_logits.
     """
 
     call: Call
@@ -39,6 +40,7 @@ class Bytes:
     rows: int
     engine: Engine
     products: Engine
+    most_logits: int = 0
 
     @property
     def direct(self) -> bool:
@@ -155,10 +157,13 @@ class Bytes:
         of_teacher = self.of_teacher(columns) if call.teacher_width else 0
         if not self.stores:
             return XLA.chunk_bytes(call, tokens, columns, self.gpu) + of_teacher
-        of_de = self.sums_of_de(tokens) + call.de_itemsize  # partial sums, and their sum
-        of_e = call.itemsize + max(call.itemsize, of_de * call.wants.e)  # e, and scaled e
+        of_e = call.itemsize + max(call.itemsize, self.of_de(tokens))  # e, and scaled e
         masses = 6 * columns // PART * bool(call.gradient_tolerance)  # and sums and scores of them
         return 2 * columns + masses + of_e * call.width + of_teacher
+
+    def of_de(self, tokens: int) -> int:
+        """What an element of de of a chunk of so many tokens holds: partial sums, and their sum."""
+        return (self.sums_of_de(tokens) + self.call.de_itemsize) * self.call.wants.e
 
     def of_teacher(self, columns: int) -> int:
         """What a token of a chunk holds more beside a teacher: its logits, and some copies of a row of the teacher.
@@ -167,12 +172,8 @@ class Bytes:
         """
         call = self.call
         blocks = (0 if self.stores else 1) if self.gpu is not None else OF_TEACHER_ON_CPU
-        return blocks * call.sum_itemsize * columns + 4 * call.sum_itemsize * call.teacher_width
-
-    @property
-    def most_logits(self) -> int:
-        """plan.InForward.most_logits. In float16 all dz of a chunk are divided by one number."""
-        return MOST_LOGITS if self.call.teacher_width and self.stores and self.gpu is not None else 0
+        rows = 2 if self.most_logits else 4
+        return blocks * call.sum_itemsize * columns + rows * call.sum_itemsize * call.teacher_width
 
     def of_chunks(self, chunks: Chunks) -> int:
         """What is held where the forward pass forms the gradients in these chunks.
@@ -193,9 +194,9 @@ class Bytes:
         by_xla = not self.stores or call.wants.bias or (call.wants.e and self.de_by_xla(tokens))
         workspace = WORKSPACE * (self.gpu is not None and by_xla) + 12 * call.vocabulary * call.wants.bias
         workspace += call.itemsize * call.vocabulary * call.width * self._pads(tokens)  # a copy of c
-        workspace += (
-            2 * call.sum_itemsize * columns * min(tokens, self.most_logits)
-        )  # a student's and a teacher's logits
+        if self.most_logits:  # the logits of both sides, in the memory that de takes later
+            of_de = tokens * call.width * self.of_de(tokens)
+            workspace += max(2 * call.sum_itemsize * columns * min(tokens, self.most_logits) - of_de, 0)
         return tokens * self.of_a_token(tokens) + steps + moved + CHUNK_NUMBERS * chunks.rows + workspace
 
     def _pads(self, tokens: int) -> bool:

@@ -16,14 +16,16 @@ from cce_kernels.engines.triton import TRITON
 from cce_kernels.engines.xla import XLA
 from cce_kernels.exponentials import can_be_saved
 from cce_kernels.numbers import Wanted
+from cce_kernels.plan import budget
 from cce_kernels.plan.budget import GROUP_BYTES, Bytes
-from cce_kernels.plan.chunks import fastest_chunks, least_chunks, predicted
+from cce_kernels.plan.chunks import fastest_chunks, in_forward, least_chunks, predicted
 from cce_kernels.plan.plan import Chunks, Forward, InForward, Plan, Recomputed, Saved, Times
 from cce_kernels.tokens import MANY, gathered_rows
 from cce_kernels.windows import Groups
 
 Impl = Literal["auto", "cce", "chunked"]
 KERNELS = (HOPPER, TRITON)  # Pallas, fastest first
+SMALLER_PARTS = 0.09  # of three matmuls: what logits of 256 tokens at a time cost over 512 beside a teacher
 DEARER = 1.03  # what a call with a tolerance may take, over the exact one
 SMALL = 4 * 2**20  # bytes: a group of dc may have so many even if dc is small
 
@@ -183,18 +185,33 @@ def _beside_a_teacher(x: _Setting, last: int | None, chunks: Any) -> Plan:
 
     dz in bfloat16 is multiplied by the engine that sums dc of stored exponentials, where there is one.
     """
-    if chunks is None:
-        chunks = fastest_chunks(x.bytes, last) or least_chunks(x.bytes)
-    way = InForward(chunks, _sum_of_dc(x, chunks), most_logits=x.bytes.most_logits)
-    if x.bytes.stores:
+    count, chunks, least = _parts_beside_a_teacher(x.bytes, last, chunks)
+    way = InForward(chunks, _sum_of_dc(x, chunks), most_logits=count.most_logits)
+    if count.stores:
         size = max(chunks.size, chunks.last)
-        by_xla = all(x.bytes.de_by_xla(tokens) for tokens in (chunks.size or size, chunks.last or size))
+        by_xla = all(count.de_by_xla(tokens) for tokens in (chunks.size or size, chunks.last or size))
         de = (XLA if by_xla else x.engine).de_of_chunk(x.call, size, x.gpu)
         of_part = _Setting(replace(x.call, tokens=way.logits_of(size)), x.gpu, x.serving)
         way = replace(way, de=de, logits=of_part.step("whole_logits"), passes=of_part.step("divergence_pass"))
-    rows = x.call.tokens
-    held, least = (x.bytes.of_chunks(each) for each in (chunks, least_chunks(x.bytes)))
-    return Plan(x.call, x.gpu, rows, True, Forward(Step(x.engine), True), way, held, min(least, held))
+    held = count.of_chunks(chunks)
+    return Plan(x.call, x.gpu, x.call.tokens, True, Forward(Step(x.engine), True), way, held, min(least, held))
+
+
+def _parts_beside_a_teacher(count: Bytes, last: int | None, chunks: Any) -> tuple[Bytes, Chunks, int]:
+    """The bytes, with the number of tokens whose logits are held at a time; the chunks; the bytes of the least plan.
+
+    In float16 the logits of a chunk are held at once, as all its dz are divided by one number.
+    """
+    parts = budget.MOST_LOGITS if count.stores and count.gpu is not None else (0,)
+    each = [replace(count, most_logits=most) for most in parts]
+    least = least_chunks(each[-1])
+    if chunks is None:
+        found = [(x, y) for x in each if (y := fastest_chunks(x, last)) is not None]
+        found = found or [(each[-1], least)]
+        count, chunks = min(found, key=lambda of: in_forward(*of) + (of[0].most_logits < parts[0]) * SMALLER_PARTS)
+    else:
+        count = next((x for x in each if x.of_chunks(chunks) <= count.call.memory_budget), each[-1])
+    return count, chunks, each[-1].of_chunks(least)
 
 
 def _is_fastest_in_forward(times: Times) -> bool:

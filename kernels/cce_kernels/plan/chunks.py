@@ -56,13 +56,18 @@ def costs(count: Bytes) -> Costs:
     return BY_HOPPER if count.engine.multiplies_fastest else BY_TRITON
 
 
+def _multiple(count: Bytes) -> int:
+    """Chunks have a multiple of so many tokens, so that their parts are equal."""
+    return max(costs(count).multiple, count.most_logits)
+
+
 def fastest_chunks(count: Bytes, last: int | None) -> Chunks | None:
     """The chunks within the budget that take the least time, about equal; None if no chunk is within the budget.
 
     last: the number of tokens of the last chunk, if the plan for another platform has decided it. Where then no chunk
     is within the budget, the smallest are taken.
     """
-    multiple = costs(count).multiple
+    multiple = _multiple(count)
     rest = max(gathered_rows(count.call.tokens) - (last or 0), 1)
     fits = _most_tokens(count, last, rest)
     if not fits and last is None:
@@ -80,12 +85,12 @@ def fastest_chunks(count: Bytes, last: int | None) -> Chunks | None:
 
 def least_chunks(count: Bytes) -> Chunks:
     """The smallest chunks, whatever the budget."""
-    return _of_size(count, min(costs(count).multiple, max(gathered_rows(count.call.tokens), 1)), None)
+    return _of_size(count, min(_multiple(count), max(gathered_rows(count.call.tokens), 1)), None)
 
 
 def _most_tokens(count: Bytes, last: int | None, rest: int) -> int:
     """The most of these tokens with which a chunk is within the budget; 0 if it is with none."""
-    multiple, budget = costs(count).multiple, count.call.memory_budget
+    multiple, budget = _multiple(count), count.call.memory_budget
     begin = min(budget // count.of_a_token(rest), rest - 1) // multiple * multiple
     sizes = rest, *range(begin, 0, -multiple)
     return next((size for size in sizes if count.of_chunks(_of_size(count, size, last)) <= budget), 0)

@@ -86,13 +86,8 @@ class InForward:
     most_logits: int = 0  # of so many tokens of a chunk logits are held at a time, beside a teacher; 0: of all
 
     def logits_of(self, size: int) -> int:
-        """Of how many tokens of a chunk of this size the logits are held at a time.
-
-        Equal parts, of a multiple of 64 tokens if there are such.
-        """
-        fewest = -(-size // (self.most_logits or max(size, 1)))
-        parts = next((n for n in range(fewest, 2 * fewest) if size % (64 * n) == 0), fewest)
-        return min(-(-size // (8 * parts)) * 8, size)
+        """Of how many tokens of a chunk of this size the logits are held at a time."""
+        return min(self.most_logits or size, size)
 
 
 class Times(NamedTuple):
