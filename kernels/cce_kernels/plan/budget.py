@@ -172,8 +172,7 @@ class Bytes:
         """
         call = self.call
         blocks = (0 if self.stores else 1) if self.gpu is not None else OF_TEACHER_ON_CPU
-        rows = 2 if self.most_logits else 4
-        return blocks * call.sum_itemsize * columns + rows * call.sum_itemsize * call.teacher_width
+        return blocks * call.sum_itemsize * columns + 4 * call.sum_itemsize * call.teacher_width
 
     def of_chunks(self, chunks: Chunks) -> int:
         """What is held where the forward pass forms the gradients in these chunks.
