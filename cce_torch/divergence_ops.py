@@ -1,8 +1,11 @@
 """Divergences as one PyTorch operator, opaque to torch.compile, and the autograd rule around it.
 
-`cce_torch::divergence` returns the weighted sum, the numbers of each token, and the gradients that are wanted. For a
-scalar the forward pass asks for the gradients, and the backward pass multiplies them by the cotangent. For a loss per
-token, and under torch.func, the backward pass calls the operator again, with the cotangents in the weights.
+For a scalar the forward pass forms the gradients, up to the cotangent, and the backward pass multiplies them by it,
+where their last part is added. So they are rounded as those of the loss (cce_torch/on_jax/programs.py).
+
+Under torch.compile, and where PyTorch computes alone, the operator `cce_torch::divergence` returns the weighted sum,
+the numbers of each token, and finished gradients; the backward pass multiplies these. For a loss per token, and under
+torch.func, the backward pass calls the operator, with the cotangents in the weights.
 
 Numbers that people change from step to step (beta and both scales) are a tensor: as constants, torch.compile would
 compile a graph for each value.
@@ -10,13 +13,13 @@ compile a graph for each value.
 
 from ast import literal_eval
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cce_torch import ops
+from cce_torch import in_forward, ops
 from cce_torch.arguments import OF_TORCH
 from cce_torch.reverse_mode import refusal
 from cce_torch.torch_alone import divergence
@@ -61,48 +64,51 @@ def loss(given: Given, how: How, per_token: bool) -> tuple[Tensor, Tensor]:
     compiling, functions = torch.compiler.is_compiling(), torch._C._are_functorch_transforms_active()
     wanted = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in given[:3]]
     forming = wanted if not functions and not per_token else [False] * 3
-    how = how._replace(wide=any(forming) and given.e.dtype == torch.float16)  # a loss scale that follows must count
+    in_programs = any(forming) and not compiling and how.impl not in OF_TORCH and len(given.e) > 0
+    way = _programs().way_of(given, how, forming) if in_programs else None
+    if way is None:  # a loss scale that follows must count
+        how = how._replace(wide=any(forming) and given.e.dtype == torch.float16)
     rule = _Divergence if compiling else _DivergenceOfFunctions
-    return rule.apply(*given, how, per_token, forming)[:2]  # type: ignore[return-value]
+    return rule.apply(*given, how, per_token, forming, way)[:2]  # type: ignore[return-value]
 
 
 class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        given, (how, per_token, forming) = Given(*arguments[:FIELDS]), arguments[FIELDS:]
+        given, (how, per_token, forming, way) = Given(*arguments[:FIELDS]), arguments[FIELDS:]
+        # a checkpoint forms the gradients when it runs the second time
         lost = any(forming) and not torch.compiler.is_compiling() and ops.drops_what_is_saved()
-        asked = [False] * 3 if lost else forming  # a checkpoint forms the gradients when it runs the second time
+        if way is not None and not lost:
+            return _begun(given, how, forming, way)
+        asked = [False] * 3 if lost else forming
         summed, total, entropy, *gradients = run(*given, repr(tuple(how)), *asked)
-        if lost:
-            found = zip(given, forming, _types(given, how), strict=False)
-            gradients = [x.new_empty((), dtype=t).expand(x.shape if w else (0,)) for x, w, t in found if x is not None]
-            gradients += [given.e.new_empty(0)] * (3 - len(gradients))
         weight = given.weight
         value = torch.where(weight == 0, 0, weight * total) if per_token else summed * given.factor
+        if lost:
+            gradients = _placeholders(given, how, forming, way)
         return value, entropy, *gradients
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-        given, (ctx.how, ctx.per_token, ctx.forming) = Given(*inputs[:FIELDS]), inputs[FIELDS:]
+        given, (ctx.how, ctx.per_token, ctx.forming, ctx.way) = Given(*inputs[:FIELDS]), inputs[FIELDS:]
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
         ctx.types = [None if x is None else x.dtype for x in given[:3]]
         ctx.in_place = False
         if any(ctx.forming):
             ctx.in_place = not torch.compiler.is_compiling() and ops.may_be_overwritten()
-            ctx.save_for_backward(
-                given.weight, *given[:3], *output[2:]
-            )  # e, c and bias: for the error of a second derivative
+            # e, c and bias: for the error of a second derivative
+            ctx.save_for_backward(given.weight, given.factor, *given[:3], *output[2:])
         else:
             ctx.save_for_backward(*given)
 
     @staticmethod
     def backward(ctx: Any, of_value: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        nothing = (None,) * (FIELDS + 3)
+        nothing = (None,) * (FIELDS + 4)
         wanted = list(ctx.needs_input_grad[:3])
         if of_value is None or not any(wanted):
             return nothing
-        apply = _finished if any(ctx.forming) else _recomputed
+        apply = _recomputed if not any(ctx.forming) else _finished if ctx.way is None else partial(_added, ctx.way)
         saved, options = ctx.saved_tensors, (ctx.how, ctx.per_token, ctx.types, wanted)
         compiling = torch.compiler.is_compiling()
         in_place = ctx.in_place and not torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
@@ -133,9 +139,50 @@ class _Guarded(ops.Guarded):
     backward = jvp = staticmethod(_refuse)
 
 
+def _begun(given: Given, how: How, forming: Sequence[bool], way: Any) -> tuple[Tensor, ...]:
+    """factor · Σ weight · divergence; the entropies; de, and what else is left of its gradients."""
+    total, entropy, de, left = _programs().begin(way, given, how, forming)
+    weight, none = given.weight, given.e.new_empty(0)
+    value = torch.where(weight == 0, 0, weight * total).sum() * given.factor
+    return value, none if entropy is None else entropy, none if de is None else de, *left
+
+
+def _placeholders(given: Given, how: How, forming: Sequence[bool], way: Any) -> list[Tensor]:
+    """Tensors of the shapes of what is left, with the memory of one element each."""
+
+    def new(shape: Any, dtype: torch.dtype) -> Tensor:
+        return given.e.new_empty((), dtype=dtype).expand(shape)
+
+    if way is not None:
+        return [
+            new(given.e.shape if forming[0] else (0,), given.e.dtype),
+            *in_forward.programs().leaves_of(way.new(new)),
+        ]
+    each = zip(given, forming, _types(given, how), strict=False)
+    return [new((0,) if x is None or not w else x.shape, t) for x, w, t in each]
+
+
+def _added(
+    way: Any, of_value: Tensor, saved: Sequence[Tensor], options: tuple, in_place: bool
+) -> tuple[Tensor | None, ...]:
+    """The gradients, from what the forward pass left."""
+    (weight, factor), (de, *left), (_, _, types, wanted) = saved[:2], saved[5:], options
+    factors = of_value if ops.is_batched(of_value) else None
+    if factors is not None:  # the programs take no such tensor, and the gradients are linear in it
+        of_value, in_place = torch.ones_like(factor), False
+    factor = factor * of_value
+    of_token = torch.where(weight != 0, factor, 0)[:, None]  # an infinite cotangent times 0 is NaN
+    of_e = torch.mul(de, of_token, out=de if in_place else torch.empty_like(de)) if wanted[0] else None
+    of_c, of_bias = in_forward.programs().finish(way, way.residuals(left), factor, wanted, in_place)
+    found = of_e, of_c, None if of_bias is None else of_bias.to(types[2])
+    if factors is None:
+        return found
+    return tuple(None if x is None else (factors * x).to(x.dtype) for x in found)
+
+
 def _finished(of_value: Tensor, saved: Sequence[Tensor], options: tuple, in_place: bool) -> tuple[Tensor | None, ...]:
     """The gradients that the forward pass formed, times the cotangent."""
-    weight, gradients, (_, _, types, wanted) = saved[0], saved[4:], options
+    weight, gradients, (_, _, types, wanted) = saved[0], saved[5:], options
     of_token = torch.where(weight != 0, of_value, 0)[:, None]  # an infinite cotangent times 0 is NaN
     factors = of_token, of_value.reshape(1, 1), of_value.reshape(1)
     each = zip(gradients, factors, types, wanted, strict=True)

@@ -167,9 +167,15 @@ class TestAutograd:
         equal(double, [2 * y for y in first], rtol=0, atol=0)
         equal(torch.autograd.grad(loss, (x["e"], x["c"])), first, rtol=0, atol=0)
 
-    def test_a_cotangent_rounds_the_gradients_once_more(self, impl):
+    def test_a_cotangent_adds_no_rounding(self, impl):
+        """Where PyTorch computes alone, the gradients are finished before: it rounds them once more."""
         x = given(torch.bfloat16, impl=impl, token_weight=torch.arange(40) % 3.0)
-        equal(gradients(x, 0.7), [(0.7 * y.float()).bfloat16() for y in gradients(x)], rtol=0, atol=0)
+        exact = {k: y.detach().double().requires_grad_(y.requires_grad) for k, y in x.items() if isinstance(y, Tensor)}
+        want = gradients(x | exact | {"impl": "reference"}, 0.7)
+        for found, y in zip(gradients(x, 0.7), want, strict=True):
+            rounding = torch.linalg.norm(y.bfloat16().double() - y)
+            most = 1.75 if impl == "chunked" else 2.3
+            assert torch.linalg.norm(found.double() - y) <= most * rounding
 
     def test_what_needs_no_gradient(self, impl):
         x = given(impl=impl)

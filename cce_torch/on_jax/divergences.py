@@ -1,7 +1,10 @@
-"""The JAX program of a divergence, on tensors of PyTorch: cce_kernels/divergence.py, which cce_jax runs as well.
+"""The JAX programs of a divergence, on tensors of PyTorch: cce_kernels/divergence.py, which cce_jax runs as well.
 
-One program returns the sum, the numbers of each token and the gradients of factor times the sum. As those of the loss,
-it is compiled for each Kind of the student, for a padded number of tokens.
+    torch_divergence          the sum, the numbers of each token, and the finished gradients of factor times the sum
+    torch_begin_divergence    the numbers of each token, and what is left of the gradients for
+                              chunk_programs.finish
+
+As those of the loss, they are compiled for each Kind of the student, for a padded number of tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
@@ -23,6 +27,7 @@ from cce_kernels.numbers import Wanted
 from cce_torch.call import Call
 from cce_torch.divergence_ops import Given, How
 from cce_torch.on_jax import bridge, programs, tensors
+from cce_torch.on_jax.chunk_programs import Way, leaves_of
 from cce_torch.on_jax.kinds import Kind, is_exact, kind_of_tensors
 
 
@@ -34,76 +39,133 @@ class Distilled:
     of: Divergence
     teacher_width: int
     wanted: Wanted | None  # None: no gradients
+    with_bias: bool
+
+    @property
+    def core(self) -> plans.Core:
+        return replace(self.kind.static, teacher_width=self.teacher_width)
+
+
+class _Problem:
+    """A call on these tensors."""
+
+    def __init__(self, given: Given, how: How, wanted: Sequence[bool]) -> None:
+        e, c, teacher_e, teacher_c = given.e, given.c, given.teacher_e, given.teacher_c
+        call = Call(
+            how.softcap,
+            how.memory_budget,
+            precision=how.precision,
+            impl=how.impl,
+            wide_dc=c.dtype != e.dtype or how.wide,
+            of_shard=how.wide,  # de in float32
+            with_temperature=given.inverse_temperature is not None,
+        )
+        self.kind = kind_of_tensors(e, tensors.rounded(c, e), call)
+        self.axis = 0 if teacher_c.is_contiguous() or not teacher_c.T.is_contiguous() else 1
+        precision = lax.Precision.HIGHEST if is_exact(how.precision, teacher_e.dtype) else lax.Precision.DEFAULT
+        head = Head(how.teacher_softcap, self.axis, precision)
+        of = Divergence(how.kind, head, how.entropy)  # type: ignore[arg-type]
+        asked = Wanted(*wanted) if any(wanted) else None
+        self.key = Distilled(self.kind, of, teacher_e.shape[1], asked, given.bias is not None)
+        self.tokens = programs.Tokens(self.kind, len(e))
+
+    def inputs(self, given: Given) -> list:
+        """The arguments of `_given`."""
+        e, c, bias, teacher_e, teacher_c, teacher_bias, weight, inverse, scheduled, _ = given
+        c, bias = tensors.rounded(c, e), tensors.rounded(bias, e)
+        teacher_c, teacher_bias = tensors.rounded(teacher_c, teacher_e), tensors.rounded(teacher_bias, teacher_e)
+        teacher_c, (beta, *scales) = teacher_c.T if self.axis else teacher_c, scheduled.tolist()
+        student = self.tokens.padded(e, 0), self.kind.in_memory(c), programs.dense(bias)
+        teacher = self.tokens.padded(teacher_e, 0), programs.dense(teacher_c), programs.dense(teacher_bias)
+        weight, inverse = self.tokens.padded(weight, 0), self.tokens.padded(inverse, 1)
+        return [*student, *teacher, weight, inverse, beta, *map(programs.scale_of, scales)]
+
+    def numbers(self, given: Given) -> list[Tensor]:
+        """Memory for the numbers of each token."""
+        return [given.weight.new_empty(self.tokens.size, dtype=torch.float32) for _ in range(1 + self.key.of.entropy)]
 
 
 def formed(given: Given, how: How, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """As cce_torch.torch_alone.divergence.formed. N ≥ 1."""
-    e, c, bias, teacher_e, teacher_c, teacher_bias, weight, inverse, scheduled, factor = given
-    wide_dc = c.dtype != e.dtype or how.wide
-    c, bias = tensors.rounded(c, e), tensors.rounded(bias, e)
-    teacher_c, teacher_bias = tensors.rounded(teacher_c, teacher_e), tensors.rounded(teacher_bias, teacher_e)
-    call = Call(
-        how.softcap,
-        how.memory_budget,
-        precision=how.precision,
-        impl=how.impl,
-        wide_dc=wide_dc,
-        of_shard=how.wide,  # de in float32
-        with_temperature=inverse is not None,
-    )
-    kind = kind_of_tensors(e, c, call)
-    axis = 0 if teacher_c.is_contiguous() or not teacher_c.T.is_contiguous() else 1
-    precision = lax.Precision.HIGHEST if is_exact(how.precision, teacher_e.dtype) else lax.Precision.DEFAULT
-    of = Divergence(how.kind, Head(how.teacher_softcap, axis, precision), how.entropy)  # type: ignore[arg-type]
-    asked = Wanted(*wanted) if any(wanted) else None
-    tokens, key = programs.Tokens(kind, len(e)), Distilled(kind, of, teacher_e.shape[1], asked)
-    new, of_c = e.new_empty, torch.float32 if wide_dc else e.dtype
-    outputs = [new((), dtype=torch.float32), *(new(tokens.size, dtype=torch.float32) for _ in range(1 + how.entropy))]
-    in_memory = kind.in_memory(c)
+    x = _Problem(given, how, wanted)
+    kind, tokens, new, of_e = x.kind, x.tokens, given.e.new_empty, given.e.dtype
+    of_c = torch.float32 if kind.call.wide_dc else of_e
+    outputs = [new((), dtype=torch.float32), *x.numbers(given)]
     if wanted[0]:
-        outputs.append(new((tokens.size, e.shape[1]), dtype=torch.float32 if how.wide else e.dtype))
+        outputs.append(new((tokens.size, given.e.shape[1]), dtype=torch.float32 if how.wide else of_e))
     if wanted[1]:
-        outputs.append(new(in_memory.shape, dtype=of_c))
+        outputs.append(new(kind.c_shape, dtype=of_c))
     if wanted[2]:
-        outputs.append(new(len(c), dtype=of_c))
-    beta, *scales = scheduled.tolist()
-    inputs = [
-        *(tokens.padded(e, 0), in_memory, programs.dense(bias)),
-        *(
-            tokens.padded(teacher_e, 0),
-            programs.dense(teacher_c.T if axis else teacher_c),
-            programs.dense(teacher_bias),
-        ),
-        *(tokens.padded(weight, 0), tokens.padded(inverse, 1), beta, *map(programs.scale_of, scales)),
-        programs.dense(factor),
-    ]
-    found = iter(bridge.run(_program(key, tokens.size), inputs, outputs))
+        outputs.append(new(len(given.c), dtype=of_c))
+    inputs = [programs.dense(given.factor), *x.inputs(given)]
+    found = iter(bridge.run(_program(x.key, tokens.size), inputs, outputs))
     summed, total, entropy, de, dc, dbias = (next(found) if w else None for w in (True, True, how.entropy, *wanted))
-    de, dc = None if de is None else tokens.cut(de), None if dc is None else kind.in_order_of_c(dc)
-    entropy = None if entropy is None else tokens.cut(entropy)
-    return summed, None if total is None else tokens.cut(total), entropy, de, dc, dbias
+    total, entropy, de = (None if y is None else tokens.cut(y) for y in (total, entropy, de))
+    return summed, total, entropy, de, None if dc is None else kind.in_order_of_c(dc), dbias
+
+
+def way_of(given: Given, how: How, wanted: Sequence[bool]) -> Way:
+    """How `begin` forms these gradients."""
+    x = _Problem(given, how, wanted)
+    return _way(x.key, x.tokens.size)
+
+
+@lru_cache(maxsize=programs.PROGRAMS)
+def _way(key: Distilled, size: int) -> Way:
+    shapes = key.kind.shapes(size, key.with_bias)
+    return Way(key.kind, plans.plan_for(shapes, key.core, key.wanted, one_factor=True))
+
+
+def begin(
+    way: Way, given: Given, how: How, wanted: Sequence[bool]
+) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor]]:
+    """The divergences and the entropies of the tokens, (N,); de of Σ weight · divergence; the other leaves of what is
+    left, for chunk_programs.finish. N ≥ 1.
+    """
+    x = _Problem(given, how, wanted)
+    outputs, new = x.numbers(given), given.e.new_empty
+    if wanted[0]:
+        outputs.append(new((x.tokens.size, given.e.shape[1])))
+    outputs += leaves_of(way.new(lambda shape, dtype: new(shape, dtype=dtype)))
+    found = iter(bridge.run(_begin_program(x.key, x.tokens.size, len(outputs)), x.inputs(given), outputs))
+    first = (next(found) if w else None for w in (True, how.entropy, wanted[0]))
+    total, entropy, de = (None if y is None else x.tokens.cut(y) for y in first)
+    return total, entropy, de, list(found)  # type: ignore[return-value]
 
 
 @lru_cache(maxsize=programs.PROGRAMS)
 def _program(key: Distilled, size: int) -> Callable:
-    kind, of, teacher_width, wanted = key.kind, key.of, key.teacher_width, key.wanted
-    asked = Wanted(e=False, c=False, bias=False) if wanted is None else wanted
-    count = 2 + of.entropy + asked.e + asked.c + asked.bias
-    core = replace(kind.static, teacher_width=teacher_width)
+    asked = Wanted(e=False, c=False, bias=False) if key.wanted is None else key.wanted
+    count = 2 + key.of.entropy + asked.e + asked.c + asked.bias
 
     def torch_divergence(*arrays: Any) -> tuple:
-        (e, c, bias), (teacher_e, teacher_c, teacher_bias) = arrays[count : count + 3], arrays[count + 3 : count + 6]
-        weight, inverse, beta, scale, teacher_scale, factor = arrays[count + 6 :]
-        scale, teacher_scale = (None if x is None else x.reshape(1) for x in (scale, teacher_scale))
-        student = divergence.Side(e, c, bias, scale)
-        given = divergence.Given(
-            student, divergence.Side(teacher_e, teacher_c, teacher_bias, teacher_scale), weight, inverse, beta
-        )
-        plan = plans.plan_for(given.inputs, core, wanted, one_factor=True)
-        numbers, left = divergence.begin(given, of, plan)
-        kept = weight != 0
-        summed = jnp.sum(jnp.where(kept, weight * numbers.total, 0))
+        factor, given = arrays[count], _given(arrays[count + 1 :])
+        numbers, left, plan = _begun(key, given)
+        kept = given.weight != 0
+        summed = jnp.sum(jnp.where(kept, given.weight * numbers.total, 0))
         found = finish(left, factor, kept, plan)
         return tuple(x for x in (summed, *numbers, *found) if x is not None)
 
     return programs.jitted(torch_divergence, count)
+
+
+@lru_cache(maxsize=programs.PROGRAMS)
+def _begin_program(key: Distilled, size: int, count: int) -> Callable:
+    def torch_begin_divergence(*arrays: Any) -> tuple:
+        numbers, left, _ = _begun(key, _given(arrays[count:]))
+        return tuple(jax.tree.leaves((numbers, left)))
+
+    return programs.jitted(torch_begin_divergence, count)
+
+
+def _given(arrays: Sequence[Any]) -> divergence.Given:
+    e, c, bias, teacher_e, teacher_c, teacher_bias, weight, inverse, beta, *scales = arrays
+    scale, teacher_scale = (None if x is None else x.reshape(1) for x in scales)
+    student = divergence.Side(e, c, bias, scale)
+    teacher = divergence.Side(teacher_e, teacher_c, teacher_bias, teacher_scale)
+    return divergence.Given(student, teacher, weight, inverse, beta)
+
+
+def _begun(key: Distilled, given: divergence.Given) -> tuple[Any, Any, Any]:
+    plan = plans.plan_for(given.inputs, key.core, key.wanted, one_factor=True)
+    return *divergence.begin(given, key.of, plan), plan

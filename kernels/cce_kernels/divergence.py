@@ -154,7 +154,8 @@ def _logits_of_teacher(own: Tokens, way: InForward, of: Divergence, plan: Plan) 
     """The step that computes the teacher's logits, and their call: the student's if its engine takes these arrays."""
     e, bias = own.teacher.e, own.teacher.bias
     call = replace(plan.call, width=e.shape[1], dtype=str(e.dtype), head=of.teacher, with_bias=bias is not None)
-    assert way.logits is not None and way.passes is not None
+    assert way.logits is not None
+    assert way.passes is not None
     if way.logits.engine.serves(call, plan.gpu):
         return way.logits, call
     return way.passes.engine.step("whole_logits", call, plan.gpu), call
@@ -168,7 +169,8 @@ def _by_kernels(
     dz is 0 from token `count` on, or not written where no matmul reads it.
     """
     way, call, tokens = plan.in_forward, plan.call, len(own.weight)
-    assert way is not None and way.passes is not None
+    assert way is not None
+    assert way.passes is not None
     passes, size, dz_wanted = way.passes, way.logits_of(tokens), call.wanted is not None
     beta = None if of.kind != "jsd" or beta is None else beta.reshape(1)
     assert way.logits is not None

@@ -298,7 +298,10 @@ def _of_logits(chunk: Chunk, columns: Columns, numbers: Statistics, of: Cotangen
 def of_dz(
     chunk: Chunk, dz: jax.Array, dbias: Any, unit: jax.Array | None, plan: Plan, blocks: jax.Array | None = None
 ) -> tuple[jax.Array | None, Left, Any]:
-    """What `gradients_of` returns, from dz (n, V or columns of saved_shape) in e's type, divided by unit, and the sums of its columns, (V,)."""
+    """What `gradients_of` returns, from dz in e's type, divided by unit, and the sums of its columns, (V,).
+
+    dz: (n, V), or with the padding of saved_shape.
+    """
     call, inputs, how, de = plan.call, chunk.inputs, _way(plan), None
     missing = ((0, 0), (0, saved_shape(1, call.vocabulary)[1] - dz.shape[1]))
     if how.de is not None:

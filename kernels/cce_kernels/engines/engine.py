@@ -190,7 +190,13 @@ class Launched:
         return self.kernels.whole_logits(step, problem, count)
 
     def divergence_pass(
-        self, step: Step, problem: Problem, of: Pass, count: jax.Array, dz: tuple[jax.Array, jax.Array] | None, static: Static
+        self,
+        step: Step,
+        problem: Problem,
+        of: Pass,
+        count: jax.Array,
+        dz: tuple[jax.Array, jax.Array] | None,
+        static: Static,
     ) -> tuple[list[jax.Array], jax.Array | None]:
         """The sums that `static` asks for, (n,) each; and dz with the rows from start on written.
 

@@ -89,7 +89,10 @@ def whole_logits(step: Step, problem: Problem, count: jax.Array) -> Whole:
 
         return work, compute
 
-    inverse, of_runs = problem.inputs.inverse_temperature, jax.ShapeDtypeStruct((splits, pairs * PAIR_ROWS), jnp.float32)
+    inverse, of_runs = (
+        problem.inputs.inverse_temperature,
+        jax.ShapeDtypeStruct((splits, pairs * PAIR_ROWS), jnp.float32),
+    )
     others = None if inverse is None else padded(inverse), count.reshape(1), problem.inputs.scale
     outputs = jax.ShapeDtypeStruct((tokens, vocabulary), jnp.float32), of_runs, of_runs
     multiply = Multiply(step.tiles, right_axis=1 - head.vocab_axis, written=jnp.float32)

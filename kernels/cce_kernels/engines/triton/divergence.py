@@ -1,9 +1,9 @@
 """Kernels of a divergence (cce_kernels/divergence_terms.py). Each program reads a run of columns of one token's logits.
 
-    norms    the largest logit and Σ exp(z − largest), with one exponential an element: where a lane meets a larger
-             logit than before, it multiplies its sum by exp(before − z). Reads 4 bytes an element
-    terms    sums of terms. Reads the 8 bytes of a student's and a teacher's logit
-    dz       the same, and dz, of which it writes the rows of some tokens of a chunk: 2 bytes an element
+norms    the largest logit and Σ exp(z − largest), with one exponential an element: where a lane meets a larger
+         logit than before, it multiplies its sum by exp(before − z). Reads 4 bytes an element
+terms    sums of terms. Reads the 8 bytes of a student's and a teacher's logit
+dz       the same, and dz, of which it writes the rows of some tokens of a chunk: 2 bytes an element
 """
 
 from functools import partial

@@ -10,5 +10,6 @@ from cce_kernels.engines.triton.summed import sum_dc
 from cce_kernels.engines.triton.target import target
 from cce_kernels.engines.triton.thresholds import thresholds
 
-__all__ = ["divergence_pass", "dz_in_place", "form_dz", "form_dz_of_saved", "products", "recomputed_lse", "restored"]
-__all__ += ["mass_and_moment", "saved_by_lse", "saved_targets", "sum_dc", "sums", "target", "thresholds", "whole_logits"]
+__all__ = ["divergence_pass", "dz_in_place", "form_dz", "form_dz_of_saved", "mass_and_moment", "products"]
+__all__ += ["recomputed_lse", "restored", "saved_by_lse", "saved_targets", "sum_dc", "sums", "target", "thresholds"]
+__all__ += ["whole_logits"]
