@@ -170,10 +170,11 @@ def _added(
     factors = of_value if ops.is_batched(of_value) else None
     if factors is not None:  # the programs take no such tensor, and the gradients are linear in it
         of_value, in_place = torch.ones_like(factor), False
-    factor = factor * of_value
-    of_token = torch.where(weight != 0, factor, 0)[:, None]  # an infinite cotangent times 0 is NaN
+    factor, residuals = factor * of_value, way.residuals(left)
+    of_row = factor if residuals.units is None else factor * residuals.units[: len(weight)]
+    of_token = torch.where(weight != 0, of_row, 0)[:, None]  # an infinite cotangent times 0 is NaN
     of_e = torch.mul(de, of_token, out=de if in_place else torch.empty_like(de)) if wanted[0] else None
-    of_c, of_bias = in_forward.programs().finish(way, way.residuals(left), factor, wanted, in_place)
+    of_c, of_bias = in_forward.programs().finish(way, residuals, factor, wanted, in_place)
     found = of_e, of_c, None if of_bias is None else of_bias.to(types[2])
     if factors is None:
         return found

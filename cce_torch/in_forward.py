@@ -9,7 +9,8 @@ Let S be the sum of the tokens' losses. The tokens are taken in chunks, kept one
     de, and what is added to dc and dbias       a JAX program
 
 The backward pass multiplies de, dc and dbias by the cotangent of S. cce_kernels/in_forward.py says why this is the
-gradient. A built-in loss in one process is one JAX program instead (on_jax/programs.py).
+gradient, and why each row of de is divided by a unit in float16. A built-in loss in one process is one JAX program
+instead (on_jax/programs.py).
 """
 
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from cce_kernels.float16 import FLOAT16_LARGEST, OF_EXPONENT, SMALLEST_ROW
 from cce_torch import ops
 from cce_torch.arguments import OF_TORCH
 from cce_torch.call import Call, Operands
@@ -67,23 +69,50 @@ class Columns(Protocol):
         ...
 
 
+class De(NamedTuple):
+    """de as values · units. The last axis of values is D."""
+
+    values: Tensor
+    units: Tensor | None  # float32, one for each row of values; None: 1
+
+    @classmethod
+    def empty(cls, e: Tensor) -> "De":
+        """Memory for de of e, in e's type."""
+        units = e.new_empty(e.shape[:-1], dtype=torch.float32) if e.dtype == torch.float16 else None
+        return cls(torch.empty_like(e), units)
+
+    @classmethod
+    def of(cls, x: Tensor, dtype: torch.dtype) -> "De":
+        """x, rounded to this type. float32 becomes float16 as in cce_kernels.gradients.divided."""
+        if dtype != torch.float16:
+            return cls(x.to(dtype), None)
+        largest = torch.linalg.vector_norm(x, torch.inf, -1)  # holds no array of x's size
+        largest = torch.where(largest.isfinite(), largest.clamp(min=SMALLEST_ROW), FLOAT16_LARGEST)
+        units = (largest.view(torch.int32) & OF_EXPONENT).view(torch.float32) / FLOAT16_LARGEST
+        return cls(torch.div(x, units.unsqueeze(-1), out=torch.empty_like(x, dtype=dtype)), units)
+
+    def put(self, rows: Tensor, part: "De") -> None:
+        self.values.index_copy_(0, rows, part.values)
+        if self.units is not None and part.units is not None:
+            self.units.index_copy_(0, rows, part.units)
+
+
 class Rows:
     """de of the whole vocabulary, whose rows come chunk by chunk."""
 
-    dtype: Any = None  # of a chunk's part; None: e's
-
     def __init__(self, e: Tensor) -> None:
-        self.de = torch.empty_like(e)
+        self.de, self.type_of_e = De.empty(e), e.dtype
+        self.dtype = torch.float32 if e.dtype == torch.float16 else e.dtype  # of a chunk's part
 
     def put(self, rows: Tensor, part: Tensor) -> None:
-        self.de.index_copy_(0, rows, part[: len(rows)])
+        self.de.put(rows, De.of(part[: len(rows)], self.type_of_e))
 
     def settle(self) -> None:
         """Called before the next chunk's part exists."""
 
-    def whole(self, shape: torch.Size) -> Tensor:
+    def whole(self, shape: torch.Size) -> De:
         """de of this process' e, of its shape and type."""
-        return self.de.view(shape)
+        return self.de
 
 
 class AllColumns:
@@ -146,7 +175,8 @@ def planned(operands: Operands, call: Call, scale: float, columns: Columns) -> P
         return None
     if not len(operands.columns):
         return None
-    call, of = call._replace(reduction="sum"), programs().Wanted(*wanted)
+    wide_de = call.of_shard or operands.e.dtype == torch.float16  # `De.of` rounds a chunk's part
+    call, of = call._replace(reduction="sum", of_shard=wide_de), programs().Wanted(*wanted)
     chunks = columns.chunks(operands, of, call)
     return None if chunks is None else Planned(call, scale, columns, chunks, of)
 
@@ -169,7 +199,7 @@ class _Total(torch.autograd.Function):
         of_weight = totals if weight is not None and weight.requires_grad else None
         kept_here = how.columns.own_tokens(kept)
         leaves = programs().leaves_of(formed)
-        ctx.save_for_backward(operands.c, operands.bias, de, kept_here, of_weight, *leaves)
+        ctx.save_for_backward(operands.c, operands.bias, *(de or (None, None)), kept_here, of_weight, *leaves)
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
         return _weighted(totals, weight, kept), statistics
@@ -208,16 +238,17 @@ def _weighted(totals: Tensor, weight: Tensor | None, kept: Tensor) -> Tensor:
 
 def _of_tokens(factor: Tensor, saved: tuple, wanted: tuple[bool, ...], in_place: bool) -> tuple[Tensor | None, ...]:
     """The gradients of e and of the tokens' weights; None where not wanted."""
-    _, _, de, kept, totals, *_ = saved
+    _, _, de, units, kept, totals, *_ = saved
     if wanted[0]:
-        of_token = torch.where(kept, factor, 0).unsqueeze(-1)  # inf times the 0 of an ignored token is NaN
+        of_token = factor if units is None else factor * units
+        of_token = torch.where(kept, of_token, 0).unsqueeze(-1)  # inf times the 0 of an ignored token is NaN
         de = torch.mul(de, of_token, out=de if in_place else torch.empty_like(de))
     return de if wanted[0] else None, factor * totals if wanted[3] else None
 
 
 def _of_parameters(way: Any, factor: Tensor, saved: tuple, wanted: tuple[bool, ...], in_place: bool) -> tuple:
     """dc and dbias. way: None if this process has no column."""
-    c, bias, _, _, _, *formed = saved
+    c, bias, _, _, _, _, *formed = saved
     tensors.check({"c": c, "bias": bias})  # FSDP may have freed one after the forward pass
     if way is None:
         return torch.zeros_like(c), None if bias is None else torch.zeros_like(bias)
@@ -241,7 +272,7 @@ class _Run:
             self.c, self.bias = readable(self.way.kind.in_memory(self.own.c)), readable(self.own.bias)
             self.weights = readable(self.own.weights)
 
-    def evaluated(self, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor | None, Any]:
+    def evaluated(self, shape: torch.Size) -> tuple[Tensor, Tensor, De | None, Any]:
         """As `formed`, but the gradients are tensors of one element, expanded."""
         nothing, call = (False,) * 3, self.call._replace(reduction="none", has_z_loss=False)
         reference = self.columns.references(self.own, self.targets, nothing, call)
@@ -251,10 +282,13 @@ class _Run:
             return self.e.new_empty((), dtype=dtype).expand(shape)
 
         formed = None if self.way is None else self.way.new(new)
-        de, found = new(shape, self.e.dtype) if self.wanted.e else None, self.columns.of_all(own, self.kept)
+        found, de = self.columns.of_all(own, self.kept), None
+        if self.wanted.e:
+            units = new(shape[:-1], torch.float32) if self.e.dtype == torch.float16 else None
+            de = De(new(shape, self.e.dtype), units)
         return found, self.of_tokens.totals(found, slice(None)), de, formed
 
-    def formed(self, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor | None, Any]:
+    def formed(self, shape: torch.Size) -> tuple[Tensor, Tensor, De | None, Any]:
         """The statistics over all columns; the totals; de of S, of this shape, in e's type; Residuals of dc and dbias.
 
         The Residuals are None if this process has no column.
@@ -305,7 +339,7 @@ class _Run:
         if de is not None:
             de.settle()  # now, so that no two chunks' de exist while this chunk's is formed
             new = self.e.new_zeros if way is None else self.e.new_empty
-            part = new((n, self.e.shape[1]), dtype=de.dtype or self.e.dtype)
+            part = new((n, self.e.shape[1]), dtype=de.dtype)
         if way is not None:
             whole, cotangents = (torch.nn.functional.pad(x, (0, n - count)) for x in (statistics, cotangents))
             logits, blocks = None if way.stores else columns.values, columns.blocks or (None, None)

@@ -32,7 +32,7 @@ GIVEN = (
     "Tensor e, Tensor c, Tensor? bias, Tensor targets, Tensor? class_weight, Tensor? token_weight, Tensor? num_items, "
     "Tensor? inverse_temperature, Tensor scheduled, SymInt row_length"
 )
-LEFT = 8  # the most tensors that `loss` leaves: of Left either unit or blocks, never both
+LEFT = 9  # the most tensors that `loss` leaves: in float16, with units of de and of Left, and without blocks
 
 _library = torch.library.Library("cce_torch", "FRAGMENT")
 _tags = [torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe]

@@ -254,7 +254,7 @@ def _chunk_gradients_program(way: Way, size: int, written: tuple[bool, ...]) -> 
         elif dc is not None:
             dc, _ = in_forward.add_dc(dc, None, left, plan)
         dbias = None if given.dbias is None else given.dbias + dbias
-        found = Results(left.left, de, dc, steps, dbias, left.e, left.unit)
+        found = Results(left.left, None if de is None else de.values, dc, steps, dbias, left.e, left.unit)
         return tuple(x for x, y in zip(found, written, strict=True) if y)
 
     return jitted(torch_chunk_gradients, count)

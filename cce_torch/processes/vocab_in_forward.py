@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cce_torch import in_forward, losses
 from cce_torch.call import Call, Operands
+from cce_torch.in_forward import De
 from cce_torch.processes import collectives, vocab_statistics
 from cce_torch.processes.vocab_parallel import Setting
 
@@ -82,7 +83,7 @@ class _Rows:
     def __init__(self, e: Tensor, setting: Setting) -> None:
         _, _, self.tokens, self.shard = setting
         self.scattered = self.shard.sequence_axis is not None
-        self.de = torch.empty_like(e, dtype=torch.float32 if self.scattered else e.dtype)
+        self.de = De(torch.empty_like(e, dtype=self.dtype), None) if self.scattered else De.empty(e)
         self.type_of_e, self.pending = e.dtype, None
 
     def put(self, rows: Tensor, part: Tensor) -> None:
@@ -96,11 +97,13 @@ class _Rows:
         if self.pending is not None:
             (rows, part, here), self.pending = self.pending, None
             part = part if here else torch.ops._c10d_functional.wait_tensor(part)
-            self.de.index_copy_(0, rows, part.to(self.de.dtype))
+            self.de.put(rows, De.of(part, self.de.values.dtype))
 
-    def whole(self, shape: torch.Size) -> Tensor:
+    def whole(self, shape: torch.Size) -> De:
         """de of this process' e, of its shape, in its type."""
         self.settle()
         if not self.scattered:
-            return self.de.view(shape)
-        return collectives.reduced(self.de, shape, self.tokens, self.shard).to(self.type_of_e)
+            values, units = self.de
+            return De(values.view(shape), None if units is None else units.view(shape[:-1]))
+        whole = collectives.reduced(self.de.values, shape, self.tokens, self.shard)
+        return De.of(whole, self.type_of_e)

@@ -61,6 +61,13 @@ class Call:
         return self.sum_dtype if self.wide_de else self.dtype
 
     @property
+    def divides_de(self) -> bool:
+        """Whether the forward pass divides each row of de by a number (gradients.divided): float16 may not hold a row
+        before the backward pass multiplies it by its factor.
+        """
+        return self.one_factor and self.de_dtype == "float16"
+
+    @property
     def dc_dtype(self) -> str:
         return self.sum_dtype if self.wide_dc else self.dtype
 

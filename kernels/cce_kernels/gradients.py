@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cce_kernels.float16 import FLOAT16_LARGEST
+from cce_kernels.call import Call
+from cce_kernels.float16 import FLOAT16_LARGEST, OF_EXPONENT, SMALLEST_ROW
 from cce_kernels.numbers import Cotangents, Gradients, Inputs
 from cce_kernels.windows import Groups, Window
 
@@ -24,6 +25,13 @@ ALL_COLUMNS = Window(*[np.int32(0)] * 3)  # the window of the one group that is 
 
 # window -> dz of the group, (N, V_g), and the column sums of dz, (V_g,), or None if dbias is not wanted
 FormDz = Callable[[Window], tuple[jax.Array, jax.Array | None]]
+
+
+class De(NamedTuple):
+    """Rows of de: values · units."""
+
+    values: jax.Array  # (n, D)
+    units: jax.Array | None  # (n,) float32; None: 1
 
 
 class Products(NamedTuple):
@@ -96,6 +104,21 @@ def without_ignored(
 
 def unscaled(x: jax.Array, unit: jax.Array | None, dtype) -> jax.Array:
     return (x if unit is None else x * unit).astype(dtype)
+
+
+def divided(de: jax.Array, call: Call) -> De:
+    """de, (n, D), rounded to its type. In float16 each row is divided by a power of two.
+
+    The row's largest number is then between FLOAT16_LARGEST and twice that. A factor multiplies the row later. Without
+    the units a number could become inf or 0 in float16, although its product with the factor is neither.
+    """
+    if not call.divides_de:
+        return De(de.astype(call.de_dtype), None)
+    largest = jnp.max(jnp.abs(de), axis=1)
+    largest = jnp.where(jnp.isfinite(largest), jnp.maximum(largest, SMALLEST_ROW), FLOAT16_LARGEST)
+    bits = lax.bitcast_convert_type(largest, jnp.int32) & OF_EXPONENT
+    units = lax.bitcast_convert_type(bits, jnp.float32) / FLOAT16_LARGEST
+    return De((de / units[:, None]).astype(call.de_dtype), units)
 
 
 def fitted(cotangents: Cotangents, inputs: Inputs) -> tuple[Cotangents, jax.Array | None]:

@@ -4,7 +4,8 @@ The loss is a sum over tokens, S = Σ_i total_i, that is multiplied by a factor 
 numbers are then g times numbers that the forward pass knows as soon as it knows the token's numbers. For each chunk:
 
     numbers      the chunk's log-sum-exps and targets' logits, and its exponentials P (or its dz) in one buffer
-    de_i         r_i·(P·c)_i, rounded: the chunk's own rows
+    de_i         r_i·(P·c)_i, rounded: the chunk's own rows. In float16 each is divided by a unit first, and g·unit
+                 multiplies it later: weights of 10⁶ have a moderate mean, and float16 holds no sum of theirs
     dc           dc + Pᵀ·(r·e), in block floating point (cce_kernels/block_floats.py), in the memory of the result
 
 The backward pass multiplies by g: de elementwise, and dc where it is written anyway. For that the last chunk's part of
@@ -40,7 +41,7 @@ from cce_kernels.engines.engine import Problem
 from cce_kernels.engines.xla.chunk import dz_of, numbers_and_logits
 from cce_kernels.exponentials import dbias_of, factors, references, saved_shape, scaled
 from cce_kernels.forward import of_rows, target
-from cce_kernels.gradients import ALL_COLUMNS, Left
+from cce_kernels.gradients import ALL_COLUMNS, De, Left, divided
 from cce_kernels.head import Head
 from cce_kernels.mean import folded, of_exponentials
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Shard, Statistics
@@ -125,7 +126,7 @@ class Formed(NamedTuple):
     """What one chunk forms."""
 
     numbers: Any  # a tree of numbers of its tokens, (n,) each
-    de: jax.Array | None  # (n, D)
+    de: De | None
     left: Left  # its part of dc
     dbias: Any  # its part of dbias, (V,)
 
@@ -171,7 +172,10 @@ def over_chunks(
     elif wanted.c:
         dc = lax.empty(of_c, call.dc_dtype)
         steps = jnp.zeros(steps_shape(vocabulary, width, how.chunks.block), jnp.float32)  # any integers times 0 are 0
-    de = jnp.zeros((rows_of_de, width), call.de_dtype) if wanted.e else None
+    de: Any = None  # until all rows are there: De
+    if wanted.e:
+        units = jnp.zeros(rows_of_de, wide) if call.divides_de else None
+        de = De(jnp.zeros((rows_of_de, width), call.de_dtype), units)
     dbias = jnp.zeros((vocabulary,), wide) if wanted.bias else None
     formed = Residuals(de=de, dc=dc, steps=steps, dbias=dbias)
     if how.chunks.whole:
@@ -191,12 +195,12 @@ def over_chunks(
             live = jnp.arange(how.chunks.last) < last.count
             last = last._replace(left=jnp.where(live[:, None], last.left, 0))
         in_last = rows_of_de - how.chunks.whole * how.chunks.size
-        de = None if de is None else put(formed.de, de[:in_last], start)
+        de = None if de is None else put(formed.de, jax.tree.map(lambda x: x[:in_last], de), start)
         formed = formed._replace(de=de, dbias=None if formed.dbias is None else formed.dbias + dbias, last=last)
     if formed.de is not None:
-        restored, de = how.restored, formed.de
+        restored, (de, units) = how.restored, formed.de
         de = kept.restored(de) if restored is None else restored.engine.restored(restored, plan.gpu, de, kept)
-        formed = formed._replace(de=de)
+        formed = formed._replace(de=de, units=None if units is None else kept.restored(units))
     if steps is not None:  # not in the result's type, in which the integers might be taken for NaN
         formed = formed._replace(dc=lax.bitcast_convert_type(formed.dc, jnp.int16))  # type: ignore[arg-type]
     return jax.tree.map(kept.restored, numbers), formed
@@ -206,7 +210,8 @@ def finish(formed: Residuals, factor: jax.Array, live: jax.Array, plan: Plan) ->
     """The gradients of factor · S. live: (N,), the tokens that are not ignored."""
     call, de, dc, dbias = plan.call, formed.de, formed.dc, formed.dbias
     if de is not None:
-        of_token = jnp.where(live, factor, 0)[:, None]  # an infinite factor times the 0 of an ignored token is NaN
+        of_row = factor if formed.units is None else factor * formed.units
+        of_token = jnp.where(live, of_row, 0)[:, None]  # an infinite factor times the 0 of an ignored token is NaN
         de = (de * of_token).astype(call.de_dtype)
     if dc is not None and formed.last is not None:
         dc = lax.bitcast_convert_type(dc, formed.last.e.dtype)
@@ -266,8 +271,8 @@ def numbers_of(chunk: Chunk, plan: Plan) -> tuple[Statistics, Columns]:
 
 def gradients_of(
     chunk: Chunk, columns: Columns, own: Statistics, numbers: Statistics, of: Cotangents, plan: Plan
-) -> tuple[jax.Array | None, Left, Any]:
-    """The second half: the chunk's de, (n, D), what is left of dc, and its part of dbias, (V,), if that is wanted.
+) -> tuple[De | None, Left, Any]:
+    """The second half: the chunk's de, what is left of dc, and its part of dbias, (V,), if that is wanted.
 
     own, columns: of `numbers_of`; columns may be overwritten. numbers, of: over all columns, and their cotangents.
     """
@@ -297,7 +302,7 @@ def _of_logits(chunk: Chunk, columns: Columns, numbers: Statistics, of: Cotangen
 
 def of_dz(
     chunk: Chunk, dz: jax.Array, dbias: Any, unit: jax.Array | None, plan: Plan, blocks: jax.Array | None = None
-) -> tuple[jax.Array | None, Left, Any]:
+) -> tuple[De | None, Left, Any]:
     """What `gradients_of` returns, from dz in e's type, divided by unit, and the sums of its columns, (V,).
 
     dz: (n, V), or with the padding of saved_shape.
@@ -308,7 +313,7 @@ def of_dz(
         dz = jnp.pad(dz, missing)
     if call.wants.e:
         de = _product_with_c(chunk, dz, plan)
-        de = (de if unit is None else de * unit).astype(call.de_dtype)
+        de = divided(de if unit is None else de * unit, call)
         de, dz = lax.optimization_barrier((de, dz))
     dbias = dbias if unit is None or dbias is None else dbias * unit
     if how.chunks.last and how.de is None:  # the last chunk has the shape that is left on every platform
@@ -357,7 +362,7 @@ def _of_exponentials(chunk: Chunk, columns: Columns, own: Statistics, numbers: S
         products = how.de.engine.products(how.de, problem, None, chunk.count, None if blocks is None else blocks.de)
         sums = products.add_de(None, p, ALL_COLUMNS).reshape(how.de.splits, *inputs.e.shape)
         de = jnp.where(live[:, None], jnp.sum(sums, axis=0) * r[:, None], 0)
-        de = de.astype(call.de_dtype)
+        de = divided(de, call)
         de, p, own = lax.optimization_barrier((de, p, inputs.e))
         inputs = inputs._replace(e=own)  # what is scaled is made once the sums for de are no more
     dbias = dbias_of(p, r, call.vocabulary) if wanted.bias else None
