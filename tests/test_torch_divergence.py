@@ -50,13 +50,13 @@ def ours(x: Drawn, impl: str) -> dict[str, np.ndarray]:
     value, entropy = found if options["return_entropy"] else (found, None)
     assert value.dtype == torch.float32
     assert entropy is None or not entropy.requires_grad
-    value.backward(tensor(x.of_tokens) if value.dim() else torch.tensor(x.of_scalar))
+    value.backward(tensor(x.of_tokens) if value.dim() else torch.full_like(value, x.of_scalar))
     results = {"value": value, "entropy": entropy}
     for name in of_jax.STUDENT:
         if name in tensors:
             results[name] = tensors[name].grad
             assert results[name].dtype == tensors[name].dtype
-    return {name: y.detach().double().numpy() for name, y in results.items() if y is not None}
+    return {name: y.detach().double().cpu().numpy() for name, y in results.items() if y is not None}
 
 
 @pytest.mark.parametrize("seed", range(DRAWN))

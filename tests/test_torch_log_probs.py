@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 import cce_torch
 from cce_torch import chosen, linear_log_probs, ops
@@ -73,11 +74,15 @@ def made(
     return Drawn(found, options, normal(3, *(*tokens[:-1], tokens[-1] - shift)))
 
 
+def on_device(x: Drawn, device: str) -> Drawn:
+    return tree_map(lambda y: y.to(device) if isinstance(y, torch.Tensor) else y, x)
+
+
 def truth(x: Drawn) -> dict[str, np.ndarray]:
     """The numbers, and the gradients of Σ of · numbers."""
     leaves = {k: y.double().requires_grad_() for k, y in x.tensors.items() if y is not None and k != "targets"}
     targets, options, shift = x.tensors["targets"], x.options, int(x.options.get("shift", 0))
-    temperature = torch.as_tensor(options.get("temperature", 1.0)).double()
+    temperature = torch.as_tensor(options.get("temperature", 1.0), device=x.of.device).double()
     e, c = leaves["e"], leaves["c"].T if options.get("vocab_axis") else leaves["c"]
     kept = torch.ones(e.shape[:-1], dtype=torch.bool) if targets is None else targets != IGNORED
     temperature = temperature.expand(e.shape[:-1])
@@ -415,7 +420,7 @@ def test_bad_input(changed, error, message):
 def every_number(x: Drawn, found: Any, leaves: dict[str, torch.Tensor]) -> tuple[dict[str, Any], tuple]:
     """The numbers, and the gradients of a sum with weights of id_log_probs that are finite, and of log_probs."""
     finite = torch.where(found.id_log_probs.isfinite(), found.id_log_probs, 0)
-    weights = torch.linspace(-1, 1, finite.numel(), dtype=finite.dtype).reshape(finite.shape)
+    weights = torch.linspace(-1, 1, finite.numel(), dtype=finite.dtype, device=finite.device).reshape(finite.shape)
     objective = (finite * weights).sum() + (x.of[0].to(finite.dtype) * found.log_probs).sum()
     return found._asdict(), torch.autograd.grad(objective, list(leaves.values()))
 
@@ -429,7 +434,8 @@ def full_logits(x: Drawn, ids: torch.Tensor, k: int, leaves: dict[str, torch.Ten
     kept, targets = kept[:, shift:], targets[:, shift:]
     z = e @ c.T + leaves.get("bias", 0)
     z = z if options.get("softcap") is None else options["softcap"] * torch.tanh(z / options["softcap"])
-    temperature = torch.as_tensor(options.get("temperature", 1.0)).double().expand(x.tensors["targets"].shape)
+    temperature = torch.as_tensor(options.get("temperature", 1.0), device=e.device).double()
+    temperature = temperature.expand(x.tensors["targets"].shape)
     z = z / (temperature[:, :-shift] if shift else temperature)[..., None]
     log_p, lse = torch.log_softmax(z, -1), torch.logsumexp(z, -1)
     named = (ids >= 0) & (ids < c.shape[0])
@@ -453,7 +459,8 @@ def check_chosen(x: Drawn, impl: str, k: int, count: int, **more) -> None:
     own = more.pop("own", slice(None))
     vocabulary = x.tensors["c"].shape[1 if x.options.get("vocab_axis") else 0]
     rng = np.random.default_rng(count)
-    ids = torch.tensor(rng.integers(-1, vocabulary + 1, (*x.tensors["targets"].shape, count)))
+    targets = x.tensors["targets"]
+    ids = torch.tensor(rng.integers(-1, vocabulary + 1, (*targets.shape, count)), device=targets.device)
     ids[..., -1] = ids[..., 0]
     given = {name: y for name, y in x.tensors.items() if y is not None and name != "targets"}
     exact_leaves = {name: y.double().requires_grad_() for name, y in given.items()}
@@ -484,6 +491,36 @@ def test_chosen_columns(impl, dtype, room, monkeypatch):
     monkeypatch.setattr(chosen, "ROOM", room)
     options = {"softcap": 4.0, "vocab_axis": 1, "shift": 1} if room else {}
     check_chosen(made(dtype=dtype, bias=room > 0, temperature="each", **options), impl, 5, 6)
+
+
+def drawn(seed: int, tokens: int = 1000, width: int = 512, vocabulary: int = 20_000, device: str = "cuda") -> tuple:
+    """The arguments of check_chosen, and its budget: a call of at most these sizes."""
+    rng = np.random.default_rng(seed)
+
+    def pick(*values):
+        return values[rng.integers(len(values))]
+
+    x = made(
+        (2, int(rng.integers(3, tokens // 2))),
+        width // pick(1, 2, 4) - pick(0, 0, 1),
+        int(rng.integers(vocabulary // 20, vocabulary)),
+        ("bfloat16", "float16", "float32", "bfloat16")[seed % 4],
+        bias=pick(False, True),
+        temperature=pick("none", "number", "each"),
+        seed=seed,
+        softcap=pick(None, 4.0),
+        vocab_axis=pick(0, 1),
+        shift=pick(0, 0, 1),
+    )
+    of_ids = pick(1, 7, 256)
+    return (on_device(x, device), pick("auto", "chunked", "torch_compile"), pick(1, 40), of_ids), pick(0, 2**22, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(8))
+def test_chosen_columns_on_a_gpu(seed):
+    arguments, memory_budget = drawn(seed)
+    check_chosen(*arguments, memory_budget=memory_budget)
 
 
 @settings(max_examples=25)

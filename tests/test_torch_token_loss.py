@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import cce_jax
@@ -67,7 +68,7 @@ def truth(leaves: dict, call: dict, fn: Any = smooth) -> tuple:
     """The loss and the numbers from full logits."""
     call = {"shift": 0, "temperature": 1.0, "softcap": None, "logit_scale": 1.0, "reduction": "mean", **call}
     targets, shift, softcap = call["targets"], call["shift"], call["softcap"]
-    temperature = torch.as_tensor(call["temperature"]).double().expand(targets.shape)
+    temperature = torch.as_tensor(call["temperature"], device=targets.device).double().expand(targets.shape)
     e, c = leaves["e"], leaves["c"].T if call.get("vocab_axis") else leaves["c"]
     if shift:
         e, targets, temperature = e[..., :-shift, :], targets[..., shift:], temperature[..., :-shift]
@@ -99,7 +100,8 @@ def results(function: Any, leaves: dict, call: dict, **more: Any) -> dict[str, A
     frozen = more.pop("frozen", ())
     own = {k: x.detach().requires_grad_(k not in frozen) for k, x in leaves.items()}
     value, (log_probs, lse, entropy) = function(own, call, **more)
-    weights = torch.linspace(-2, 3, max(value.numel(), 1), dtype=value.dtype)[: value.numel()].reshape(value.shape)
+    weights = torch.linspace(-2, 3, max(value.numel(), 1), dtype=value.dtype, device=value.device)
+    weights = weights[: value.numel()].reshape(value.shape)
     wanted = [k for k in own if k not in frozen]
     gradients = torch.autograd.grad((weights * value).sum(), [own[k] for k in wanted])
     found = {"loss": value, "log_probs": log_probs, "lse": lse, "entropy": entropy}
@@ -110,11 +112,16 @@ def results(function: Any, leaves: dict, call: dict, **more: Any) -> dict[str, A
     return {k: array(x) for k, x in found.items()}
 
 
-def check(leaves: dict, call: dict, impl: str, **more: Any) -> None:
+def on_device(x: Any, device: str) -> Any:
+    return tree_map(lambda y: y.to(device) if isinstance(y, torch.Tensor) else y, x)
+
+
+def check(leaves: dict, call: dict, impl: str, fn: Any = smooth, **more: Any) -> None:
     with small_blocks():
-        found, rounded = results(ours, leaves, call, impl=impl, **more), results(ours, leaves, call, impl="reference")
+        found = results(ours, leaves, call, impl=impl, fn=fn, **more)
+        rounded = results(ours, leaves, call, impl="reference", fn=fn)
     dtype = leaves["e"].dtype  # in which a wide c is multiplied
-    exact = results(truth, {k: x.to(dtype).double() for k, x in leaves.items()}, call)
+    exact = results(truth, {k: x.to(dtype).double() for k, x in leaves.items()}, call, fn=fn)
     for name, x in found.items():
         if name in ("loss", "log_probs", "entropy"):  # sums and differences of numbers of this size
             size = max(1.0, np.abs(exact["lse"]).max(initial=0), np.abs(exact["loss"]).max(initial=0))
@@ -487,9 +494,7 @@ def test_kernels_on_a_gpu_and_a_host_that_does_not_wait(softcap):
     leaves, call = made(
         (4, 500), 256, 4096, "bfloat16", entropy=softcap is None, temperature=0.7, softcap=softcap, shift=1
     )
-    there = {k: x.cuda() for k, x in leaves.items()}
-    on = {k: x.cuda() if isinstance(x, torch.Tensor) else x for k, x in call.items()}
-    on["arguments"] = [x.cuda() if isinstance(x, torch.Tensor) else x for x in call["arguments"]]
+    there, on = on_device((leaves, call), "cuda")
     with in_chunks(512) as ran:
         first = results(ours, there, on, impl="cce")
         assert FORMED[1] in ran
@@ -508,6 +513,63 @@ def test_kernels_on_a_gpu_and_a_host_that_does_not_wait(softcap):
             assert_close(x, exact[name], rounded[name], name)
         else:
             np.testing.assert_allclose(x, exact[name], rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def clipped(numbers, old, advantage, weight):
+    """Of GRPO and PPO."""
+    ratio = torch.exp(numbers.log_probs - old)
+    return -weight * torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+
+
+def with_a_bonus(numbers, old, advantage, weight):
+    return -weight * (numbers.log_probs * advantage + 0.1 * numbers.entropy)
+
+
+def focal(numbers, old, advantage, weight):
+    return -weight * (1 - torch.exp(numbers.log_probs)) ** 2 * numbers.log_probs
+
+
+def drawn(seed: int, tokens: int = 2500, width: int = 512, vocabulary: int = 20_000, device: str = "cuda") -> tuple:
+    """The arguments of `check` and those that it passes on: a call of at most these sizes. Some weights are 0."""
+    rng = np.random.default_rng(seed)
+
+    def pick(*values):
+        return values[rng.integers(len(values))]
+
+    size, shift, fn = int(rng.integers(3, tokens)), pick(0, 0, 2), (clipped, with_a_bonus, focal)[seed % 3]
+    options = {
+        "dtype": pick("float32", "float16", "bfloat16", "bfloat16"),
+        "entropy": fn is with_a_bonus or pick(False, True),
+        "softcap": pick(None, 4.0),
+        "logit_scale": pick(1.0, 1.3),
+        "vocab_axis": pick(0, 1),
+        "temperature": pick(1.0, 0.7, "each"),
+        "reduction": pick("mean", "sum", "none"),
+        "bias": pick(False, True),
+    }
+    options |= {"wide": options["dtype"] != "float32" and pick(False, True), "shift": shift, "seed": seed}
+    shape = pick((size,), (2, 1 + size // 2))
+    width, vocabulary = width // pick(1, 2, 4) - pick(0, 0, 1), int(rng.integers(vocabulary // 20, vocabulary))
+    leaves, call = on_device(made(shape, width, vocabulary - pick(0, 1) * (vocabulary % 64), **options), device)
+    exact = {k: x.double() for k, x in leaves.items()}
+    log_probs = truth(exact, {**call, "arguments": ()}, nll)[1][0]
+
+    def normal(*values):
+        """Normal numbers of the shape of the results around some of these values."""
+        found = rng.choice(values, log_probs.shape) + 0.02 * rng.standard_normal(log_probs.shape)
+        return torch.tensor(found, dtype=torch.float32, device=device)
+
+    old = log_probs.float() - normal(-0.5, -0.1, 0.1, 0.5)  # no ratio is near a bound of the clip
+    weight = torch.tensor(rng.uniform(0, 2, log_probs.shape) * (rng.random(log_probs.shape) < 0.7)).to(old)
+    call = {**call, "arguments": (old, normal(-1, 1, 2), weight)}
+    return (leaves, call, pick("auto", "cce", "chunked")), {"fn": fn, "memory_budget": pick(0, 2**22, None, "all")}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(12))
+def test_drawn_calls_on_a_gpu(seed):
+    arguments, more = drawn(seed)
+    check(*arguments, **more)
 
 
 @pytest.mark.parametrize(
