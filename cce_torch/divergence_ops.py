@@ -79,7 +79,7 @@ class _Divergence(torch.autograd.Function):
         # a checkpoint forms the gradients when it runs the second time
         lost = any(forming) and not torch.compiler.is_compiling() and ops.drops_what_is_saved()
         if way is not None and not lost:
-            return _begun(given, how, forming, way)
+            return _start(given, how, forming, way)
         asked = [False] * 3 if lost else forming
         summed, total, entropy, *gradients = run(*given, repr(tuple(how)), *asked)
         weight = given.weight
@@ -139,7 +139,7 @@ class _Guarded(ops.Guarded):
     backward = jvp = staticmethod(_refuse)
 
 
-def _begun(given: Given, how: How, forming: Sequence[bool], way: Any) -> tuple[Tensor, ...]:
+def _start(given: Given, how: How, forming: Sequence[bool], way: Any) -> tuple[Tensor, ...]:
     """factor · Σ weight · divergence; the entropies; de, and what else is left of its gradients."""
     total, entropy, de, left = _programs().begin(way, given, how, forming)
     weight, none = given.weight, given.e.new_empty(0)

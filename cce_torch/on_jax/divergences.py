@@ -140,7 +140,7 @@ def _program(key: Distilled, size: int) -> Callable:
 
     def torch_divergence(*arrays: Any) -> tuple:
         factor, given = arrays[count], _given(arrays[count + 1 :])
-        numbers, left, plan = _begun(key, given)
+        numbers, left, plan = _start(key, given)
         kept = given.weight != 0
         summed = jnp.sum(jnp.where(kept, given.weight * numbers.total, 0))
         found = finish(left, factor, kept, plan)
@@ -152,7 +152,7 @@ def _program(key: Distilled, size: int) -> Callable:
 @lru_cache(maxsize=programs.PROGRAMS)
 def _begin_program(key: Distilled, size: int, count: int) -> Callable:
     def torch_begin_divergence(*arrays: Any) -> tuple:
-        numbers, left, _ = _begun(key, _given(arrays[count:]))
+        numbers, left, _ = _start(key, _given(arrays[count:]))
         return tuple(jax.tree.leaves((numbers, left)))
 
     return programs.jitted(torch_begin_divergence, count)
@@ -166,6 +166,6 @@ def _given(arrays: Sequence[Any]) -> divergence.Given:
     return divergence.Given(student, teacher, weight, inverse, beta)
 
 
-def _begun(key: Distilled, given: divergence.Given) -> tuple[Any, Any, Any]:
+def _start(key: Distilled, given: divergence.Given) -> tuple[Any, Any, Any]:
     plan = plans.plan_for(given.inputs, key.core, key.wanted, one_factor=True)
     return *divergence.begin(given, key.of, plan), plan
