@@ -126,6 +126,8 @@ def drawn(rng: np.random.Generator, impl: str) -> tuple[dict, dict, dict]:
         options["class_weight"] = torch.rand(vocabulary, generator=draw) + 0.5
     if options["reduction"] == "mean" and yes():
         options["num_items"] = 37.0
+    elif options["reduction"] == "mean" and "token_weight" in leaves:
+        leaves["token_weight"] *= 10.0 ** int(rng.integers(-6, 7))
     frozen = [set(), set(), {"e"}, {"c"}, {"e", "bias"}, {"c", "bias"}][rng.integers(6)]
     factor = float(rng.choice([1.0, 0.3, -7.0, 0.0, 1.0 if dtype == torch.float16 else 2.0**16]))
     stops = (*sorted(int(x) for x in rng.integers(0, vocabulary + 1, dist.get_world_size() - 1)), vocabulary)
@@ -263,7 +265,7 @@ def check_autograd() -> None:
             assert_equal(torch.autograd.grad(loss, (e, c)), want, "save_on_cpu")
             for kept in (False, True):
                 loss = call(e, c, reduction="sum")
-                formed = [x.data_ptr() for x in loss.grad_fn.saved_tensors[2:6] if x is not None and x.numel()]
+                formed = [x.data_ptr() for x in loss.grad_fn.saved_tensors[2:7] if x is not None and x.numel()]
                 found = torch.autograd.grad(loss, (e, c), retain_graph=kept)
                 assert all((x.data_ptr() in formed) != kept for x in found if x.numel()), "the memory of the gradients"
             left = [weakref.ref(x) for x in call(e, c, reduction="sum").grad_fn.saved_tensors[2:] if x is not None]
@@ -272,6 +274,21 @@ def check_autograd() -> None:
             de, _ = torch.autograd.grad(torch.inf * call(e, c), (e, c))
             assert not de[targets == -100].any()
             assert not de[targets != -100].isfinite().all(1).any()
+
+
+def check_weights_in_float16() -> None:
+    """The mean of weights that float16 does not hold: a power of two in all of them changes no bit."""
+    weight = torch.linspace(0.5, 2, 52)
+    for sequence in (False, True):
+        e, c, targets, options = leaves_of(torch.float16, 52, **{"sequence_axis": 0} if sequence else {})
+        if sequence:
+            e = e.detach().chunk(dist.get_world_size())[dist.get_rank()].requires_grad_()
+        run = functools.partial(linear_cross_entropy, e, c, targets, **options)
+        with in_chunks(16):
+            want, *others = (torch.autograd.grad(run(token_weight=k * weight), (e, c)) for k in (1, 2.0**-24, 2.0**24))
+        assert want[0].any()
+        for found in others:
+            assert_equal(found, want, f"{sequence=}")
 
 
 def check_tolerance() -> None:
@@ -534,6 +551,7 @@ def test_what_is_asked_of_one_process():
     in_processes(
         4,
         check_autograd,
+        check_weights_in_float16,
         check_tolerance,
         check_the_bound,
         check_which_way,
