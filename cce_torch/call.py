@@ -6,9 +6,11 @@ equations (1)-(3') of cce_jax/core.py, 0 for an ignored token.
 """
 
 from ast import literal_eval
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -30,11 +32,27 @@ class Call(NamedTuple):
     with_mean: bool = False  # whether the mean of the logits is asked for
     mean_is_detached: bool = False  # whether the mean gets no cotangent
     with_temperature: bool = False  # whether each token has a temperature
+    top_k: int = 0  # how many of the largest logits of each token are asked for
+    mean_logit: bool = False  # whether the mean of each token's logits over the vocabulary is asked for
 
     @property
     def rows(self) -> int:
         """The number of statistics of a token."""
         return 2 + self.smooths + self.with_mean
+
+    @property
+    def selects(self) -> bool:
+        """Whether selections are asked for."""
+        return self.top_k > 0 or self.mean_logit
+
+    def selected(self, tokens: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """The shapes and types of the selections that are asked for, from JAX."""
+        top = [((tokens, self.top_k), torch.float32), ((tokens, self.top_k), torch.int32)] if self.top_k else []
+        return [*top, *([((tokens,), torch.float32)] if self.mean_logit else [])]
+
+    @property
+    def without_selections(self) -> "Call":
+        return self._replace(top_k=0, mean_logit=False) if self.selects else self
 
     @property
     def of_backward(self) -> "Call":
@@ -57,6 +75,20 @@ ENCODED = 4  # arguments
 def decoded(options: str, softcap: float | None, memory_budget: int | None, gradient_tolerance: float) -> Call:
     """The inverse of `Call.encoded`."""
     return Call(softcap, memory_budget, gradient_tolerance, *literal_eval(options))
+
+
+class Selections(NamedTuple):
+    """Of each token; 0 for an ignored token. None: not asked for. They have no gradient."""
+
+    top_logits: Tensor | None = None  # (N, top_k), at least float32, in descending order
+    top_ids: Tensor | None = None  # (N, top_k) integers
+    mean_logit: Tensor | None = None  # (N,), at least float32
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], call: Call) -> "Selections":
+        """tensors: those that the call asks for, in this order."""
+        top_logits, top_ids = tensors[:2] if call.top_k else (None, None)
+        return cls(top_logits, top_ids, tensors[-1] if call.mean_logit else None)
 
 
 class Given(NamedTuple):

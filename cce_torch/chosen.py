@@ -8,9 +8,10 @@
 The rows c_k are gathered for a chunk of tokens at a time. For dc the pairs (i, k) are sorted by id. So the pairs of a
 group of the vocabulary follow one another, and are summed in float32, one group after another.
 
-`largest` has no derivative. It multiplies chunks of tokens and groups of the vocabulary by torch.mm, and takes the
-largest logits of each. Where processes split the vocabulary, each has the logits of its own columns; logits of ids are
-summed over the processes, and the largest logits are gathered.
+`largest` is for PyTorch alone and for a split vocabulary. Other calls get the largest logits from the JAX program that
+computes the statistics (cce_kernels/selections.py). `largest` has no derivative. It multiplies chunks of tokens and
+groups of the vocabulary by torch.mm, and takes the largest logits of each. Where processes split the vocabulary, each
+has the logits of its own columns; logits of ids are summed over the processes, and the largest logits are gathered.
 
 Each takes at most ROOM bytes at a time, or the memory budget if that is less, but never fewer than one token.
 """
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from cce_kernels.default_budget import default_budget
 from cce_torch import ops
-from cce_torch.call import Call, Operands
+from cce_torch.call import Call, Operands, Selections
 from cce_torch.processes.collectives import gathered, reduced, summed, whole
 from cce_torch.processes.vocab_parallel import VocabParallel
 from cce_torch.torch_alone import blocks, reference
@@ -223,19 +224,19 @@ def _write_dc(dc: Tensor, dz: Tensor, e: Tensor, ids: Tensor, room: int) -> None
         dc[start:stop] = sums
 
 
-def largest(operands: Operands, count: int, chosen: Chosen) -> tuple[Tensor, Tensor, Tensor]:
-    """The `count` largest logits of each token, descending, and their ids, (N, count); the mean logit, (N,).
+def largest(operands: Operands, count: int, chosen: Chosen) -> Selections:
+    """The `count` largest logits of each token and their ids, and the mean logit. Arbitrary for an ignored token.
 
-    They have no gradient. The lowest id comes first among equal logits. A count of 0 gives the mean alone.
+    The lowest id comes first among equal logits. A count of 0 gives the mean alone.
     """
     (bias, _, _, inverse_temperature), shard = operands[2:], chosen.shard
     e, c, bias = _whole(operands.e.detach(), chosen), operands.c.detach(), None if bias is None else bias.detach()
     values, ids, total = largest_logits(e, c, bias, inverse_temperature, count, *chosen.options())
     if shard is None:
-        return values, ids, total / len(c)
+        return Selections(values, ids, total / len(c))
     values = gathered(values, shard).transpose(0, 1).flatten(1)
     ids = gathered(ids + shard.start, shard).transpose(0, 1).flatten(1)
-    return *_merged(values, ids, count), summed(total, shard) / shard.vocabulary
+    return Selections(*_merged(values, ids, count), summed(total, shard) / shard.vocabulary)
 
 
 @torch.library.custom_op("cce_torch::largest_logits", mutates_args=())

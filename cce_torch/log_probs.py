@@ -8,7 +8,7 @@ from torch import Tensor
 from cce_kernels import contract
 from cce_torch import arguments, chosen, numbers, statistics
 from cce_torch.arguments import Prepared
-from cce_torch.call import Call
+from cce_torch.call import Call, Selections
 from cce_torch.on_jax import tensors
 from cce_torch.options import Impl
 from cce_torch.processes.vocab_parallel import VocabParallel
@@ -71,7 +71,9 @@ def linear_log_probs(
 
     log_probs, lse, entropy and id_log_probs can be differentiated once in e, c and bias with any impl. Policies in
     reinforcement learning, sequence scores, distillation from a few ids and perplexities are made of these numbers.
-    predicted, top_k and mean_logit multiply e and c once more, in PyTorch.
+    One product of e and c gives all of them. But impl "torch_compile" and "reference" and vocab_parallel take a second
+    one for predicted, top_k and mean_logit. With these three the backward pass computes the logits again, whatever the
+    memory budget.
 
     Args:
       e: embeddings, (..., D), bfloat16, float16 or float32 (float64 with impl "reference" and "torch_compile").
@@ -140,7 +142,7 @@ def linear_log_probs(
     _check_ids(ids, x)
     if not 0 <= top_k <= min(MOST_IDS, x.vocabulary):
         raise ValueError(f"top_k={top_k} must be in [0, {min(MOST_IDS, x.vocabulary)}], for V = {x.vocabulary}")
-    inverse = arguments.inverse_temperature(temperature, x, NAME)
+    inverse, count = arguments.inverse_temperature(temperature, x, NAME), max(top_k, int(predicted))
     call = Call(
         softcap,
         budget,
@@ -154,28 +156,32 @@ def linear_log_probs(
         with_mean=entropy is not False,
         mean_is_detached=entropy == "detached",
         with_temperature=inverse is not None,
+        top_k=count if x.alone else 0,
+        mean_logit=mean_logit and x.alone,
     )
-    log_probs, found = numbers.of_tokens(x, call, inverse, scale)
+    log_probs, found, *tensors = numbers.of_tokens(x, call, inverse, scale)
     lse, *mean = found[0], *found[2:]
     of_entropy = None
     if mean:
         of_entropy = x.unshifted(lse - mean[0])
         of_entropy = of_entropy.detach() if entropy == "detached" else of_entropy
     result = LogProbs(None if targets is None else x.unshifted(log_probs), x.unshifted(lse).clone(), of_entropy)
-    if ids is None and not (predicted or top_k or mean_logit):
+    if ids is None and not (count or mean_logit):
         return result
     columns = _Columns(x, inverse, chosen.Chosen(call, scale, x.targets.shape, shard))
     if ids is not None:
         result = result._replace(id_log_probs=columns.of_ids(ids, lse))
-    if predicted or top_k or mean_logit:
-        top, top_ids, mean_of_logits = columns.largest(max(top_k, int(predicted)))
-        with torch.no_grad():
+    if count or mean_logit:
+        selected = Selections.of(tensors, call) if x.alone else columns.selections(count)
+        if selected.top_logits is not None and selected.top_ids is not None:
+            top, top_ids = selected.top_logits - lse.detach()[:, None], selected.top_ids.long()
             result = result._replace(
                 predicted=columns.shaped(top_ids[:, 0]) if predicted else None,
-                top_ids=columns.shaped(top_ids[:, :top_k]) if top_k else None,
-                top_log_probs=columns.shaped(top[:, :top_k] - lse[:, None]) if top_k else None,
-                mean_logit=columns.shaped(mean_of_logits) if mean_logit else None,
+                top_ids=columns.shaped(top_ids) if top_k else None,
+                top_log_probs=columns.shaped(top) if top_k else None,
             )
+        if mean_logit and selected.mean_logit is not None:
+            result = result._replace(mean_logit=columns.shaped(selected.mean_logit))
     return result
 
 
@@ -194,7 +200,7 @@ class _Columns:
         z = chosen.logits(self.operands, torch.where(named & self.kept[:, None], ids, -1), self.how)
         return self.shaped(torch.where(named, z - lse[:, None], -torch.inf))
 
-    def largest(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    def selections(self, count: int) -> Selections:
         return chosen.largest(self.operands, count, self.how)
 
     def shaped(self, found: Tensor) -> Tensor:

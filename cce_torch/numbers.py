@@ -7,14 +7,17 @@ from cce_torch.arguments import Prepared, flat
 from cce_torch.call import Call, Given
 
 
-def of_tokens(x: Prepared, call: Call, inverse: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """The log-probabilities of the targets, (N,), 0 for ignored tokens, and the statistics (call.py)."""
+def of_tokens(x: Prepared, call: Call, inverse: Tensor | None, scale: float) -> tuple[Tensor, ...]:
+    """The log-probabilities of the targets, (N,), 0 for ignored tokens; the statistics; the selections (call.py).
+
+    Only if x.alone may the call ask for selections.
+    """
     scheduled = 0.0, 0.0, scale
     if x.alone:
         row_length = x.targets.shape[-1] if x.shift else 1
         tokens = flat(x.targets), None, None, None, inverse
-        nll, found = ops.loss(Given(flat(x.e, 1), x.c, x.bias, *tokens, scheduled, row_length), call, True)
-        return 0 - nll, found
+        nll, found, *selected = ops.loss(Given(flat(x.e, 1), x.c, x.bias, *tokens, scheduled, row_length), call, True)
+        return 0 - nll, found, *selected
     operands = statistics.operands_of(x)._replace(inverse_temperature=inverse)
     found = statistics.statistics(x, operands, call, scheduled)
     terms = losses.Terms(operands.columns, None, None, x.vocabulary)

@@ -2,6 +2,7 @@
 
 `cce_torch::loss` returns the loss, the statistics (call.py), and a list of tensors for the backward pass: the leaves of
 cce_kernels.residuals.Residuals. `cce_torch::gradients` takes these and the cotangents of the loss and the statistics.
+If selections are asked for (call.py), the list holds the selections, and nothing is left for the backward pass.
 The losses, their derivative and the kernels are cce_jax's: one JAX program for each operator (on_jax/programs.py). The
 autograd rule is a Function around the operators: a rule registered with an operator takes four times as long at each
 call.
@@ -45,8 +46,8 @@ _library.define(  # no list of tensors, which torch.autograd.grad(is_grads_batch
 )
 
 
-def loss(given: Given, call: Call, lse_is_returned: bool) -> tuple[Tensor, Tensor]:
-    """The loss, () or (N,), and the statistics, float32; differentiable in e, c, bias and token_weight.
+def loss(given: Given, call: Call, lse_is_returned: bool) -> tuple[Tensor, ...]:
+    """The loss, () or (N,), and the statistics, float32, differentiable in e, c, bias and token_weight; the selections.
 
     c and bias of e's type, or float32 beside a 16-bit e. lse_is_returned: whether the statistics may get a cotangent.
     """
@@ -66,11 +67,14 @@ def loss(given: Given, call: Call, lse_is_returned: bool) -> tuple[Tensor, Tenso
         saving_for = []
     if gradients or compiling:
         return _Loss.apply(*given, saving_for, call)  # type: ignore[no-any-return]
-    return _loss_operator(_in_type_of_e(given), saving_for, call)[:2]  # a Function would take 8 µs more
+    value, statistics, selected = _loss_operator(_in_type_of_e(given), saving_for, call)
+    return value, statistics, *selected  # a Function would take 8 µs more
 
 
 def _may_save(given: Given, call: Call, lse_is_returned: bool) -> bool:
-    """Whether the forward pass may leave tensors: not if their sizes are known only at run time."""
+    """Whether the forward pass may leave tensors: not if their sizes are known only at run time, nor if it selects."""
+    if call.selects:
+        return False
     sizes = *given.e.shape, *given.c.shape
     if torch.compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import has_static_value  # slow to import
@@ -95,7 +99,7 @@ class _Loss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         given, (saving_for, call) = Given(*arguments[:-2]), arguments[-2:]
         compiling, kind = torch.compiler.is_compiling(), None
         handover = None
@@ -110,13 +114,16 @@ class _Loss(torch.autograd.Function):
             left = handover.placeholders(given.e)  # type: ignore[union-attr]
         else:
             value, statistics, left = _loss_operator(rounded, saving_for, call, kind)
+        left, selected = ([], left) if call.selects else (left, [])
+        ctx.mark_non_differentiable(*selected)
         ctx.formed, ctx.kind = bool(left) if compiling else formed, kind if left else None
         ctx.in_place = formed and may_be_overwritten()
         _save(ctx, given if ctx.formed else rounded, (saving_for, call), statistics, left)
-        return value, statistics
+        return value, statistics, *selected
 
     @staticmethod
-    def backward(ctx: Any, of_loss: Tensor | None, of_statistics: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        of_loss, of_statistics, *_ = cotangents  # the selections get none
         of_e, of_c, of_bias, _, _, of_token_weight, *_ = ctx.needs_input_grad
         wanted = [of_e, of_c, of_bias, of_token_weight]
         if torch.compiler.is_compiling() and ctx.saving_for:  # zeros, as lse is not returned
@@ -147,7 +154,7 @@ def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
 
 
 def _save(ctx: Any, given: Given, options: tuple, statistics: Tensor, left: Sequence[Tensor]) -> None:
-    ctx.saving_for, ctx.call = options
+    ctx.saving_for, ctx.call = options[0], options[1].without_selections
     ctx.row_length, ctx.scheduled = given.row_length, None if isinstance(given.scheduled, Tensor) else given.scheduled
     ctx.save_for_backward(*given.tensors, None if ctx.scheduled else given.scheduled, statistics, *left)
     ctx.set_materialize_grads(False)
@@ -283,11 +290,13 @@ class _LossOfFunctions(_Loss):
     jvp = staticmethod(_refuse)
 
     @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return _loss_operator(_in_type_of_e(Given(*arguments[:-2])), *arguments[-2:])[:2]
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
+        value, statistics, selected = _loss_operator(_in_type_of_e(Given(*arguments[:-2])), *arguments[-2:])
+        return value, statistics, *selected
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(*output[2:])
         ctx.formed, ctx.kind, ctx.in_place = False, None, False
         _save(ctx, _in_type_of_e(Given(*inputs[:-2])), inputs[-2:], output[1], [])
 
@@ -317,18 +326,20 @@ def _programs() -> Any:
 
 def _run_loss(given: Given, saving_for: Sequence[bool], call: Call, kind: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     if not given.e.shape[0]:
-        value, statistics = _new_results(given, call)
-        return value.zero_(), statistics, []
+        value, statistics, selected = _new_results(given, call)
+        return value.zero_(), statistics, selected
     programs = _programs()
     if kind is None:
         kind = programs.kind_of_tensors(given.e, given.c, call)
     return programs.loss(kind, given, saving_for)
 
 
-def _new_results(given: Given, call: Call) -> tuple[Tensor, Tensor]:
-    """Uninitialised: the loss and the statistics."""
-    e, shape = given.e, (given.e.shape[0],) if call.reduction == "none" else ()
-    return e.new_empty(shape, dtype=torch.float32), e.new_empty((call.rows, e.shape[0]), dtype=torch.float32)
+def _new_results(given: Given, call: Call) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Uninitialised: the loss, the statistics and the selections."""
+    tokens, new = given.e.shape[0], given.e.new_empty
+    value = new((tokens,) if call.reduction == "none" else (), dtype=torch.float32)
+    selected = [new(shape, dtype=dtype) for shape, dtype in call.selected(tokens)]
+    return value, new((call.rows, tokens), dtype=torch.float32), selected
 
 
 def _loss_arguments(arguments: tuple) -> tuple[Given, Any, Sequence[bool], Call]:
@@ -364,7 +375,8 @@ def _fake_loss(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     if kind is not None and saving_for:
         left = _programs().handover(kind, given, saving_for).placeholders(given.e)
         _traced.add(kind)
-    return *_new_results(given, call), [torch.empty_like(x, memory_format=torch.contiguous_format) for x in left]
+    value, statistics, selected = _new_results(given, call)
+    return value, statistics, selected + [torch.empty_like(x, memory_format=torch.contiguous_format) for x in left]
 
 
 class _Backward(NamedTuple):
@@ -454,6 +466,6 @@ def _(info: Any, in_dims: tuple, *arguments: Any) -> tuple:
         )
         for i in range(info.batch_size)
     ]
-    value, statistics, left = zip(*each, strict=True)
-    assert not any(left)
-    return (torch.stack(value), torch.stack(statistics), []), (0, 0, [])
+    value, statistics, listed = zip(*each, strict=True)
+    selected = [torch.stack(x) for x in zip(*listed, strict=True)]
+    return (torch.stack(value), torch.stack(statistics), selected), (0, 0, [0] * len(selected))

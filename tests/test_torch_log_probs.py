@@ -535,10 +535,11 @@ def test_of_equal_logits_the_lowest_ids_come_first(vocabulary, k, dtype, seed):
     assert torch.equal(found[0], values[:, :k])
 
 
-def test_equal_rows_of_the_classifier(monkeypatch):
+@pytest.mark.parametrize("impl", ["chunked", "torch_compile"])
+def test_equal_rows_of_the_classifier(impl, monkeypatch):
     """Over groups of the vocabulary too."""
     monkeypatch.setattr(chosen, "MOST_COLUMNS", 3)
-    found = linear_log_probs(E, C, T, predicted=True, top_k=5, impl="chunked")
+    found = linear_log_probs(E, C, T, predicted=True, top_k=5, impl=impl)
     assert (found.predicted == 0).all()
     assert (found.top_ids == torch.arange(5)).all()
 

@@ -4,6 +4,7 @@ The plan says what the forward program leaves for the backward program (cce_kern
 pairs of programs runs:
 
     torch_loss, torch_gradients    nothing, exponentials or m is left. The backward program computes the gradients.
+                                   If selections are asked for, torch_loss computes them too, and nothing is left.
     torch_begin, torch_finish      the gradients of S, the sum of the tokens' losses, are left. The loss is a function
                                    of S and of numbers that have no gradient, such as the number of items. So the
                                    backward program multiplies by factor = of_loss · ∂loss/∂S, and adds to dc the part
@@ -27,12 +28,14 @@ from torch import Tensor
 from cce_jax import losses, passes, plans
 from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
 from cce_kernels.residuals import Residuals, shapes_of
+from cce_kernels.selections import Asked, Selections
 from cce_torch.call import Call, Given
 from cce_torch.on_jax import bridge
 from cce_torch.on_jax.kinds import Kind, kind_of_tensors, without_results
 
-# The backward pass chooses between kernels by the number of kept tokens. With these options XLA makes them one CUDA
-# graph, in which the device chooses. Else the host would wait for the number before it launches either kernel.
+# The backward pass chooses between kernels by the number of kept tokens. The program with selections takes as many
+# chunks as these tokens fill. With these options XLA makes one CUDA graph, in which the device decides. Else the host
+# would wait for the number before it launches kernels.
 ON_GPU = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
     "xla_gpu_graph_min_graph_size": 1,
@@ -95,17 +98,21 @@ _made = lru_cache(Wanted)
 
 
 def loss(kind: Kind, given: Given, wanted: Sequence[bool]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The loss, () or (N,), the statistics, both float32, and what is left for the wanted gradients. N ≥ 1."""
+    """The loss, () or (N,), the statistics, both float32, and what is left for the wanted gradients. N ≥ 1.
+
+    If selections are asked for, nothing is left: the selections take its place in the results.
+    """
     tokens, asked = Tokens(kind, given.e.shape[0]), _wanted(wanted)
     left, new = handover_of(kind, tokens.size, given.bias is not None, asked), given.e.new_empty
     whole = kind.call.reduction == "none"
     outputs = [
         new((tokens.size,) if whole else (), dtype=torch.float32),
         new((kind.call.rows, tokens.size), dtype=torch.float32),
-        *(new(shape, dtype=dtype) for shape, dtype in left.leaves),
+        *(new(shape, dtype=dtype) for shape, dtype in (*left.leaves, *kind.call.selected(tokens.size))),
     ]
     program = (_begin_program if left.formed else _loss_program)(kind, tokens.size, asked, len(outputs))
     value, statistics, *tensors = bridge.run(program, tokens.inputs(given, kind.in_memory(given.c)), outputs)
+    tensors = [tokens.cut(x) for x in tensors] if kind.call.selects else tensors
     return tokens.cut(value) if whole else value, tokens.first(statistics), tensors
 
 
@@ -263,11 +270,11 @@ class Problem(NamedTuple):
         terms, vocabulary = self.terms(token_weight), self.kind.vocabulary
         return losses.loss(statistics, terms, self.common, self.num_items, self.kind.loss, vocabulary)[0]
 
-    def results(self, statistics: Statistics, residuals: Residuals) -> tuple[jax.Array, ...]:
-        """The loss; the statistics as an array, 0 for ignored tokens; what is left."""
+    def results(self, statistics: Statistics, others: Residuals | Selections) -> tuple[jax.Array, ...]:
+        """The loss; the statistics as an array, 0 for ignored tokens; the others."""
         value = self.loss(statistics, self.token_weight)
         kept = jnp.where(self.inputs.targets >= 0, stacked(statistics), 0)
-        return value, kept, *jax.tree.leaves(residuals)
+        return value, kept, *jax.tree.leaves(others)
 
     def terms(self, token_weight: jax.Array | None) -> losses.Terms:
         inputs = self.inputs
@@ -339,7 +346,7 @@ def _never_differentiated(*_: Any) -> Any:
 
 
 def options_on(kind: Kind) -> dict[str, Any] | None:
-    """XLA's options for a backward program."""
+    """XLA's options for a program whose loops and branches depend on the number of kept tokens."""
     return ON_GPU if kind.device.platform != "cpu" else None
 
 
@@ -353,9 +360,12 @@ def _loss_program(kind: Kind, size: int, wanted: Wanted | None, count: int) -> C
 
     def torch_loss(*arrays):
         problem = Problem.of(kind, arrays[count:])
+        if kind.call.selects:
+            asked = Asked(kind.call.top_k, kind.call.mean_logit)
+            return problem.results(*passes.numbers_and_selections(problem.inputs, kind.static, asked))
         return problem.results(*passes.forward_pass(problem.inputs, kind.static, wanted))
 
-    return jitted(torch_loss, count)
+    return jitted(torch_loss, count, options_on(kind) if kind.call.selects else None)
 
 
 @lru_cache(maxsize=PROGRAMS)
