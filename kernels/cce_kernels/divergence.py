@@ -180,11 +180,11 @@ def _by_kernels(
         start = jnp.minimum(i * size, tokens - size)  # the last part begins earlier if it is shorter than the others
         part, here, (numbers, dz) = own.part(start, size), jnp.clip(count - start, 0, size), found
 
-        sides = [
+        sides = tuple(
             by.engine.whole_logits(by, Problem(replace(of_side, tokens=size), plan.gpu, inputs), here)
             for (by, of_side), inputs in zip(logits, (part.inputs, part.of_teacher), strict=True)
-        ]
-        given = Pass(*sides, part.inputs.inverse_temperature, None, part.size, beta)
+        )
+        given = Pass(sides[0], sides[1], part.inputs.inverse_temperature, None, part.size, beta)
 
         def run(given: Pass, static: Static, dz: Any = None) -> tuple[list[jax.Array], Any]:
             return passes.engine.divergence_pass(passes, Problem(call, plan.gpu, part.inputs), given, here, dz, static)
@@ -228,7 +228,7 @@ def _by_xla(
     peaks = [jnp.where(jnp.isfinite(peak), peak, 0) for peak in found]
     masses = _sums(*(jnp.exp(divided(x) - peak[:, None]) for x, peak in zip(both, peaks, strict=True)))
     sides = [Whole(x, peak, jnp.log(mass)) for x, peak, mass in zip(both, peaks, masses, strict=True)]
-    given = lax.optimization_barrier(Pass(*sides, own.inputs.inverse_temperature, None, None, beta))
+    given = lax.optimization_barrier(Pass(sides[0], sides[1], own.inputs.inverse_temperature, None, None, beta))
     sums: list[jax.Array] = []
     for k in range(2 if of.kind == "jsd" else 1):  # one after the other: XLA would store what both are made from
         terms = [given.terms(Static(of.kind, True, False, False))[k]]

@@ -98,9 +98,11 @@ def _pass_kernel(how: How, of: Pass, count_ref, start_ref, _, *found_refs, stati
         return Whole(None, loaded(x.largest), loaded(x.log_mass))
 
     beta = None if of.beta is None else of.beta[0]
-    of_token = Pass(norms(of.student), norms(of.teacher), *map(loaded, of[2:5]), beta)
+    inverse, of_student, token_size = map(loaded, of[2:5])
+    of_token = Pass(norms(of.student), norms(of.teacher), inverse, of_student, token_size, beta)
 
     def store(columns, dz) -> None:
+        assert dz_ref is not None
         mask = tile_mask(None, inside(columns, columns_of_dz, size), (1, size))
         plgpu.store(dz_ref.at[tile_index(row + start_ref[0], columns)], dz.astype(dz_ref.dtype), mask=mask)
 
