@@ -145,25 +145,10 @@ def _closes_over_nothing_traced(fn: Any, types: tuple[str, ...], entropy: bool, 
 
 
 def temperature(temperature: Any, e: Any) -> Any:
-    """None where temperature is the number 1. TypeError, or ValueError unless it is positive and broadcasts to e."""
+    """As contract.temperature, with arrays. None where temperature is the number 1."""
     temperature = _array("temperature", temperature)
-    if isinstance(temperature, Real):
-        number = contract.number("temperature", temperature)
-        if number <= 0:
-            raise ValueError(f"temperature must be positive, got {temperature!r}")
-        contract.finite("temperature", number, e.dtype.name)
-        return None if number == 1 else number
-    if not hasattr(temperature, "dtype") or not jnp.issubdtype(temperature.dtype, jnp.floating):
-        kind = getattr(temperature, "dtype", type(temperature).__name__)
-        raise TypeError(f"temperature must be a number or an array of a floating-point type, got {kind}")
-    shape, of_tokens = np.shape(temperature), np.shape(e)[:-1]
-    try:
-        fits = np.broadcast_shapes(shape, of_tokens) == of_tokens
-    except ValueError:
-        fits = False
-    if not fits:
-        raise ValueError(f"temperature {shape} must broadcast to the shape of e without its last axis, {of_tokens}")
-    return temperature
+    number = contract.temperature(temperature, np.shape(e)[:-1], e.dtype.name)
+    return temperature if number is None else None if number == 1 else number
 
 
 def weight(token_weight: Any, e: Any) -> Any:

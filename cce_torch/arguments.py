@@ -18,7 +18,6 @@ OF_TORCH = ("torch_compile", "reference")  # which run without JAX
 PRECISIONS = ("highest", "high", "medium")
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-COLDEST = 2.0**-100  # a temperature below it is raised to it: float32 does not hold the inverse of a smaller one
 REQUIRED, WEIGHTS = ("e", "c", "targets"), ("class_weight", "token_weight")
 
 
@@ -195,23 +194,14 @@ def check_other(name: str, x: Any, function: str) -> None:
 def inverse_temperature(temperature: Any, x: Prepared, function: str) -> Tensor | None:
     """1 / temperature of each token, (N,) at least float32; None for the number 1."""
     tokens, dtype = x.targets.shape, torch.promote_types(x.e.dtype, torch.float32)
+    number = contract.temperature(temperature, tuple(tokens), type_name(x.e))
+    if number is not None:
+        return None if constant(number == 1) else x.e.new_ones(tokens.numel(), dtype=dtype) * (1 / number)
     if not isinstance(temperature, Tensor):
-        check_number("temperature", temperature, function)
-        value = contract.number("temperature", temperature, low=0.0, above=True)
-        if constant(value == 1):
-            return None
-        return x.e.new_ones(tokens.numel(), dtype=dtype) * (1 / max(value, COLDEST))
+        check_other("temperature", temperature, function)
     tensors.check({"temperature": temperature})
     if temperature.requires_grad:
         raise TypeError("temperature gets no gradient, but requires one: pass temperature.detach()")
-    if temperature.is_complex() or temperature.dtype == torch.bool:
-        raise TypeError(f"temperature must be real, got temperature {type_name(temperature)}")
-    shape = tuple(temperature.shape)
-    if len(shape) > len(tokens) or any(n not in (1, m) for n, m in zip(shape[::-1], tokens[::-1], strict=False)):
-        raise ValueError(
-            f"temperature must be a number, or broadcast to the shape of e without its last axis, {tuple(tokens)}, got "
-            f"temperature {shape}"
-        )
     if temperature.device != x.e.device and temperature.numel() != 1:
         raise ValueError(f"all tensors must be on one device, got e {x.e.device}, temperature {temperature.device}")
     inverse = 1 / temperature.to(x.e.device, dtype)

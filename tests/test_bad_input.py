@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import cce_jax
 import cce_torch
 from cce_jax import linear_cross_entropy
 from cce_kernels import contract
@@ -99,6 +100,23 @@ ROWS = [
         r"gradient_tolerance must be a Python number, got .*: write float",
     ),
     ({"class_weight": np.ones(V, np.complex64)}, TypeError, r"class_weight must be real.*complex64"),
+]
+
+
+OF_TEMPERATURE = [
+    (0.0, ValueError, r"temperature=0\.0 must be finite and positive"),
+    (-1, ValueError, r"temperature=-1 must be finite and positive"),
+    (float("inf"), ValueError, r"temperature=inf must be finite and positive"),
+    (float("nan"), ValueError, r"temperature=nan must be finite and positive"),
+    (1e39, ValueError, r"temperature=1e\+39 must be finite in float32, in .* float32 embeddings .*"),
+    ("1", TypeError, r"temperature must be a number or an array, got str"),
+    (None, TypeError, r"temperature must be a number or an array, got NoneType"),
+    (True, TypeError, r"temperature must be a number or an array, got bool"),
+    ([1.0], TypeError, r"temperature must be a number or an array, got list"),
+    (np.ones(2, np.float32), ValueError, r"temperature must .*, \(2, 3\), got temperature \(2,\)"),
+    (np.ones((1, 2, 3), np.float32), ValueError, r"temperature must .*, \(2, 3\), got temperature \(1, 2, 3\)"),
+    (np.ones(3, np.complex64), TypeError, r"temperature must be real, got temperature complex64"),
+    (np.ones(3, bool), TypeError, r"temperature must be real, got temperature bool"),
 ]
 
 
@@ -192,6 +210,28 @@ def test_raises(changed, error, message, call):
     arguments = {"e": E, "c": C, "targets": T, **changed}
     with pytest.raises(error, match=message):
         call(arguments.pop("e"), arguments.pop("c"), arguments.pop("targets"), **arguments)
+
+
+@pytest.mark.parametrize("package", [cce_jax, cce_torch])
+@pytest.mark.parametrize("name", ["linear_log_probs", "linear_token_loss", "linear_divergence"])
+@pytest.mark.parametrize(("temperature", "error", "message"), OF_TEMPERATURE, ids=lambda x: str(x)[:40])
+def test_a_temperature_is_refused_in_the_same_words(package, name, temperature, error, message):
+    make = tensor if package is cce_torch else jnp.asarray
+    arrays = {"linear_divergence": (E, C), "linear_token_loss": (T,), "linear_log_probs": (T,)}[name]
+    fn = (lambda numbers: numbers.log_probs,) if name == "linear_token_loss" else ()
+    temperature = make(temperature) if isinstance(temperature, np.ndarray) else temperature
+    with pytest.raises(error, match=f"^{message}$"):
+        getattr(package, name)(*map(make, (E, C, *arrays)), *fn, temperature=temperature)
+
+
+@pytest.mark.parametrize("package", [cce_jax, cce_torch])
+def test_a_temperature_is_any_array_of_real_numbers(package):
+    make = tensor if package is cce_torch else jnp.asarray
+    run = partial(package.linear_log_probs, *map(make, (E, np.arange(36.0, dtype=np.float32).reshape(V, D), T)))
+    want = np.asarray(run(temperature=2.0).lse)
+    for temperature in (2, np.float32(2), *(make(np.full(s, 2, x)) for s in ((), 3) for x in (np.int32, np.float16))):
+        np.testing.assert_array_equal(run(temperature=temperature).lse, want)
+    assert np.isfinite(np.asarray(run(temperature=1e-50).lse)).all()
 
 
 @pytest.mark.parametrize(("changed", "error", "message"), TORCH_ROWS, ids=lambda x: str(x)[:40])

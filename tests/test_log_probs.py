@@ -279,11 +279,7 @@ def test_a_temperature_has_no_gradient():
 @pytest.mark.parametrize(
     ("error", "given", "words"),
     [
-        (ValueError, {"temperature": 0.0}, "temperature must be positive, got 0.0"),
-        (ValueError, {"temperature": float("nan")}, "temperature"),
-        (ValueError, {"temperature": jnp.ones(3)}, r"temperature \(3,\) must broadcast"),
-        (TypeError, {"temperature": jnp.ones((2, 5), int)}, "temperature must be a number or an array of a floating"),
-        (TypeError, {"temperature": "hot"}, "temperature must be .* got str"),
+        (ValueError, {"temperature": 0.0}, r"temperature=0\.0 must be finite and positive"),
         (ValueError, {"entropy": "yes"}, "entropy"),
         (TypeError, {"ids": np.zeros((2, 5, 3))}, "ids must be an array of an integer type, got float64"),
         (ValueError, {"ids": np.zeros((2, 5), int)}, r"ids \(2, 5\) must have the shape of e"),

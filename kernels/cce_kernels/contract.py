@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
+from typing import Any
 
 from cce_kernels.default_budget import MEMORY_BUDGET
 
@@ -31,6 +32,7 @@ def choice(name: str, value: object, allowed: Sequence[object]) -> None:
 
 LARGEST = sys.float_info.max
 LARGEST_FLOAT32 = (2 - 2.0**-23) * 2.0**127
+COLDEST = 2.0**-100  # a temperature below it is raised to it: float32 does not hold the inverse of a smaller one
 LARGEST_SOFTCAP = 2.0**100  # a softcap this large changes no logit: softcap · tanh(z / softcap) rounds to z
 
 
@@ -106,6 +108,28 @@ def softcap(value: object) -> float | None:
     if cap is None or cap >= LARGEST_SOFTCAP:
         return None
     return max(cap, 1 / LARGEST_SOFTCAP)
+
+
+def temperature(value: Any, tokens: Shape, dtype: str) -> float | None:
+    """temperature as a float. None for an array: its type and shape are checked, and its values are not read.
+
+    tokens: the shape of e without its last axis. dtype: of e.
+    """
+    if type(value) is float or (isinstance(value, Real) and not isinstance(value, bool)):
+        x = number("temperature", value, low=0.0, above=True)
+        finite("temperature", x, dtype)
+        return max(x, COLDEST)
+    if not hasattr(value, "shape"):
+        raise TypeError(f"temperature must be a number or an array, got {type(value).__name__}")
+    kind, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
+    if not kind.startswith(("float", "bfloat", "int", "uint")):
+        raise TypeError(f"temperature must be real, got temperature {kind}")
+    if len(shape) > len(tokens) or any(n not in (1, m) for n, m in zip(shape[::-1], tokens[::-1], strict=False)):
+        raise ValueError(
+            f"temperature must be a number, or broadcast to the shape of e without its last axis, {tokens}, got "
+            f"temperature {shape}"
+        )
+    return None
 
 
 def gradient_tolerance(value: object) -> float:
