@@ -54,7 +54,15 @@ class TokenFunction:
         if not len(numbers.lse):
             return numbers.lse
         nodes = set() if torch.compiler.is_compiling() else {x.grad_fn for x in numbers if x is not None}
-        found = self.fn(numbers, *(x[rows] for x in self.arguments))
+        given = [x[rows] for x in self.arguments]
+        versions = _versions(given)
+        found = self.fn(numbers, *given)
+        for k, (before, after) in enumerate(zip(versions, _versions(given), strict=True)):
+            if before != after:
+                raise ValueError(
+                    f"fn must be pure, and it changed argument {k} in place: write x = x.clamp(...), say, for "
+                    "x.clamp_(...)"
+                )
         if not isinstance(found, Tensor):
             raise TypeError(
                 f"fn must return a torch.Tensor, the loss of each token; it returned {type(found).__name__}"
@@ -69,6 +77,11 @@ class TokenFunction:
         if found.requires_grad and not torch.compiler.is_compiling():
             _refuse_other_leaves(found, nodes)
         return found.to(numbers.lse.dtype)
+
+
+def _versions(given: Sequence[Tensor]) -> list[int]:
+    """How often each tensor was changed in place. None is counted in inference mode and under torch.compile."""
+    return [] if torch.compiler.is_compiling() else [0 if x.is_inference() else x._version for x in given]
 
 
 def _refuse_other_leaves(found: Tensor, nodes: set[Any]) -> None:

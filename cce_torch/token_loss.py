@@ -74,8 +74,8 @@ def linear_token_loss(
       The loss, float32 (float64 for float64 inputs): a scalar; for reduction="none" a tensor.
 
     Raises:
-      ValueError: shapes or devices do not fit, an option is out of its range, or, with check_targets, a target is out
-        of range.
+      ValueError: shapes or devices do not fit, an option is out of its range, fn changes an argument in place, or, with
+        check_targets, a target is out of range.
       TypeError: a tensor has a wrong type, fn is not callable, or an argument of fn, or a tensor that fn closes over,
         requires a gradient.
       NotImplementedError: the impl does not run on this device.

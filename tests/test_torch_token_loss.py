@@ -432,6 +432,22 @@ def test_bad_input(changed, error, message):
         linear_token_loss(*given_, *options.pop("arguments", ()), **options)
 
 
+@pytest.mark.parametrize("impl", ["chunked", "reference"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("argument", [torch.ones(2, 3), torch.ones(3)], ids=["as it is", "broadcast"])
+def test_fn_must_not_change_an_argument_in_place(argument, reduction, impl):
+    """Whether the caller's tensor changes depends on the way that runs: on some, fn gets a copy."""
+
+    def fn(numbers, pure, x):
+        return numbers.log_probs * x.mul_(2)
+
+    run = partial(linear_token_loss, E.clone().requires_grad_(), C, T, reduction=reduction, impl=impl)
+    with pytest.raises(ValueError, match="fn must be pure, and it changed argument 1 in place"):
+        run(fn, torch.ones(()), argument.clone())
+    with torch.inference_mode():
+        assert run(times, argument.clone()).isfinite().all()
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("leaf", [LEAF, torch.nn.Linear(1, 1)], ids=["tensor", "module"])
 def test_a_tensor_that_fn_closes_over_must_need_no_gradient(leaf, reduction):
