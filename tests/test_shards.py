@@ -212,7 +212,7 @@ def in_chunks(x: Problem, bounds, impl, gpu, size: int) -> dict[str, np.ndarray]
                 begun = Residuals(dc=total, steps=steps, last=left)
                 dc.append(finish(begun, jnp.float32(1), own.lse > 0, plan).c)
             sums[k] = total, steps, bias + dbias if inputs.bias is not None else 0.0
-        de.append(sum(parts))
+        de.append(sum(part.values for part in parts))
     live = np.asarray(inputs.targets) >= 0
     restored = jax.tree.map(lambda *parts: kept.restored(jnp.concatenate(parts)), *numbers)
     result = {
