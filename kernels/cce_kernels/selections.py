@@ -4,19 +4,21 @@ For a chunk of tokens at a time XLA's matmul gives the logits (n, V), at least f
 the largest logit of each block of columns, then for the sums. The logits of targets and ids are looked up.
 
 XLA finds the k largest of a row by sorting the whole row. But the k blocks with the largest maxima hold the k largest
-logits. So only the blocks' maxima are sorted, and then the columns of these k blocks; and where one of the two is still
-long, it is cut into blocks itself.
+logits. So only the blocks' maxima are sorted, and then the columns of these k blocks. Where these columns are still
+many, each block is cut into smaller ones, of which k are taken in the same way.
 
-Order: a larger logit comes first, and among equals the lower id. This is a total order. The blocks are ordered by their
-maxima, and among equals the earlier one comes first: that is the order of the blocks' first elements. An element of a
-block after the k-th comes after the first elements of k blocks, and so it is not among the k first. So ties keep the
-lowest ids.
+Order: a larger logit comes first, and among equals the lower id. This is a total order. Blocks are ordered by their
+maxima, and among equals the one with the lower ids comes first. Let B be a block that is not among the first k, and x a
+logit of B. Each of the first k blocks has a maximum that is larger than x, or equal to x with a lower id. So x is not
+among the k largest, and ties keep the lowest ids.
 
 A NaN logit counts as −inf. A token whose logits are all NaN so has the ids 0 to k − 1; its lse is NaN.
 Held at a time: the logits of a chunk, before and after the head's functions.
 """
 
+import itertools
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import jax
@@ -29,6 +31,7 @@ from cce_kernels.numbers import Inputs, Statistics
 from cce_kernels.tokens import Kept, in_chunks
 
 MULTIPLE = 128  # tokens: of a chunk, if it has so many
+TURN = 1024  # the kernels that look into blocks once take as long as to sort so many elements of a row
 LEAST, MOST = 8, 512  # tokens of a chunk, whatever the budget: larger chunks are no faster
 
 
@@ -74,69 +77,74 @@ def numbers_and_selections(
 
 
 def largest(z: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """The k largest elements of each row of z (n, V) and their columns, (n, k)."""
-    z, width = jnp.where(jnp.isnan(z), -jnp.inf, z), 1 if k == 1 else _block(z.shape[1], k)
-    return _largest(z, z if width == 1 else _peaks(z, width), width, k)
+    """The k largest elements of each row of z (n, V) and their columns, (n, k). k ≥ 1."""
+    (rows, columns), widths = z.shape, _widths(z.shape[1], k)
+    keys = _smallest(_key(z), widths[0])
+    keys, ids = _first(keys, lax.broadcasted_iota(jnp.int32, keys.shape, 1), k)
+    ids *= widths[0]
+    for width, part in itertools.pairwise(widths):
+        ids = (ids[:, :, None] + jnp.arange(0, width, part, dtype=jnp.int32)).reshape(rows, -1)
+        ids = lax.optimization_barrier(ids)  # else one kernel makes ids and keys, and XLA copies both before it sorts
+        inside = (ids[:, :, None] + jnp.arange(part, dtype=jnp.int32)).reshape(rows, -1)
+        candidates = jnp.where(inside < columns, _key(_at(z, jnp.minimum(inside, columns - 1))), jnp.inf)
+        keys, ids = _first(_smallest(candidates, part), ids, k)
+    return -keys, ids
 
 
 def ordered(z: jax.Array, ids: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """The first k of (z, ids), (n, m) each: a larger z first, and among equals the lower id.
+    """The first k of (z, ids), (n, m) each: a larger z first, and among equals the lower id."""
+    keys, ids = _first(-z, ids, k)
+    return -keys, ids
+
+
+def _first(keys: jax.Array, ids: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """The first k of (keys, ids), (n, m) each: a smaller key first, and among equals the lower id.
 
     Both are keys of the sort, so that nothing depends on whether lax.top_k is stable on a device.
     """
-    z, ids = lax.sort((-z, ids), num_keys=2)
-    return -z[:, :k], ids[:, :k]
+    if k == 1:
+        least = jnp.min(keys, axis=1, keepdims=True)
+        return least, jnp.min(jnp.where(keys == least, ids, jnp.iinfo(ids.dtype).max), axis=1, keepdims=True)
+    keys, ids = lax.sort((keys, ids), num_keys=2)
+    return keys[:, :k], ids[:, :k]
 
 
 def _of_logits(z: jax.Array, inputs: Inputs, asked: Asked, with_mean: bool) -> tuple[Statistics, Selections]:
-    width, comparable = _block(z.shape[1], asked.top_k), jnp.where(jnp.isnan(z), -jnp.inf, z)
-    peaks = comparable if width == 1 else _peaks(comparable, width)
-    peaks = lax.optimization_barrier(peaks)  # else XLA reads all logits once more for the largest of a row
-    peak = jnp.max(peaks, axis=1)
+    top = largest(z, asked.top_k) if asked.top_k else (None, None)
+    peak = jnp.max(jnp.where(jnp.isnan(z), -jnp.inf, z), axis=1) if top[0] is None else top[0][:, 0]
     peak = jnp.where(jnp.isfinite(peak), peak, 0)
     mass, moment = mass_and_moment(z, peak)
     mean = moment / jnp.where(mass == 0, 1, mass) if with_mean else None
     target = _picked(z, inputs.targets[:, None])[:, 0]
     ids = None if inputs.ids is None else _picked(z, jnp.where(inputs.targets[:, None] < 0, -1, inputs.ids))
-    top = _largest(comparable, peaks, width, asked.top_k) if asked.top_k else (None, None)
     numbers = Statistics(peak + jnp.log(mass), target, None, mean, ids)
     return numbers, Selections(*top, jnp.mean(z, axis=1) if asked.mean_logit else None)
 
 
-def _largest(z: jax.Array, peaks: jax.Array, width: int, k: int) -> tuple[jax.Array, jax.Array]:
-    """`largest`, without NaN. peaks: the largest of each block of `width` columns, (n, blocks)."""
-    rows, columns = z.shape
-    if width == 1 and k == 1:
-        best = jnp.argmax(z, axis=1)[:, None].astype(jnp.int32)
-        return _at(z, best), best
+def _key(z: jax.Array) -> jax.Array:
+    """−z, which orders logits; ∞ for NaN."""
+    return jnp.where(jnp.isnan(z), jnp.inf, -z)
+
+
+def _smallest(keys: jax.Array, width: int) -> jax.Array:
+    """The smallest key of each block of columns, (n, blocks)."""
     if width == 1:
-        return ordered(z, jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), z.shape), k)
-    _, blocks = largest(peaks, k)
-    # The blocks in their order, so that of equal candidates the first wins.
-    first = (blocks if k == 1 else jnp.sort(blocks, axis=1)) * width
-    ids = (first[:, :, None] + jnp.arange(width, dtype=jnp.int32)).reshape(rows, -1)
-    # Columns that the last block lacks come last in the order: they are −inf, and their ids are the highest.
-    candidates = jnp.where(ids < columns, _at(z, jnp.minimum(ids, columns - 1)), -jnp.inf)
-    top, at = largest(candidates, k)
-    return top, _at(ids, at)
+        return keys
+    keys = jnp.pad(keys, ((0, 0), (0, -keys.shape[1] % width)), constant_values=jnp.inf)
+    return jnp.min(keys.reshape(len(keys), -1, width), axis=2)
 
 
-def _peaks(z: jax.Array, width: int) -> jax.Array:
-    """The largest element of each block of columns, (n, blocks)."""
-    rows, columns = z.shape
-    blocks = -(-columns // width)
-    z = jnp.pad(z, ((0, 0), (0, blocks * width - columns)), constant_values=-jnp.inf)
-    return jnp.max(z.reshape(rows, blocks, width), axis=2)
+@lru_cache
+def _widths(columns: int, k: int) -> tuple[int, ...]:
+    """The widths of the blocks in turn, of which the last is 1: those with the least to sort and the fewest turns."""
 
+    def cost(widths: tuple[int, ...]) -> int:
+        sizes = -(-columns // widths[0]), *(k * width // part for width, part in itertools.pairwise(widths))
+        return sum(2 ** (size - 1).bit_length() for size in sizes) + TURN * len(sizes)  # XLA sorts a power of two
 
-def _block(columns: int, k: int) -> int:
-    """The width of blocks: the power of two that leaves the fewest elements; 1 if these are not half as many."""
-
-    def left(width: int) -> int:
-        return -(-columns // width) + k * width
-
-    width = min((2**n for n in range(1, 10)), key=left)
-    return width if left(width) <= columns // 2 else 1
+    powers = [2**n for n in range(10, 0, -1)]
+    choices = ((*x, 1) for n in range(4) for x in itertools.combinations(powers, n))
+    return min(choices, key=lambda widths: (cost(widths), widths))
 
 
 def _picked(z: jax.Array, columns: jax.Array) -> jax.Array:
