@@ -1,7 +1,7 @@
 """Divergences as one PyTorch operator, opaque to torch.compile, and the autograd rule around it.
 
-For a scalar the forward pass forms the gradients, up to the cotangent, and the backward pass multiplies them by it,
-where their last part is added. So they are rounded as those of the loss (cce_torch/on_jax/programs.py).
+For a scalar the forward pass forms the gradients, up to the cotangent, de in float32, and the backward pass multiplies
+them by it, where their last part is added. So the cotangent adds no rounding.
 
 Under torch.compile, and where PyTorch computes alone, the operator `cce_torch::divergence` returns the weighted sum,
 the numbers of each token, and finished gradients; the backward pass multiplies these. For a loss per token, and under
@@ -155,7 +155,7 @@ def _placeholders(given: Given, how: How, forming: Sequence[bool], way: Any) -> 
 
     if way is not None:
         return [
-            new(given.e.shape if forming[0] else (0,), given.e.dtype),
+            new(given.e.shape if forming[0] else (0,), _programs().left_de_dtype(way)),
             *in_forward.programs().leaves_of(way.new(new)),
         ]
     each = zip(given, forming, _types(given, how), strict=False)
@@ -166,14 +166,15 @@ def _added(
     way: Any, of_value: Tensor, saved: Sequence[Tensor], options: tuple, in_place: bool
 ) -> tuple[Tensor | None, ...]:
     """The gradients, from what the forward pass left."""
-    (weight, factor), (de, *left), (_, _, types, wanted) = saved[:2], saved[5:], options
+    (weight, factor, e), (de, *left), (_, _, types, wanted) = saved[:3], saved[5:], options
     factors = of_value if ops.is_batched(of_value) else None
     if factors is not None:  # the programs take no such tensor, and the gradients are linear in it
         of_value, in_place = torch.ones_like(factor), False
     factor, residuals = factor * of_value, way.residuals(left)
-    of_row = factor if residuals.units is None else factor * residuals.units[: len(weight)]
-    of_token = torch.where(weight != 0, of_row, 0)[:, None]  # an infinite cotangent times 0 is NaN
-    of_e = torch.mul(de, of_token, out=de if in_place else torch.empty_like(de)) if wanted[0] else None
+    of_token = torch.where(weight != 0, factor, 0)[:, None]  # an infinite cotangent times 0 is NaN
+    of_e = None
+    if wanted[0]:
+        of_e = torch.mul(de, of_token, out=de if in_place and de.dtype == e.dtype else torch.empty_like(e))
     of_c, of_bias = in_forward.programs().finish(way, residuals, factor, wanted, in_place)
     found = of_e, of_c, None if of_bias is None else of_bias.to(types[2])
     if factors is None:

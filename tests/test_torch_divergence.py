@@ -169,7 +169,7 @@ class TestAutograd:
 
     def test_a_cotangent_adds_no_rounding(self, impl):
         """Where PyTorch computes alone, the gradients are finished before: it rounds them once more."""
-        x = given(torch.bfloat16, impl=impl, token_weight=torch.arange(40) % 3.0)
+        x = given(torch.bfloat16, impl=impl, divergence="reverse_kl", token_weight=torch.arange(40) % 3.0)
         exact = {k: y.detach().double().requires_grad_(y.requires_grad) for k, y in x.items() if isinstance(y, Tensor)}
         want = gradients(x | exact | {"impl": "reference"}, 0.7)
         for found, y in zip(gradients(x, 0.7), want, strict=True):

@@ -116,6 +116,12 @@ def _way(key: Distilled, size: int) -> Way:
     return Way(key.kind, plans.plan_for(shapes, key.core, key.wanted, one_factor=True))
 
 
+def left_de_dtype(way: Way) -> torch.dtype:
+    """The type of de in what is left."""
+    found: torch.dtype = getattr(torch, way.plan.call.left_de_dtype)
+    return found
+
+
 def begin(
     way: Way, given: Given, how: How, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor]]:
@@ -125,7 +131,7 @@ def begin(
     x = _Problem(given, how, wanted)
     outputs, new = x.numbers(given), given.e.new_empty
     if wanted[0]:
-        outputs.append(new((x.tokens.size, given.e.shape[1])))
+        outputs.append(new((x.tokens.size, given.e.shape[1]), dtype=left_de_dtype(way)))
     outputs += leaves_of(way.new(lambda shape, dtype: new(shape, dtype=dtype)))
     found = iter(bridge.run(_begin_program(x.key, x.tokens.size, len(outputs)), x.inputs(given), outputs))
     first = (next(found) if w else None for w in (True, how.entropy, wanted[0]))

@@ -61,11 +61,20 @@ class Call:
         return self.sum_dtype if self.wide_de else self.dtype
 
     @property
+    def left_de_dtype(self) -> str:
+        """The type of de between the forward and the backward pass.
+
+        A divergence's dz has a rounding error of the size of the result's own, as terms of both signs cancel. A third
+        one, for a factor that comes later, would be too much.
+        """
+        return self.sum_dtype if self.teacher_width else self.de_dtype
+
+    @property
     def divides_de(self) -> bool:
         """Whether the forward pass divides each row of de by a number (gradients.divided): float16 may not hold a row
         before the backward pass multiplies it by its factor.
         """
-        return self.one_factor and self.de_dtype == "float16"
+        return self.one_factor and self.left_de_dtype == "float16"
 
     @property
     def dc_dtype(self) -> str:
@@ -78,6 +87,10 @@ class Call:
     @property
     def de_itemsize(self) -> int:
         return ITEMSIZE[self.de_dtype]
+
+    @property
+    def left_de_itemsize(self) -> int:
+        return ITEMSIZE[self.left_de_dtype]
 
     @property
     def dc_itemsize(self) -> int:

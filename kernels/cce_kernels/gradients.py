@@ -113,12 +113,12 @@ def divided(de: jax.Array, call: Call) -> De:
     the units a number could become inf or 0 in float16, although its product with the factor is neither.
     """
     if not call.divides_de:
-        return De(de.astype(call.de_dtype), None)
+        return De(de.astype(call.left_de_dtype), None)
     largest = jnp.max(jnp.abs(de), axis=1)
     largest = jnp.where(jnp.isfinite(largest), jnp.maximum(largest, SMALLEST_ROW), FLOAT16_LARGEST)
     bits = lax.bitcast_convert_type(largest, jnp.int32) & OF_EXPONENT
     units = lax.bitcast_convert_type(bits, jnp.float32) / FLOAT16_LARGEST
-    return De((de / units[:, None]).astype(call.de_dtype), units)
+    return De((de / units[:, None]).astype(call.left_de_dtype), units)
 
 
 def fitted(cotangents: Cotangents, inputs: Inputs) -> tuple[Cotangents, jax.Array | None]:

@@ -175,7 +175,7 @@ def over_chunks(
     de: Any = None  # until all rows are there: De
     if wanted.e:
         units = jnp.zeros(rows_of_de, wide) if call.divides_de else None
-        de = De(jnp.zeros((rows_of_de, width), call.de_dtype), units)
+        de = De(jnp.zeros((rows_of_de, width), call.left_de_dtype), units)
     dbias = jnp.zeros((vocabulary,), wide) if wanted.bias else None
     formed = Residuals(de=de, dc=dc, steps=steps, dbias=dbias)
     if how.chunks.whole:

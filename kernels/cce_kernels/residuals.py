@@ -64,7 +64,7 @@ def shapes_of(plan: Plan) -> Residuals:
         last = Left(left, array(rows, call.width), unit, array(1, dtype=jnp.int32), kept)
         steps = array(*steps_shape(call.vocabulary, call.width, how.chunks.block), dtype=jnp.float32)
     return Residuals(
-        de=array(call.tokens, call.width, dtype=call.de_dtype) if wanted.e else None,
+        de=array(call.tokens, call.width, dtype=call.left_de_dtype) if wanted.e else None,
         dc=array(*size, dtype=jnp.int16 if rows else wide) if wanted.c else None,
         steps=steps,
         dbias=array(call.vocabulary, dtype=wide) if wanted.bias else None,

@@ -163,7 +163,7 @@ class Bytes:
 
     def of_de(self, tokens: int) -> int:
         """What an element of de of a chunk of so many tokens holds: partial sums, and their sum."""
-        return (self.sums_of_de(tokens) + self.call.de_itemsize) * self.call.wants.e
+        return (self.sums_of_de(tokens) + self.call.left_de_itemsize) * self.call.wants.e
 
     def of_teacher(self, columns: int) -> int:
         """What a token of a chunk holds more beside a teacher: its logits, and some copies of a row of the teacher.
@@ -179,17 +179,20 @@ class Bytes:
 
         A chunk, the numbers of all tokens, the steps of dc, de with its kept rows first, and a de for any cotangents,
         which is no result yet. What is left of the last chunk is a result of the forward pass. XLA lays the other
-        chunks into its memory, unless they are larger.
+        chunks into its memory, unless they are larger. It does not either where two chunks have parts, and no loop.
         """
         call, tokens, columns = self.call, max(chunks.size, chunks.last), saved_shape(1, self.call.vocabulary)[1]
         steps = 4 * math.prod(steps_shape(call.vocabulary, call.width, chunks.block)) * (chunks.last > 0)
         of_de = chunks.rows_of_de(call.tokens)
-        moved = call.de_itemsize * of_de * call.width * (call.wants.e and of_de != call.tokens)
+        moved = call.left_de_itemsize * of_de * call.width * (call.wants.e and of_de != call.tokens)
         moved += 0 if call.one_factor else call.itemsize * call.tokens * call.width
-        moved += call.itemsize * chunks.last * (columns + call.width) * (chunks.last < chunks.size)
+        if call.wants.e and call.left_de_itemsize > call.de_itemsize:  # it is no result, nor in the memory of one
+            moved += call.left_de_itemsize * call.tokens * call.width
+        apart = chunks.last < chunks.size or (self.most_logits and chunks.whole == 1)
+        moved += call.itemsize * chunks.last * (columns + call.width) * bool(apart)
         if self.stores and call.wants.e and call.wants.c and not chunks.last:
             # XLA gives de of all tokens no memory of a result here. It may take that of the sums.
-            moved += call.width * max(call.de_itemsize * of_de - self.sums_of_de(tokens) * tokens, 0)
+            moved += call.width * max(call.left_de_itemsize * of_de - self.sums_of_de(tokens) * tokens, 0)
         by_xla = not self.stores or call.wants.bias or (call.wants.e and self.de_by_xla(tokens))
         workspace = WORKSPACE * (self.gpu is not None and by_xla) + 12 * call.vocabulary * call.wants.bias
         workspace += call.itemsize * call.vocabulary * call.width * self._pads(tokens)  # a copy of c
