@@ -333,7 +333,7 @@ def assert_split(case: Case, stops: tuple[int, ...], impl: str, dtype: str = "fl
 def check_vocab_parallel_drawn() -> None:
     """Cases, types, layouts, ignored tokens and where the processes' rows end, drawn."""
     rng, processes = np.random.default_rng(dist.get_world_size()), dist.get_world_size()
-    for draw in range(12):
+    for draw in range(8):
         case = CASES[rng.integers(len(CASES))]
         vocabulary = case.vocabulary
         stops = *sorted(int(x) for x in rng.integers(0, vocabulary + 1, processes - 1)), vocabulary
@@ -625,7 +625,7 @@ def check_dtensors() -> None:
         "class_weight": everywhere[:2],
     }
     cases = [x for x in CASES if int(x.options.get("shift", 0)) <= 1]
-    for draw in range(20):
+    for draw in range(14):
         leading, vocabulary = ((5, 7), (2, 9), (1, 3))[draw % 3], int(rng.choice((203, 37, 5)))
         case = dataclasses.replace(cases[draw % len(cases)], leading=leading, vocabulary=vocabulary)
         mesh = meshes[rng.integers(2)]

@@ -56,7 +56,7 @@ def options_of(draw) -> dict:
     return options
 
 
-@DRAWS(max_examples=13)
+@DRAWS(max_examples=8)
 @hypothesis.given(
     layouts(),
     options_of(),
@@ -74,7 +74,7 @@ def test_drawn(drawn, options, impl, dtype, arrays, rows, memory_budget):
     compare(case, layout, mode, impl, dtype, axis, memory_budget=memory_budget)
 
 
-@DRAWS(max_examples=3)
+@DRAWS(max_examples=2)
 @hypothesis.given(layouts(), st.sampled_from(["cce", "chunked"]), st.integers(0, 1))
 def test_drawn_float32_parameters_beside_16_bits(drawn, impl, vocab_axis):
     """dz is rounded to 16 bits, of which some fall differently where sums are split; the gradients are not."""

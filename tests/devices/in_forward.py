@@ -183,13 +183,13 @@ def check(drawn, formed, impl: str) -> None:
             assert x.sharding.is_equivalent_to(leaves[name].sharding, x.ndim), name
 
 
-@DRAWS(max_examples=10)
+@DRAWS(max_examples=8)
 @hypothesis.given(calls())
 def test_drawn(formed, drawn):
     check(drawn, formed, "chunked")
 
 
-@DRAWS(max_examples=9)
+@DRAWS(max_examples=5)
 @hypothesis.given(calls(dtypes=("bfloat16",), rows=(8,)))
 def test_drawn_with_kernels(formed, drawn):
     """In Pallas' interpreter; exponentials are stored unless there is a softcap beside label smoothing."""

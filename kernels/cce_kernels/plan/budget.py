@@ -172,7 +172,8 @@ class Bytes:
         """
         call = self.call
         blocks = (0 if self.stores else 1) if self.gpu is not None else OF_TEACHER_ON_CPU
-        return blocks * call.sum_itemsize * columns + 4 * call.sum_itemsize * call.teacher_width
+        rows = 2 if self.stores else 4
+        return blocks * call.sum_itemsize * columns + rows * call.sum_itemsize * call.teacher_width
 
     def of_chunks(self, chunks: Chunks) -> int:
         """What is held where the forward pass forms the gradients in these chunks.
@@ -187,7 +188,7 @@ class Bytes:
         moved = call.left_de_itemsize * of_de * call.width * (call.wants.e and of_de != call.tokens)
         moved += 0 if call.one_factor else call.itemsize * call.tokens * call.width
         if call.wants.e and call.left_de_itemsize > call.de_itemsize:  # it is no result, nor in the memory of one
-            moved += call.left_de_itemsize * call.tokens * call.width
+            moved += (call.left_de_itemsize - call.de_itemsize) * call.tokens * call.width
         apart = chunks.last < chunks.size or (self.most_logits and chunks.whole == 1)
         moved += call.itemsize * chunks.last * (columns + call.width) * bool(apart)
         if self.stores and call.wants.e and call.wants.c and not chunks.last:
