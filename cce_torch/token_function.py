@@ -60,8 +60,8 @@ class TokenFunction:
         for k, (before, after) in enumerate(zip(versions, _versions(given), strict=True)):
             if before != after:
                 raise ValueError(
-                    f"fn must be pure, and it changed argument {k} in place: write x = x.clamp(...), say, for "
-                    "x.clamp_(...)"
+                    f"fn must be pure, and it changed argument {k} in place: for example, write x.clamp(...) in place "
+                    "of x.clamp_(...)"
                 )
         if not isinstance(found, Tensor):
             raise TypeError(

@@ -20,7 +20,7 @@ from cce_kernels.default_budget import default_budget
 from cce_kernels.device import H200
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
-from cce_kernels.plan import Plan, choose, plan_of
+from cce_kernels.plan import Chunks, Plan, choose, plan_of
 from tests.held import MIB, available, held, twins
 from tests.search import calls
 
@@ -428,24 +428,74 @@ def test_selections_hold_the_logits_of_a_chunk(shape):
     assert held(lambda *x: linear_log_probs(*x, **asked), e, c, targets).bytes <= budget
 
 
-OF_TEACHER = (("bfloat16", "jsd", True, 2**30), ("float16", "reverse_kl", False, 640 * MIB))
+@dataclass(frozen=True)
+class Distilled:
+    """A divergence from a teacher. The sizes are the student's, and then the teacher's width."""
+
+    tokens: int = 5001
+    width: int = 768
+    vocabulary: int = 65536
+    of_teacher: int = 1024
+    dtype: str = "bfloat16"
+    type_of_teacher: str = "bfloat16"
+    axes: tuple[Literal[0, 1], Literal[0, 1]] = (0, 0)
+    kind: divergence.Kind = "jsd"
+    bias: bool = False
+    memory_budget: int = 2**30
+
+    @classmethod
+    def drawn(cls, seed: int) -> "Distilled":
+        draw = random.Random(seed)
+        width, of_teacher = (128 * draw.randint(2, 16) for _ in range(2))
+        of_teacher *= draw.choice([1, 1, 4])
+        vocabulary = draw.randint(20_000, 90_000)
+        types = draw.choice(["bfloat16", "bfloat16", "float16"]), draw.choice(["bfloat16", "float16", "float32"])
+        axes: Any = draw.randint(0, 1), draw.randint(0, 1)
+        kind: Any = draw.choice(["forward_kl", "reverse_kl", "jsd"])
+        sizes = draw.randint(1500, 9000), width, vocabulary, of_teacher
+        return cls(*sizes, *types, axes, kind, draw.random() < 0.3, int(2 ** draw.uniform(28, 30.5)))
+
+    def plan(self, chunks: Chunks | None = None) -> Plan:
+        sizes, wanted = (self.tokens, self.width, self.vocabulary), Wanted(True, True, self.bias)
+        head = Head(None, self.axes[0])
+        call = Planned(*sizes, self.dtype, head, self.bias, False, wanted, self.memory_budget)
+        call = replace(call, one_factor=True, teacher_width=self.of_teacher)
+        return plan_of(call, H200, "auto", chunks=chunks)
+
+    def held(self, plan: Plan, function: Any = divergence.formed) -> int:
+        def side(width: int, dtype: str, axis: int, bias: bool) -> divergence.Side:
+            def array(*shape: int) -> Any:
+                return jax.ShapeDtypeStruct(shape, dtype)
+
+            c = array(*(self.vocabulary, width)[:: 1 - 2 * axis])
+            return divergence.Side(array(self.tokens, width), c, array(self.vocabulary) if bias else None)
+
+        student = side(self.width, self.dtype, self.axes[0], self.bias)
+        teacher = side(self.of_teacher, self.type_of_teacher, self.axes[1], False)
+        weight, beta = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((self.tokens,), ()))
+        how = divergence.Divergence(self.kind, Head(30.0, self.axes[1]), entropy=True)
+        return held(partial(function, of=how, plan=plan), divergence.Given(student, teacher, weight, None, beta)).bytes
 
 
-@pytest.mark.parametrize(("dtype", "kind", "bias", "memory_budget"), OF_TEACHER)
-def test_a_divergence_holds_what_its_plan_says(dtype, kind, bias, memory_budget):
+OF_TEACHER = Distilled(bias=True), Distilled(dtype="float16", kind="reverse_kl", memory_budget=640 * MIB)
+
+
+@pytest.mark.parametrize("x", OF_TEACHER, ids=lambda x: x.dtype)
+def test_a_divergence_holds_what_its_plan_says(x):
     """The logits of a chunk for both, dz, and no other array of that size."""
-    tokens, width, of_teacher, vocabulary = 5001, 768, 1024, 65536
-    wanted = Wanted(True, True, bias)
-    asked = (tokens, width, vocabulary, dtype, Head(), bias, False, wanted, memory_budget)
-    plan = plan_of(Planned(*asked, one_factor=True, teacher_width=of_teacher), H200, "auto")
+    plan = x.plan()
+    assert plan.held / 2 < x.held(plan) <= plan.held <= x.memory_budget
 
-    def array(*shape, of=dtype):
-        return jax.ShapeDtypeStruct(shape, of)
 
-    student = array(tokens, width), array(vocabulary, width), array(vocabulary) if bias else None
-    teacher = array(tokens, of_teacher), array(vocabulary, of_teacher)
-    numbers = array(tokens, of="float32"), None, array(of="float32")
-    given = divergence.Given(divergence.Side(*student), divergence.Side(*teacher), *numbers)
-    how = divergence.Divergence(kind, Head(softcap=30.0), entropy=True)
-    found = held(partial(divergence.formed, of=how, plan=plan), given)
-    assert plan.held / 2 < found.bytes <= plan.held <= memory_budget
+@pytest.mark.parametrize("function", [divergence.formed, divergence.begin])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_drawn_divergence_holds_no_more_than_its_plan_says(seed, function):
+    x = Distilled.drawn(seed)
+    plan = x.plan()
+    assert x.held(plan, function) <= plan.held, x
+
+
+def test_two_chunks_of_a_divergence_hold_no_more_than_their_plan_says():
+    x = Distilled()
+    plan = x.plan(Chunks(1, 2560, 2560, 256))
+    assert x.held(plan) <= plan.held

@@ -84,11 +84,15 @@ def by_sorting(z: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     return np.take_along_axis(z, ids, axis=1), ids
 
 
+COLUMNS = st.integers(1, 3000) | st.integers(10_000, 60_000)
+
+
 @settings(max_examples=25)
-@given(st.integers(1, 9), st.integers(1, 3000), st.integers(1, 256), st.integers(1, 50), st.integers(0, 99))
+@given(st.integers(1, 9), COLUMNS, st.integers(1, 256), st.integers(1, 50), st.integers(0, 99))
 @example(4, 2048, 64, 1, 0)
 @example(4, 2049, 256, 2, 0)
 @example(40, 3000, 2, 10**6, 0)  # the largest logits are in k blocks
+@example(3, 20_000, 64, 50, 0)  # blocks are cut into smaller ones
 def test_ties_keep_the_lowest_ids(rows, columns, k, values, seed):
     """Logits of few values, −inf among them."""
     rng = np.random.default_rng(seed)

@@ -271,7 +271,7 @@ def problems(draw, sizes) -> tuple:
     return x, bounds, *engine
 
 
-@settings(max_examples=2)
+@settings(max_examples=4)
 @given(problems([0.1, 1.0, 5.0]), st.sampled_from([0, ALL, ALL]))
 @example((problem(bias=True), (0, 41, 229), *ENGINES[0]), ALL)
 @example((problem(mean=True, temperature=True), (0, 41, 229), *ENGINES[0]), 0)
@@ -280,7 +280,7 @@ def test_any_shards(drawn, memory_budget):
     check(*drawn, memory_budget)
 
 
-@settings(max_examples=1)
+@settings(max_examples=2)
 @given(problems([1.0]), st.sampled_from([16, 32]))
 @example((problem(mean=True, temperature=True, dtype="float32"), (0, 41, 229), *ENGINES[1]), 16)
 @example((problem(temperature=True, head=Head(5.0)), (0, 41, 229), *ENGINES[0]), 16)

@@ -251,6 +251,6 @@ class Launched:
 
 
 class Engine(Planned, Launched):
-    def offers(self, method: str) -> bool:
-        """Whether the engine has this method of Launched."""
+    def offers(self, method: str, call: Call) -> bool:
+        """Whether the engine has this method of Launched for a call that it serves."""
         return method in self.launches

@@ -50,7 +50,7 @@ class Bytes:
     @property
     def in_place(self) -> bool:
         """Whether the engine's matmuls with saved exponentials write each result once, and hold no float32 de."""
-        return self.engine.offers("de_of_saved") and self.direct
+        return self.engine.offers("de_of_saved", self.call) and self.direct
 
     @property
     def gathered(self) -> int:
@@ -180,7 +180,8 @@ class Bytes:
 
         A chunk, the numbers of all tokens, the steps of dc, de with its kept rows first, and a de for any cotangents,
         which is no result yet. What is left of the last chunk is a result of the forward pass. XLA lays the other
-        chunks into its memory, unless they are larger. It does not either where two chunks have parts, and no loop.
+        chunks into its memory, but not if they are larger, nor if one chunk whose logits come in parts is the only
+        other one.
         """
         call, tokens, columns = self.call, max(chunks.size, chunks.last), saved_shape(1, self.call.vocabulary)[1]
         steps = 4 * math.prod(steps_shape(call.vocabulary, call.width, chunks.block)) * (chunks.last > 0)
@@ -189,8 +190,8 @@ class Bytes:
         moved += 0 if call.one_factor else call.itemsize * call.tokens * call.width
         if call.wants.e and call.left_de_itemsize > call.de_itemsize:  # it is no result, nor in the memory of one
             moved += (call.left_de_itemsize - call.de_itemsize) * call.tokens * call.width
-        apart = chunks.last < chunks.size or (self.most_logits and chunks.whole == 1)
-        moved += call.itemsize * chunks.last * (columns + call.width) * bool(apart)
+        apart = chunks.last < chunks.size or (self.most_logits > 0 and chunks.whole == 1)
+        moved += call.itemsize * chunks.last * (columns + call.width) * apart
         if self.stores and call.wants.e and call.wants.c and not chunks.last:
             # XLA gives de of all tokens no memory of a result here. It may take that of the sums.
             moved += call.width * max(call.left_de_itemsize * of_de - self.sums_of_de(tokens) * tokens, 0)

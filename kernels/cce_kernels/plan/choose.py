@@ -135,7 +135,7 @@ class _Setting:
 
     def step(self, method: str, block: Block | None = None) -> Step:
         """The step of the first engine that has this method of engine.Launched."""
-        engine = next(engine for engine in self.serving if engine.offers(method))
+        engine = next(engine for engine in self.serving if engine.offers(method, self.call))
         return engine.step(method, self.call, self.gpu, self.rows, block)
 
     @property

@@ -52,6 +52,11 @@ class Hopper(Engine):
             return f"it takes {MANY} tokens or more"
         return "" if call.tokens % tiles.TMA_ROWS == 0 else f"it takes a multiple of {tiles.TMA_ROWS} tokens"
 
+    def offers(self, method: str, call: Call) -> bool:
+        """Whole logits are float32, and TMA writes them: V must fit, even if c of 16 bits has V as its rows."""
+        fits = method != "whole_logits" or call.vocabulary % tiles.TMA_FLOATS == 0
+        return fits and super().offers(method, call)
+
     def step(self, method: str, call: Call, gpu: Gpu, rows: int = 0, block: Block | None = None) -> Step:
         units = units_of(gpu)
         if method == "sum_dc" and call.dc_itemsize == 2:
