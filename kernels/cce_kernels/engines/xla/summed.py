@@ -2,14 +2,15 @@
 
 Held at a time: a group's part of the sum in float32. A result in float32 is summed in place; a result of 16 bits in
 block floating point (cce_kernels/block_floats.py). Those integers are kept in an array of integers here: XLA may
-convert a bfloat16 to float32 and back, which changes the bits of a NaN.
+convert a bfloat16 to float32 and back, which changes the bits of a NaN. They are rounded and converted, not taken from
+the low bits of a float32 as `block_floats.encode` does: on an H200 XLA then stored −1 everywhere.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cce_kernels.block_floats import decode, encode, step_of
+from cce_kernels.block_floats import decode, step_of
 from cce_kernels.call import Call
 from cce_kernels.engines.engine import Step
 from cce_kernels.gradients import Left, over_groups
@@ -50,7 +51,7 @@ def sum_dc(
                 largest = jnp.max(jnp.abs(total), axis=2)
                 largest = jnp.where(jnp.any(jnp.isnan(total), axis=2), jnp.nan, largest)  # a maximum drops NaN on CPUs
                 size = jnp.where(own, step_of(largest), size)
-                total = encode(total, 1 / size[:, :, None], jnp.int16)
+                total = jnp.round(total * (1 / size[:, :, None])).astype(jnp.int16)
                 of_group = lax.dynamic_update_slice_in_dim(of_group, size.T, 0, 0)
                 steps = lax.dynamic_update_slice_in_dim(steps, of_group, window.start, 1)
             else:
