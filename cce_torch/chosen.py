@@ -13,7 +13,8 @@ computes the statistics (cce_kernels/selections.py). `largest` has no derivative
 groups of the vocabulary by torch.mm, and takes the largest logits of each. Where processes split the vocabulary, each
 has the logits of its own columns; logits of ids are summed over the processes, and the largest logits are gathered.
 
-Each takes at most ROOM bytes at a time, or the memory budget if that is less, but never fewer than one token.
+Each takes at most ROOM bytes at a time, or the memory budget if that is less, but no fewer than LEAST_ROOM: with so
+little, PyTorch's loop over tokens and columns would have millions of steps. One token is always taken.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from cce_torch.torch_alone import blocks, reference
 from cce_torch.torch_alone.compiled import new_gradients, plainly
 
 ROOM = 256 * 2**20
+LEAST_ROOM = 8 * 2**20
 MOST_COLUMNS = 16384  # of a group: wide enough for a fast matmul
 BYTES_OF_LOGIT = 32  # of a logit among which the largest are looked for: the logit, copies, an integer key, and sorted
 
@@ -126,7 +128,7 @@ def _divided(raw: Tensor, inverse_temperature: Tensor | None, scale: float, soft
 
 def _room(e: Tensor, memory_budget: int | None) -> int:
     budget = default_budget(e.shape[0], e.shape[1], e.itemsize) if memory_budget is None else memory_budget
-    return min(budget, ROOM)
+    return min(max(budget, LEAST_ROOM), ROOM)
 
 
 def _runs(count: int, size: int) -> Iterator[slice]:

@@ -510,6 +510,14 @@ def drawn(seed: int, tokens: int = 1000, width: int = 512, vocabulary: int = 20_
     return (on_device(x, device), pick("auto", "chunked", "torch_compile"), pick(1, 40), of_ids), pick(0, 2**22, None)
 
 
+def test_the_smallest_budget_does_not_mean_one_token_and_one_column_at_a_time():
+    """Which would be 40,000 products of matrices here."""
+    product, operands = chosen.blocks.product, (torch.randn(20, 16), torch.randn(2000, 16))
+    with mock.patch.object(chosen.blocks, "product", mock.Mock(side_effect=product)) as products:
+        chosen.largest_logits._init_fn(*operands, None, None, 3, 1.0, None, 0)
+    assert 1 <= products.call_count <= 4
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(8))
 def test_chosen_columns_on_a_gpu(seed):
@@ -611,11 +619,11 @@ def test_no_tensor_has_the_size_of_the_logits():
 
     operands = torch.randn(2000, 8), torch.randn(3000, 8), None, None
     with Largest() as seen:
-        chosen.largest_logits._init_fn(*operands, 4, 1.0, None, 2**20)
+        chosen.largest_logits._init_fn(*operands, 4, 1.0, None, 2**23)
         ids = torch.randint(0, 3000, (2000, 8))
-        chosen.id_logits._init_fn(*operands[:3], ids, None, 1.0, None, 2**20)
-        chosen.id_gradients._init_fn(torch.randn(2000, 8), *operands[:3], ids, 2**20, True, True, False, False)
-    assert 0 < seen.largest < 2**20 < 4 * 2000 * 3000
+        chosen.id_logits._init_fn(*operands[:3], ids, None, 1.0, None, 2**23)
+        chosen.id_gradients._init_fn(torch.randn(2000, 8), *operands[:3], ids, 2**23, True, True, False, False)
+    assert 0 < seen.largest < 2**23 < 4 * 2000 * 3000
 
 
 STOPS = (30, 30, 83)  # the rows of c that each process ends with: the second holds none
