@@ -470,7 +470,7 @@ def check_chosen(x: Drawn, impl: str, k: int, count: int, **more) -> None:
     for name in ("predicted", "top_ids"):  # logits that differ by a rounding may change places
         assert (numbers[name] == exact[name]).float().mean() > 0.98, name
     assert not numbers["top_log_probs"].requires_grad
-    of_logits = 32 + float(exact["lse"].abs().max()) / 2  # a float32 logit is rounded by half a unit, and p as much
+    of_logits = 32 + float(exact["lse"].detach().abs().max()) / 2  # a float32 logit is rounded by half a unit
     for name, y, z in zip(leaves, gradients, want, strict=True):
         z = z[own] if name in ("c", "bias") else z
         allowed = 4 * roundoff(str(y.dtype)[6:]) + of_logits * roundoff("float32")  # two parts are rounded and added
