@@ -37,6 +37,7 @@ from tests.cases import ARRAYS, Case, inputs
 from tests.search.calls import SHARED, draw
 from tests.search.run import failures
 from tests.test_plan import drawn
+from tests.test_structure import equations
 from tests.test_transforms import REVERSE
 from tests.tolerance import assert_close, assert_rounded
 
@@ -146,6 +147,21 @@ def test_dc_summed_by_xla(vocabulary, width, chunks, axis, dtype, columns, block
     least = np.finfo(np.float16).smallest_subnormal if dtype == "float16" else 0
     of_rounding = np.linalg.norm(rounded - want, axis=1)
     assert (rows <= 2.2 * of_rounding + 2e-3 * np.linalg.norm(want, axis=1) + least).all()
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_xla_takes_no_integer_from_the_bits_of_a_sum(axis):
+    """On an H200 it stored −1 for them with axis 1. tests/test_gpu_divergence.py draws such sums on a GPU."""
+    step, shape = Step(XLA, 128, groups=Groups(300, 128)), (300, 64) if axis == 0 else (64, 300)
+    call = Call(24, 64, 300, "bfloat16", Head(vocab_axis=axis), False, False, BOTH, 0)
+    left = Left(jnp.zeros((24, 300), "bfloat16"), jnp.zeros((24, 64), "bfloat16"), None, None)
+    given = jnp.zeros(shape, "bfloat16"), jnp.zeros(steps_shape(300, 64, 128)), left, None
+    cuts = [
+        x
+        for x in equations(jax.make_jaxpr(partial(step.engine.sum_dc, step, call, None))(*given).jaxpr)
+        if x.primitive.name == "bitcast_convert_type" and x.invars[0].aval.dtype == "float32"
+    ]
+    assert not cuts
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")

@@ -8,7 +8,8 @@ A block is one vocabulary entry and `block` consecutive columns of D: an entry t
 frequent one. The steps are an array of their own, `steps_shape`. If a number of a block is NaN or infinite, so is its
 step, and all numbers of the block are NaN or infinite when they are decoded.
 
-`step_of`, `encode` and `decode` are elementwise operations that the kernels of every engine can run.
+`step_of`, `encode` and `decode` are elementwise operations that the kernels of every engine can run. Programs of plain
+XLA convert numbers to integers in place of `encode` (engines/xla/summed.py says why).
 """
 
 import jax
