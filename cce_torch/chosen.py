@@ -13,8 +13,8 @@ computes the statistics (cce_kernels/selections.py). `largest` has no derivative
 groups of the vocabulary by torch.mm, and takes the largest logits of each. Where processes split the vocabulary, each
 has the logits of its own columns; logits of ids are summed over the processes, and the largest logits are gathered.
 
-Each takes at most ROOM bytes at a time, or the memory budget if that is less, but no fewer than LEAST_ROOM: with so
-little, PyTorch's loop over tokens and columns would have millions of steps. One token is always taken.
+Each takes at most ROOM bytes at a time, or the memory budget if that is less. A budget below LEAST_ROOM counts as
+LEAST_ROOM: with less, PyTorch's loop over tokens and columns would have millions of steps. One token is always taken.
 """
 
 from collections.abc import Callable, Iterator

@@ -18,7 +18,7 @@ shard that has all columns.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -63,7 +63,7 @@ class Way:
         assert self.plan.in_forward is not None
         return self.plan.in_forward.forward is not None
 
-    @cached_property
+    @property
     def shapes(self) -> Residuals:
         """What the forward pass leaves of dc and dbias, as shapes. de is left apart, as it is of all columns."""
         return shapes_of(self.plan)._replace(de=None)

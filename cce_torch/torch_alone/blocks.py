@@ -213,17 +213,33 @@ def mean_over_runs(lse: Tensor, mean: Tensor) -> Tensor:
 
 
 def reduced(block: Block, rows: tuple) -> tuple:
-    """Equations (1)-(3') over the groups up to this one, from those over the groups before it."""
-    (lse, target, total, mean), own, weights = rows, block.own, block.weights
+    """Equations (1)-(3') over the groups up to this one, from those over the groups before it.
+
+    The log-sum-exp is carried as the largest logit and Σ exp(z − largest): a log-sum-exp would be rounded at each group.
+    """
+    (before, mass, target, total, mean), own, weights = rows, block.own, block.weights
     z = _divided(_capped(block), block)
-    of_group = torch.logsumexp(z, 1)
     here = (own >= 0) & (own < z.shape[1])
     picked = z.gather(1, own.clamp(0, z.shape[1] - 1).long()[:, None])[:, 0]
     if total is not None:
         total = total + torch.where(weights == 0, 0, weights * z).sum(1)
     if mean is not None:
-        mean = mean_over_runs(torch.stack([lse, of_group]), torch.stack([mean, mean_of(z)]))
-    return torch.logaddexp(lse, of_group), torch.where(here, picked, target), total, mean
+        runs = torch.stack([log_sum_exp(before, mass), torch.logsumexp(z, 1)])
+        mean = mean_over_runs(runs, torch.stack([mean, mean_of(z)]))
+    largest = torch.maximum(before, z.amax(1))
+    origin = _finite(largest)
+    mass = mass * torch.exp(before - origin) + torch.exp(z - origin[:, None]).sum(1)
+    return largest, mass, torch.where(here, picked, target), total, mean
+
+
+def log_sum_exp(largest: Tensor, mass: Tensor) -> Tensor:
+    """From what `reduced` carries."""
+    return _finite(largest) + torch.log(mass)
+
+
+def _finite(largest: Tensor) -> Tensor:
+    """What the logits are relative to: 0 where no largest logit is finite."""
+    return torch.where(largest.isfinite(), largest, 0)
 
 
 def cotangents(block: Block, of: Cotangents, dtype: torch.dtype) -> Tensor:

@@ -115,13 +115,16 @@ def run_statistics(
         accumulate, operand = blocks.types(e)
         if not e.shape[0]:
             return e.new_empty((2 + with_sum + with_mean, 0), dtype=accumulate)
-        lse = e.new_full(columns.shape, -torch.inf, dtype=accumulate)
-        rows = (lse, *(torch.zeros_like(lse) if asked else None for asked in (True, with_sum, with_mean)))
+        largest = e.new_full(columns.shape, -torch.inf, dtype=accumulate)
+        asked = (True, True, with_sum, with_mean)
+        rows = (largest, *(torch.zeros_like(largest) if x else None for x in asked))
         operands = Operands(e.to(operand), c, bias, columns, weights, inverse_temperature)
         for _, _, block in blocks.each(operands, scale, softcap, memory_budget, e.dtype):
             rows = blocks.fused(blocks.reduced, block, rows)
             del block
-        return torch.where(columns >= 0, torch.stack([x for x in rows if x is not None]), 0)
+        largest, mass, *others = rows
+        found = [blocks.log_sum_exp(largest, mass), *(x for x in others if x is not None)]
+        return torch.where(columns >= 0, torch.stack(found), 0)
 
 
 @torch.library.custom_op("cce_torch::compiled_gradients", mutates_args=())

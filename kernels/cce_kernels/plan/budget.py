@@ -180,8 +180,8 @@ class Bytes:
 
         A chunk, the numbers of all tokens, the steps of dc, de with its kept rows first, and a de for any cotangents,
         which is no result yet. What is left of the last chunk is a result of the forward pass. XLA lays the other
-        chunks into its memory, but not if they are larger, nor if one chunk whose logits come in parts is the only
-        other one.
+        chunks into its memory. It does not if they are larger, or if there is one other chunk, whose logits come in
+        parts.
         """
         call, tokens, columns = self.call, max(chunks.size, chunks.last), saved_shape(1, self.call.vocabulary)[1]
         steps = 4 * math.prod(steps_shape(call.vocabulary, call.width, chunks.block)) * (chunks.last > 0)

@@ -11,7 +11,7 @@ PAIR_ROWS = 256  # rows of the tile of a pair of programs, if these are not side
 BLOCK = PAIR_ROWS // 2  # rows of a program's tile
 DEPTH = 64  # elements of the inner axis in one step of a tile's sum
 TMA_ROWS, TMA_COLUMNS = 8, 64  # TMA copies arrays of 16-bit elements that are multiples of this tile
-TMA_FLOATS = 32  # and of float32 a multiple of so many columns
+TMA_FLOATS = 32  # float32 arrays need a multiple of so many columns
 
 
 def units_of(gpu: Gpu) -> int:
