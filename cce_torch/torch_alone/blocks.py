@@ -215,7 +215,8 @@ def mean_over_runs(lse: Tensor, mean: Tensor) -> Tensor:
 def reduced(block: Block, rows: tuple) -> tuple:
     """Equations (1)-(3') over the groups up to this one, from those over the groups before it.
 
-    The log-sum-exp is carried as the largest logit and Σ exp(z − largest): a log-sum-exp would be rounded at each group.
+    In place of the log-sum-exp, which would be rounded at each group, the largest logit and Σ exp(z − largest) are
+    carried.
     """
     (before, mass, target, total, mean), own, weights = rows, block.own, block.weights
     z = _divided(_capped(block), block)

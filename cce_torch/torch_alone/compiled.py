@@ -117,7 +117,7 @@ def run_statistics(
             return e.new_empty((2 + with_sum + with_mean, 0), dtype=accumulate)
         largest = e.new_full(columns.shape, -torch.inf, dtype=accumulate)
         asked = (True, True, with_sum, with_mean)
-        rows = (largest, *(torch.zeros_like(largest) if x else None for x in asked))
+        rows: tuple[Any, ...] = (largest, *(torch.zeros_like(largest) if x else None for x in asked))
         operands = Operands(e.to(operand), c, bias, columns, weights, inverse_temperature)
         for _, _, block in blocks.each(operands, scale, softcap, memory_budget, e.dtype):
             rows = blocks.fused(blocks.reduced, block, rows)
