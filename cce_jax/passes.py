@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from cce_jax import reference
-from cce_jax.plans import Core, Decided, budget_of, on_platform, plan_for
+from cce_jax.plans import Core, Decided, on_platform, plan_for
 from cce_kernels import backward, forward, in_forward
 from cce_kernels import selections as selected
 from cce_kernels.numbers import Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
@@ -143,6 +143,10 @@ def finish(inputs: Inputs, residuals: Residuals, factor: jax.Array, core: Core, 
 def numbers_and_selections(inputs: Inputs, core: Core, asked: Asked) -> tuple[Statistics, Selections]:
     """Equations (1), (2), (3') and (3"), and the largest logits of each token, their ids and the mean of all.
 
-    By XLA on every platform, whatever core.impl. Nothing is left for `gradients`.
+    Nothing is left for `gradients`.
     """
-    return selected.numbers_and_selections(inputs, core.head, asked, core.with_mean, budget_of(inputs, core))
+
+    def run(plan: Plan, inputs: Inputs) -> tuple[Statistics, Selections]:
+        return selected.numbers_and_selections(inputs, plan, asked)
+
+    return on_platform(run, inputs, core, None)(inputs)

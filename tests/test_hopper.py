@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cce_jax import linear_cross_entropy, prepare
+from cce_jax import linear_cross_entropy, linear_log_probs, prepare
 from cce_jax.core import statistics
 from cce_jax.plans import Core
-from cce_kernels import backward, forward
+from cce_kernels import backward, forward, selections
 from cce_kernels.block_floats import steps_shape
 from cce_kernels.call import Call
 from cce_kernels.device import H200, Gpu
@@ -32,8 +32,10 @@ from cce_kernels.plan import choose, plan_of
 from cce_kernels.tokens import Kept, Rows
 from cce_kernels.windows import Groups
 from tests.lowering import for_hopper, loop_equations
+from tests.test_given_ids import made as drawn_call
 from tests.test_mean import check as check_mean
 from tests.test_mean import in_forward, made
+from tests.test_selections import held as held_selections
 from tests.test_shards import check as check_shards
 from tests.test_shards import problem as drawn_shards
 
@@ -618,3 +620,59 @@ def test_a_tolerance_of_0_is_the_program_without_one(monkeypatch):
     plan_of.cache_clear()
     assert programs[0] == programs[1]
     assert ["cce_thresholds" in x for x in programs] == [False, False, True]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drawn_selections(seed, monkeypatch):
+    """Of chunks of 256 tokens, some of them ignored, with ties and logits that are NaN."""
+    draw = np.random.default_rng(seed)
+    axis, k, tokens = seed % 2, int(draw.choice([1, 5, 40])), int(draw.integers(300, 600))
+    vocabulary = 64 * int(draw.integers(3, 12)) if axis else 32 * int(draw.integers(5, 24))
+    head = Head(float(draw.uniform(3, 20)) if draw.integers(2) else None, axis)
+    x = drawn_call(
+        *(tokens, 128, vocabulary, 3, "bfloat16"),
+        head=head,
+        scale=bool(draw.integers(2)),
+        seed=seed,
+        temperature=seed > 0,
+    )
+    c = np.array(x.inputs.c if axis == 0 else x.inputs.c.T)
+    c[vocabulary // 2 :] = c[: vocabulary - vocabulary // 2]  # each logit occurs twice
+    inputs = jax.tree.map(jnp.asarray, x.inputs._replace(c=c if axis == 0 else c.T))
+    call = replace(
+        Call(tokens, 128, vocabulary, "bfloat16", head, False, False, None, 2**30),
+        **{"with_mean": bool(draw.integers(2)), "with_temperature": seed > 0, "ids": 3},
+    )
+    plan = plan_of(call, SMALL, "cce")
+    assert choose.selecting(plan, 256) is not None
+    monkeypatch.setattr(selections, "MOST", 256)
+    asked = selections.Asked(k, bool(draw.integers(2)))
+    numbers, found = selections.numbers_and_selections(inputs, plan, asked)
+    want, wanted = selections.numbers_and_selections(inputs, replace(plan, gpu=None), asked)
+    assert choose.selecting(replace(plan, gpu=None), 256) is None
+    for a, b in zip((*numbers, *found), (*want, *wanted), strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or error(a, b) < 1e-6 or a.dtype == jnp.int32
+    held_selections(x._replace(inputs=inputs), jax.tree.map(np.asarray, found), asked)
+    bad = np.array(c)
+    bad[[3, vocabulary - 1]] = np.nan
+    numbers, found = selections.numbers_and_selections(
+        inputs._replace(c=jnp.asarray(bad if axis == 0 else bad.T)), plan, asked
+    )
+    kept = np.asarray(inputs.targets) >= 0
+    assert np.isnan(np.asarray(numbers.lse)[kept]).all()
+    assert not np.isin(np.asarray(found.top_ids)[kept], [3, vocabulary - 1]).any()
+    assert np.isfinite(found.top_logits).all()
+
+
+@pytest.mark.parametrize(
+    ("bias", "vocabulary", "by"), [(False, 640, ["whole_logits"]), (True, 640, []), (False, 648, [])]
+)
+def test_the_kernel_of_the_likeliest_ids(bias, vocabulary, by):
+    """XLA computes the logits where the kernel does not take the arrays."""
+    given = S((512, 128), BF16), S((vocabulary, 128), BF16), S((512,), jnp.int32), S((vocabulary,), BF16)
+
+    def run(e, c, targets, bias_):
+        return linear_log_probs(e, c, targets, bias_ if bias else None, top_k=3, entropy=True)
+
+    assert for_hopper(run, *given) == by

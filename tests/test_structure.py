@@ -89,10 +89,11 @@ def test_chunked_holds_one_bounded_block(argnums):
 
 
 def flops(jaxpr) -> float:
-    """Of all matmuls of a traced program, each as often as its loop runs."""
+    """Of all matmuls of a traced program, each as often as its loop runs. Of branches the one with most counts."""
     found = 0.0
     for eqn in jaxpr.eqns:
-        inner = sum(flops(p) for p in nested(eqn))
+        inner = [flops(p) for p in nested(eqn)]
+        inner = max(inner) if eqn.primitive.name == "cond" else sum(inner)
         found += inner * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
         if eqn.primitive.name == "dot_general":
             ((over, _), _), left = eqn.params["dimension_numbers"], eqn.invars[0].aval

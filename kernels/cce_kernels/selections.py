@@ -1,11 +1,13 @@
 """The numbers of each token and its k largest logits, from one matmul: where the largest logits are asked for.
 
-For a chunk of tokens at a time XLA's matmul gives the logits (n, V), at least float32. They are read twice: first for
-the largest logit of each block of columns, then for the sums. The logits of targets and ids are looked up.
+The logits (n, V) of a chunk of tokens are held, at least float32. XLA finds the k largest of a row by sorting the whole
+row. But the k blocks of columns with the largest maxima hold the k largest logits. So only the blocks' maxima are
+sorted, and then the columns of these k blocks. Where these columns are still many, each block is cut into smaller ones,
+of which k are taken in the same way.
 
-XLA finds the k largest of a row by sorting the whole row. But the k blocks with the largest maxima hold the k largest
-logits. So only the blocks' maxima are sorted, and then the columns of these k blocks. Where these columns are still
-many, each block is cut into smaller ones, of which k are taken in the same way.
+On Hopper GPUs the kernel that computes the logits also finds the blocks' maxima and the log-sum-exps
+(engine.Launched.logits_and_maxima). Elsewhere XLA's matmul gives the logits, which are read twice: for the maxima, and
+for the sums. The mean needs a pass of its own over the kernel's logits. The logits of targets and ids are looked up.
 
 Order: a larger logit comes first, and among equals the lower id. This is a total order. Blocks are ordered by their
 maxima, and among equals the one with the lower ids comes first. Let B be a block that is not among the first k, and x a
@@ -17,22 +19,28 @@ Held at a time: the logits of a chunk, before and after the head's functions.
 """
 
 import itertools
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cce_kernels.head import Head
+from cce_kernels.call import Call
+from cce_kernels.engines.engine import Problem, Step
 from cce_kernels.mean import mass_and_moment
 from cce_kernels.numbers import Inputs, Statistics
-from cce_kernels.tokens import Kept, in_chunks
+from cce_kernels.plan.choose import selecting
+from cce_kernels.plan.plan import Plan
+from cce_kernels.tokens import Kept, gathered_rows, in_chunks
 
-MULTIPLE = 128  # tokens: of a chunk, if it has so many
+At = Callable[[jax.Array], jax.Array]  # columns (n, K) -> the logits there
+
 TURN = 1024  # the kernels that look into blocks once take as long as to sort so many elements of a row
 LEAST, MOST = 8, 512  # tokens of a chunk, whatever the budget: larger chunks are no faster
+MULTIPLES = 256, LEAST  # tokens: a chunk has a multiple of the first, if it has so many; else of the second
 
 
 class Selections(NamedTuple):
@@ -41,6 +49,13 @@ class Selections(NamedTuple):
     top_logits: jax.Array | None  # (N, k), at least float32, in descending order
     top_ids: jax.Array | None  # (N, k) int32
     mean_logit: jax.Array | None  # (N,), at least float32: Σ_v z_v / V
+
+
+class Blocks(NamedTuple):
+    """The largest logit of each block of columns."""
+
+    maxima: jax.Array  # (n, blocks)
+    width: int
 
 
 @dataclass(frozen=True)
@@ -54,39 +69,38 @@ class Asked:
 NOTHING = Asked()
 
 
-def numbers_and_selections(
-    inputs: Inputs, head: Head, asked: Asked, with_mean: bool, memory_budget: int
-) -> tuple[Statistics, Selections]:
+def numbers_and_selections(inputs: Inputs, plan: Plan, asked: Asked) -> tuple[Statistics, Selections]:
     """The numbers of each token, without the sum, and what is asked for.
 
-    with_mean: whether the numbers include the mean. memory_budget: the bytes of a chunk's logits. Kept tokens come
-    first, and chunks of ignored tokens are left out. The numbers of an ignored token are 0.
+    Kept tokens come first, and chunks of ignored tokens are left out. The numbers of an ignored token are 0.
     """
-    tokens, kept = inputs.targets.size, Kept.of(inputs.targets, inputs.targets.size)
+    rows = gathered_rows(inputs.targets.size)
+    size = min(_tokens(plan.call), rows)
+    kept, step, call = Kept.of(inputs.targets, rows), selecting(plan, size), replace(plan.call, tokens=size)
 
     def of_chunk(order: jax.Array) -> tuple[Statistics, Selections]:
         own = inputs._replace(**{name: x[order] for name, x in inputs.of_tokens.items()})
-        z = own.divided(head.whole_logits(own.e, own.c, own.bias, own.scale))
-        return _of_logits(z, own, asked, with_mean)
+        return _of_chunk(Problem(call, plan.gpu, own), step, asked)
 
-    wide = jnp.promote_types(inputs.e.dtype, jnp.float32).itemsize
-    size = min(max(memory_budget // (2 * wide * head.vocabulary(inputs.c)), LEAST), MOST)
-    size = size if size < MULTIPLE else size // MULTIPLE * MULTIPLE
-    found = in_chunks(of_chunk, kept.order, min(size, tokens), kept.count[0])
+    found = in_chunks(of_chunk, kept.order, size, kept.count[0])
     return jax.tree.map(kept.restored, found)
 
 
-def largest(z: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """The k largest elements of each row of z (n, V) and their columns, (n, k). k ≥ 1."""
-    (rows, columns), widths = z.shape, _widths(z.shape[1], k)
-    keys = _smallest(_key(z), widths[0])
+def largest(z: jax.Array, k: int, blocks: Blocks | None = None, at: At | None = None) -> tuple[jax.Array, jax.Array]:
+    """The k largest elements of each row of z (n, V) and their columns, (n, k). k ≥ 1.
+
+    blocks: None to look for their maxima. at: what looks up elements of z; None to index z.
+    """
+    (rows, columns), at = z.shape, partial(_at, z) if at is None else at
+    widths = _widths(columns, k, None if blocks is None else blocks.width)
+    keys = _smallest(_key(z), widths[0]) if blocks is None else -blocks.maxima
     keys, ids = _first(keys, lax.broadcasted_iota(jnp.int32, keys.shape, 1), k)
     ids *= widths[0]
     for width, part in itertools.pairwise(widths):
         ids = (ids[:, :, None] + jnp.arange(0, width, part, dtype=jnp.int32)).reshape(rows, -1)
         ids = lax.optimization_barrier(ids)  # else one kernel makes ids and keys, and XLA copies both before it sorts
         inside = (ids[:, :, None] + jnp.arange(part, dtype=jnp.int32)).reshape(rows, -1)
-        candidates = jnp.where(inside < columns, _key(_at(z, jnp.minimum(inside, columns - 1))), jnp.inf)
+        candidates = jnp.where(inside < columns, _key(at(jnp.minimum(inside, columns - 1))), jnp.inf)
         keys, ids = _first(_smallest(candidates, part), ids, k)
     return -keys, ids
 
@@ -109,15 +123,38 @@ def _first(keys: jax.Array, ids: jax.Array, k: int) -> tuple[jax.Array, jax.Arra
     return keys[:, :k], ids[:, :k]
 
 
-def _of_logits(z: jax.Array, inputs: Inputs, asked: Asked, with_mean: bool) -> tuple[Statistics, Selections]:
-    top = largest(z, asked.top_k) if asked.top_k else (None, None)
-    peak = jnp.max(jnp.where(jnp.isnan(z), -jnp.inf, z), axis=1) if top[0] is None else top[0][:, 0]
-    peak = jnp.where(jnp.isfinite(peak), peak, 0)
-    mass, moment = mass_and_moment(z, peak)
-    mean = moment / jnp.where(mass == 0, 1, mass) if with_mean else None
-    target = _picked(z, inputs.targets[:, None])[:, 0]
-    ids = None if inputs.ids is None else _picked(z, jnp.where(inputs.targets[:, None] < 0, -1, inputs.ids))
-    numbers = Statistics(peak + jnp.log(mass), target, None, mean, ids)
+def _tokens(call: Call) -> int:
+    """The tokens of a chunk."""
+    size = call.memory_budget // (2 * call.sum_itemsize * call.vocabulary)
+    size = min(max(size, LEAST), MOST)
+    return next(size // multiple * multiple for multiple in MULTIPLES if size >= multiple)
+
+
+def _of_chunk(problem: Problem, step: Step | None, asked: Asked) -> tuple[Statistics, Selections]:
+    """The numbers and selections of a chunk. step: of `logits_and_maxima`; None: XLA's matmul computes the logits."""
+    (call, _, inputs), k = problem, asked.top_k
+    if step is None:
+        x, peak, lse, blocks = call.head.whole_logits(inputs.e, inputs.c, inputs.bias, inputs.scale), None, None, None
+    else:
+        (x, peak, log_mass), maxima = step.engine.logits_and_maxima(step, problem)
+        lse, blocks = peak + log_mass, Blocks(maxima, step.engine.block(step).columns)
+    z = inputs.divided(x)
+
+    def at(columns: jax.Array) -> jax.Array:  # XLA would divide, and store, all of z
+        return inputs.divided(_at(x, columns))
+
+    top, mean = largest(z, k, blocks, at) if k else (None, None), None
+    if lse is None or call.with_mean:
+        if peak is None:
+            peak = jnp.max(jnp.where(jnp.isnan(z), -jnp.inf, z), axis=1) if top[0] is None else top[0][:, 0]
+            peak = jnp.where(jnp.isfinite(peak), peak, 0)
+        mass, moment = mass_and_moment(z, peak)
+        mean = moment / jnp.where(mass == 0, 1, mass) if call.with_mean else None
+        lse = peak + jnp.log(mass) if lse is None else lse
+    target, ids = _picked(at, inputs.targets[:, None], call.vocabulary)[:, 0], None
+    if inputs.ids is not None:
+        ids = _picked(at, jnp.where(inputs.targets[:, None] < 0, -1, inputs.ids), call.vocabulary)
+    numbers = Statistics(lse, target, None, mean, ids)
     return numbers, Selections(*top, jnp.mean(z, axis=1) if asked.mean_logit else None)
 
 
@@ -135,22 +172,25 @@ def _smallest(keys: jax.Array, width: int) -> jax.Array:
 
 
 @lru_cache
-def _widths(columns: int, k: int) -> tuple[int, ...]:
-    """The widths of the blocks in turn, of which the last is 1: those with the least to sort and the fewest turns."""
+def _widths(columns: int, k: int, first: int | None = None) -> tuple[int, ...]:
+    """The widths of the blocks in turn, of which the last is 1: those with the least to sort and the fewest turns.
+
+    first: the first width, if it is known.
+    """
 
     def cost(widths: tuple[int, ...]) -> int:
         sizes = -(-columns // widths[0]), *(k * width // part for width, part in itertools.pairwise(widths))
         return sum(2 ** (size - 1).bit_length() for size in sizes) + TURN * len(sizes)  # XLA sorts a power of two
 
     powers = [2**n for n in range(10, 0, -1)]
-    choices = ((*x, 1) for n in range(4) for x in itertools.combinations(powers, n))
-    return min(choices, key=lambda widths: (cost(widths), widths))
+    choices = [(*x, 1) for n in range(4) for x in itertools.combinations(powers, n)]
+    return min((x for x in choices if first in (None, x[0])), key=lambda widths: (cost(widths), widths))
 
 
-def _picked(z: jax.Array, columns: jax.Array) -> jax.Array:
-    """z at columns, (n, K); 0 where there is no such column."""
-    named = (columns >= 0) & (columns < z.shape[1])
-    return jnp.where(named, _at(z, jnp.where(named, columns, 0)), 0)
+def _picked(at: At, columns: jax.Array, vocabulary: int) -> jax.Array:
+    """The logits at columns, (n, K); 0 where there is no such column."""
+    named = (columns >= 0) & (columns < vocabulary)
+    return jnp.where(named, at(jnp.where(named, columns, 0)), 0)
 
 
 def _at(z: jax.Array, columns: jax.Array) -> jax.Array:

@@ -84,6 +84,14 @@ def plan_of(
     return replace(plan, gradients=gradients, held=held, least=x.bytes.least(), times=times)
 
 
+def selecting(plan: Plan, tokens: int) -> Step | None:
+    """The step that computes the logits of so many tokens with the maxima of blocks; None: XLA does."""
+    call, engine = replace(plan.call, tokens=tokens), plan.forward.sums.engine
+    if not (engine.offers("logits_and_maxima", call) and engine.serves(call, plan.gpu)):
+        return None
+    return engine.step("logits_and_maxima", call, plan.gpu, tokens)
+
+
 def with_gathered_rows(call: Call) -> Call:
     """The call as engines are asked for it: its kept tokens may be gathered into a few more rows."""
     return replace(call, tokens=gathered_rows(call.tokens))

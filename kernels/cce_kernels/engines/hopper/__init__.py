@@ -22,10 +22,13 @@ BLOCK = tiles.PAIR_ROWS // 2  # tokens of a program
 MOSAIC = jax.__version_info__ >= (0, 11)  # in JAX 0.10 the kernels lower, but were never run on a GPU
 
 
+WHOLE = "whole_logits", "logits_and_maxima"
+
+
 class Hopper(Engine):
     name = "hopper"
     finds_target, stops, multiplies_fastest = False, True, True
-    launches = "sums", "form_dz", "products", "de_of_saved", "sum_dc", "whole_logits"
+    launches = "sums", "form_dz", "products", "de_of_saved", "sum_dc", "whole_logits", "logits_and_maxima"
     block_sparse = whole_stops = True
     depth = tiles.DEPTH
 
@@ -54,7 +57,7 @@ class Hopper(Engine):
 
     def offers(self, method: str, call: Call) -> bool:
         """Whole logits are float32, and TMA writes them: V must fit, even if c of 16 bits has V as its rows."""
-        fits = method != "whole_logits" or call.vocabulary % tiles.TMA_FLOATS == 0
+        fits = method not in WHOLE or call.vocabulary % tiles.TMA_FLOATS == 0
         return fits and super().offers(method, call)
 
     def step(self, method: str, call: Call, gpu: Gpu, rows: int = 0, block: Block | None = None) -> Step:
@@ -66,7 +69,7 @@ class Hopper(Engine):
             return Step(self, tiles.cheapest(tiles.DC, *sizes, units))
         if method == "de_of_saved":
             return Step(self, tiles.cheapest(tiles.SAVED_DE, cdiv(rows, tiles.PAIR_ROWS), call.width, units))
-        if method not in ("sums", "whole_logits"):
+        if method not in ("sums", *WHOLE):
             return Step(self, tiles.LOGITS)
         blocks = cdiv(rows, BLOCK), cdiv(call.vocabulary, tiles.LOGITS.columns)
         splits = vocabulary_splits(*blocks, rows, gpu.multiprocessors)

@@ -2,7 +2,7 @@
 
 A pair of programs owns 256 tokens and a run of the vocabulary, as in statistics.py. Read: e once per 256 columns and c
 once per 256 rows, from L2 where programs that run at the same time share them. Written: 4 bytes a logit; 8 bytes a
-token and split.
+token and split; for `logits_and_maxima` 4 bytes a token and block of columns, which is the columns of a tile.
 """
 
 import jax
@@ -32,11 +32,24 @@ from cce_kernels.numbers import FLOAT32_MAX, LOG2_E
 
 def whole_logits(step: Step, problem: Problem, count: jax.Array) -> Whole:
     """engine.Launched.whole_logits."""
+    return _launched(step, problem, count, with_maxima=False)[0]
+
+
+def logits_and_maxima(step: Step, problem: Problem) -> tuple[Whole, jax.Array]:
+    """engine.Launched.logits_and_maxima."""
+    count = jnp.full((), problem.call.tokens, jnp.int32)
+    whole, maxima = _launched(step, problem, count, with_maxima=True)
+    assert maxima is not None
+    return whole, maxima.T
+
+
+def _launched(step: Step, problem: Problem, count: jax.Array, with_maxima: bool) -> tuple[Whole, jax.Array | None]:
+    """The maxima: (blocks, n)."""
     (e, c, *_), head, columns, splits = problem.inputs, problem.head, step.tiles.columns, step.splits
     tokens, width, vocabulary = *e.shape, problem.call.vocabulary
     pairs, column_tiles = cdiv(tokens, PAIR_ROWS), cdiv(vocabulary, columns)
 
-    def kernel(others, x_ref, largest_ref, mass_ref):
+    def kernel(others, x_ref, largest_ref, mass_ref, maxima_ref):
         inverse_ref, count_ref, scale_ref = others
 
         def run(unit):
@@ -68,9 +81,14 @@ def whole_logits(step: Step, problem: Problem, count: jax.Array) -> Whole:
                             z = jnp.where(column_numbers(z.shape) < vocabulary - column - begin, z, -FLOAT32_MAX)
                         yield x, z
 
-                largest = before
+                own = zero_vector() - FLOAT32_MAX if maxima_ref is None else zero_vector() - jnp.inf
                 for _, z in parts():
-                    largest = jnp.maximum(largest, jnp.max(z, axis=1))
+                    if maxima_ref is not None:  # a NaN logit counts as −inf; the sum of the exponentials shows it
+                        z = jnp.where(z == z, z, -jnp.inf)
+                    own = jnp.maximum(own, jnp.max(z, axis=1))
+                if maxima_ref is not None:
+                    maxima_ref[first + n, pl.ds(row, ROWS)] = own
+                largest = jnp.maximum(before, own)
                 sums = [mass * jnp.exp2((before - largest) * LOG2_E)]
 
                 def written():
@@ -94,9 +112,12 @@ def whole_logits(step: Step, problem: Problem, count: jax.Array) -> Whole:
         jax.ShapeDtypeStruct((splits, pairs * PAIR_ROWS), jnp.float32),
     )
     others = None if inverse is None else padded(inverse), count.reshape(1), problem.inputs.scale
-    outputs = jax.ShapeDtypeStruct((tokens, vocabulary), jnp.float32), of_runs, of_runs
+    maxima = jax.ShapeDtypeStruct((column_tiles, pairs * PAIR_ROWS), jnp.float32) if with_maxima else None
+    outputs = jax.ShapeDtypeStruct((tokens, vocabulary), jnp.float32), of_runs, of_runs, maxima
     multiply = Multiply(step.tiles, right_axis=1 - head.vocab_axis, written=jnp.float32)
     name, gpu = "cce_whole_logits", problem.gpu
-    x, *numbers = launch((e, c), others, outputs, multiply, kernel, pairs=pairs * splits, name=name, gpu=gpu)
+    found = launch((e, c), others, outputs, multiply, kernel, pairs=pairs * splits, name=name, gpu=gpu)
+    x, *of_tokens = found
     assert x is not None
-    return Whole.of_runs(x, *(part[:, :tokens] for part in numbers))  # type: ignore[reportOptionalSubscript]
+    largest, mass, maxima = (part if part is None else part[:, :tokens] for part in of_tokens)
+    return Whole.of_runs(x, largest, mass), maxima  # type: ignore[reportArgumentType]
