@@ -53,7 +53,7 @@ class Columns(Protocol):
         ...
 
     def references(self, own: Operands, columns: Tensor, saving_for: tuple[bool, ...], call: Call) -> Tensor | None:
-        """The logits of the targets, (N,): -inf where a target names no column. None where no kernel takes them."""
+        """The logits of the targets, (N,): -inf where a target names no column. None where no chunk needs them."""
         ...
 
     def of_all(self, own: Tensor, kept: Tensor) -> Tensor:
@@ -120,9 +120,6 @@ class AllColumns:
 
     guard = ops.Guarded
 
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
-
     def chunks(self, operands: Operands, wanted: Any, call: Call) -> Any:
         if not ops.is_usual(operands):
             return None
@@ -132,10 +129,7 @@ class AllColumns:
         return operands
 
     def references(self, own: Operands, columns: Tensor, saving_for: tuple[bool, ...], call: Call) -> Tensor | None:
-        if not any(saving_for) or not shards.needs_reference(own.e, call):
-            return None
-        target = shards.target(own, saving_for, call, self.scale)
-        return torch.where((columns >= 0) & (columns < len(own.c)), target, -torch.inf)
+        return None  # the programs of each chunk find them
 
     def of_all(self, own: Tensor, kept: Tensor) -> Tensor:
         return torch.where(kept, own, 0)

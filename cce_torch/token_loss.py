@@ -151,7 +151,7 @@ def _formed(
     x: Prepared, operands: Operands, of_tokens: TokenFunction, call: Call, scale: float
 ) -> tuple[Tensor, Tensor] | None:
     """The sum of the losses, whose gradients the forward pass forms, and the statistics. None: it forms none."""
-    columns: Any = in_forward.AllColumns(scale)
+    columns: Any = in_forward.AllColumns()
     if x.shard is not None:
         columns = OwnColumns(Setting(call, (0.0, 0.0, scale), x.targets.shape, x.shard))
     how = in_forward.planned(operands, call, scale, columns)

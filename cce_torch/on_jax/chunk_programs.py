@@ -18,7 +18,7 @@ shard that has all columns.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -63,7 +63,7 @@ class Way:
         assert self.plan.in_forward is not None
         return self.plan.in_forward.forward is not None
 
-    @property
+    @cached_property
     def shapes(self) -> Residuals:
         """What the forward pass leaves of dc and dbias, as shapes. de is left apart, as it is of all columns."""
         return shapes_of(self.plan)._replace(de=None)
@@ -149,7 +149,7 @@ class Chunk(NamedTuple):
     weights: Tensor | None  # of the shard's columns
     scale: float | None
     inverse_temperature: Tensor | None  # (n,)
-    reference: Tensor | None  # (n,): -inf where no process holds the target
+    reference: Tensor | None  # (n,): -inf where no process holds the target; None: the program finds it, or needs none
     count: Tensor  # type: ignore[assignment]  # (1,) int32: how many tokens are kept
 
 
@@ -217,15 +217,19 @@ def finish(
     return way.kind.in_order_of_c(dc), dbias
 
 
-def _chunk(*arrays) -> in_forward.Chunk:
-    *inputs, reference, count = arrays
-    return in_forward.Chunk.of(inputs_of(*inputs), finite(reference), count)
+def _chunk(plan: Plan, *arrays, target: jax.Array | None = None) -> in_forward.Chunk:
+    """arrays: of a Chunk. target: the targets' logits, if they are known."""
+    *given, reference, count = arrays
+    inputs, reference = inputs_of(*given), finite(reference)
+    reference = in_forward.reference_of(inputs, plan, target) if reference is None else reference
+    return in_forward.Chunk.of(inputs, reference, count)
 
 
 @lru_cache(maxsize=PROGRAMS)
 def _chunk_statistics_program(way: Way, size: int, count: int) -> Callable:
     def torch_chunk_statistics(*arrays):
-        own, columns = in_forward.numbers_of(_chunk(*arrays[count:]), way.plan)  # the first are the results' memory
+        given = arrays[count:]  # the first are the results' memory
+        own, columns = in_forward.numbers_of(_chunk(way.plan, *given), way.plan)
         return stacked(own), *jax.tree.leaves(columns)
 
     return jitted(torch_chunk_statistics, count)
@@ -242,7 +246,7 @@ def _chunk_gradients_program(way: Way, size: int, written: tuple[bool, ...]) -> 
         exchanged: Any = Exchanged(*arrays[count : count + fields])
         own, whole = (unstacked(Statistics, x, way.kind.call) for x in exchanged[:2])
         cotangents = unstacked(Cotangents, exchanged.cotangents, way.kind.call)
-        chunk = _chunk(*arrays[count + fields :])
+        chunk = _chunk(plan, *arrays[count + fields :], target=own.target)
         values = given.columns if exchanged.logits is None else exchanged.logits
         blocks = None if exchanged.blocks_of_de is None else Blocks(exchanged.blocks_of_de, exchanged.blocks_of_dc)
         columns = in_forward.Columns(values, blocks)

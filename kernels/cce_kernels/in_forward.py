@@ -106,11 +106,8 @@ def begin(
     """
     how, call = _way(plan), plan.call
     kept, zeros = Kept.of(inputs.targets, how.chunks.rows), jnp.zeros(how.chunks.rows, call.sum_dtype)
-    if how.forward is None:
-        reference = None
-    elif reference is None:
-        reference = target(inputs, plan)
-        reference = jnp.where((inputs.targets >= 0) & (inputs.targets < call.vocabulary), reference, -FLOAT32_MAX)
+    if how.forward is None or reference is None:
+        reference = reference_of(inputs, plan)
 
     def chunk(start: Any, size: int) -> Formed:
         given, of_own = taken(kept, start, size, inputs, of_tokens, reference)
@@ -120,6 +117,18 @@ def begin(
 
     numbers = Statistics(zeros, zeros, *(zeros if asked else None for asked in (call.with_sum, call.with_mean)))
     return over_chunks(chunk, numbers, kept, plan, cleared)
+
+
+def reference_of(inputs: Inputs, plan: Plan, found: jax.Array | None = None) -> jax.Array | None:
+    """The reference of tokens whose columns are the whole vocabulary, (n,); None where the plan needs none.
+
+    found: the targets' logits, if they are known already.
+    """
+    if _way(plan).forward is None:
+        return None
+    found = target(inputs, plan) if found is None else found
+    named = (inputs.targets >= 0) & (inputs.targets < plan.call.vocabulary)
+    return jnp.where(named, found, -FLOAT32_MAX)
 
 
 class Formed(NamedTuple):
