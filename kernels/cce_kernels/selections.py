@@ -22,7 +22,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,16 +30,18 @@ from jax import lax
 
 from cce_kernels.call import Call
 from cce_kernels.engines.engine import Problem, Step
+from cce_kernels.engines.order import cdiv
 from cce_kernels.mean import mass_and_moment
 from cce_kernels.numbers import Inputs, Statistics
 from cce_kernels.plan.choose import selecting
 from cce_kernels.plan.plan import Plan
-from cce_kernels.tokens import Kept, gathered_rows, in_chunks
+from cce_kernels.tokens import Kept, gathered_rows
 
 At = Callable[[jax.Array], jax.Array]  # columns (n, K) -> the logits there
 
 TURN = 1024  # the kernels that look into blocks once take as long as to sort so many elements of a row
 LEAST, MOST = 8, 512  # tokens of a chunk, whatever the budget: larger chunks are no faster
+CHUNKS_OF_STEP = 8  # the most
 MULTIPLES = 256, LEAST  # tokens: a chunk has a multiple of the first, if it has so many; else of the second
 
 
@@ -70,19 +72,40 @@ NOTHING = Asked()
 
 
 def numbers_and_selections(inputs: Inputs, plan: Plan, asked: Asked) -> tuple[Statistics, Selections]:
-    """The numbers of each token, without the sum, and what is asked for.
+    """The numbers of each token, without the sum, and what is asked for; 0 for an ignored token.
 
-    Kept tokens come first, and chunks of ignored tokens are left out. The numbers of an ignored token are 0.
+    Kept tokens come first, and steps of ignored tokens are left out. How many steps there are the device decides, and
+    the host waits for it at each of them. So a step has several chunks where the kernel stops at the last kept token.
     """
-    rows = gathered_rows(inputs.targets.size)
-    size = min(_tokens(plan.call), rows)
-    kept, step, call = Kept.of(inputs.targets, rows), selecting(plan, size), replace(plan.call, tokens=size)
+    tokens = gathered_rows(inputs.targets.size)
+    size = min(_tokens(plan.call), tokens)
+    step, call = selecting(plan, size), replace(plan.call, tokens=size)
+    chunks = cdiv(tokens, size)
+    steps = cdiv(chunks, 1 if step is None else CHUNKS_OF_STEP)
+    parts = cdiv(chunks, steps)
+    kept = Kept.of(inputs.targets, steps * parts * size)
 
-    def of_chunk(order: jax.Array) -> tuple[Statistics, Selections]:
+    def of_chunk(start: Any) -> tuple[Statistics, Selections]:
+        order = lax.dynamic_slice_in_dim(kept.order, start, size)
         own = inputs._replace(**{name: x[order] for name, x in inputs.of_tokens.items()})
-        return _of_chunk(Problem(call, plan.gpu, own), step, asked)
+        return _of_chunk(Problem(call, plan.gpu, own), step, kept.count[0] - start, asked)
 
-    found = in_chunks(of_chunk, kept.order, size, kept.count[0])
+    def with_chunk(i: Any, whole: Any) -> Any:
+        start = i * size
+        return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), whole, of_chunk(start))
+
+    def of_step(i: Any, whole: Any) -> Any:
+        return lax.fori_loop(i * parts, (i + 1) * parts, with_chunk, whole)
+
+    if chunks == 1:
+        return jax.tree.map(kept.restored, of_chunk(0))
+    # Zeros that wait for the count: XLA makes those of a constant as early as it likes, and then holds them.
+    zero, rows = jnp.minimum(kept.count[0], 0), kept.order.size
+    whole = jax.tree.map(lambda x: jnp.full((rows, *x.shape[1:]), zero, x.dtype), jax.eval_shape(of_chunk, 0))
+    if steps == 1:
+        found = lax.fori_loop(0, parts, with_chunk, whole)
+    else:
+        found = lax.fori_loop(0, -(-kept.count[0] // (parts * size)), of_step, whole)
     return jax.tree.map(kept.restored, found)
 
 
@@ -130,13 +153,16 @@ def _tokens(call: Call) -> int:
     return next(size // multiple * multiple for multiple in MULTIPLES if size >= multiple)
 
 
-def _of_chunk(problem: Problem, step: Step | None, asked: Asked) -> tuple[Statistics, Selections]:
-    """The numbers and selections of a chunk. step: of `logits_and_maxima`; None: XLA's matmul computes the logits."""
+def _of_chunk(problem: Problem, step: Step | None, count: Any, asked: Asked) -> tuple[Statistics, Selections]:
+    """The numbers and selections of a chunk, arbitrary for tokens from `count` on.
+
+    step: of `logits_and_maxima`; None: XLA's matmul computes the logits.
+    """
     (call, _, inputs), k = problem, asked.top_k
     if step is None:
         x, peak, lse, blocks = call.head.whole_logits(inputs.e, inputs.c, inputs.bias, inputs.scale), None, None, None
     else:
-        (x, peak, log_mass), maxima = step.engine.logits_and_maxima(step, problem)
+        (x, peak, log_mass), maxima = step.engine.logits_and_maxima(step, problem, count)
         lse, blocks = peak + log_mass, Blocks(maxima, step.engine.block(step).columns)
     z = inputs.divided(x)
 

@@ -22,11 +22,10 @@ def gathered_rows(tokens: int) -> int:
     return -(-tokens // ROW_MULTIPLE) * ROW_MULTIPLE if tokens >= MANY else tokens
 
 
-def in_chunks(run: Callable[[Any], Any], arrays: Any, size: int, count: jax.Array | None = None) -> Any:
+def in_chunks(run: Callable[[Any], Any], arrays: Any, size: int) -> Any:
     """run(arrays), for `size` tokens at a time. arrays and the result: arrays, or trees, with tokens on axis 0.
 
     The last chunk has `size` tokens too: it may compute some tokens a second time.
-    count: a scalar; chunks of tokens from this one on are left out, and their results are 0. None: there are none.
     """
     tokens = jax.tree.leaves(arrays)[0].shape[0]
     if size >= tokens:
@@ -40,11 +39,8 @@ def in_chunks(run: Callable[[Any], Any], arrays: Any, size: int, count: jax.Arra
         return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), whole, run(part(start)))
 
     of_chunk = jax.eval_shape(lambda: run(part(0)))
-    # Zeros that wait for the count: XLA makes those of a constant as early as it likes, and then holds them.
-    zero = 0 if count is None else jnp.minimum(count, 0)
-    whole = jax.tree.map(lambda x: jnp.full((tokens, *x.shape[1:]), zero, x.dtype), of_chunk)
-    chunks = -(-(tokens if count is None else count) // size)
-    return lax.fori_loop(jnp.int32(0), jnp.asarray(chunks, jnp.int32), step, whole)
+    whole = jax.tree.map(lambda x: jnp.zeros((tokens, *x.shape[1:]), x.dtype), of_chunk)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(-(-tokens // size)), step, whole)
 
 
 class Rows(NamedTuple):

@@ -189,12 +189,12 @@ class Launched:
         """The logits of the first `count` tokens, or of all. Those of the others are arbitrary."""
         return self.kernels.whole_logits(step, problem, count)
 
-    def logits_and_maxima(self, step: Step, problem: Problem) -> tuple[Whole, jax.Array]:
-        """The logits, and the largest of each block of columns, (n, blocks), as wide as `block` says.
+    def logits_and_maxima(self, step: Step, problem: Problem, count: jax.Array) -> tuple[Whole, jax.Array]:
+        """`whole_logits`, and the largest of each block of columns, (n, blocks), as wide as `block` says.
 
         The maxima are after the temperature. A NaN logit counts as −inf for the maxima, and makes log_mass NaN.
         """
-        return self.kernels.logits_and_maxima(step, problem)
+        return self.kernels.logits_and_maxima(step, problem, count)
 
     def divergence_pass(
         self,

@@ -35,9 +35,8 @@ def whole_logits(step: Step, problem: Problem, count: jax.Array) -> Whole:
     return _launched(step, problem, count, with_maxima=False)[0]
 
 
-def logits_and_maxima(step: Step, problem: Problem) -> tuple[Whole, jax.Array]:
+def logits_and_maxima(step: Step, problem: Problem, count: jax.Array) -> tuple[Whole, jax.Array]:
     """engine.Launched.logits_and_maxima."""
-    count = jnp.full((), problem.call.tokens, jnp.int32)
     whole, maxima = _launched(step, problem, count, with_maxima=True)
     assert maxima is not None
     return whole, maxima.T
