@@ -39,9 +39,9 @@ from cce_kernels.tokens import Kept, gathered_rows
 
 At = Callable[[jax.Array], jax.Array]  # columns (n, K) -> the logits there
 
-TURN = 1024  # the kernels that look into blocks once take as long as to sort so many elements of a row
+TURN = 40_000  # what the kernels cost that look into blocks once; to sort n elements costs n·(log₂ n)²
 LEAST, MOST = 8, 512  # tokens of a chunk, whatever the budget: larger chunks are no faster
-CHUNKS_OF_STEP = 8  # the most
+CHUNKS_OF_STEP = 16  # the most
 MULTIPLES = 256, LEAST  # tokens: a chunk has a multiple of the first, if it has so many; else of the second
 
 
@@ -95,7 +95,7 @@ def numbers_and_selections(inputs: Inputs, plan: Plan, asked: Asked) -> tuple[St
         return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), whole, of_chunk(start))
 
     def of_step(i: Any, whole: Any) -> Any:
-        return lax.fori_loop(i * parts, (i + 1) * parts, with_chunk, whole)
+        return lax.fori_loop(0, parts, lambda k, whole: with_chunk(i * parts + k, whole), whole)
 
     if chunks == 1:
         return jax.tree.map(kept.restored, of_chunk(0))
@@ -199,14 +199,15 @@ def _smallest(keys: jax.Array, width: int) -> jax.Array:
 
 @lru_cache
 def _widths(columns: int, k: int, first: int | None = None) -> tuple[int, ...]:
-    """The widths of the blocks in turn, of which the last is 1: those with the least to sort and the fewest turns.
+    """The widths of the blocks in turn, of which the last is 1: those of the least cost.
 
     first: the first width, if it is known.
     """
 
     def cost(widths: tuple[int, ...]) -> int:
         sizes = -(-columns // widths[0]), *(k * width // part for width, part in itertools.pairwise(widths))
-        return sum(2 ** (size - 1).bit_length() for size in sizes) + TURN * len(sizes)  # XLA sorts a power of two
+        powers = [(size - 1).bit_length() for size in sizes]  # XLA sorts a power of two
+        return sum(2**power * power**2 + TURN for power in powers)
 
     powers = [2**n for n in range(10, 0, -1)]
     choices = [(*x, 1) for n in range(4) for x in itertools.combinations(powers, n)]

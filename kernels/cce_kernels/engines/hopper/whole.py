@@ -5,6 +5,8 @@ once per 256 rows, from L2 where programs that run at the same time share them. 
 token and split; for `logits_and_maxima` 4 bytes a token and block of columns, which is the columns of a tile.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -15,19 +17,15 @@ from cce_kernels.engines.engine import Problem, Step
 from cce_kernels.engines.hopper.every_tile import PAIR_GROUP, padded
 from cce_kernels.engines.hopper.logits import divided, logits
 from cce_kernels.engines.hopper.matmul import Multiply, Origin, Sum, Work, launch
-from cce_kernels.engines.hopper.registers import (
-    BLOCK,
-    ROWS,
-    along_rows,
-    column_numbers,
-    parts_of,
-    quotient,
-    vector_of,
-    zero_vector,
-)
+from cce_kernels.engines.hopper.registers import BLOCK, ROWS, along_rows, parts_of, quotient, vector_of, zero_vector
 from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS
 from cce_kernels.engines.order import cdiv, grouped_order, row_group
 from cce_kernels.numbers import FLOAT32_MAX, LOG2_E
+
+
+def at_most(x: jax.Array, limit: float, otherwise: float, exists: Any) -> jax.Array:
+    """x, a number for each row, at most `limit`, or `otherwise` where the part that x is of lies beyond the columns."""
+    return x if exists is True else jnp.minimum(x, jnp.where(exists, limit, otherwise))
 
 
 def whole_logits(step: Step, problem: Problem, count: jax.Array) -> Whole:
@@ -73,26 +71,24 @@ def _launched(step: Step, problem: Problem, count: jax.Array, with_maxima: bool)
                 column, raw = (first + n) * columns, product(n * steps, steps)
 
                 def parts():
+                    """The logits of each part, before and after the temperature, and whether its columns exist."""
                     for begin, part in parts_of(raw, jnp.float32):
                         x = logits(part, head, scale)
-                        z = divided(x, inverse)
-                        if vocabulary % columns:
-                            z = jnp.where(column_numbers(z.shape) < vocabulary - column - begin, z, -FLOAT32_MAX)
-                        yield x, z
+                        yield x, divided(x, inverse), vocabulary % columns == 0 or column + begin < vocabulary
 
-                own = zero_vector() - FLOAT32_MAX if maxima_ref is None else zero_vector() - jnp.inf
-                for _, z in parts():
-                    if maxima_ref is not None:  # a NaN logit counts as −inf; the sum of the exponentials shows it
-                        z = jnp.where(z == z, z, -jnp.inf)
-                    own = jnp.maximum(own, jnp.max(z, axis=1))
+                own = zero_vector() - jnp.inf
+                for _, z, exists in parts():
+                    found = jnp.max(jnp.where(z == z, z, -jnp.inf), axis=1)
+                    own = jnp.maximum(own, at_most(found, jnp.inf, -jnp.inf, exists))
                 if maxima_ref is not None:
                     maxima_ref[first + n, pl.ds(row, ROWS)] = own
                 largest = jnp.maximum(before, own)
                 sums = [mass * jnp.exp2((before - largest) * LOG2_E)]
 
                 def written():
-                    for x, z in parts():
-                        sums.append(jnp.sum(jnp.exp2((z - along_rows(largest, z.shape)) * LOG2_E), axis=1))
+                    for x, z, exists in parts():
+                        total = jnp.sum(jnp.exp2((z - along_rows(largest, z.shape)) * LOG2_E), axis=1)
+                        sums.append(at_most(total, FLOAT32_MAX, 0.0, exists))
                         yield x
 
                 warpgroup.write(written(), x_ref, row, column)  # TMA writes nothing beyond the edges of x_ref
