@@ -66,6 +66,49 @@ def test_drawn_calls(seed):
         assert np.linalg.norm(x - y) < ERRORS[dtype] * np.linalg.norm(y)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_drawn_likeliest_ids(seed):
+    """By the kernel for Hopper, or by XLA: with a bias, in float32, or where V is no multiple of 32."""
+    draw = np.random.default_rng(seed)
+    dtype = ("bfloat16", "float16", "bfloat16", "float32")[seed % 4]
+    tokens, width = int(draw.integers(40, 9000)), 64 * int(draw.integers(2, 9))
+    vocabulary, axis = 64 * int(draw.integers(20, 900)) + 8 * (seed % 5 == 4), int(draw.integers(2))
+    softcap, k = draw.choice([None, 20.0]), int(draw.choice([1, 5, 64, 256]))
+    e, c = (draw.normal(size=(n, width)) for n in (tokens, vocabulary))
+    e, c = (jnp.asarray(x, dtype) for x in (e, c * draw.choice([0.3, 1.0]) / width**0.25))
+    bias = jnp.asarray(draw.normal(size=vocabulary), dtype) if seed == 6 else None
+    targets = np.where(
+        draw.uniform(size=tokens) < draw.choice([0.1, 0.9]), -100, draw.integers(vocabulary, size=tokens)
+    )
+    temperature = jnp.asarray(draw.uniform(0.5, 2, size=tokens), jnp.float32)
+    asked: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "vocab_axis": axis, "top_k": k}
+    asked |= {
+        "entropy": bool(seed % 2),
+        "mean_logit": bool(draw.integers(2)),
+        "memory_budget": 2 ** draw.integers(22, 31),
+    }
+    found = linear_log_probs(e, c.T if axis else c, targets, bias, predicted=True, precision="highest", **asked)
+    some = np.flatnonzero(targets >= 0)[:: 1 + tokens // 400]
+    z = np.float64(e)[some] @ np.float64(c).T + (0 if bias is None else np.float64(bias))
+    z = (z if softcap is None else softcap * np.tanh(z / softcap)) / np.float64(temperature)[some, None]
+    peak = z.max(axis=1)
+    lse = peak + np.log(np.exp(z - peak[:, None]).sum(axis=1))
+    at = np.take_along_axis(z, np.asarray(found.top_ids)[some], axis=1)
+    np.testing.assert_allclose(at, -np.sort(-z, axis=1)[:, :k], atol=3e-4)
+    np.testing.assert_allclose(np.asarray(found.top_log_probs)[some], at - lse[:, None], atol=3e-4)
+    np.testing.assert_allclose(np.asarray(found.lse)[some], lse, atol=3e-4)
+    np.testing.assert_array_equal(found.predicted, np.asarray(found.top_ids)[:, 0])
+    target = np.take_along_axis(z, targets[some, None], axis=1)[:, 0]
+    np.testing.assert_allclose(np.asarray(found.log_probs)[some], target - lse, atol=3e-4)
+    if found.entropy is not None:
+        entropy = lse - (np.exp(z - lse[:, None]) * z).sum(axis=1)
+        np.testing.assert_allclose(np.asarray(found.entropy)[some], entropy, atol=3e-4)
+    if found.mean_logit is not None:
+        np.testing.assert_allclose(np.asarray(found.mean_logit)[some], z.mean(axis=1), atol=3e-4)
+    for x in (found.top_log_probs, found.lse, found.top_ids):
+        assert not np.asarray(x)[targets < 0].any()
+
+
 @pytest.mark.parametrize("entropy", [False, True])
 def test_a_loss_of_the_users_own(entropy):
     draw = np.random.default_rng(0)
