@@ -8,20 +8,12 @@ import numpy as np
 import pytest
 
 from cce_jax import linear_log_probs, linear_token_loss
+from cce_kernels.head import Head
+from cce_kernels.numbers import Cotangents, Inputs
+from tests.test_given_ids import Drawn, truth
 
 pytestmark = pytest.mark.gpu
 ERRORS = {"float32": 1e-5, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # of a gradient, relative to its norm
-
-
-def numbers(e, c, bias, targets, ids, temperature, softcap):
-    z = e @ c.T + (0 if bias is None else bias)
-    z = (z if softcap is None else softcap * jnp.tanh(z / softcap)) / temperature[:, None]
-    lse, kept = jax.nn.logsumexp(z, axis=1), targets >= 0
-    target, at = (jnp.take_along_axis(z, jnp.maximum(x, 0), 1) for x in (targets[:, None], ids))
-    entropy = lse - jnp.sum(jnp.exp(z - lse[:, None]) * z, axis=1)
-    return [jnp.where(kept, x, 0) for x in (target[:, 0] - lse, lse, entropy)] + [
-        jnp.where(kept[:, None], at - lse[:, None], 0)
-    ]
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -50,20 +42,27 @@ def test_drawn_calls(seed):
 
     argnums = (0, 1) if bias is None else (0, 1, 2)
     (_, found), gradients = jax.jit(jax.value_and_grad(here, argnums, has_aux=True))(e, c, bias)
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda x: jnp.asarray(x, "float64"), (e, c, bias))
-        t = jnp.asarray(temperature if seed % 3 else np.full(tokens, 0.7), "float64")
-
-        def full(e, c, bias):
-            want = numbers(e, c, bias, targets, ids, t, softcap)
-            return sum(jnp.sum(w * x) for w, x in zip(weights, want, strict=True)), want
-
-        (_, want), wanted = jax.value_and_grad(full, argnums, has_aux=True)(*wide)
+    want, wanted = of_truth(
+        e, c, bias, targets, ids, temperature if seed % 3 else np.full(tokens, 0.7), weights, softcap
+    )
     for x, y in zip(found, want, strict=True):
-        assert x is None or np.abs(np.float64(x) - np.float64(y)).max() < 3e-4
+        assert x is None or np.abs(np.float64(x) - y).max() < 3e-4
     for x, y in zip(gradients, wanted, strict=True):
-        x, y = np.float64(x), np.float64(y)
-        assert np.linalg.norm(x - y) < ERRORS[dtype] * np.linalg.norm(y)
+        assert np.linalg.norm(np.float64(x) - y) < ERRORS[dtype] * np.linalg.norm(y)
+
+
+def of_truth(e, c, bias, targets, ids, temperature, weights, softcap) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """log_probs, lse, entropy and id_log_probs in float64, and the gradients of their sum with the weights."""
+    of_log_probs, of_lse, of_entropy, of_ids = weights
+    of_all = of_lse + of_entropy - of_log_probs - of_ids.sum(axis=1)
+    targets = np.where(targets < 0, -1, targets)
+    inputs = Inputs(e, c, bias, targets, None, None, 1 / np.float64(temperature), ids)
+    of = Cotangents(of_all, of_log_probs, None, -of_entropy, of_ids)  # type: ignore[arg-type]
+    found, kept = truth(Drawn(inputs, of, Head(softcap))), targets >= 0
+    lse, target, mean = (np.zeros(targets.size) for _ in range(3))
+    lse[kept], target[kept], mean[kept] = found["lse"], found["target"], found["mean"]
+    at_ids = np.where(kept[:, None], found["ids"] - lse[:, None], 0)
+    return [target - lse, lse, lse - mean, at_ids], [found[name] for name in ("e", "c", "bias") if name in found]
 
 
 @pytest.mark.parametrize("seed", range(8))
