@@ -363,7 +363,10 @@ class _Run:
         return statistics, totals
 
     def _cotangents(self, statistics: Tensor, of: "_InOrder", span: slice) -> tuple[Tensor, Tensor]:
-        """The totals of these tokens, (n,), and the cotangents of their statistics, (Call.rows, n)."""
+        """The totals of these tokens, (n,), and the cotangents of their statistics, (Call.rows, n).
+
+        Those of ignored tokens may be NaN: chunk_gradients does not read them.
+        """
         # Hooks on saved tensors are for what outlives this function: checkpoints would count what is saved here.
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
             given = statistics.detach().requires_grad_()
@@ -371,7 +374,7 @@ class _Run:
             if not totals.requires_grad:  # it depends on no number
                 return totals, torch.zeros_like(statistics)
             (found,) = torch.autograd.grad(totals, given, of.of_total[span], allow_unused=True, materialize_grads=True)
-        return totals.detach(), torch.where(of.kept[span], found, 0)
+        return totals.detach(), found
 
     def _inputs(self, of: "_Chunk", given: "_InOrder") -> Any:
         """The chunk as chunk_programs.Chunk."""
