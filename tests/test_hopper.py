@@ -649,6 +649,7 @@ def test_drawn_selections(seed, monkeypatch):
     plan = plan_of(call, SMALL, "cce")
     assert choose.selecting(plan, 256) is not None
     monkeypatch.setattr(selections, "MOST", 256)
+    monkeypatch.setattr(selections, "CHUNKS_OF_STEP", (3, 1, 16, 2)[seed])
     asked = selections.Asked(k, bool(draw.integers(2)))
     numbers, found = selections.numbers_and_selections(inputs, plan, asked)
     want, wanted = selections.numbers_and_selections(inputs, replace(plan, gpu=None), asked)
