@@ -13,7 +13,7 @@ gradient, and why each row of de is divided by a unit in float16. A built-in los
 instead (on_jax/programs.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple
 from functools import cache
 from typing import Any, NamedTuple, Protocol
@@ -32,10 +32,20 @@ from cce_torch.processes import shards
 class OfTokens(Protocol):
     """The loss of each token."""
 
-    weight: Tensor | None  # (N,), that may want a gradient; None: 1
+    @property
+    def weight(self) -> Tensor | None:
+        """(N,), that may want a gradient; None: 1."""
+        ...
 
-    def totals(self, statistics: Tensor, rows: Any) -> Tensor:
-        """(n,): the losses of these tokens before their weights, differentiable in statistics, (Call.rows, n)."""
+    def in_order(self, order: Tensor) -> "OfTokens":
+        """The same of the tokens in this order, without their weights."""
+        ...
+
+    def totals(self, statistics: Tensor, span: slice) -> Tensor:
+        """(n,): the losses of these tokens before their weights, differentiable in statistics, (Call.rows, n).
+
+        The statistics of ignored tokens are 0, and their losses are arbitrary.
+        """
         ...
 
 
@@ -290,78 +300,87 @@ class _Run:
         formed = None
         if self.way is not None:
             formed = self.programs.cleared(self.way.new(lambda n, t: self.e.new_empty(n, dtype=t)))
-        found = self.e.new_empty((self.call.rows, len(self.e)), dtype=torch.float32)
-        totals = self.e.new_empty(len(self.e), dtype=torch.float32)
-        de = self.columns.rows(self.e) if self.wanted.e else None
-        for chunk in self._chunks():
-            statistics, of_chunk = self._chunk(chunk, de, formed)
-            found.index_copy_(1, chunk.rows, statistics)
-            totals.index_copy_(0, chunk.rows, of_chunk)
+        tokens, spans = len(self.e), self.programs.spans(self.chunks, len(self.e))
+        given, de = self._in_order(sum(spans[-1])), self.columns.rows(self.e) if self.wanted.e else None
+        chunks = [self._chunk(chunk, given, de, formed) for chunk in self._chunks(given, spans)]
+        statistics, of_tokens = zip(*chunks, strict=True)
+        found = self.e.new_empty((self.call.rows, tokens), dtype=torch.float32)
+        found.index_copy_(1, given.order[:tokens], torch.cat(statistics, 1))
+        totals = self.e.new_empty(tokens, dtype=torch.float32)
+        totals.index_copy_(0, given.order[:tokens], torch.cat(of_tokens))
         return found, totals, None if de is None else de.whole(shape), formed
 
-    def _chunks(self) -> Iterator["_Chunk"]:
-        tokens, spans = len(self.e), self.programs.spans(self.chunks, len(self.e))
-        order = torch.argsort((~self.kept).to(torch.uint8), stable=True)  # the kept tokens first, in their order
-        count = self.kept.sum(dtype=torch.int32).reshape(1)
-        order = torch.nn.functional.pad(order, (0, max(sum(spans[-1]) - tokens, 0)))
+    def _in_order(self, rows: int) -> "_InOrder":
+        """The kept tokens first, in their order. rows: of all chunks."""
+        order = torch.argsort((~self.kept).to(torch.uint8), stable=True)
+        order = torch.nn.functional.pad(order, (0, max(rows - len(order), 0)))
         reference = self.columns.references(self.own, self.targets, astuple(self.wanted), self.call)
-        for start, size in spans:
-            own = (count - start).clamp(0, size)
-            rows = order[start : start + size]
-            is_last = self.chunks.last > 0 and start == spans[-1][0]
-            yield _Chunk(rows, rows[: max(tokens - start, 0)], own, reference, is_last)
+        weight, of_total = self.of_tokens.weight, self.kept.float()
+        of_total = of_total if weight is None else torch.where(self.kept, weight.detach().float(), of_total)
+        own = self.own.columns, self.own.inverse_temperature, reference, self.kept, of_total
+        return _InOrder(order, self.of_tokens.in_order(order), *(None if x is None else x[order] for x in own))  # type: ignore[arg-type]
 
-    def _chunk(self, of: "_Chunk", de: Any, formed: Any) -> tuple[Tensor, Tensor]:
+    def _chunks(self, given: "_InOrder", spans: Sequence[tuple[int, int]]) -> Iterator["_Chunk"]:
+        tokens, count = len(self.e), self.kept.sum(dtype=torch.int32).reshape(1)
+        for start, size in spans:
+            is_last = self.chunks.last > 0 and start == spans[-1][0]
+            of_tokens = slice(start, max(start, min(start + size, tokens)))
+            yield _Chunk(slice(start, start + size), of_tokens, (count - start).clamp(0, size), is_last)
+
+    def _chunk(self, of: "_Chunk", given: "_InOrder", de: Any, formed: Any) -> tuple[Tensor, Tensor]:
         """The statistics of the chunk's tokens over all columns, (rows, n), and their totals, (n,).
 
         Adds the chunk's gradients to de and formed.
         """
-        n, count, way = len(of.padded), len(of.rows), self.way
+        way, rows = self.way, given.order[of.tokens]
+        n, count = of.padded.stop - of.padded.start, len(rows)
         chunk: Any = None
         columns: Any = None
         if way is None:
             own = shards.of_no_columns(self.e.new_empty((n, 0)), self.call)
         else:
-            chunk = self._inputs(of)
+            chunk = self._inputs(of, given)
             # The memory of the last chunk's exponentials.
             last = formed.last.left if way.stores and formed.last is not None else None
             memory = None if last is None or n > len(last) else last[:n]
             own, columns = self.programs.chunk_statistics(way, chunk, memory)
-        statistics = self.columns.of_all(own[:, :count], self.kept[of.rows])
-        totals, cotangents = self._cotangents(statistics, of.rows)
+        statistics = self.columns.of_all(own[:, :count], given.kept[of.tokens])
+        totals, cotangents = self._cotangents(statistics, given, of.tokens)
         part: Any = None
         if de is not None:
             de.settle()  # now, so that no two chunks' de exist while this chunk's is formed
             new = self.e.new_zeros if way is None else self.e.new_empty
             part = new((n, self.e.shape[1]), dtype=de.dtype)
         if way is not None:
-            whole, cotangents = (torch.nn.functional.pad(x, (0, n - count)) for x in (statistics, cotangents))
+            whole = statistics
+            if count < n:
+                whole, cotangents = (torch.nn.functional.pad(x, (0, n - count)) for x in (whole, cotangents))
             logits, blocks = None if way.stores else columns.values, columns.blocks or (None, None)
             exchanged = self.programs.Exchanged(own, whole, cotangents, logits, *blocks)
             self.programs.chunk_gradients(way, chunk, exchanged, self._results(of, formed, columns, part))
         if de is not None:
-            de.put(of.rows, part)
+            de.put(rows, part)
         return statistics, totals
 
-    def _cotangents(self, statistics: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The totals of these tokens, (n,), and the cotangents of their statistics, (Call.rows, n)."""
-        weight = None if self.of_tokens.weight is None else self.of_tokens.weight.detach()[rows]
+    def _cotangents(self, statistics: Tensor, of: "_InOrder", span: slice) -> tuple[Tensor, Tensor]:
+        """The totals of these tokens, (n,), and the cotangents of their statistics, (Call.rows, n).
+
+        Those of ignored tokens may be NaN: chunk_gradients does not read them.
+        """
         # Hooks on saved tensors are for what outlives this function: checkpoints would count what is saved here.
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
             given = statistics.detach().requires_grad_()
-            totals = self.of_tokens.totals(given, rows)
-            summed = _weighted(totals, weight, self.kept[rows])
-            if not summed.requires_grad:  # it depends on no number
+            totals = of.of_tokens.totals(given, span)
+            if not totals.requires_grad:  # it depends on no number
                 return totals, torch.zeros_like(statistics)
-            (found,) = torch.autograd.grad(summed, given, allow_unused=True, materialize_grads=True)
+            (found,) = torch.autograd.grad(totals, given, of.of_total[span], allow_unused=True, materialize_grads=True)
         return totals.detach(), found
 
-    def _inputs(self, of: "_Chunk") -> Any:
+    def _inputs(self, of: "_Chunk", given: "_InOrder") -> Any:
         """The chunk as chunk_programs.Chunk."""
-        held, inverse, reference = (
-            None if x is None else x[of.padded] for x in (self.own.columns, self.own.inverse_temperature, of.reference)
-        )
-        scale, e = None if self.scale == 1 else float(self.scale), self.e[of.padded]
+        own = given.columns, given.inverse_temperature, given.reference
+        held, inverse, reference = (None if x is None else x[of.padded] for x in own)
+        scale, e = None if self.scale == 1 else float(self.scale), self.e[given.order[of.padded]]
         return self.programs.Chunk(e, self.c, self.bias, held, self.weights, scale, inverse, reference, of.count)
 
     def _results(self, of: "_Chunk", formed: Any, columns: Any, de: Tensor | None) -> Any:
@@ -381,11 +400,22 @@ def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
-class _Chunk(NamedTuple):
-    """Which tokens are a chunk."""
+class _InOrder(NamedTuple):
+    """What belongs to the tokens, kept ones first; then any tokens, up to the rows of all chunks."""
 
-    padded: Tensor  # (n,): their rows of e, kept ones first; then any rows
-    rows: Tensor  # the first of these: each token is in one chunk
+    order: Tensor  # (rows,): their rows of e
+    of_tokens: OfTokens
+    columns: Tensor  # (rows,), as are the others
+    inverse_temperature: Tensor | None
+    reference: Tensor | None
+    kept: Tensor
+    of_total: Tensor  # the derivative of S by each token's total; 0 where it is ignored
+
+
+class _Chunk(NamedTuple):
+    """Which tokens are a chunk, of those in order."""
+
+    padded: slice  # n of them
+    tokens: slice  # the first of these: each token is in one chunk
     count: Tensor  # type: ignore[assignment]  # (1,) int32: how many are kept
-    reference: Tensor | None  # (N,), of all tokens
     is_last: bool  # whether its part of dc is left to the backward pass

@@ -1,6 +1,8 @@
 """The user's function of linear_token_loss: what it gets, and the checks of what it gets, returns and closes over."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -24,37 +26,59 @@ class TokenNumbers(NamedTuple):
 
 def token_numbers(statistics: Tensor, columns: Tensor, vocabulary: int) -> TokenNumbers:
     """statistics (call.py): (2, n), or (3, n) with the mean of the logits. columns: (n,), as in losses.py."""
-    lse, target, *mean = statistics.unbind()
-    poison = torch.where(columns == vocabulary, torch.nan, torch.ones_like(lse))  # a factor: gradients become NaN too
-    return kept(TokenNumbers(poison * (target - lse), lse, lse - mean[0] if mean else None), columns)
+    return kept(_numbers(statistics, _poison(columns, vocabulary, statistics.dtype)), columns)
 
 
 def kept(numbers: TokenNumbers, columns: Tensor) -> TokenNumbers:
     """The numbers, 0 without a gradient where a token is ignored."""
-    return TokenNumbers(*(None if x is None else torch.where(columns >= 0, x, 0) for x in numbers))  # type: ignore
+    live = columns >= 0
+    return TokenNumbers(*(None if x is None else torch.where(live, x, 0) for x in numbers))  # type: ignore
 
 
+def _numbers(statistics: Tensor, poison: Tensor) -> TokenNumbers:
+    lse, target, *mean = statistics.unbind()
+    return TokenNumbers(poison * (target - lse), lse, lse - mean[0] if mean else None)
+
+
+def _poison(columns: Tensor, vocabulary: int, dtype: torch.dtype) -> Tensor:
+    """NaN where a target is out of range, else 1: a factor, so that gradients become NaN too."""
+    return columns.new_ones((), dtype=dtype).where(columns != vocabulary, torch.nan)
+
+
+@dataclass(frozen=True, eq=False)
 class TokenFunction:
     """fn(numbers, *arguments) for some of the tokens."""
 
+    fn: Callable[..., Tensor]
+    arguments: Sequence[Tensor]  # (N,)
+    columns: Tensor  # (N,), as in losses.py
+    vocabulary: int
     weight: Tensor | None = None  # of the tokens
 
-    def __init__(self, fn: Callable[..., Tensor], given: Sequence[Any], x: Prepared, columns: Tensor) -> None:
+    @classmethod
+    def of(cls, fn: Callable[..., Tensor], given: Sequence[Any], x: Prepared, columns: Tensor) -> "TokenFunction":
         if not callable(fn):
             raise TypeError(f"fn must be a function of numbers and arguments, got {type(fn).__name__}")
-        self.fn, self.columns, self.vocabulary = fn, columns, x.vocabulary
-        self.arguments = [_of_tokens(f"argument {k} of fn", y, x) for k, y in enumerate(given)]
+        return cls(fn, [_of_tokens(f"argument {k} of fn", y, x) for k, y in enumerate(given)], columns, x.vocabulary)
 
-    def totals(self, statistics: Tensor, rows: Any) -> Tensor:
-        """The losses of these tokens, (n,), arbitrary for ignored ones. rows: an index of the tokens, (N,)."""
-        return self(token_numbers(statistics, self.columns[rows], self.vocabulary), rows)
+    def in_order(self, order: Tensor) -> "TokenFunction":
+        """That of the tokens in this order."""
+        return replace(self, arguments=[x[order] for x in self.arguments], columns=self.columns[order])
 
-    def __call__(self, numbers: TokenNumbers, rows: Any = slice(None)) -> Tensor:
+    @cached_property
+    def poison(self) -> Tensor:
+        return _poison(self.columns, self.vocabulary, torch.float32)
+
+    def totals(self, statistics: Tensor, span: slice) -> Tensor:
+        """The losses of these tokens, (n,), arbitrary for ignored ones, whose statistics are 0."""
+        return self(_numbers(statistics, self.poison[span]), span)
+
+    def __call__(self, numbers: TokenNumbers, span: slice = slice(None)) -> Tensor:
         """As `totals`, for numbers of these tokens, (n,)."""
         if not len(numbers.lse):
             return numbers.lse
         nodes = set() if torch.compiler.is_compiling() else {x.grad_fn for x in numbers if x is not None}
-        given = [x[rows] for x in self.arguments]
+        given = [x[span] for x in self.arguments]
         versions = _versions(given)
         found = self.fn(numbers, *given)
         for k, (before, after) in enumerate(zip(versions, _versions(given), strict=True)):

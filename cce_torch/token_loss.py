@@ -115,7 +115,7 @@ def linear_token_loss(
         num_items = checks.scalar(num_items, x.e)
     operands = statistics.operands_of(x)
     operands = operands._replace(inverse_temperature=checks.inverse_temperature(temperature, x, NAME))
-    of_tokens = TokenFunction(fn, arguments, x, operands.columns)
+    of_tokens = TokenFunction.of(fn, arguments, x, operands.columns)
     call = Call(
         softcap,
         budget,

@@ -39,8 +39,11 @@ class _BuiltIn:
     def __init__(self, terms: losses.Terms, scheduled: tuple[float, float, float]) -> None:
         self.terms, self.scheduled, self.weight = terms, scheduled, terms.token_weight
 
-    def totals(self, statistics: Tensor, rows: Any) -> Tensor:
-        terms = self.terms._replace(columns=self.terms.columns[rows], token_weight=None)
+    def in_order(self, order: Tensor) -> "_BuiltIn":
+        return _BuiltIn(self.terms._replace(columns=self.terms.columns[order], token_weight=None), self.scheduled)
+
+    def totals(self, statistics: Tensor, span: slice) -> Tensor:
+        terms = self.terms._replace(columns=self.terms.columns[span], token_weight=None)
         return losses.totals(statistics, terms, self.scheduled)[0]
 
 
