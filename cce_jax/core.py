@@ -177,8 +177,9 @@ def summed(of: Summands, core: Core, loss: Loss, layout: Layout | None) -> tuple
     The inputs have no ids.
 
     Where the cotangent of S arrives, those of the numbers are that factor times what the forward pass knows already. So
-    the forward pass may form the gradients (cce_kernels/in_forward.py). If a cotangent of lse arrives too, its part is
-    computed from logits that are computed again. devices.sum_over_tokens says over which devices S extends.
+    the forward pass may form the gradients (cce_kernels/in_forward.py). If a cotangent of lse arrives too, they are not
+    used: one backward pass for both cotangents computes the logits again. devices.sum_over_tokens says over which
+    devices S extends.
     """
     inputs, terms, common = of
     assert inputs.ids is None
@@ -263,22 +264,19 @@ def _gradients_of_sum(
 
     def run(given: Summands, of: tuple, left: Any, core: Core) -> Gradients:
         (inputs, terms, common), (of_sum, of_lse), (numbers, filled) = given, of, left
-        held, found = rules.emptied(numbers, filled), None
-        residuals, shard = held.residuals, held.shard
-        of_numbers = Cotangents(*[None if x is None else jnp.zeros_like(x) for x in numbers])  # type: ignore[arg-type]
+        held = rules.emptied(numbers, filled)
+        residuals = held.residuals
         if residuals.of_one_factor:
-            if of_sum is not None:
-                found = passes.finish(inputs, residuals, of_sum, core, wanted)
-                if of_lse is None:
-                    return found
-            residuals = Residuals()
-        elif of_sum is not None:
+            if of_lse is None:
+                return passes.finish(inputs, residuals, of_sum, core, wanted)
+            residuals = Residuals()  # the sum of two gradients that are rounded to 16 bits would be less exact
+        of_numbers = Cotangents(*[None if x is None else jnp.zeros_like(x) for x in numbers])  # type: ignore[arg-type]
+        if of_sum is not None:
             of_numbers = losses.cotangents_of(common, loss, _vocabulary(inputs, core, layout))(numbers, terms)
             of_numbers = jax.tree.map(lambda x: x * of_sum, of_numbers)
         if of_lse is not None:
             of_numbers = of_numbers._replace(lse=of_numbers.lse + jnp.where(terms.columns < 0, 0, of_lse))
-        more, _ = passes.gradients(inputs, held.numbers, residuals, of_numbers, core, wanted, shard)
-        return more if found is None else jax.tree.map(jnp.add, found, more)
+        return passes.gradients(inputs, held.numbers, residuals, of_numbers, core, wanted, held.shard)[0]
 
     if layout is not None:
         return devices.gradients_of_sum(run, given, of, left, core, layout, wanted)

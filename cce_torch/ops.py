@@ -94,8 +94,8 @@ def _has_tangent(*given: Tensor | None) -> bool:
 class _Loss(torch.autograd.Function):
     """Where the forward pass forms the gradients, they wait for one factor.
 
-    A cotangent of the statistics, as lse has, is no such factor: its part is computed from logits that are computed
-    again.
+    A cotangent of the statistics, as lse has, is no such factor. Where it arrives, one backward pass for both cotangents
+    computes the logits again: the sum of two gradients that are rounded to 16 bits would be less exact.
     """
 
     @staticmethod
@@ -136,21 +136,11 @@ class _Loss(torch.autograd.Function):
         statistics, of_statistics = statistics[:rows], None if of_statistics is None else of_statistics[:rows]
         scheduled = ctx.scheduled if arrays[-1] is None else arrays[-1]
         given = Given(*arrays[:-1], scheduled, ctx.row_length)  # type: ignore[call-arg]
-        if not ctx.formed:
-            found = _gradients(ctx, (of_loss, of_statistics), given, statistics, left, wanted)
-        elif of_loss is None:
-            found = _gradients(ctx, (None, of_statistics), given, statistics, (), wanted)
-        else:
-            found = _gradients(ctx, (of_loss, None), given, statistics, left, wanted)
-            if of_statistics is not None and any(wanted[:3]):
-                more = _gradients(ctx, (None, of_statistics), given, statistics, (), [*wanted[:3], False])
-                found = *map(_sum, found[:3], more[:3]), found[3]
+        if ctx.formed and of_statistics is not None:
+            left = ()
+        found = _gradients(ctx, (of_loss, of_statistics), given, statistics, left, wanted)
         de, dc, dbias, dweight = (x if w else None for x, w in zip(found, wanted, strict=True))
         return de, dc, dbias, None, None, dweight, *[None] * (FIELDS - 4)
-
-
-def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    return None if x is None or y is None else x + y
 
 
 def _save(ctx: Any, given: Given, options: tuple, statistics: Tensor, left: Sequence[Tensor]) -> None:

@@ -259,11 +259,11 @@ def test_lse_is_differentiated_too(dtype, ran):
 
     def both(function, e, c, **more):
         value, lse = function(e, c, t, **more)
-        return 2 * value + (lse**2).mean()
+        return value - 0.99 * lse.sum() / (t != -100).sum()  # their parts nearly cancel
 
     chunked = partial(linear_cross_entropy, impl="chunked", precision="highest", return_lse=True)
     found = gradients(both(chunked, e, c), e, c)
-    assert ran == [*ONCE, "torch_gradients"]
+    assert ran == ["torch_begin", "torch_gradients"]
     ran.clear()
     rounded = gradients(both(partial(chunked, impl="reference"), e, c), e, c)
     leaves = [x.detach().double().requires_grad_() for x in (e, c)]
