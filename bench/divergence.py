@@ -1,8 +1,8 @@
 """What a divergence from a teacher costs: `python -m bench.divergence`. Writes OUT.json.
 
 The loss with the gradients of the student's e and c, ours with a budget of 1 GiB. Then other packages take turns with
-ours. Times are over four bare matmuls, the student's three and the teacher's logits, in the same turns. Errors are
-relative to float64.
+ours. Times are over four bare matmuls, the student's three and the teacher's logits, in the same turns; "queued" is
+that of calls of which the host waits for every fourth. Errors are relative to float64.
 """
 
 import argparse
@@ -24,7 +24,7 @@ SHAPES = Shape(8192, 4096, 131072), Shape(4096, 4096, 151936)
 BUDGET = 2**30
 BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}  # as Liger and TRL name them
 TEACHER = "teacher's z"
-COLUMNS = {"call": "", "runtime_ms": ".2f", "ratio": ".3f", "peak_mb": ".0f"}
+COLUMNS = {"call": "", "runtime_ms": ".2f", "ratio": ".3f", "queued": ".3f", "peak_mb": ".0f"}
 COLUMNS |= {"loss_error": ".1e", "de_error": ".1e"}
 
 
@@ -98,14 +98,23 @@ def jobs(asked: argparse.Namespace) -> Iterator[Job]:
             yield Job(common, arrays, bare, against(float64.mean_divergence(*arrays, BETAS[divergence])))
 
 
-def rows(job: Job, found: Prepared, rounds: int) -> list[report.Row]:
+def rows(job: Job, found: Prepared, rounds: int, queued: bool) -> list[report.Row]:
     times = timed(job.bare, found, rounds)
-    floor_ms = sum(times[name] for name in job.bare)
+    of_floor = over(job.bare, times)
+    of_queued = over(job.bare, timed(job.bare, found, rounds, queued=True)) if queued else {}
     return [
-        job.common | {"call": name, "runtime_ms": times[name], "ratio": times[name] / floor_ms} | row
+        job.common
+        | {"call": name, "runtime_ms": times[name], "ratio": of_floor[name], "queued": of_queued.get(name)}
+        | row
         for name, row in found.rows.items()
         if name in times
     ]
+
+
+def over(bare: dict[str, Call], times: dict[str, float]) -> dict[str, float]:
+    """The times over the sum of the bare matmuls'."""
+    floor_ms = sum(times[name] for name in bare)
+    return {name: ms / floor_ms for name, ms in times.items()}
 
 
 def main() -> None:
@@ -121,7 +130,7 @@ def main() -> None:
     results: dict[str, list[report.Row]] = {"rows": [], "others": [], "missing": []}
 
     def add(kind: str, job: Job, found: Prepared) -> None:
-        made = rows(job, found, asked.rounds) if found.calls else []
+        made = rows(job, found, asked.rounds, kind == "rows") if found.calls else []
         results[kind] += made
         results["missing"] += [job.common | {"call": x, "reason": why} for x, why in found.missing.items()]
         report.write(asked.out, **results)

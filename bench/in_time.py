@@ -47,21 +47,24 @@ def prepared(
     return found
 
 
-def timed(calls: dict[str, Call], found: Prepared, rounds: int) -> dict[str, float]:
-    """Milliseconds of calls, and of those prepared, in turns; without those that failed at it."""
-    times = in_turns(calls | found.calls, rounds)
+def timed(calls: dict[str, Call], found: Prepared, rounds: int, queued: bool = False) -> dict[str, float]:
+    """Milliseconds of calls, and of those prepared, in turns; without those that failed at it. queued: see in_turns."""
+    times = in_turns(calls | found.calls, rounds, queued)
     return {name: ms for name, ms in times.items() if name not in found.missing}
 
 
 def _kept(name: str, call: Call, failed: dict[str, str]) -> Call:
     """The call; after an error it does nothing, so that the calls that it takes turns with go on."""
 
-    def run() -> Any:
-        if name in failed:
-            return None
-        try:
-            return call()
-        except Exception as error:
-            failed[name] = first_line(error)
+    def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            if name in failed:
+                return None
+            try:
+                return function(*arguments)
+            except Exception as error:
+                failed[name] = first_line(error)
 
-    return Call(run, lambda _: None)
+        return run
+
+    return Call(guarded(call.run), guarded(call.wait))

@@ -2,7 +2,8 @@
 
 Forward: linear_log_probs relative to the loss without gradients. Forward and backward: with a cotangent for each token,
 and losses of one's own relative to the built-in loss at the same budget. Times are over the three bare matmuls of a
-step, in one run. Then other packages take turns with a few of ours.
+step, in one run; "queued" and "queued_of_loss" are those of calls of which the host waits for every fourth. Then other
+packages take turns with a few of ours.
 """
 
 import argparse
@@ -26,7 +27,8 @@ from cce_jax.losses import TokenNumbers
 SHAPES = Shape(8192, 4096, 131072), Shape(4096, 4096, 151936)
 IDS, TOP = 128, 64
 BONUS = 0.01  # what an entropy counts for
-COLUMNS = {"call": "", "runtime_ms": ".2f", "ratio": ".3f", "of_loss": ".3f", "peak_mb": ".0f"}
+COLUMNS = {"call": "", "runtime_ms": ".2f", "ratio": ".3f", "of_loss": ".3f"}
+COLUMNS |= {"queued": ".3f", "queued_of_loss": ".3f", "peak_mb": ".0f"}
 FORWARD, LOSS, ALL_LOSS = "forward of the loss", "the loss", "the loss, logits' bytes"
 COMPARED = FORWARD, "log_probs, entropy", LOSS, "log_probs and entropy of a vector", "token loss"
 
@@ -181,14 +183,22 @@ def from_ours(ours: LogProbs) -> Callable[[Any], report.Row]:
     return check
 
 
-def rows(x: Given, times: dict[str, float], found: dict[str, report.Row]) -> list[report.Row]:
-    made, floor_ms = [], sum(times.get(name, 0.0) for name in MATMULS)
+def rows(x: Given, times: dict[str, float], queued: dict[str, float], found: dict[str, report.Row]) -> list[report.Row]:
+    made = []
     for name, row in found.items():
         if name in times:
-            of_loss = times[name] / times[base(name)] if base(name) in times else None
-            row = {"runtime_ms": times[name], "ratio": times[name] / floor_ms, "of_loss": of_loss} | row
-            made.append({"shape": list(x.shape), "call": name} | row)
+            (ratio, of_loss), (of_queued, queued_of_loss) = relative(name, times), relative(name, queued)
+            row = {"runtime_ms": times[name], "ratio": ratio, "of_loss": of_loss, "queued": of_queued} | row
+            made.append({"shape": list(x.shape), "call": name, "queued_of_loss": queued_of_loss} | row)
     return made
+
+
+def relative(name: str, times: dict[str, float]) -> tuple[float | None, float | None]:
+    """A call's time over the three bare matmuls, and over `base`; None: not timed."""
+    if name not in times:
+        return None, None
+    of_loss = times[name] / times[base(name)] if base(name) in times else None
+    return times[name] / sum(times[x] for x in MATMULS), of_loss
 
 
 def main() -> None:
@@ -202,10 +212,8 @@ def main() -> None:
     start_jax()
     results: dict[str, list[report.Row]] = {"rows": [], "others": [], "missing": []}
 
-    def add(
-        kind: str, x: Given, times: dict[str, float], found: dict[str, report.Row], missing: dict[str, str]
-    ) -> None:
-        made = rows(x, times, found)
+    def add(kind: str, x: Given, times: dict, queued: dict, found: dict[str, report.Row], missing: dict) -> None:
+        made = rows(x, times, queued, found)
         results[kind] += made
         results["missing"] += [{"shape": list(x.shape), "call": n, "reason": why} for n, why in missing.items()]
         report.write(asked.out, **results)
@@ -222,9 +230,9 @@ def main() -> None:
         x = given(shape)
         calls, bare = in_jax(x), floor(*x.inputs[:2])
         more = prepared(in_torch(x) if not asked.no_torch else {}, asked.rounds)
-        times = timed(bare | calls, more, asked.rounds)
+        times, queued = (timed(bare | calls, more, asked.rounds, way) for way in (False, True))
         peaks = {name: {"peak_mb": memory.peak(call)} for name, call in calls.items()}
-        add("rows", x, times, peaks | more.rows, more.missing)
+        add("rows", x, times, queued, peaks | more.rows, more.missing)
         kept = {name: calls[name] for name in COMPARED}
         measured.append((x, bare | kept, {name: peaks[name] for name in kept}))
     # After ours are written, for an error of other kernels can take the GPU from this process.
@@ -232,9 +240,9 @@ def main() -> None:
         try:
             check = from_ours(calls["log_probs, entropy"]())
             more = prepared(others(x), asked.rounds, asked.seconds / len(measured), check)
-            add("others", x, timed(calls, more, asked.rounds), peaks | more.rows, more.missing)
+            add("others", x, timed(calls, more, asked.rounds), {}, peaks | more.rows, more.missing)
         except Exception as error:
-            add("others", x, {}, {}, {"others": report.first_line(error)})
+            add("others", x, {}, {}, {}, {"others": report.first_line(error)})
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import numpy as np
 from bench.calls import Call
 
 WARM, HEATING = 4, 0.3  # calls and seconds of a burst that are not counted: short calls heat a GPU no faster
-BURST = 4  # calls of one of those that take turns, the first not counted
+BURST = 4  # calls of one of those that take turns, the first not counted unless they are queued
 LEAST, PATIENCE = 3, 1.5  # a slow call gets this many samples, and no more once it has taken so many seconds
 
 
@@ -37,12 +37,24 @@ def steady(call: Call, rounds: int) -> float:
     return float(np.median(_samples(call, rounds)))
 
 
-def in_turns(calls: dict[str, Call], rounds: int) -> dict[str, float]:
-    """Median milliseconds of calls that are compared: bursts take turns, so that the GPU is as hot for each of them."""
+def _queued(call: Call) -> float:
+    """Milliseconds of one of BURST calls. The host waits for the last alone, as training does for a step's loss."""
+    start, result = time.perf_counter(), None
+    for _ in range(BURST):
+        result = call.run()
+    call.wait(result)
+    return (time.perf_counter() - start) * 1e3 / BURST
+
+
+def in_turns(calls: dict[str, Call], rounds: int, queued: bool = False) -> dict[str, float]:
+    """Median milliseconds of calls that are compared: bursts take turns, so that the GPU is as hot for each of them.
+
+    queued: whether the host waits for the last call of a burst alone.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         _samples(call, WARM, HEATING)
     for _ in range(rounds):
         for name, call in calls.items():
-            times[name] += _samples(call, BURST)[1:]
+            times[name] += [_queued(call)] if queued else _samples(call, BURST)[1:]
     return {name: float(np.median(x)) for name, x in times.items()}

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cce_kernels import contract
-from cce_torch import arguments, divergence_ops, losses
+from cce_torch import arguments, divergence_ops
 from cce_torch.arguments import OF_TORCH, Asked, Prepared, flat
 from cce_torch.call import Call, Operands
 from cce_torch.divergence_ops import Given, How
@@ -169,7 +169,7 @@ def _side(given: dict[str, Any], options: _Options, vocab_axis: Any, numbers: tu
     (reduction, impl, precision, memory_budget), (scale, softcap), e = options, numbers, given["e"]
     checked = reduction, impl, vocab_axis, precision, scale, softcap, 0.0, 0.0, -100, memory_budget, 0.0, 0
     scale, softcap, _, _, _, budget, _, _ = arguments.options(*checked)
-    given["targets"] = e.new_zeros(e.shape[:-1], dtype=torch.int64) if isinstance(e, Tensor) else e
+    given["targets"] = e.new_empty(e.shape[:-1], dtype=torch.int64) if isinstance(e, Tensor) else e  # shapes alone
     asked = Asked(NAME, vocab_axis, 0, -100, impl, False, None, {"logit_scale": scale, **one})
     return _Side(arguments.prepared(given, asked, one), scale, softcap, budget)
 
@@ -179,7 +179,7 @@ def _factor(num_items: Any, reduction: str, weight: Tensor, e: Tensor) -> Tensor
     if reduction != "mean":
         return weight.new_ones(())
     items = weight.sum() if num_items is None else arguments.scalar(num_items, e)
-    return losses.quotient(torch.ones_like(items), items)
+    return torch.where(items == 0, 0, 1 / items)
 
 
 def _scheduled(numbers: tuple[float, ...]) -> Tensor:

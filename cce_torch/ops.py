@@ -94,8 +94,8 @@ def _has_tangent(*given: Tensor | None) -> bool:
 class _Loss(torch.autograd.Function):
     """Where the forward pass forms the gradients, they wait for one factor.
 
-    A cotangent of the statistics, as lse has, is no such factor. Where it arrives, one backward pass for both cotangents
-    computes the logits again: the sum of two gradients that are rounded to 16 bits would be less exact.
+    A cotangent of the statistics, as lse has, is no such factor. Where it arrives, one backward pass for both computes
+    the logits again: the sum of two gradients that are rounded to 16 bits would be less exact.
     """
 
     @staticmethod

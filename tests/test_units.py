@@ -1,5 +1,7 @@
 """The arithmetic around the kernels: windows, orders, splits, configurations."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,7 @@ from cce_kernels.head import Head
 from cce_kernels.numbers import Wanted
 from cce_kernels.plan import Plan, plan_of
 from cce_kernels.plan.budget import GROUP_BYTES
-from cce_kernels.tokens import Kept
+from cce_kernels.tokens import Kept, over_kept
 from cce_kernels.windows import FEWEST_COLUMNS, Groups, vocabulary_groups
 from tests.plans import call_of, whole_bytes
 
@@ -191,6 +193,18 @@ def test_kept_tokens_come_first_and_go_back(targets):
         np.testing.assert_array_equal(gathered[:count], x[live])
         assert (np.asarray(gathered[count:]) == -7).all()
         np.testing.assert_array_equal(restored, np.where(live.reshape(-1, *[1] * (x.ndim - 1)), x, 0))
+
+
+@given(st.integers(0, 40), st.integers(1, 8), st.integers(1, 5))
+def test_parts_until_the_last_kept_token(count, size, parts):
+    visits = np.asarray(visited(count, size, parts))
+    whole = -(-count // (size * parts)) * parts  # steps have all of their parts
+    np.testing.assert_array_equal(visits, np.where(np.arange(visits.size) < whole, np.arange(visits.size) + 1, 0))
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def visited(count, size, parts):
+    return over_kept(count, size, parts, lambda i, found: found.at[i].add(i + 1), jnp.zeros(48, jnp.int32))
 
 
 @jax.jit

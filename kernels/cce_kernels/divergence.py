@@ -36,7 +36,7 @@ from cce_kernels.in_forward import Formed, finish, of_dz, over_chunks, taken
 from cce_kernels.numbers import Inputs
 from cce_kernels.plan.plan import InForward, Plan
 from cce_kernels.residuals import Residuals
-from cce_kernels.tokens import Kept
+from cce_kernels.tokens import Kept, over_kept
 
 PARTS_OF_STEP = 4
 
@@ -204,15 +204,8 @@ def _by_kernels(
     numbers = Numbers(zeros, zeros if of.entropy else None)
     if all(by.engine.whole_stops for by, _ in logits):
         return lax.fori_loop(0, parts, of_part, (numbers, lax.empty(shape, call.dtype)))
-    # Parts after the last kept token are left out. Where the device decides when a loop ends, the host waits at each of
-    # its steps. So a step has several parts.
     of_step = next(n for n in range(PARTS_OF_STEP, 0, -1) if parts % n == 0)
-
-    def parts_of_step(j: Any, found: Any) -> Any:
-        return lax.fori_loop(0, of_step, lambda i, found: of_part(j * of_step + i, found), found)
-
-    steps = -(-count // (size * of_step))
-    return lax.fori_loop(0, steps, parts_of_step, (numbers, jnp.zeros(shape, call.dtype)))
+    return over_kept(count, size, of_step, of_part, (numbers, jnp.zeros(shape, call.dtype)))
 
 
 def _by_xla(

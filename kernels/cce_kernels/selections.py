@@ -35,7 +35,7 @@ from cce_kernels.mean import mass_and_moment
 from cce_kernels.numbers import Inputs, Statistics
 from cce_kernels.plan.choose import selecting
 from cce_kernels.plan.plan import Plan
-from cce_kernels.tokens import Kept, gathered_rows
+from cce_kernels.tokens import Kept, gathered_rows, over_kept
 
 At = Callable[[jax.Array], jax.Array]  # columns (n, K) -> the logits there
 
@@ -74,8 +74,8 @@ NOTHING = Asked()
 def numbers_and_selections(inputs: Inputs, plan: Plan, asked: Asked) -> tuple[Statistics, Selections]:
     """The numbers of each token, without the sum, and what is asked for; 0 for an ignored token.
 
-    Kept tokens come first, and steps of ignored tokens are left out. How many steps there are the device decides, and
-    the host waits for it at each of them. So a step has several chunks where the kernel stops at the last kept token.
+    Kept tokens come first, and steps of ignored tokens are left out. A step has several chunks where the kernel stops
+    at the last kept token (tokens.over_kept).
     """
     tokens = gathered_rows(inputs.targets.size)
     size = min(_tokens(plan.call), tokens)
@@ -94,9 +94,6 @@ def numbers_and_selections(inputs: Inputs, plan: Plan, asked: Asked) -> tuple[St
         start = i * size
         return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), whole, of_chunk(start))
 
-    def of_step(i: Any, whole: Any) -> Any:
-        return lax.fori_loop(0, parts, lambda k, whole: with_chunk(i * parts + k, whole), whole)
-
     if chunks == 1:
         return jax.tree.map(kept.restored, of_chunk(0))
     # Zeros that wait for the count: XLA makes those of a constant as early as it likes, and then holds them.
@@ -105,7 +102,7 @@ def numbers_and_selections(inputs: Inputs, plan: Plan, asked: Asked) -> tuple[St
     if steps == 1:
         found = lax.fori_loop(0, parts, with_chunk, whole)
     else:
-        found = lax.fori_loop(0, -(-kept.count[0] // (parts * size)), of_step, whole)
+        found = over_kept(kept.count[0], size, parts, with_chunk, whole)
     return jax.tree.map(kept.restored, found)
 
 
@@ -158,30 +155,51 @@ def _of_chunk(problem: Problem, step: Step | None, count: Any, asked: Asked) -> 
 
     step: of `logits_and_maxima`; None: XLA's matmul computes the logits.
     """
-    (call, _, inputs), k = problem, asked.top_k
-    if step is None:
-        x, peak, lse, blocks = call.head.whole_logits(inputs.e, inputs.c, inputs.bias, inputs.scale), None, None, None
-    else:
-        (x, peak, log_mass), maxima = step.engine.logits_and_maxima(step, problem, count)
-        lse, blocks = peak + log_mass, Blocks(maxima, step.engine.block(step).columns)
-    z = inputs.divided(x)
-
-    def at(columns: jax.Array) -> jax.Array:  # XLA would divide, and store, all of z
-        return inputs.divided(_at(x, columns))
-
-    top, mean = largest(z, k, blocks, at) if k else (None, None), None
-    if lse is None or call.with_mean:
-        if peak is None:
-            peak = jnp.max(jnp.where(jnp.isnan(z), -jnp.inf, z), axis=1) if top[0] is None else top[0][:, 0]
-            peak = jnp.where(jnp.isfinite(peak), peak, 0)
-        mass, moment = mass_and_moment(z, peak)
-        mean = moment / jnp.where(mass == 0, 1, mass) if call.with_mean else None
-        lse = peak + jnp.log(mass) if lse is None else lse
-    target, ids = _picked(at, inputs.targets[:, None], call.vocabulary)[:, 0], None
+    call, _, inputs = problem
+    found = _by_xla(problem, asked.top_k) if step is None else _by_kernel(problem, step, count, asked.top_k)
+    targets = inputs.targets[:, None]
+    target, ids = _picked(found.at, targets, call.vocabulary)[:, 0], None
     if inputs.ids is not None:
-        ids = _picked(at, jnp.where(inputs.targets[:, None] < 0, -1, inputs.ids), call.vocabulary)
-    numbers = Statistics(lse, target, None, mean, ids)
-    return numbers, Selections(*top, jnp.mean(z, axis=1) if asked.mean_logit else None)
+        ids = _picked(found.at, jnp.where(targets < 0, -1, inputs.ids), call.vocabulary)
+    mean_logit = jnp.mean(found.logits, axis=1) if asked.mean_logit else None
+    return Statistics(found.lse, target, None, found.mean, ids), Selections(*found.top, mean_logit)
+
+
+class _Found(NamedTuple):
+    """What is found of a chunk's tokens by reading all their logits."""
+
+    logits: jax.Array  # (n, V), after the temperature
+    at: At  # looks up logits
+    top: tuple[jax.Array, jax.Array] | tuple[None, None]  # the k largest logits and their columns, (n, k)
+    lse: jax.Array
+    mean: jax.Array | None
+
+
+def _by_xla(problem: Problem, k: int) -> _Found:
+    call, _, inputs = problem
+    z, at = _divided(call.head.whole_logits(inputs.e, inputs.c, inputs.bias, inputs.scale), inputs)
+    top = largest(z, k, at=at) if k else (None, None)
+    peak = jnp.max(jnp.where(jnp.isnan(z), -jnp.inf, z), axis=1) if top[0] is None else top[0][:, 0]
+    peak = jnp.where(jnp.isfinite(peak), peak, 0)
+    mass, moment = mass_and_moment(z, peak)
+    return _Found(z, at, top, peak + jnp.log(mass), _mean(mass, moment) if call.with_mean else None)
+
+
+def _by_kernel(problem: Problem, step: Step, count: Any, k: int) -> _Found:
+    (x, peak, log_mass), maxima = step.engine.logits_and_maxima(step, problem, count)
+    z, at = _divided(x, problem.inputs)
+    top = largest(z, k, Blocks(maxima, step.engine.block(step).columns), at) if k else (None, None)
+    mean = _mean(*mass_and_moment(z, peak)) if problem.call.with_mean else None
+    return _Found(z, at, top, peak + log_mass, mean)
+
+
+def _divided(x: jax.Array, inputs: Inputs) -> tuple[jax.Array, At]:
+    """The logits after the temperature, and what looks them up: XLA would divide, and store, all of them for that."""
+    return inputs.divided(x), lambda columns: inputs.divided(_at(x, columns))
+
+
+def _mean(mass: jax.Array, moment: jax.Array) -> jax.Array:
+    return moment / jnp.where(mass == 0, 1, mass)
 
 
 def _key(z: jax.Array) -> jax.Array:

@@ -43,6 +43,19 @@ def in_chunks(run: Callable[[Any], Any], arrays: Any, size: int) -> Any:
     return lax.fori_loop(jnp.int32(0), jnp.int32(-(-tokens // size)), step, whole)
 
 
+def over_kept(count: jax.Array, size: int, parts: int, body: Callable[[Any, Any], Any], start: Any) -> Any:
+    """body(i, found) for each part i of `size` tokens until the last kept one, from found = start.
+
+    Where the device decides when a loop ends, the host waits at each of its steps. So a step is `parts` parts, and the
+    last step may visit parts that have no kept tokens.
+    """
+
+    def step(j: jax.Array, found: Any) -> Any:
+        return lax.fori_loop(0, parts, lambda i, found: body(j * parts + i, found), found)
+
+    return lax.fori_loop(0, -(-count // (size * parts)), step, start)
+
+
 class Rows(NamedTuple):
     """Where kernels find the kept tokens in e.
 

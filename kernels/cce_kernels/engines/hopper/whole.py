@@ -102,10 +102,8 @@ def _launched(step: Step, problem: Problem, count: jax.Array, with_maxima: bool)
 
         return work, compute
 
-    inverse, of_runs = (
-        problem.inputs.inverse_temperature,
-        jax.ShapeDtypeStruct((splits, pairs * PAIR_ROWS), jnp.float32),
-    )
+    inverse = problem.inputs.inverse_temperature
+    of_runs = jax.ShapeDtypeStruct((splits, pairs * PAIR_ROWS), jnp.float32)
     others = None if inverse is None else padded(inverse), count.reshape(1), problem.inputs.scale
     maxima = jax.ShapeDtypeStruct((column_tiles, pairs * PAIR_ROWS), jnp.float32) if with_maxima else None
     outputs = jax.ShapeDtypeStruct((tokens, vocabulary), jnp.float32), of_runs, of_runs, maxima
