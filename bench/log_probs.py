@@ -122,15 +122,16 @@ def in_torch(x: Given) -> dict[str, Callable[[], Call]]:
 
         return step("torch", loss, *x.inputs)
 
-    def token_loss(**options: Any) -> Call:
+    def token_loss(compiled: bool = False, **options: Any) -> Call:
         import cce_torch
-        from bench.torch_losses import policy
+        from bench.torch_losses import compiled_policy, policy
 
         if not hasattr(cce_torch, "linear_token_loss"):
             raise ImportError("cce_torch has no linear_token_loss")
         of_token = partial(cce_torch.linear_token_loss, **options)  # type: ignore[attr-defined]
         old, advantage = tensors(x.old, x.weight)
-        return step("torch", lambda *inputs: of_token(*inputs, policy, old, advantage), *x.inputs)
+        fn = compiled_policy() if compiled else policy
+        return step("torch", lambda *inputs: of_token(*inputs, fn, old, advantage), *x.inputs)
 
     budget = {"memory_budget": x.everything}
     calls = {
@@ -140,6 +141,7 @@ def in_torch(x: Given) -> dict[str, Callable[[], Call]]:
         "log_probs and entropy, logits' bytes": partial(of_numbers, **budget),
         "token loss": token_loss,
         "token loss with an entropy bonus": partial(token_loss, entropy=True),
+        "token loss with an entropy bonus, compiled": partial(token_loss, True, entropy=True),
         "token loss with an entropy bonus, logits' bytes": partial(token_loss, entropy=True, **budget),
     }
     return {f"PyTorch: {name}": make for name, make in calls.items()}

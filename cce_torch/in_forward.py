@@ -199,7 +199,7 @@ class _Total(torch.autograd.Function):
         statistics, totals, de, formed = (run.evaluated if drops else run.formed)(operands.e.shape)
         ctx.way, ctx.types = run.way, [y is not None and y.dtype for y in (operands.bias, weight)]
         ctx.in_place, ctx.guard = ops.may_be_overwritten(), how.columns.guard
-        kept = operands.columns >= 0
+        kept = run.kept
         of_weight = totals if weight is not None and weight.requires_grad else None
         kept_here = how.columns.own_tokens(kept)
         leaves = programs().leaves_of(formed)
@@ -312,7 +312,7 @@ class _Run:
 
     def _in_order(self, rows: int) -> "_InOrder":
         """The kept tokens first, in their order. rows: of all chunks."""
-        order = torch.argsort((~self.kept).to(torch.uint8), stable=True)
+        order = torch.argsort(self.kept, descending=True, stable=True)
         order = torch.nn.functional.pad(order, (0, max(rows - len(order), 0)))
         reference = self.columns.references(self.own, self.targets, astuple(self.wanted), self.call)
         weight, of_total = self.of_tokens.weight, self.kept.float()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
@@ -579,6 +580,29 @@ def drawn(seed: int, tokens: int = 2500, width: int = 512, vocabulary: int = 20_
     weight = torch.tensor(rng.uniform(0, 2, log_probs.shape) * (rng.random(log_probs.shape) < 0.7)).to(old)
     call = {**call, "arguments": (old, normal(-1, 1, 2), weight)}
     return (leaves, call, pick("auto", "cce", "chunked")), {"fn": fn, "memory_budget": pick(0, 2**22, None, "all")}
+
+
+@pytest.mark.parametrize(
+    ("device", "impl", "backend"),
+    [("cpu", "chunked", "aot_eager"), pytest.param("cuda", "cce", "inductor", marks=pytest.mark.gpu)],
+)
+def test_a_compiled_function(device, impl, backend):
+    """Chunks of two sizes, and the third call compiles nothing."""
+    leaves, call = on_device(made((2, 550), 256, 4096, "bfloat16", entropy=True, temperature=0.7, shift=1), device)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(smooth, backend=backend)
+    with in_chunks(512) as ran:
+        want = results(ours, leaves, call, impl=impl)
+        for calls in range(3):
+            graphs = counters["stats"]["unique_graphs"]
+            found = results(ours, leaves, call, impl=impl, fn=compiled)
+            assert (counters["stats"]["unique_graphs"] > graphs) == (calls == 0)
+    assert FORMED[1] in ran
+    assert not counters["graph_break"]
+    for name, x in want.items():
+        eps = 2.0**-7 if name in leaves else 2.0**-20
+        np.testing.assert_allclose(found[name], x, rtol=eps, atol=eps * np.abs(x).max(), err_msg=name)
 
 
 @pytest.mark.gpu
