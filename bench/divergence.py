@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--shape", type=Shape.parse, nargs="+", default=SHAPES)
     parser.add_argument("--teacher-width", type=int, default=4096)
     parser.add_argument("--divergence", choices=BETAS, nargs="+", default=list(BETAS))
+    parser.add_argument("--others-only", action="store_true", help="leave out the turns of ours alone")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=140, help="for other packages, in all; 0 for none")
     parser.add_argument("--out", type=Path, default=Path("out/divergence.json"))
@@ -140,7 +141,8 @@ def main() -> None:
     measured = []
     for job in jobs(asked):
         found = prepared(ours(job.common["divergence"], job.arrays), asked.rounds, check=job.check)
-        add("rows", job, found)
+        if not asked.others_only:
+            add("rows", job, found)
         measured.append((job, found))
     # After ours are written, for an error of other kernels can take the GPU from this process.
     for job, found in measured if asked.seconds else ():

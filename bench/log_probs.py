@@ -7,7 +7,7 @@ packages take turns with a few of ours.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -96,9 +96,9 @@ def steps(x: Given) -> dict[str, Callable]:
     return {name: jax.value_and_grad(loss, (0, 1)) for name, loss in losses.items()}
 
 
-def in_jax(x: Given) -> dict[str, Call]:
-    """Compiled at the same time."""
-    programs = forwards(x) | steps(x)
+def in_jax(x: Given, names: Collection[str] | None = None) -> dict[str, Call]:
+    """Those of these names, or all; compiled at the same time."""
+    programs = {name: f for name, f in (forwards(x) | steps(x)).items() if names is None or name in names}
     with ThreadPoolExecutor(12) as pool:
         return dict(zip(programs, pool.map(lambda f: compiled(f, *x.inputs), programs.values()), strict=True))
 
@@ -207,6 +207,7 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m bench.log_probs", description=__doc__)
     parser.add_argument("--shape", type=Shape.parse, nargs="+", default=SHAPES)
     parser.add_argument("--no-torch", action="store_true", help="leave out our calls from PyTorch")
+    parser.add_argument("--others-only", action="store_true", help="leave out the turns of ours alone")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=140, help="for other packages, at all shapes; 0 for none")
     parser.add_argument("--out", type=Path, default=Path("out/log_probs.json"))
@@ -230,11 +231,12 @@ def main() -> None:
     measured = []
     for shape in asked.shape:
         x = given(shape)
-        calls, bare = in_jax(x), floor(*x.inputs[:2])
-        more = prepared(in_torch(x) if not asked.no_torch else {}, asked.rounds)
-        times, queued = (timed(bare | calls, more, asked.rounds, way) for way in (False, True))
+        calls, bare = in_jax(x, COMPARED if asked.others_only else None), floor(*x.inputs[:2])
         peaks = {name: {"peak_mb": memory.peak(call)} for name, call in calls.items()}
-        add("rows", x, times, queued, peaks | more.rows, more.missing)
+        if not asked.others_only:
+            more = prepared(in_torch(x) if not asked.no_torch else {}, asked.rounds)
+            times, queued = (timed(bare | calls, more, asked.rounds, way) for way in (False, True))
+            add("rows", x, times, queued, peaks | more.rows, more.missing)
         kept = {name: calls[name] for name in COMPARED}
         measured.append((x, bare | kept, {name: peaks[name] for name in kept}))
     # After ours are written, for an error of other kernels can take the GPU from this process.

@@ -379,16 +379,18 @@ def test_others_divergences_are_those_of_the_truth(kind, monkeypatch):
     assert [*doubled.values()] == pytest.approx([1, 1], rel=1e-3)
 
 
-def test_divergences_in_turns_with_others(monkeypatch, tmp_path):
+@pytest.mark.parametrize("only", [[], ["--others-only"]], ids=["all", "others"])
+def test_divergences_in_turns_with_others(only, monkeypatch, tmp_path):
     monkeypatch.setattr("bench.measure.HEATING", 0.0)
     monkeypatch.setattr(
         rivals, "DIVERGENCES", {"full logits": rivals.full_logits.divergence, "none": numbers("missing")}
     )
     out = tmp_path / "divergence.json"
     arguments = ["", "--shape", "64x128x512", "--teacher-width", "96", "--divergence", "jsd", "--rounds", "1"]
-    monkeypatch.setattr(sys, "argv", [*arguments, "--out", str(out)])
+    monkeypatch.setattr(sys, "argv", [*arguments, *only, "--out", str(out)])
     divergence.main()
     kept = json.loads(out.read_text())
+    assert not (only and kept["rows"])
     calls = {x["call"]: x for x in kept["rows"] + kept["others"]}
     assert 0 < calls["full logits"]["de_error"] < 0.1
     ours = {"cce_jax", "cce_torch"}
