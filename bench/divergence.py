@@ -1,8 +1,8 @@
 """What a divergence from a teacher costs: `python -m bench.divergence`. Writes OUT.json.
 
 The loss with the gradients of the student's e and c, ours with a budget of 1 GiB. Then other packages take turns with
-ours. Times are over four bare matmuls, the student's three and the teacher's logits, in the same turns; "queued" is
-that of calls of which the host waits for every fourth. Errors are relative to float64.
+ours. Times are over four bare matmuls, the student's three and the teacher's logits, in the same turns. "queued"
+is the same ratio where the host waits only after every fourth call. Errors are relative to float64.
 """
 
 import argparse
@@ -102,13 +102,12 @@ def rows(job: Job, found: Prepared, rounds: int, queued: bool) -> list[report.Ro
     times = timed(job.bare, found, rounds)
     of_floor = over(job.bare, times)
     of_queued = over(job.bare, timed(job.bare, found, rounds, queued=True)) if queued else {}
-    return [
-        job.common
-        | {"call": name, "runtime_ms": times[name], "ratio": of_floor[name], "queued": of_queued.get(name)}
-        | row
-        for name, row in found.rows.items()
-        if name in times
-    ]
+    made = []
+    for name, row in found.rows.items():
+        if name in times:
+            row = {"runtime_ms": times[name], "ratio": of_floor[name], "queued": of_queued.get(name)} | row
+            made.append(job.common | {"call": name} | row)
+    return made
 
 
 def over(bare: dict[str, Call], times: dict[str, float]) -> dict[str, float]:

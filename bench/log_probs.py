@@ -2,8 +2,8 @@
 
 Forward: linear_log_probs relative to the loss without gradients. Forward and backward: with a cotangent for each token,
 and losses of one's own relative to the built-in loss at the same budget. Times are over the three bare matmuls of a
-step, in one run; "queued" and "queued_of_loss" are those of calls of which the host waits for every fourth. Then other
-packages take turns with a few of ours.
+step, in one run. "queued" and "queued_of_loss" are the same ratios where the host waits only after every fourth call.
+Then other packages take turns with a few of ours.
 """
 
 import argparse
@@ -122,15 +122,17 @@ def in_torch(x: Given) -> dict[str, Callable[[], Call]]:
 
         return step("torch", loss, *x.inputs)
 
-    def token_loss(compiled: bool = False, **options: Any) -> Call:
+    def token_loss(compile_fn: bool = False, **options: Any) -> Call:
+        import torch
+
         import cce_torch
-        from bench.torch_losses import compiled_policy, policy
+        from bench.torch_losses import policy
 
         if not hasattr(cce_torch, "linear_token_loss"):
             raise ImportError("cce_torch has no linear_token_loss")
         of_token = partial(cce_torch.linear_token_loss, **options)  # type: ignore[attr-defined]
         old, advantage = tensors(x.old, x.weight)
-        fn = compiled_policy() if compiled else policy
+        fn = torch.compile(policy) if compile_fn else policy
         return step("torch", lambda *inputs: of_token(*inputs, fn, old, advantage), *x.inputs)
 
     budget = {"memory_budget": x.everything}
@@ -141,7 +143,7 @@ def in_torch(x: Given) -> dict[str, Callable[[], Call]]:
         "log_probs and entropy, logits' bytes": partial(of_numbers, **budget),
         "token loss": token_loss,
         "token loss with an entropy bonus": partial(token_loss, entropy=True),
-        "token loss with an entropy bonus, compiled": partial(token_loss, True, entropy=True),
+        "token loss with an entropy bonus, compiled": partial(token_loss, compile_fn=True, entropy=True),
         "token loss with an entropy bonus, logits' bytes": partial(token_loss, entropy=True, **budget),
     }
     return {f"PyTorch: {name}": make for name, make in calls.items()}

@@ -7,7 +7,7 @@ import numpy as np
 from bench.calls import Call
 
 WARM, HEATING = 4, 0.3  # calls and seconds of a burst that are not counted: short calls heat a GPU no faster
-BURST = 4  # calls of one of those that take turns, the first not counted unless they are queued
+BURST = 4  # calls of a turn; where the host waits for each of them, the first is not counted
 LEAST, PATIENCE = 3, 1.5  # a slow call gets this many samples, and no more once it has taken so many seconds
 
 
@@ -38,7 +38,7 @@ def steady(call: Call, rounds: int) -> float:
 
 
 def _queued(call: Call) -> float:
-    """Milliseconds of one of BURST calls. The host waits for the last alone, as training does for a step's loss."""
+    """Milliseconds of a call, of BURST calls that are started one after another. The host waits only for the last."""
     start, result = time.perf_counter(), None
     for _ in range(BURST):
         result = call.run()
@@ -49,7 +49,7 @@ def _queued(call: Call) -> float:
 def in_turns(calls: dict[str, Call], rounds: int, queued: bool = False) -> dict[str, float]:
     """Median milliseconds of calls that are compared: bursts take turns, so that the GPU is as hot for each of them.
 
-    queued: whether the host waits for the last call of a burst alone.
+    queued: whether the host waits only for the last call of a burst; else it waits for each.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():

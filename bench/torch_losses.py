@@ -1,6 +1,5 @@
 """The mean loss in PyTorch, as people write it, and as a recipe of chunks that many pass around."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,11 +45,6 @@ def policy(numbers: Any, old: Tensor, advantage: Tensor) -> Tensor:
     ratio = (numbers.log_probs - old).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     return -gain if numbers.entropy is None else -gain - 0.01 * numbers.entropy
-
-
-def compiled_policy() -> Callable[..., Tensor]:
-    """policy, of which each chunk then launches two kernels in place of some forty."""
-    return torch.compile(policy)
 
 
 class _InChunks(torch.autograd.Function):

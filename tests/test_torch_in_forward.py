@@ -279,6 +279,18 @@ def test_lse_is_differentiated_too(dtype, ran):
     assert ran == ["torch_begin", "torch_gradients", "torch_gradients"]
 
 
+def test_token_weights_where_lse_is_differentiated_too():
+    (e, c, t), weight = example(dtype=torch.float32), torch.rand(600, requires_grad=True)
+
+    def of_both(leaves, impl):
+        value, lse = linear_cross_entropy(e, c, t, token_weight=weight, impl=impl, precision="highest", return_lse=True)
+        return gradients(value - 0.99 * lse.mean(), *leaves)
+
+    for leaves in ((weight,), (e, c, weight)):
+        for x, y in zip(of_both(leaves, "chunked"), of_both(leaves, "reference"), strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-5 * float(y.abs().max()))
+
+
 def test_only_what_is_wanted_is_formed(ran):
     e, c, t = example()
     b = torch.zeros(300, dtype=e.dtype, requires_grad=True)
