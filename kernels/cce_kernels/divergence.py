@@ -5,8 +5,8 @@ cce_kernels/divergence_terms.py has the sums over the vocabulary, and the deriva
 Each chunk of tokens holds dz (n, V) in e's type, which becomes de and a part of dc as in cce_kernels/in_forward.py:
 three matmuls of the student and one of the teacher. XLA's matmuls give the logits of both, at least float32, which are
 read in passes: for the log-sum-exps, for sums of terms, and for dz. In bfloat16 kernels make the passes, for a part of
-the chunk's tokens at a time, so that the logits of a part alone are held. dz of a KL divergence needs no sum of terms:
-they share a pass. XLA's passes are over all tokens of the chunk.
+the chunk's tokens at a time, so that the logits of a part alone are held. One kernel finds the sums and forms dz. XLA's
+passes are over all tokens of the chunk.
 
 For a program of another framework there is
 
@@ -185,18 +185,11 @@ def _by_kernels(
             for (by, of_side), inputs in zip(logits, (part.inputs, part.of_teacher), strict=True)
         )
         given = Pass(sides[0], sides[1], part.inputs.inverse_temperature, None, part.size, beta)
-
-        def run(given: Pass, static: Static, dz: Any = None) -> tuple[list[jax.Array], Any]:
-            return passes.engine.divergence_pass(passes, Problem(call, plan.gpu, part.inputs), given, here, dz, static)
-
-        at_once = of.kind == "forward_kl" and dz_wanted
-        sums, at = run(given, Static(of.kind, True, of.entropy, at_once), (dz, start) if at_once else None)
-        if at_once:
-            dz = at
-        elif dz_wanted:
-            given = given._replace(of_student=sums[of.kind == "jsd"])
-            _, dz = run(given, Static(of.kind, False, False, True), (dz, start))
-        total = sums[0] if beta is None else beta * sums[0] + (1 - beta) * sums[1]
+        static, problem = Static(of.kind, True, of.entropy, dz_wanted), Problem(call, plan.gpu, part.inputs)
+        at = (dz, start) if dz_wanted else None
+        sums, formed = passes.engine.divergence_pass(passes, problem, given, here, at, static)
+        dz = formed if dz_wanted else dz
+        total = sums[0] if beta is None else beta * sums[1] + (1 - beta) * sums[0]
         own_numbers = Numbers(total, sums[-1] if of.entropy else None)
         return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), numbers, own_numbers), dz
 
@@ -224,15 +217,14 @@ def _by_xla(
     given = lax.optimization_barrier(Pass(sides[0], sides[1], own.inputs.inverse_temperature, None, None, beta))
     sums: list[jax.Array] = []
     for k in range(2 if of.kind == "jsd" else 1):  # one after the other: XLA would store what both are made from
-        terms = [given.terms(Static(of.kind, True, False, False))[k]]
+        terms = [given.terms(Static(of.kind, True, False))[k]]
         if of.entropy and k == 0:
-            terms += given.terms(Static(of.kind, False, True, False))
+            terms += given.terms(Static(of.kind, False, True))
         given, found = lax.optimization_barrier((given, _sums(*terms)))
         sums += found
     total = of_student = sums[0]
     if beta is not None:
-        of_student = sums[-1]
-        total = beta * total + (1 - beta) * of_student
+        total = beta * sums[-1] + (1 - beta) * of_student
     size, unit = own.size, None
     if plan.call.dtype == "float16":
         unit = _unit(size * (1 + of_student))

@@ -31,8 +31,8 @@ g = w − log(1 + w). The terms are
     M·g                                        of the larger one, whose log(p/m) is −log(1 + w)
     M·((1 − r)·E² − (1 + E)·(h − g))           of the smaller one, whose log(p/m) is −log(1 + w) − d
 
-h and g are about d²/2 and w²/2 where d is small. Series give them there. ∂L/∂z_v needs no series: log s_v − log t_v
-itself has the rounding errors of the logits.
+h and g are about d²/2 and w²/2 where d is small. Polynomials give them there. ∂L/∂z_v needs none: log s_v − log t_v
+itself has the rounding errors of the logits. Of the jsd log(s_v / m_v) = −log(1 − β + β·exp(log t_v − log s_v)).
 """
 
 import math
@@ -42,6 +42,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from numpy.polynomial import Chebyshev, Polynomial
 
 from cce_kernels.head import Head
 
@@ -83,9 +84,14 @@ class Static:
     """What a pass over the logits of some tokens finds."""
 
     kind: Kind
-    divergence: bool  # the sums of the terms: of a jsd those of KL(t‖m) and of KL(s‖m)
+    divergence: bool  # the sums of the terms: of a jsd those of KL(s‖m) and of KL(t‖m)
     entropy: bool  # and the sum of the entropy's
-    dz: bool
+    dz: bool = False
+
+    @property
+    def twice(self) -> bool:
+        """Whether dz needs the first of the sums."""
+        return self.dz and self.kind != "forward_kl"
 
     @property
     def sums(self) -> int:
@@ -116,24 +122,22 @@ class Pass(NamedTuple):
     def dz(self, kind: Kind, head: Head, f: Functions = FUNCTIONS) -> jax.Array:
         """The cotangent of the raw product of the student, (n, columns)."""
         assert self.size is not None
-        found = self._derivative(kind, f) * self.size[:, None]
+        found = self._derivative(kind, self.size[:, None], f)
         return found if head.softcap is None else found * head.slope(self.student.logits)
 
-    def _derivative(self, kind: Kind, f: Functions) -> jax.Array:
-        """∂L/∂z_v."""
+    def _derivative(self, kind: Kind, size: jax.Array, f: Functions) -> jax.Array:
+        """size·∂L/∂z_v."""
         log_s, log_t = self.logs
-        gap = Gap.of(log_s, log_t, f)
         if kind == "forward_kl":
-            return gap.larger * jnp.where(gap.of_student, -gap.e, gap.e)
+            gap = Gap.of(log_s, log_t, f)
+            return gap.larger * jnp.where(gap.of_student, -gap.e, gap.e) * size
         assert self.of_student is not None
-        if kind == "reverse_kl":
-            ratio, factor = jnp.where(gap.of_student, gap.distance, -gap.distance), 1.0
-        else:
+        s, ratio = f.exp(log_s), log_s - log_t
+        if kind == "jsd":
             assert self.beta is not None
-            log_m = f.log(1 + gap.share(self.beta) * (f.exp(-gap.distance) - 1))
-            ratio, factor = -log_m - jnp.where(gap.of_student, 0, gap.distance), 1 - self.beta
-        s = f.exp(log_s)
-        return jnp.where(s > 0, s * (factor * (ratio - self.of_student[:, None])), 0)
+            t_over_s = f.exp(jnp.minimum(-ratio, LARGE_EXPONENT))
+            ratio, size = -f.log(1 - self.beta + self.beta * t_over_s), (1 - self.beta) * size
+        return jnp.where(s > 0, s * (size * (ratio - self.of_student[:, None])), 0)
 
 
 class Gap(NamedTuple):
@@ -152,8 +156,8 @@ class Gap(NamedTuple):
             e = jnp.expm1(-d)
             h = d + e
         else:
-            near, far = d < 0.5, f.exp(-d) - 1
-            h = jnp.where(near, d * d * _series(d, OF_EXP), d + far)
+            near, far = d < NEAR_D, f.exp(-d) - 1
+            h = jnp.where(near, d * d * _polynomial(d, OF_EXP), d + far)
             e = jnp.where(near, h - d, far)
         return cls(f.exp(jnp.maximum(log_s, log_t)), d, e, h, log_s >= log_t)
 
@@ -167,11 +171,22 @@ class Gap(NamedTuple):
 
 
 LARGE = 1e30
-OF_EXP = [(-1) ** n / math.factorial(n + 2) for n in range(7)]  # exp(−d) − 1 + d = d²·(1/2 − d/6 + d²/24 − …)
-OF_LOG = [(-1) ** n / (n + 2) for n in range(9)]  # w − log(1 + w) = w²·(1/2 − w/3 + w²/4 − …)
+LARGE_EXPONENT = 80.0  # above it s is below exp(−80), and what it multiplies does not matter as long as it is finite
 
 
-def _series(x: jax.Array, factors: list[float]) -> jax.Array:
+def _fitted(series: list[float], domain: tuple[float, float], degree: int) -> list[float]:
+    """The factors of a polynomial that takes the values of a series at the Chebyshev points of the domain."""
+    at_points = Chebyshev.interpolate(Polynomial(series), degree, domain)
+    return at_points.convert(kind=Polynomial).coef.tolist()
+
+
+# exp(−d) − 1 + d = d²·(1/2 − d/6 + d²/24 − …) and w − log(1 + w) = w²·(1/2 − w/3 + w²/4 − …), to a relative 1e-7
+NEAR_D, NEAR_W = 0.5, -0.25
+OF_EXP = _fitted([(-1) ** n / math.factorial(n + 2) for n in range(20)], (0, NEAR_D), 4)
+OF_LOG = _fitted([(-1) ** n / (n + 2) for n in range(40)], (NEAR_W, 0), 5)
+
+
+def _polynomial(x: jax.Array, factors: list[float]) -> jax.Array:
     """Σ_n factors[n]·xⁿ."""
     found = jnp.full_like(x, factors[-1])
     for factor in factors[-2::-1]:
@@ -187,7 +202,7 @@ def entropy_terms(log_p: jax.Array, f: Functions = FUNCTIONS) -> jax.Array:
 def terms_of(
     log_s: jax.Array, log_t: jax.Array, kind: Kind, beta: jax.Array | None, f: Functions = FUNCTIONS
 ) -> tuple[jax.Array] | tuple[jax.Array, jax.Array]:
-    """The terms (n, columns) whose sum is the divergence; of a jsd those of KL(t‖m) and of KL(s‖m)."""
+    """The terms (n, columns) whose sum is the divergence; of a jsd those of KL(s‖m) and of KL(t‖m)."""
     gap = Gap.of(log_s, log_t, f)
     if kind != "jsd":
         first = gap.of_student if kind == "reverse_kl" else ~gap.of_student
@@ -199,7 +214,7 @@ def terms_of(
     if w.dtype == jnp.float64:
         g = w - jnp.log1p(w)
     else:
-        g = jnp.where(w > -0.25, w * w * _series(w, OF_LOG), w - f.log(1 + w))
+        g = jnp.where(w > NEAR_W, w * w * _polynomial(w, OF_LOG), w - f.log(1 + w))
     of_larger, of_smaller = gap.larger * g, gap.larger * gap.of_smaller(r, g)
-    of_t, of_s = (jnp.where(first, of_larger, of_smaller) for first in (~gap.of_student, gap.of_student))
-    return of_t, of_s
+    of_s, of_t = (jnp.where(first, of_larger, of_smaller) for first in (gap.of_student, ~gap.of_student))
+    return of_s, of_t

@@ -35,8 +35,10 @@ class Triton(Engine):
         if method in ("form_dz_of_saved", "dz_in_place"):
             tile = tiles.SAVED_DZ if method == "form_dz_of_saved" else tiles.DZ_IN_PLACE
             return Step(self, tiles.other_tiles(tile, gpu.interpreted))
-        if method in ("whole_logits", "divergence_pass"):
-            return Step(self, tiles.other_tiles(tiles.DIVERGENCE, gpu.interpreted), 2 if gpu.interpreted else 4)
+        if method == "whole_logits":
+            return Step(self, tiles.other_tiles(tiles.NORMS, gpu.interpreted), 2 if gpu.interpreted else 4)
+        if method == "divergence_pass":
+            return Step(self, tiles.other_tiles(tiles.DIVERGENCE, gpu.interpreted))
         if method == "sum_dc":
             return Step(self, tiles.sum_dc_tiles(call, gpu))
         if method == "form_dz":

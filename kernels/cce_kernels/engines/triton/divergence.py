@@ -1,9 +1,15 @@
-"""Kernels of a divergence (cce_kernels/divergence_terms.py). Each program reads a run of columns of one token's logits.
+"""Kernels of a divergence (cce_kernels/divergence_terms.py). Each program reads columns of one token's logits.
 
 norms    the largest logit and Σ exp(z − largest), with one exponential an element: where a lane meets a larger
          logit than before, it multiplies its sum by exp(before − z). Reads 4 bytes an element
-terms    sums of terms. Reads the 8 bytes of a student's and a teacher's logit
-dz       the same, and dz, of which it writes the rows of some tokens of a chunk: 2 bytes an element
+pass     sums of terms, or dz, of which it writes the rows of some tokens of a chunk, or both. Reads the 8 bytes of a
+         student's and a teacher's logit, and writes 2 bytes of dz
+
+dz of a reverse KL or a jsd needs the token's sum of terms. Two programs then read a tile one after the other, the first
+for the terms and the second for dz. The second one finds the logits in the L2 cache, as LAG programs of each kind lie
+between the two. It waits until each tile of its token has stored its sum. It does not wait for ever: a GPU starts the
+programs in the order of their indices, and those it waits for have lower ones (LAG is at least the number of tiles of a
+token) and wait for nothing.
 """
 
 from functools import partial
@@ -22,6 +28,8 @@ from cce_kernels.engines.triton.loads import indices, inside, load_vector, tile_
 from cce_kernels.engines.triton.logits import divided, exp2_shifted, log2
 from cce_kernels.numbers import FLOAT32_MAX, LOG2_E
 
+LAG = 1024  # tiles of 2048 columns of 8 bytes are 16 MiB
+
 
 def _functions(how: How) -> Functions:
     def exp(x: jax.Array) -> jax.Array:
@@ -30,13 +38,14 @@ def _functions(how: How) -> Functions:
     return Functions(exp, lambda x: log2(x, how.interpret) / LOG2_E)
 
 
-def _load(ref, row: jax.Array, columns: jax.Array, beyond: bool) -> jax.Array:
+def _load(ref, row: jax.Array, columns: jax.Array, beyond: bool, again: bool = False) -> jax.Array:
     """The logits of one token, (1, columns); −inf beyond the vocabulary, so that all terms are 0.
 
-    beyond: whether columns may be beyond the vocabulary.
+    beyond: whether columns may be beyond the vocabulary. again: nothing reads them after this.
     """
     mask = (columns < ref.shape[1])[None, :] if beyond else None
-    return plgpu.load(ref.at[tile_index(row, columns)], mask=mask, other=None if mask is None else -jnp.inf)
+    other, policy = None if mask is None else -jnp.inf, "evict_first" if again else None
+    return plgpu.load(ref.at[tile_index(row, columns)], mask=mask, other=other, eviction_policy=policy)
 
 
 def _run(how: How, columns: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -47,10 +56,9 @@ def _run(how: How, columns: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     return jnp.full((1,), program // how.splits, jnp.int32), first, jnp.minimum(first + of_run, tiles)
 
 
-def _store(refs, values) -> None:
-    at = jnp.full((1,), pl.program_id(0), jnp.int32)
-    for ref, value in zip(refs, values, strict=True):
-        plgpu.store(ref.at[at], value)
+def _store(ref, at, value) -> None:
+    """Stores value, (1,), at one index."""
+    plgpu.store(ref.at[jnp.full((1,), at, jnp.int32)], value)
 
 
 def _numbers(tokens: int, splits: int, count: int) -> list[jax.ShapeDtypeStruct]:
@@ -72,7 +80,9 @@ def _norms_kernel(how: How, x_ref, inverse_ref, largest_ref, mass_ref):
     begin = jnp.full((1, size), -FLOAT32_MAX, jnp.float32), jnp.zeros((1, size), jnp.float32)
     largest, mass = lax.fori_loop(first, last, step, begin)
     of_all = jnp.max(largest, axis=1)
-    _store((largest_ref, mass_ref), (of_all, jnp.sum(mass * exp(largest - of_all[:, None]), axis=1)))
+    at = pl.program_id(0)
+    _store(largest_ref, at, of_all)
+    _store(mass_ref, at, jnp.sum(mass * exp(largest - of_all[:, None]), axis=1))
 
 
 def whole_logits(step: Step, problem: Problem, _: jax.Array) -> Whole:
@@ -84,12 +94,19 @@ def whole_logits(step: Step, problem: Problem, _: jax.Array) -> Whole:
     return Whole.of_runs(x, *(part.reshape(len(x), splits).T for part in (largest, mass)))
 
 
-def _pass_kernel(how: How, of: Pass, count_ref, start_ref, _, *found_refs, static: Static):
+def _pass_kernel(how: How, of: Pass, count_ref, start_ref, _, *found_refs, static: Static, lag: int):
     size, vocabulary, f = how.tiles.columns, of.student.logits.shape[1], _functions(how)
     dz_ref, sums_refs = (found_refs[0], found_refs[1:]) if static.dz else (None, found_refs)
     columns_of_dz = vocabulary if dz_ref is None else dz_ref.shape[1]
-    row, first, last = _run(how, columns_of_dz)
-    beyond = cdiv(columns_of_dz, size) * size > vocabulary
+    program, tiles = pl.program_id(0), len(of.student.logits) * how.splits
+    again, at = jnp.int32(0), program
+    if static.twice:
+        again = lax.rem(program, jnp.int32(2))
+        at = lax.div(program, jnp.int32(2)) - again * jnp.int32(lag)
+    exists, at = (at >= 0) & (at < tiles), jnp.clip(at, 0, tiles - 1)
+    token = lax.div(at, jnp.int32(how.splits))
+    row, columns = jnp.full((1,), token, jnp.int32), indices(lax.rem(at, jnp.int32(how.splits)), size)
+    live = token < count_ref[0]
 
     def loaded(x):
         return None if x is None else load_vector(x, row, None)
@@ -98,45 +115,79 @@ def _pass_kernel(how: How, of: Pass, count_ref, start_ref, _, *found_refs, stati
         return Whole(None, loaded(x.largest), loaded(x.log_mass))
 
     beta = None if of.beta is None else of.beta[0]
-    inverse, of_student, token_size = map(loaded, of[2:5])
-    of_token = Pass(norms(of.student), norms(of.teacher), inverse, of_student, token_size, beta)
+    inverse, token_size = loaded(of.inverse_temperature), loaded(of.size)
+    of_token = Pass(norms(of.student), norms(of.teacher), inverse, None, token_size, beta)
 
-    def store(columns, dz) -> None:
+    def store_dz(dz) -> None:
         assert dz_ref is not None
         mask = tile_mask(None, inside(columns, columns_of_dz, size), (1, size))
-        plgpu.store(dz_ref.at[tile_index(row + start_ref[0], columns)], dz.astype(dz_ref.dtype), mask=mask)
+        where = dz_ref.at[tile_index(row + start_ref[0], columns)]
+        plgpu.store(where, dz.astype(dz_ref.dtype), mask=mask, eviction_policy="evict_first")
 
-    def step(j, sums):
-        columns = indices(j, size)
-        x, y = (_load(side.logits, row, columns, beyond) for side in of[:2])
-        sides = of_token.student._replace(logits=x), of_token.teacher._replace(logits=y)
-        of_tile = of_token._replace(student=sides[0], teacher=sides[1])
-        if dz_ref is not None:
-            dz = of_tile.dz(static.kind, how.head, f)
-            store(columns, jnp.where((columns < vocabulary)[None, :], dz, 0.0) if columns_of_dz > vocabulary else dz)
-        return tuple(x + y for x, y in zip(sums, of_tile.terms(static, f), strict=True))
+    def run(sums: bool, dz: bool) -> None:
+        def of_live() -> None:
+            beyond = how.splits * size > vocabulary
+            x, y = (_load(side.logits, row, columns, beyond, again=dz and not sums) for side in of[:2])
+            sides = of_token.student._replace(logits=x), of_token.teacher._replace(logits=y)
+            of_tile = of_token._replace(student=sides[0], teacher=sides[1])
+            if sums:
+                for ref, terms in zip(sums_refs, of_tile.terms(static, f), strict=True):
+                    found = jnp.sum(terms, axis=1)
+                    _store(ref, at, jnp.where(found == NOT_YET, jnp.nan, found))
+            if dz:
+                of_student = _total(sums_refs[0], token, how) if static.twice else None
+                of_columns = of_tile._replace(of_student=of_student).dz(static.kind, how.head, f)
+                inner = (columns < vocabulary)[None, :]
+                store_dz(jnp.where(inner, of_columns, 0.0) if columns_of_dz > vocabulary else of_columns)
 
-    def clear(j, carry):
-        if dz_ref is not None:
-            store(indices(j, size), jnp.zeros((1, size), jnp.float32))
-        return carry
+        def of_others() -> None:
+            if sums:
+                for ref in sums_refs:
+                    _store(ref, at, jnp.zeros(1, jnp.float32))
+            if dz:
+                store_dz(jnp.zeros((1, size), jnp.float32))
 
-    live, zeros = pl.program_id(0) // how.splits < count_ref[0], jnp.zeros((1, size), jnp.float32)
-    found = lax.fori_loop(first, jnp.where(live, last, first), step, (zeros,) * static.sums)
-    lax.fori_loop(jnp.where(live, last, first), last, clear, jnp.int32(0))
-    _store(sums_refs, [jnp.sum(x, axis=1) for x in found])
+        pl.when(live)(of_live)
+        pl.when(~live)(of_others)
+
+    if static.twice:
+        pl.when(exists & (again == 0))(partial(run, True, False))
+        pl.when(exists & (again == 1))(partial(run, False, True))
+    else:
+        run(True, static.dz)
+
+
+NOT_YET = -jnp.inf  # stands for a sum that no program has stored
+
+
+def _total(ref, token: jax.Array, how: How) -> jax.Array:
+    """The sum of ref over the tiles of a token, (1,), once all are there.
+
+    Each thread has at least one element: the sum goes through shared memory, and is the same for all of them.
+    """
+    tiles = jnp.arange(max(32 * how.tiles.warps, 1 << (how.splits - 1).bit_length()), dtype=jnp.int32)
+
+    def read() -> jax.Array:
+        at = ref.at[token * how.splits + tiles]
+        return jnp.sum(plgpu.load(at, mask=tiles < how.splits, other=0.0, volatile=True))
+
+    return jnp.full((1,), lax.while_loop(lambda x: x == NOT_YET, lambda _: read(), read()))
 
 
 def divergence_pass(
     step: Step, problem: Problem, of: Pass, count: jax.Array, dz: tuple[jax.Array, jax.Array] | None, static: Static
 ) -> tuple[list[jax.Array], jax.Array | None]:
     """engine.Launched.divergence_pass."""
-    (whole, start), tokens = (None, None) if dz is None else dz, len(of.student.logits)
-    numbers = _numbers(tokens, step.splits, static.sums)
-    out = numbers if whole is None else [jax.ShapeDtypeStruct(whole.shape, whole.dtype), *numbers]
-    kernel, name = partial(_pass_kernel, static=static), "cce_divergence_dz" if static.dz else "cce_divergence_terms"
-    given = of, count.reshape(1), None if start is None else start.reshape(1), whole
-    shapes = {"programs": tokens * step.splits, "name": name, "out_shape": out, "in_place": whole}
-    found = launch(kernel, How.of(step, problem), *given, **shapes)
+    (whole, start), tokens, how = (None, None) if dz is None else dz, len(of.student.logits), How.of(step, problem)
+    how = how._replace(splits=cdiv(of.student.logits.shape[1] if whole is None else whole.shape[1], how.tiles.columns))
+    tiles = tokens * how.splits
+    out, in_place = _numbers(tokens, how.splits, static.sums), None
+    if whole is not None:
+        out = [jax.ShapeDtypeStruct(whole.shape, whole.dtype), *out]
+        in_place = (whole, jnp.full(tiles, NOT_YET, jnp.float32)) if static.twice else whole
+    lag = min(max(how.splits, 0 if how.interpret else LAG), tiles)
+    given = of, count.reshape(1), None if start is None else start.reshape(1), in_place
+    shapes = {"programs": 2 * (tiles + lag) if static.twice else tiles, "out_shape": out, "in_place": in_place}
+    found = launch(partial(_pass_kernel, static=static, lag=lag), how, *given, name="cce_divergence", **shapes)
     sums = found if whole is None else found[1:]
-    return [jnp.sum(x.reshape(tokens, step.splits), axis=1) for x in sums], None if whole is None else found[0]
+    return [jnp.sum(x.reshape(tokens, how.splits), axis=1) for x in sums], None if whole is None else found[0]

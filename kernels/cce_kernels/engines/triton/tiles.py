@@ -54,7 +54,8 @@ TARGET = TileConfig(rows=16, columns=16, depth=128, warps=4, stages=3)  # its co
 SAVED_DZ = TileConfig(rows=16, columns=512, depth=16, warps=4, stages=1)
 DZ_IN_PLACE = TileConfig(rows=2, columns=4096, depth=16, warps=8, stages=1)
 SAVED_SUMS = replace(DZ_IN_PLACE, rows=1)
-DIVERGENCE = TileConfig(rows=1, columns=1024, depth=16, warps=8, stages=1)
+NORMS = TileConfig(rows=1, columns=1024, depth=16, warps=8, stages=1)
+DIVERGENCE = replace(NORMS, columns=2048, warps=4)
 SAVED_TARGETS = TileConfig(rows=16, columns=16, depth=16, warps=4, stages=1)
 CLEARED = replace(SAVED_TARGETS, columns=1024)
 THRESHOLDS = TileConfig(rows=512, columns=16, depth=16, warps=8, stages=1)  # rows: parts; columns: tokens
