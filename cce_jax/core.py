@@ -177,9 +177,9 @@ def summed(of: Summands, core: Core, loss: Loss, layout: Layout | None) -> tuple
     The inputs have no ids.
 
     Where the cotangent of S arrives, those of the numbers are that factor times what the forward pass knows already. So
-    the forward pass may form the gradients (cce_kernels/in_forward.py). If a cotangent of lse arrives too, they are not
-    used: one backward pass for both cotangents computes the logits again. devices.sum_over_tokens says over which
-    devices S extends.
+    the forward pass may form the gradients (cce_kernels/in_forward.py). If a cotangent of lse arrives too, those
+    gradients are not used: one backward pass for both cotangents computes the logits again. devices.sum_over_tokens
+    says over which devices S extends.
     """
     inputs, terms, common = of
     assert inputs.ids is None

@@ -179,7 +179,7 @@ def _factor(num_items: Any, reduction: str, weight: Tensor, e: Tensor) -> Tensor
     if reduction != "mean":
         return weight.new_ones(())
     items = weight.sum() if num_items is None else arguments.scalar(num_items, e)
-    return torch.where(items == 0, 0, 1 / items)
+    return torch.where(items == 0, 0, 1 / items)  # has no gradient, so 1 / 0 does no harm
 
 
 def _scheduled(numbers: tuple[float, ...]) -> Tensor:

@@ -188,7 +188,7 @@ def _by_kernels(
         static, problem = Static(of.kind, True, of.entropy, dz_wanted), Problem(call, plan.gpu, part.inputs)
         at = (dz, start) if dz_wanted else None
         sums, formed = passes.engine.divergence_pass(passes, problem, given, here, at, static)
-        dz = formed if dz_wanted else dz
+        dz = dz if formed is None else formed
         total = sums[0] if beta is None else beta * sums[1] + (1 - beta) * sums[0]
         own_numbers = Numbers(total, sums[-1] if of.entropy else None)
         return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), numbers, own_numbers), dz

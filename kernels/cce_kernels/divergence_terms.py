@@ -42,6 +42,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from numpy.polynomial import Chebyshev, Polynomial
 
 from cce_kernels.head import Head
@@ -69,8 +70,15 @@ class Whole(NamedTuple):
     @classmethod
     def of_runs(cls, logits: jax.Array, largest: jax.Array, mass: jax.Array) -> "Whole":
         """largest, mass: of runs of the vocabulary, (runs, n): their largest logit and Σ exp(z − largest)."""
-        of_all = jnp.max(largest, axis=0)
-        return cls(logits, of_all, jnp.log(jnp.sum(mass * jnp.exp(largest - of_all), axis=0)))
+
+        def of_both(one: tuple, other: tuple) -> tuple:
+            (x, of_x), (y, of_y) = one, other
+            peak = jnp.maximum(x, y)
+            return peak, of_x * jnp.exp(x - peak) + of_y * jnp.exp(y - peak)
+
+        none = jnp.finfo(largest.dtype).min, jnp.zeros((), mass.dtype)
+        of_all, mass = lax.reduce((largest, mass), none, of_both, (0,))  # one reduction: XLA launches one kernel for it
+        return cls(logits, of_all, jnp.log(mass))
 
     def log_p(self, inverse_temperature: Any) -> jax.Array:
         """The largest logit is subtracted first: the rounding of a large log-sum-exp would be in all of them."""
