@@ -273,22 +273,29 @@ def pairs(draw: random.Random) -> dict[str, str]:
     return {"prompt": text(draw, 2), "chosen": text(draw, draw.randrange(1, 5)), "rejected": text(draw, 3)}
 
 
+def judged(draw: random.Random) -> dict[str, Any]:
+    return {"prompt": text(draw, 2), "completion": text(draw, draw.randrange(1, 5)), "label": draw.random() < 0.5}
+
+
 def distinct_words(completions: list[str], **_: Any) -> list[float]:
     return [float(len(set(x.split()))) for x in completions]
 
 
-SAMPLED = {"num_generations": 4, "max_completion_length": 6, "temperature": 0.8, "beta": 0.1, "entropy_coef": 0.05}
+SAMPLED = {"num_generations": 4, "max_completion_length": 6, "temperature": 0.8, "beta": 0.1}
 REWARD = {"reward_funcs": distinct_words}
 # The names of a trainer and its arguments, a row of its data, and the outputs that it asks for besides log_probs.
 TRAINERS: dict[str, tuple] = {
     "sft": ("SFT", {}, {}, lambda draw: {"text": text(draw, draw.randrange(2, 7))}, {"entropy", "predicted"}),
     "dft": ("SFT", {"loss_type": "dft"}, {}, lambda draw: {"text": text(draw, 4)}, {"entropy", "predicted"}),
     "dpo": ("DPO", {}, {}, pairs, {"entropy", "predicted", "mean_logit"}),
-    "grpo": ("GRPO", SAMPLED, REWARD, lambda draw: {"prompt": text(draw, 2)}, {"entropy"}),
+    "kto": ("KTO", {}, {}, judged, {"entropy", "mean_logit"}),
+    "grpo": ("GRPO", SAMPLED | {"entropy_coef": 0.05}, REWARD, lambda draw: {"prompt": text(draw, 2)}, {"entropy"}),
+    "rloo": ("RLOO", SAMPLED, REWARD, lambda draw: {"prompt": text(draw, 2)}, {"entropy"}),
 }
+WITHOUT_ACCURACY = "kto", "grpo", "rloo"
 
 
-def trained(kind: str, path: str, folder: Any) -> tuple[list[dict[str, float]], dict[str, Any]]:
+def trained(kind: str, path: str, folder: Any, on_gpu: bool = False) -> tuple[list[dict[str, float]], dict[str, Any]]:
     """What two steps log, without times, and the parameters after them."""
     name, options, more, row, _ = TRAINERS[kind]
     arguments = getattr(trl, f"{name}Config")(
@@ -299,7 +306,7 @@ def trained(kind: str, path: str, folder: Any) -> tuple[list[dict[str, float]], 
         optim="sgd",
         report_to=[],
         logging_steps=1,
-        use_cpu=True,
+        use_cpu=not on_gpu,
         bf16=False,
         save_strategy="no",
         disable_tqdm=True,
@@ -322,13 +329,14 @@ def trained(kind: str, path: str, folder: Any) -> tuple[list[dict[str, float]], 
     return logs, after
 
 
+@pytest.mark.parametrize("on_gpu", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("kind", TRAINERS)
-def test_a_training(kind, path, tmp_path, calls):
+def test_a_training(kind, on_gpu, path, tmp_path, calls):
     """Two steps: the losses, the metrics and the parameters are those of TRL alone."""
-    expected, references = trained(kind, path, tmp_path / "alone")
+    expected, references = trained(kind, path, tmp_path / "alone", on_gpu)
     assert not calls
     cce_torch.trl.patch()
-    logs, parameters = trained(kind, path, tmp_path / "patched")
+    logs, parameters = trained(kind, path, tmp_path / "patched", on_gpu)
     assert calls["call"] >= 2
     assert {name for name in calls if calls[name]} == {"call"} | TRAINERS[kind][-1]
     assert len(logs) == len(expected) == 3
@@ -338,7 +346,7 @@ def test_a_training(kind, path, tmp_path, calls):
             assert math.isclose(x, reference[name], rel_tol=1e-4, abs_tol=1e-5), (name, x, reference[name])
     steps = expected[:2]
     assert all(log["entropy"] > 1 for log in steps)
-    assert kind == "grpo" or any(0 < log["mean_token_accuracy"] < 1 for log in steps)
+    assert kind in WITHOUT_ACCURACY or any(0 < log["mean_token_accuracy"] < 1 for log in steps)
     torch.testing.assert_close(parameters, references)
 
 
