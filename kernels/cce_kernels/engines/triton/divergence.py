@@ -2,14 +2,13 @@
 
 norms    the largest logit and Σ exp(z − largest), with one exponential an element: where a lane meets a larger
          logit than before, it multiplies its sum by exp(before − z). Reads 4 bytes an element
-pass     sums of terms, or dz, of which it writes the rows of some tokens of a chunk, or both. Reads the 8 bytes of a
-         student's and a teacher's logit, and writes 2 bytes of dz
+pass     sums of terms, and dz, of which it writes the rows of some tokens of a chunk. Reads the 8 bytes of a student's
+         and a teacher's logit, and writes 2 bytes of dz
 
-dz of a reverse KL or a jsd needs the token's sum of terms. Two programs then read a tile one after the other, the first
-for the terms and the second for dz. The second one finds the logits in the L2 cache, as LAG programs of each kind lie
-between the two. It waits until each tile of its token has stored its sum. It does not wait for ever: a GPU starts the
-programs in the order of their indices, and those it waits for have lower ones (LAG is at least the number of tiles of a
-token) and wait for nothing.
+dz of a reverse KL or a jsd needs the token's sum of terms. So two programs read a tile, the first for the terms, and LAG
+tiles later the second for dz, which still finds the logits in the L2 cache. The second waits until all tiles of its
+token have stored their sums. It does not wait for ever: a GPU starts the programs in the order of their indices, and
+those that it waits for have lower ones, as LAG is at least the number of a token's tiles, and wait for nothing.
 """
 
 from functools import partial
@@ -28,7 +27,7 @@ from cce_kernels.engines.triton.loads import indices, inside, load_vector, tile_
 from cce_kernels.engines.triton.logits import divided, exp2_shifted, log2
 from cce_kernels.numbers import FLOAT32_MAX, LOG2_E
 
-LAG = 1024  # tiles of 2048 columns of 8 bytes are 16 MiB
+LAG = 1024  # tiles; of 2048 columns and 8 bytes a column they take 16 MiB
 
 
 def _functions(how: How) -> Functions:
@@ -185,7 +184,7 @@ def divergence_pass(
     if whole is not None:
         out = [jax.ShapeDtypeStruct(whole.shape, whole.dtype), *out]
         in_place = (whole, jnp.full(tiles, NOT_YET, jnp.float32)) if static.twice else whole
-    lag = min(max(how.splits, 0 if how.interpret else LAG), tiles)
+    lag = min(tiles, how.splits if how.interpret else max(LAG, how.splits))
     given = of, count.reshape(1), None if start is None else start.reshape(1), in_place
     shapes = {"programs": 2 * (tiles + lag) if static.twice else tiles, "out_shape": out, "in_place": in_place}
     found = launch(partial(_pass_kernel, static=static, lag=lag), how, *given, name="cce_divergence", **shapes)
