@@ -5,8 +5,8 @@ norms    the largest logit and Σ exp(z − largest), with one exponential an el
 pass     sums of terms, and dz, of which it writes the rows of some tokens of a chunk. Reads the 8 bytes of a student's
          and a teacher's logit, and writes 2 bytes of dz
 
-dz of a reverse KL or a jsd needs the token's sum of terms. So two programs read a tile, the first for the terms and, LAG
-tiles later, the second for dz, which still finds the logits in the L2 cache. The second waits until all tiles of its
+dz of a reverse KL or a jsd needs the token's sum of terms. So two programs read a tile: the first for the terms, and
+LAG tiles later the second for dz, which still finds the logits in the L2 cache. The second waits until all tiles of its
 token have stored their sums. It does not wait for ever: a GPU starts the programs in the order of their indices, and
 those that it waits for have lower ones, as LAG is at least the number of a token's tiles, and wait for nothing.
 """
