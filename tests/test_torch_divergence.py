@@ -32,7 +32,11 @@ def draw(seed: int) -> Drawn:
 
 
 def tensor(x: Any) -> Tensor:
-    return torch.from_dlpack(jnp.array(x))
+    """A copy in memory of PyTorch's own. It is complete before JAX may give the array's memory to another one."""
+    found = torch.from_dlpack(jnp.array(x)).clone()
+    if found.is_cuda:
+        torch.cuda.synchronize()
+    return found
 
 
 def on_torch(x: Drawn, impl: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

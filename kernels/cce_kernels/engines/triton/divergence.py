@@ -37,13 +37,13 @@ def _functions(how: How) -> Functions:
     return Functions(exp, lambda x: log2(x, how.interpret) / LOG2_E)
 
 
-def _load(ref, row: jax.Array, columns: jax.Array, beyond: bool, again: bool = False) -> jax.Array:
+def _load(ref, row: jax.Array, columns: jax.Array, beyond: bool, last: bool = False) -> jax.Array:
     """The logits of one token, (1, columns); −inf beyond the vocabulary, so that all terms are 0.
 
-    beyond: whether columns may be beyond the vocabulary. again: nothing reads them after this.
+    beyond: whether columns may be beyond the vocabulary. last: nothing reads them after this.
     """
     mask = (columns < ref.shape[1])[None, :] if beyond else None
-    other, policy = None if mask is None else -jnp.inf, "evict_first" if again else None
+    other, policy = None if mask is None else -jnp.inf, "evict_first" if last else None
     return plgpu.load(ref.at[tile_index(row, columns)], mask=mask, other=other, eviction_policy=policy)
 
 
@@ -98,10 +98,10 @@ def _pass_kernel(how: How, of: Pass, count_ref, start_ref, _, *found_refs, stati
     dz_ref, sums_refs = (found_refs[0], found_refs[1:]) if static.dz else (None, found_refs)
     columns_of_dz = vocabulary if dz_ref is None else dz_ref.shape[1]
     program, tiles = pl.program_id(0), len(of.student.logits) * how.splits
-    again, at = jnp.int32(0), program
+    second, at = jnp.int32(0), program
     if static.twice:
-        again = lax.rem(program, jnp.int32(2))
-        at = lax.div(program, jnp.int32(2)) - again * jnp.int32(lag)
+        second = lax.rem(program, jnp.int32(2))
+        at = lax.div(program, jnp.int32(2)) - second * jnp.int32(lag)
     exists, at = (at >= 0) & (at < tiles), jnp.clip(at, 0, tiles - 1)
     token = lax.div(at, jnp.int32(how.splits))
     row, columns = jnp.full((1,), token, jnp.int32), indices(lax.rem(at, jnp.int32(how.splits)), size)
@@ -126,7 +126,7 @@ def _pass_kernel(how: How, of: Pass, count_ref, start_ref, _, *found_refs, stati
     def run(sums: bool, dz: bool) -> None:
         def of_live() -> None:
             beyond = how.splits * size > vocabulary
-            x, y = (_load(side.logits, row, columns, beyond, again=dz and not sums) for side in of[:2])
+            x, y = (_load(side.logits, row, columns, beyond, last=dz and not sums) for side in of[:2])
             sides = of_token.student._replace(logits=x), of_token.teacher._replace(logits=y)
             of_tile = of_token._replace(student=sides[0], teacher=sides[1])
             if sums:
@@ -150,8 +150,8 @@ def _pass_kernel(how: How, of: Pass, count_ref, start_ref, _, *found_refs, stati
         pl.when(~live)(of_others)
 
     if static.twice:
-        pl.when(exists & (again == 0))(partial(run, True, False))
-        pl.when(exists & (again == 1))(partial(run, False, True))
+        pl.when(exists & (second == 0))(partial(run, True, False))
+        pl.when(exists & (second == 1))(partial(run, False, True))
     else:
         run(True, static.dz)
 
