@@ -6,7 +6,7 @@ is the same ratio where the host waits only after every fourth call. Errors are 
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,11 +58,11 @@ def _function(package: Any) -> Callable[..., Any]:
     return package.linear_divergence
 
 
-def others(beta: float, arrays: Arrays) -> dict[str, Callable[[], Call]]:
+def others(beta: float, arrays: Arrays, packages: Sequence[str]) -> dict[str, Callable[[], Call]]:
     def make(load: Callable[[float], rivals.Divergence]) -> Call:
         return rivals.loss_step(load(beta), *arrays)
 
-    return {name: partial(make, load) for name, load in rivals.DIVERGENCES.items()}
+    return {name: partial(make, load) for name, load in rivals.DIVERGENCES.items() if name.startswith(tuple(packages))}
 
 
 def against(truth: float64.OfStudent) -> Check:
@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--teacher-width", type=int, default=4096)
     parser.add_argument("--divergence", choices=BETAS, nargs="+", default=list(BETAS))
     parser.add_argument("--others-only", action="store_true", help="leave out the turns of ours alone")
+    parser.add_argument("--package", nargs="+", default=[""], help="with which names of other packages begin")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=140, help="for other packages, in all; 0 for none")
     parser.add_argument("--out", type=Path, default=Path("out/divergence.json"))
@@ -147,7 +148,7 @@ def main() -> None:
     for job, found in measured if asked.seconds else ():
         beta, seconds = BETAS[job.common["divergence"]], asked.seconds / len(measured)
         try:
-            more = prepared(others(beta, job.arrays), asked.rounds, seconds, job.check)
+            more = prepared(others(beta, job.arrays, asked.package), asked.rounds, seconds, job.check)
             add("others", job, more._replace(calls=found.calls | more.calls, rows=found.rows | more.rows))
         except Exception as error:
             add("others", job, Prepared({}, {}, {"others": report.first_line(error)}))

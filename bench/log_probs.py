@@ -7,7 +7,7 @@ Then other packages take turns with a few of ours.
 """
 
 import argparse
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -149,11 +149,12 @@ def in_torch(x: Given) -> dict[str, Callable[[], Call]]:
     return {f"PyTorch: {name}": make for name, make in calls.items()}
 
 
-def others(x: Given) -> dict[str, Callable[[], Call]]:
+def others(x: Given, packages: Sequence[str]) -> dict[str, Callable[[], Call]]:
     """Other packages' numbers without gradients, with a cotangent for each token, and GRPO without an entropy bonus."""
     vectors = x.weight, BONUS * x.weight
     makes = {}
-    for name, load in rivals.NUMBERS.items():
+    chosen = {name: load for name, load in rivals.NUMBERS.items() if name.startswith(tuple(packages))}
+    for name, load in chosen.items():
         makes[f"{name}: log_probs, entropy"] = lambda load=load: rivals.forward(load(), *x.inputs)
         makes[f"{name}: log_probs and entropy of a vector"] = lambda load=load: rivals.step(load(), *x.inputs, *vectors)
         if name in rivals.POLICIES:
@@ -210,6 +211,7 @@ def main() -> None:
     parser.add_argument("--shape", type=Shape.parse, nargs="+", default=SHAPES)
     parser.add_argument("--no-torch", action="store_true", help="leave out our calls from PyTorch")
     parser.add_argument("--others-only", action="store_true", help="leave out the turns of ours alone")
+    parser.add_argument("--package", nargs="+", default=[""], help="with which names of other packages begin")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=140, help="for other packages, at all shapes; 0 for none")
     parser.add_argument("--out", type=Path, default=Path("out/log_probs.json"))
@@ -245,7 +247,7 @@ def main() -> None:
     for x, calls, peaks in measured if asked.seconds else ():
         try:
             check = from_ours(calls["log_probs, entropy"]())
-            more = prepared(others(x), asked.rounds, asked.seconds / len(measured), check)
+            more = prepared(others(x, asked.package), asked.rounds, asked.seconds / len(measured), check)
             add("others", x, timed(calls, more, asked.rounds), {}, peaks | more.rows, more.missing)
         except Exception as error:
             add("others", x, {}, {}, {}, {"others": report.first_line(error)})

@@ -300,12 +300,11 @@ def test_numbers_per_token_in_turns_with_others(monkeypatch, tmp_path):
     monkeypatch.setattr(
         log_probs, "in_torch", lambda x: {k: f for k, f in in_torch(x).items() if k.endswith("the loss")}
     )
-    loads = {x: numbers(x) for x in ("missing", "raises", "wrong")}
+    loads = {x: numbers(x) for x in ("missing", "raises", "wrong", "not asked for")}
     monkeypatch.setattr(rivals, "NUMBERS", {"full logits": rivals.full_logits.numbers, **loads})
     out = tmp_path / "numbers.json"
-    monkeypatch.setattr(
-        sys, "argv", ["", "--shape", "64x128x512", "--rounds", "1", "--seconds", "30", "--out", str(out)]
-    )
+    arguments = ["", "--shape", "64x128x512", "--rounds", "1", "--seconds", "30", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--package", "full", "missing", "raises", "wrong"])
     log_probs.main()
     kept = json.loads(out.read_text())
     assert [x["call"] for x in kept["rows"]] == [*log_probs.COMPARED, "PyTorch: the loss"]
@@ -382,12 +381,11 @@ def test_others_divergences_are_those_of_the_truth(kind, monkeypatch):
 @pytest.mark.parametrize("only", [[], ["--others-only"]], ids=["all", "others"])
 def test_divergences_in_turns_with_others(only, monkeypatch, tmp_path):
     monkeypatch.setattr("bench.measure.HEATING", 0.0)
-    monkeypatch.setattr(
-        rivals, "DIVERGENCES", {"full logits": rivals.full_logits.divergence, "none": numbers("missing")}
-    )
+    loads = {"full logits": rivals.full_logits.divergence, "none": numbers("missing"), "left out": numbers("missing")}
+    monkeypatch.setattr(rivals, "DIVERGENCES", loads)
     out = tmp_path / "divergence.json"
     arguments = ["", "--shape", "64x128x512", "--teacher-width", "96", "--divergence", "jsd", "--rounds", "1"]
-    monkeypatch.setattr(sys, "argv", [*arguments, *only, "--out", str(out)])
+    monkeypatch.setattr(sys, "argv", [*arguments, *only, "--package", "full", "none", "--out", str(out)])
     divergence.main()
     kept = json.loads(out.read_text())
     assert not (only and kept["rows"])
