@@ -176,7 +176,7 @@ def _compiled(kernel: Kernel, capability: str):
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/kernel.ttir"
         with open(path, "w") as file:
-            file.write(kernel.module)
+            file.write(re.sub(r" evictionPolicy = \w+", "", kernel.module))  # Triton 3.9 reads this in another form
         # triton.compile skips the first passes of a .ttir file; one of them turns a dot and an add into a dot.
         backend, context = CUDABackend(target), ir.context()
         ir.load_dialects(context)

@@ -15,9 +15,11 @@ from cce_jax import linear_cross_entropy, prepare
 from cce_kernels import backward, forward
 from cce_kernels.block_floats import block_of, steps_shape
 from cce_kernels.block_sparse import DE_BLOCK
+from cce_kernels.call import Call
 from cce_kernels.device import Gpu
+from cce_kernels.divergence_terms import Pass, Static, Whole
 from cce_kernels.engines import hopper
-from cce_kernels.engines.engine import Step
+from cce_kernels.engines.engine import Problem, Step
 from cce_kernels.engines.triton import TRITON
 from cce_kernels.engines.triton.tiles import NARROW, NARROW_TABLE, SAFE, TABLE, Tiles, tiles_for
 from cce_kernels.exponentials import saved_shape
@@ -284,6 +286,28 @@ def test_tiles_for_a_narrow_d_fit_their_gpu(capability):
     assert tiles is NARROW_TABLE[capability, 2]
     assert tiles_for(2, NARROW + 1, gpu) is TABLE[capability, 2]
     hold(Variant(BF16, ("dz",), (32768, 768, 128256), twins=True), tiles, capability)
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("capability", ["8.0", "9.0", "12.0"])
+def test_the_pass_of_a_divergence_fits_its_gpu(capability, kind):
+    """Two programs of a tile are one kernel, which has the registers of both. The vocabulary fills no last tile."""
+    gpu, vocabulary = Gpu(capability, 100), 50257
+    call = Call(512, 64, vocabulary, "bfloat16", Head(softcap=30.0), False, False, Wanted(True, True, False), 2**30)
+    step = TRITON.step("divergence_pass", call, gpu)
+    numbers, logits = S((512,), F32), S((512, vocabulary), F32)
+    sides = (Whole(logits, numbers, numbers),) * 2
+    given = Pass(*sides, numbers, None, numbers, S((1,), F32) if kind == "jsd" else None)
+    static, start = Static(kind, True, True, True), S((), jnp.int32)
+
+    def run(given, count, dz):
+        return TRITON.divergence_pass(step, Problem(call, gpu, None), given, count, dz, static)  # type: ignore[arg-type]
+
+    (kernel,) = kernels(run, given, start, (S(saved_shape(512, vocabulary), BF16), start))
+    taken = resources(kernel, capability)
+    assert kernel.name == "divergence"
+    assert taken.stack == 0
+    assert taken.registers <= 128, taken
 
 
 class Summed(NamedTuple):
