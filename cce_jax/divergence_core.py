@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from cce_jax import devices, passes, rules, settings
 from cce_jax.devices import Held
 from cce_jax.plans import Core, Decided, on_platform, plan_for
+from cce_jax.reference import rounded
 from cce_jax.sharding import Layout
 from cce_kernels import divergence
 from cce_kernels.divergence import Divergence, Given, Numbers, Side
@@ -81,14 +82,14 @@ def divergences(
 def _reference(of: Summands, core: Core, how: Divergence) -> Numbers:
     """From the full logits (..., V). JAX differentiates it, to any order."""
     (e, c, bias, targets, _, scale, inverse, _), (_, teacher_e), common = of
-    inputs, live = passes.in_type_of_e(Inputs(e, c, bias, targets)), targets >= 0
+    c, bias, live = rounded(c, e.dtype), rounded(bias, e.dtype), targets >= 0
 
     def log_p(side: Side, head: Any) -> jax.Array:
         flat = jnp.where(live.reshape(-1)[:, None], side.e.reshape(-1, side.e.shape[-1]), 0)
         z = head.whole_logits(*side._replace(e=flat))
         return jax.nn.log_softmax(z if inverse is None else z * jnp.where(live, inverse, 1).reshape(-1)[:, None])
 
-    log_s = log_p(Side(inputs.e, inputs.c, inputs.bias, scale), core.head)
+    log_s = log_p(Side(e.astype(c.dtype), c, bias, scale), core.head)
     log_t = log_p(Side(teacher_e, *common[:3]), how.teacher).astype(log_s.dtype)  # type: ignore[arg-type]
     s, t = jnp.exp(log_s), jnp.exp(log_t)
 

@@ -19,7 +19,7 @@ def statistics(inputs: Inputs, core: Core, over: tuple[str, ...] = ()) -> Statis
     """
     e, c, bias, targets, weights, scale, inverse, ids = inputs
     head = core.head
-    c, bias = _rounded(c, e.dtype), _rounded(bias, e.dtype)
+    c, bias = rounded(c, e.dtype), rounded(bias, e.dtype)
     e = jnp.where(targets[:, None] < 0, 0, e)  # a NaN in an ignored token must not reach c's gradient
     raw = head.product(e.astype(c.dtype), c, 1 - head.vocab_axis)
     z = head.logits(raw, None if bias is None else bias.astype(raw.dtype), scale)
@@ -57,7 +57,7 @@ def nearest(x: jax.Array, dtype: Any) -> jax.Array:
     return jnp.where(jnp.abs(x) < least, jnp.round(x / step) * step, found)
 
 
-def _rounded(x: jax.Array | None, dtype: Any) -> Any:
+def rounded(x: jax.Array | None, dtype: Any) -> Any:
     """`nearest`, whose gradient is not rounded."""
     if x is None or x.dtype == dtype:
         return x

@@ -207,6 +207,14 @@ def test_against_float64(seed, few_logits):
     held(x, ours(x))
 
 
+def test_the_reference_does_not_round_the_gradient_of_a_wide_classifier_to_the_type_of_e():
+    """In float16 its small elements would be 0."""
+    x = draw(5025)
+    of_c, of_e = x.arrays["c"].dtype, x.arrays["e"].dtype
+    assert (of_c, of_e, x.options["impl"]) == ("float32", "float16", "reference")
+    held(x, ours(x))
+
+
 def test_everything_is_drawn():
     cases = [draw(seed) for seed in range(DRAWN)]
     found = {(c.options["divergence"], c.options["reduction"]) for c in cases if c.options["impl"] != "reference"}
