@@ -77,7 +77,7 @@ class Whole(NamedTuple):
             return peak, of_x * jnp.exp(x - peak) + of_y * jnp.exp(y - peak)
 
         none = jnp.finfo(largest.dtype).min, jnp.zeros((), mass.dtype)
-        of_all, mass = lax.reduce((largest, mass), none, of_both, (0,))  # one reduction: XLA launches one kernel for it
+        of_all, mass = lax.reduce((largest, mass), none, of_both, (0,))  # XLA launches one kernel for both
         return cls(logits, of_all, jnp.log(mass))
 
     def log_p(self, inverse_temperature: Any) -> jax.Array:
@@ -112,7 +112,7 @@ class Pass(NamedTuple):
     student: Whole
     teacher: Whole
     inverse_temperature: Any  # (n,); None: 1
-    of_student: jax.Array | None  # (n,): KL(s‖t), or of a jsd KL(s‖m); None for a forward KL, which does not need it
+    of_student: jax.Array | None  # (n,): KL(s‖t), or of a jsd KL(s‖m), which their dz needs; None where it is not known
     size: jax.Array | None  # (n,): what multiplies the derivative, without the softcap's slope
     beta: jax.Array | None  # (1,), of a jsd
 
@@ -179,11 +179,11 @@ class Gap(NamedTuple):
 
 
 LARGE = 1e30
-LARGE_EXPONENT = 80.0  # above it s is below exp(−80), and what it multiplies does not matter as long as it is finite
+LARGE_EXPONENT = 80.0  # where log t − log s is above it, s is below exp(−80): dz is next to 0 if log(t / s) is finite
 
 
 def _fitted(series: list[float], domain: tuple[float, float], degree: int) -> list[float]:
-    """The factors of a polynomial that takes the values of a series at the Chebyshev points of the domain."""
+    """The factors of the polynomial of this degree that equals a series at the Chebyshev points of the domain."""
     at_points = Chebyshev.interpolate(Polynomial(series), degree, domain)
     return at_points.convert(kind=Polynomial).coef.tolist()
 

@@ -208,6 +208,7 @@ class Launched:
         """The sums that `static` asks for, (n,) each; and dz with the rows from start on written.
 
         0 for tokens from `count` on. dz: an array of at least V columns, which is 0 beyond V, and start, (); or None.
+        What dz needs of the sums is found here: of.of_student is not read.
         """
         return self.kernels.divergence_pass(step, problem, of, count, dz, static)
 
