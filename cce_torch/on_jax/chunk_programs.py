@@ -220,9 +220,7 @@ def finish(
 def _chunk(plan: Plan, *arrays, target: jax.Array | None = None) -> in_forward.Chunk:
     """arrays: of a Chunk. target: the targets' logits, if they are known."""
     *given, reference, count = arrays
-    inputs, reference = inputs_of(*given), finite(reference)
-    reference = in_forward.reference_of(inputs, plan, target) if reference is None else reference
-    return in_forward.Chunk.of(inputs, reference, count)
+    return in_forward.referenced(in_forward.Chunk.of(inputs_of(*given), finite(reference), count), plan, target)
 
 
 @lru_cache(maxsize=PROGRAMS)

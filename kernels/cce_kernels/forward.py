@@ -31,7 +31,7 @@ def target(inputs: Inputs, plan: Plan) -> jax.Array:
     kept = Kept.of(inputs.targets, plan.rows) if plan.finds_ignored else None
     inputs, at = _arranged(inputs, kept, plan)
     problem = Problem(plan.call, plan.gpu, inputs)
-    found = jnp.where(_named(problem), _target(problem, at, plan.forward), 0.0)
+    found = jnp.where(_named(problem), reference_of(problem, at, plan.forward), 0.0)
     return found if kept is None else kept.restored(found)
 
 
@@ -52,7 +52,7 @@ def statistics(
     if plan.forward.target is None:
         reference = None
     elif reference is None:
-        reference = _target(problem, at, plan.forward)
+        reference = reference_of(problem, at, plan.forward)
     else:
         given = reference if kept is None else kept.gathered(reference, 0)
         reference = jnp.where(inputs.targets < 0, FLOAT32_MAX, given)
@@ -112,8 +112,8 @@ def _named(problem: Problem) -> jax.Array:
     return (targets >= 0) & (targets < problem.call.vocabulary)
 
 
-def _target(problem: Problem, at: Rows, how: Forward) -> jax.Array:
-    """Each token's reference, (rows,)."""
+def reference_of(problem: Problem, at: Rows, how: Forward) -> jax.Array:
+    """Each token's reference, (rows,), as engine.Launched.target finds it. The kept tokens come first."""
     assert how.target is not None
     return how.target.engine.target(how.target, problem, at.order)
 

@@ -40,7 +40,7 @@ from cce_kernels.block_sparse import Blocks, Tokens, all_blocks, kept_blocks
 from cce_kernels.engines.engine import Problem
 from cce_kernels.engines.xla.chunk import dz_of, numbers_and_logits
 from cce_kernels.exponentials import dbias_of, factors, references, saved_shape, scaled
-from cce_kernels.forward import of_rows, target
+from cce_kernels.forward import of_rows, reference_of
 from cce_kernels.gradients import ALL_COLUMNS, De, Left, divided
 from cce_kernels.head import Head
 from cce_kernels.mean import folded, of_exponentials
@@ -67,7 +67,7 @@ class Chunk(NamedTuple):
     """n tokens, kept ones first. For the others e is 0, the target -1, the temperature 1, the reference FLOAT32_MAX."""
 
     inputs: Inputs
-    reference: jax.Array | None  # (n,): the targets' logits; None where the plan needs none
+    reference: jax.Array | None  # (n,): the targets' logits; None where the plan needs none, or `referenced` finds them
     count: jax.Array  # type: ignore[assignment]  # (1,) int32: how many are kept
 
     @classmethod
@@ -106,11 +106,10 @@ def begin(
     """
     how, call = _way(plan), plan.call
     kept, zeros = Kept.of(inputs.targets, how.chunks.rows), jnp.zeros(how.chunks.rows, call.sum_dtype)
-    if how.forward is None or reference is None:
-        reference = reference_of(inputs, plan)
 
     def chunk(start: Any, size: int) -> Formed:
         given, of_own = taken(kept, start, size, inputs, of_tokens, reference)
+        given = referenced(given, plan)
         own, columns = numbers_of(given, plan)
         found = own if of_all_columns is None else of_all_columns(own)
         return Formed(found, *gradients_of(given, columns, own, found, cotangents_of(found, of_own), plan))
@@ -119,16 +118,20 @@ def begin(
     return over_chunks(chunk, numbers, kept, plan, cleared)
 
 
-def reference_of(inputs: Inputs, plan: Plan, found: jax.Array | None = None) -> jax.Array | None:
-    """The reference of tokens whose columns are the whole vocabulary, (n,); None where the plan needs none.
+def referenced(chunk: Chunk, plan: Plan, found: jax.Array | None = None) -> Chunk:
+    """The chunk with its reference: as it is given, else that of a chunk whose columns are the whole vocabulary.
 
     found: the targets' logits, if they are known already.
     """
-    if _way(plan).forward is None:
-        return None
-    found = target(inputs, plan) if found is None else found
-    named = (inputs.targets >= 0) & (inputs.targets < plan.call.vocabulary)
-    return jnp.where(named, found, -FLOAT32_MAX)
+    forward, inputs = _way(plan).forward, chunk.inputs
+    if forward is None:
+        return chunk._replace(reference=None)
+    if chunk.reference is not None:
+        return chunk
+    if found is None:
+        return chunk._replace(reference=reference_of(Problem(plan.call, plan.gpu, inputs), Rows(), forward))
+    of_kept = jnp.where(inputs.targets < plan.call.vocabulary, found, -FLOAT32_MAX)
+    return chunk._replace(reference=jnp.where(chunk.live, of_kept, FLOAT32_MAX))
 
 
 class Formed(NamedTuple):
