@@ -1,7 +1,7 @@
 """Divergences as one PyTorch operator, opaque to torch.compile, and the autograd rule around it.
 
-For a scalar the forward pass forms the gradients, up to the cotangent, de in float32, and the backward pass multiplies
-them by it, where their last part is added. So the cotangent adds no rounding.
+For a scalar the forward pass forms the gradients, up to the cotangent, de of 16 bits in block floating point, and the
+backward pass multiplies them by it, where their last part is added. So the cotangent adds no rounding.
 
 Under torch.compile, and where PyTorch computes alone, the operator `cce_torch::divergence` returns the weighted sum,
 the numbers of each token, and finished gradients; the backward pass multiplies these. For a loss per token, and under
@@ -154,10 +154,8 @@ def _placeholders(given: Given, how: How, forming: Sequence[bool], way: Any) -> 
         return given.e.new_empty((), dtype=dtype).expand(shape)
 
     if way is not None:
-        return [
-            new(given.e.shape if forming[0] else (0,), _programs().left_de_dtype(way)),
-            *in_forward.programs().leaves_of(way.new(new)),
-        ]
+        shape, dtype = _programs().left_de(way)
+        return [new(shape if forming[0] else (0,), dtype), *in_forward.programs().leaves_of(way.new(new))]
     each = zip(given, forming, _types(given, how), strict=False)
     return [new((0,) if x is None or not w else x.shape, t) for x, w, t in each]
 
@@ -171,10 +169,10 @@ def _added(
     if factors is not None:  # the programs take no such tensor, and the gradients are linear in it
         of_value, in_place = torch.ones_like(factor), False
     factor, residuals = factor * of_value, way.residuals(left)
-    of_token = torch.where(weight != 0, factor, 0)[:, None]  # an infinite cotangent times 0 is NaN
     of_e = None
     if wanted[0]:
-        of_e = torch.mul(de, of_token, out=de if in_place and de.dtype == e.dtype else torch.empty_like(e))
+        of_token = torch.where(weight != 0, factor, 0)  # an infinite cotangent times 0 is NaN
+        of_e = _programs().finish_de(way, de, residuals.units, of_token, e, in_place)
     of_c, of_bias = in_forward.programs().finish(way, residuals, factor, wanted, in_place)
     found = of_e, of_c, None if of_bias is None else of_bias.to(types[2])
     if factors is None:

@@ -207,6 +207,23 @@ def test_against_float64(seed, few_logits):
     held(x, ours(x))
 
 
+@pytest.mark.parametrize("impl", ["chunked", "cce"])
+def test_a_large_column_of_the_gradient_does_not_make_the_others_coarser(impl):
+    """de waits for its factor in integers, of which only those of the same 256 columns share a step."""
+    rng, (tokens, width, vocabulary) = np.random.default_rng(0), (48, 512, 90)
+    large = np.where(np.arange(width) == 0, 2.0**12, 1)
+    x = draw(0)
+    shapes = {"e": (tokens, width), "c": (vocabulary, width), "teacher_e": (tokens, 8), "teacher_c": (vocabulary, 8)}
+    arrays = {name: rng.normal(size=shape) / 4 for name, shape in shapes.items()}
+    arrays |= {"e": arrays["e"] / large, "c": arrays["c"] * large}
+    options = {name: None if "softcap" in name or "scale" in name else 0 for name in x.options if "teacher" in name}
+    options |= {"vocab_axis": 0, "softcap": None, "logit_scale": None, "precision": None, "temperature": 1.0}
+    options |= {"divergence": "jsd", "beta": 0.5, "reduction": "mean", "return_entropy": False}
+    x = Drawn({k: jnp.asarray(y, "bfloat16") for k, y in arrays.items()}, options, jnp.ones(tokens))
+    found, want = (of["e"][:, 256:] for of in (ours(x, impl=impl, memory_budget=None), truth(x)))
+    assert error(found, want) <= 2 * error(np.asarray(jnp.asarray(want, "bfloat16"), np.float64), want)
+
+
 def test_the_reference_does_not_round_the_gradient_of_a_wide_classifier_to_the_type_of_e():
     """In float16 all of it would be 0 here."""
     keys = jax.random.split(jax.random.key(0), 4)

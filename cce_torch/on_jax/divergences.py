@@ -1,8 +1,9 @@
 """The JAX programs of a divergence, on tensors of PyTorch: cce_kernels/divergence.py, which cce_jax runs as well.
 
     torch_divergence          the sum, the numbers of each token, and the finished gradients of factor times the sum
-    torch_begin_divergence    the numbers of each token, and what is left of the gradients for
+    torch_begin_divergence    the numbers of each token, and what is left of the gradients for `finish_de` and
                               chunk_programs.finish
+    torch_finish_de           de, from what is left
 
 As those of the loss, they are compiled for each Kind of the student, for a padded number of tokens.
 """
@@ -21,6 +22,7 @@ from torch import Tensor
 from cce_jax import plans
 from cce_kernels import divergence
 from cce_kernels.divergence import Divergence
+from cce_kernels.gradients import De, multiplied
 from cce_kernels.head import Head
 from cce_kernels.in_forward import finish
 from cce_kernels.numbers import Wanted
@@ -116,27 +118,40 @@ def _way(key: Distilled, size: int) -> Way:
     return Way(key.kind, plans.plan_for(shapes, key.core, key.wanted, one_factor=True))
 
 
-def left_de_dtype(way: Way) -> torch.dtype:
-    """The type of de in what is left."""
-    found: torch.dtype = getattr(torch, way.plan.call.left_de_dtype)
-    return found
+def left_de(way: Way) -> tuple[tuple[int, int], torch.dtype]:
+    """The shape and the type of de in what is left: with rows for the padding of the tokens."""
+    call = way.plan.call
+    return (call.tokens, call.width), getattr(torch, call.left_de_dtype)
 
 
 def begin(
     way: Way, given: Given, how: How, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor]]:
-    """The divergences and the entropies of the tokens, (N,); de of Σ weight · divergence; the other leaves of what is
-    left, for chunk_programs.finish. N ≥ 1.
+    """The divergences and the entropies of the tokens, (N,); `left_de` of Σ weight · divergence; the other leaves of
+    what is left. N ≥ 1.
     """
     x = _Problem(given, how, wanted)
     outputs, new = x.numbers(given), given.e.new_empty
     if wanted[0]:
-        outputs.append(new((x.tokens.size, given.e.shape[1]), dtype=left_de_dtype(way)))
+        shape, dtype = left_de(way)
+        outputs.append(new(shape, dtype=dtype))
     outputs += leaves_of(way.new(lambda shape, dtype: new(shape, dtype=dtype)))
     found = iter(bridge.run(_begin_program(x.key, x.tokens.size, len(outputs)), x.inputs(given), outputs))
-    first = (next(found) if w else None for w in (True, how.entropy, wanted[0]))
-    total, entropy, de = (None if y is None else x.tokens.cut(y) for y in first)
+    total, entropy, de = (next(found) if w else None for w in (True, how.entropy, wanted[0]))
+    total, entropy = (None if y is None else x.tokens.cut(y) for y in (total, entropy))
     return total, entropy, de, list(found)  # type: ignore[return-value]
+
+
+def finish_de(way: Way, de: Tensor, units: Tensor | None, of_token: Tensor, e: Tensor, in_place: bool) -> Tensor:
+    """de, (N, D) of e's type, each row times a number, from `left_de` and the units of what is left.
+
+    of_token: (N,) float32. in_place: de may be overwritten.
+    """
+    tokens = programs.Tokens(way.kind, len(e))
+    in_place = in_place and de.dtype == e.dtype
+    output = de if in_place else e.new_empty(de.shape)
+    arrays = [None if in_place else de, units, tokens.padded(of_token, 0)]
+    return tokens.cut(bridge.run(_de_program(way, in_place), arrays, [output])[0])
 
 
 @lru_cache(maxsize=programs.PROGRAMS)
@@ -162,6 +177,14 @@ def _begin_program(key: Distilled, size: int, count: int) -> Callable:
         return tuple(jax.tree.leaves((numbers, left)))
 
     return programs.jitted(torch_begin_divergence, count)
+
+
+@lru_cache(maxsize=programs.PROGRAMS)
+def _de_program(way: Way, in_place: bool) -> Callable:
+    def torch_finish_de(memory: Any, de: Any, units: Any, of_token: Any) -> tuple:
+        return (multiplied(De(memory if in_place else de, units), of_token, way.plan.call),)
+
+    return programs.jitted(torch_finish_de, 1)
 
 
 def _given(arrays: Sequence[Any]) -> divergence.Given:

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
+from cce_kernels.block_floats import block_of
 from cce_kernels.head import Head
 from cce_kernels.numbers import Wanted
 
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "int16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True)
@@ -62,19 +63,28 @@ class Call:
 
     @property
     def left_de_dtype(self) -> str:
-        """The type of de between the forward and the backward pass.
+        """The type of de between the forward and the backward pass; int16 for block floating point.
 
-        Rounding dz of a divergence to 16 bits costs de as much as rounding the result does. If de were rounded before
-        its factor as well, the error could be above 1.75 times that of rounding the result.
+        Rounding dz of a divergence to 16 bits costs de as much as rounding the result does. If de were rounded to that
+        type before its factor as well, the error could be above 1.75 times that of rounding the result.
         """
-        return self.sum_dtype if self.teacher_width else self.de_dtype
+        return "int16" if self.teacher_width and ITEMSIZE[self.de_dtype] == 2 else self.de_dtype
 
     @property
     def divides_de(self) -> bool:
-        """Whether the forward pass divides each row of de by a number (gradients.divided): float16 may not hold a row
+        """Whether the forward pass divides de by numbers of its rows (gradients.divided): float16 may not hold a row
         before the backward pass multiplies it by its factor.
         """
-        return self.one_factor and self.left_de_dtype == "float16"
+        return self.one_factor and self.left_de_dtype in ("float16", "int16")
+
+    @property
+    def unit_columns(self) -> int:
+        """How many columns of a row of de are divided by the same number."""
+        return block_of(self.width) if self.left_de_dtype == "int16" else self.width
+
+    def units_shape(self, rows: int) -> tuple[int, int]:
+        """The shape of the numbers by which de is divided."""
+        return rows, -(-self.width // self.unit_columns)
 
     @property
     def dc_dtype(self) -> str:

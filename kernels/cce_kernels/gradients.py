@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from cce_kernels.block_floats import decode, in_blocks, integers, steps_of
 from cce_kernels.call import Call
 from cce_kernels.float16 import FLOAT16_LARGEST, OF_EXPONENT, SMALLEST_ROW
 from cce_kernels.numbers import Cotangents, Gradients, Inputs
@@ -30,8 +31,8 @@ FormDz = Callable[[Window], tuple[jax.Array, jax.Array | None]]
 class De(NamedTuple):
     """Rows of de: values · units."""
 
-    values: jax.Array  # (n, D)
-    units: jax.Array | None  # (n,) float32; None: 1
+    values: jax.Array  # (n, D), of Call.left_de_dtype
+    units: jax.Array | None  # Call.units_shape, at least float32; None: 1
 
 
 class Products(NamedTuple):
@@ -107,18 +108,36 @@ def unscaled(x: jax.Array, unit: jax.Array | None, dtype) -> jax.Array:
 
 
 def divided(de: jax.Array, call: Call) -> De:
-    """de, (n, D), rounded to its type. In float16 each row is divided by a power of two.
+    """de, (n, D), rounded to Call.left_de_dtype.
 
-    The row's largest number is then between FLOAT16_LARGEST and twice that. A factor multiplies the row later. Without
-    the units a number could become inf or 0 in float16, although its product with the factor is neither.
+    In float16 each row is divided by a power of two. The row's largest number is then between FLOAT16_LARGEST and twice
+    that. A factor multiplies the row later. Without the units a number could become inf or 0 in float16, although its
+    product with the factor is neither. int16 is block floating point (cce_kernels/block_floats.py).
     """
     if not call.divides_de:
         return De(de.astype(call.left_de_dtype), None)
-    largest = jnp.max(jnp.abs(de), axis=1)
+    if call.left_de_dtype == "int16":
+        x = in_blocks(de, call.unit_columns)
+        units = steps_of(x)
+        return De(integers(x, units).reshape(len(de), -1)[:, : call.width], units)
+    largest = jnp.max(jnp.abs(de), axis=1, keepdims=True)
     largest = jnp.where(jnp.isfinite(largest), jnp.maximum(largest, SMALLEST_ROW), FLOAT16_LARGEST)
     bits = lax.bitcast_convert_type(largest, jnp.int32) & OF_EXPONENT
     units = lax.bitcast_convert_type(bits, jnp.float32) / FLOAT16_LARGEST
-    return De((de / units[:, None]).astype(call.left_de_dtype), units)
+    return De((de / units).astype(call.left_de_dtype), units)
+
+
+def multiplied(de: De, of_token: jax.Array, call: Call) -> jax.Array:
+    """de, (n, D), each row times a number, (n,), rounded once, to the type of the result. The inverse of `divided`."""
+    values, units = de
+    by = of_token[:, None]
+    if call.left_de_dtype == "int16":
+        assert units is not None
+        values = decode(in_blocks(values, call.unit_columns), units[:, :, None]).reshape(len(values), -1)
+        values = values[:, : call.width]
+    elif units is not None:
+        by = by * units
+    return (values * by).astype(call.de_dtype)
 
 
 def fitted(cotangents: Cotangents, inputs: Inputs) -> tuple[Cotangents, jax.Array | None]:

@@ -5,7 +5,8 @@ numbers are then g times numbers that the forward pass knows as soon as it knows
 
     numbers      the chunk's log-sum-exps and targets' logits, and its exponentials P (or its dz) in one buffer
     de_i         r_i·(P·c)_i, rounded: the chunk's own rows. In float16 each is divided by a unit first, and g·unit
-                 multiplies it later: weights of 10⁶ have a moderate mean, and float16 holds no sum of theirs
+                 multiplies it later: weights of 10⁶ have a moderate mean, and float16 holds no sum of theirs. Beside a
+                 teacher it is rounded in block floating point, so that g adds no second rounding
     dc           dc + Pᵀ·(r·e), in block floating point (cce_kernels/block_floats.py), in the memory of the result
 
 The backward pass multiplies by g: de elementwise, and dc where it is written anyway. For that the last chunk's part of
@@ -41,7 +42,7 @@ from cce_kernels.engines.engine import Problem
 from cce_kernels.engines.xla.chunk import dz_of, numbers_and_logits
 from cce_kernels.exponentials import dbias_of, factors, references, saved_shape, scaled
 from cce_kernels.forward import of_rows, reference_of
-from cce_kernels.gradients import ALL_COLUMNS, De, Left, divided
+from cce_kernels.gradients import ALL_COLUMNS, De, Left, divided, multiplied
 from cce_kernels.head import Head
 from cce_kernels.mean import folded, of_exponentials
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Shard, Statistics
@@ -186,7 +187,7 @@ def over_chunks(
         steps = jnp.zeros(steps_shape(vocabulary, width, how.chunks.block), jnp.float32)  # any integers times 0 are 0
     de: Any = None  # until all rows are there: De
     if wanted.e:
-        units = jnp.zeros(rows_of_de, wide) if call.divides_de else None
+        units = jnp.zeros(call.units_shape(rows_of_de), wide) if call.divides_de else None
         de = De(jnp.zeros((rows_of_de, width), call.left_de_dtype), units)
     dbias = jnp.zeros((vocabulary,), wide) if wanted.bias else None
     formed = Residuals(de=de, dc=dc, steps=steps, dbias=dbias)
@@ -221,10 +222,8 @@ def over_chunks(
 def finish(formed: Residuals, factor: jax.Array, live: jax.Array, plan: Plan) -> Gradients:
     """The gradients of factor · S. live: (N,), the tokens that are not ignored."""
     call, de, dc, dbias = plan.call, formed.de, formed.dc, formed.dbias
-    if de is not None:
-        of_row = factor if formed.units is None else factor * formed.units
-        of_token = jnp.where(live, of_row, 0)[:, None]  # an infinite factor times the 0 of an ignored token is NaN
-        de = (de * of_token).astype(call.de_dtype)
+    if de is not None:  # an infinite factor times the 0 of an ignored token is NaN
+        de = multiplied(De(de, formed.units), jnp.where(live, factor, 0), call)
     if dc is not None and formed.last is not None:
         dc = lax.bitcast_convert_type(dc, formed.last.e.dtype)
         dc, _ = add_dc(dc, formed.steps, formed.last, plan, factor.reshape(1))

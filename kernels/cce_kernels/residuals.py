@@ -6,7 +6,7 @@ The plan decides by which way the gradients are formed, and so which arrays ther
     saved                      exponentials
     in the forward pass        de, dc and dbias of the sum of the tokens' losses, up to the factor of the backward pass;
                                and where dc has 16 bits its steps, and the last chunk, whose part of dc is not added
-                               yet; and in float16 the units of the rows of de
+                               yet; and in float16, or beside a teacher, the units of the rows of de
     the same, de alone wanted  m, from which de follows for any cotangents
 """
 
@@ -31,7 +31,7 @@ class Residuals(NamedTuple):
     dc: jax.Array | None = None  # in c's shape: of the result's type, or int16 if there are steps
     steps: jax.Array | None = None
     dbias: jax.Array | None = None  # (V,) float32
-    units: jax.Array | None = None  # (N,) float32: what each row of de is divided by, in float16
+    units: jax.Array | None = None  # Call.units_shape, float32: what de is divided by
     last: Left | None = None
 
     @property
@@ -68,6 +68,6 @@ def shapes_of(plan: Plan) -> Residuals:
         dc=array(*size, dtype=jnp.int16 if rows else wide) if wanted.c else None,
         steps=steps,
         dbias=array(call.vocabulary, dtype=wide) if wanted.bias else None,
-        units=array(call.tokens, dtype=wide) if wanted.e and call.divides_de else None,
+        units=array(*call.units_shape(call.tokens), dtype=wide) if wanted.e and call.divides_de else None,
         last=last,
     )

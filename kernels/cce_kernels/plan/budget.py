@@ -166,33 +166,33 @@ class Bytes:
         return (self.sums_of_de(tokens) + self.call.left_de_itemsize) * self.call.wants.e
 
     def of_teacher(self, columns: int) -> int:
-        """What a token of a chunk holds more beside a teacher: its logits, and some copies of a row of the teacher.
+        """What a token of a chunk holds more beside a teacher: its logits, and copies of a row of the teacher.
 
         Where a chunk stores dz, `of_chunks` counts the logits of both, as they are held for a part of the chunk.
         """
         call = self.call
         blocks = (0 if self.stores else 1) if self.gpu is not None else OF_TEACHER_ON_CPU
-        rows = 2 if self.stores else 4
+        rows = 1 if self.stores else 4
         return blocks * call.sum_itemsize * columns + rows * call.sum_itemsize * call.teacher_width
 
     def of_chunks(self, chunks: Chunks) -> int:
         """What is held where the forward pass forms the gradients in these chunks.
 
-        A chunk, the numbers of all tokens, the steps of dc, de with its kept rows first, and a de for any cotangents,
-        which is no result yet. What is left of the last chunk is a result of the forward pass. XLA lays the other
-        chunks into its memory. It does not if they are larger, or if there is one other chunk, whose logits come in
-        parts.
+        A chunk, the numbers of all tokens, the steps of dc, de with its kept rows first or in integers, and a de for
+        any cotangents, which is no result yet. What is left of the last chunk is a result of the forward pass. XLA lays
+        the other chunks into its memory. It does not if they are larger, or if there is one other chunk, whose logits
+        come in parts.
         """
         call, tokens, columns = self.call, max(chunks.size, chunks.last), saved_shape(1, self.call.vocabulary)[1]
         steps = 4 * math.prod(steps_shape(call.vocabulary, call.width, chunks.block)) * (chunks.last > 0)
         of_de = chunks.rows_of_de(call.tokens)
-        moved = call.left_de_itemsize * of_de * call.width * (call.wants.e and of_de != call.tokens)
+        is_result = of_de == call.tokens and call.left_de_dtype == call.de_dtype
+        moved = call.left_de_itemsize * of_de * call.width * (call.wants.e and not is_result)
+        moved += 4 * math.prod(call.units_shape(of_de)) * (call.wants.e and call.divides_de)
         moved += 0 if call.one_factor else call.itemsize * call.tokens * call.width
-        if call.wants.e and call.left_de_itemsize > call.de_itemsize:  # it is no result, nor in the memory of one
-            moved += (call.left_de_itemsize - call.de_itemsize) * call.tokens * call.width
         apart = chunks.last < chunks.size or (self.most_logits > 0 and chunks.whole == 1)
         moved += call.itemsize * chunks.last * (columns + call.width) * apart
-        if self.stores and call.wants.e and call.wants.c and not chunks.last:
+        if self.stores and call.wants.e and call.wants.c and not chunks.last and is_result:
             # XLA gives de of all tokens no memory of a result here. It may take that of the sums.
             moved += call.width * max(call.left_de_itemsize * of_de - self.sums_of_de(tokens) * tokens, 0)
         by_xla = not self.stores or call.wants.bias or (call.wants.e and self.de_by_xla(tokens))

@@ -2,15 +2,14 @@
 
 Held at a time: a group's part of the sum in float32. A result in float32 is summed in place; a result of 16 bits in
 block floating point (cce_kernels/block_floats.py). Those integers are kept in an array of integers here: XLA may
-convert a bfloat16 to float32 and back, which changes the bits of a NaN. They are rounded and converted, not taken from
-the low bits of a float32 as `block_floats.encode` does: on an H200 XLA then stored −1 everywhere.
+convert a bfloat16 to float32 and back, which changes the bits of a NaN.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cce_kernels.block_floats import decode, step_of
+from cce_kernels.block_floats import decode, in_blocks, integers, steps_of
 from cce_kernels.call import Call
 from cce_kernels.engines.engine import Step
 from cce_kernels.gradients import Left, over_groups
@@ -31,9 +30,6 @@ def sum_dc(
         found = lax.dot_general(left_g, e, contract, precision=head.precision, preferred_element_type=wide)
         return found if unit is None else found * unit
 
-    def in_blocks(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (0, -width % block))).reshape(groups.columns, blocks_of_d, block)
-
     def group(carry, window):
         dc, steps = carry
         total = part(window)
@@ -46,12 +42,10 @@ def sum_dc(
         else:
             of_group = lax.dynamic_slice_in_dim(steps, window.start, groups.columns, 1)
             size = of_group[:blocks_of_d].T
-            total = in_blocks(total) + decode(in_blocks(old), size[:, :, None])
+            total = in_blocks(total, block) + decode(in_blocks(old, block), size[:, :, None])
             if factor is None:
-                largest = jnp.max(jnp.abs(total), axis=2)
-                largest = jnp.where(jnp.any(jnp.isnan(total), axis=2), jnp.nan, largest)  # a maximum drops NaN on CPUs
-                size = jnp.where(own, step_of(largest), size)
-                total = jnp.round(total * (1 / size[:, :, None])).astype(jnp.int16)
+                size = jnp.where(own, steps_of(total), size)
+                total = integers(total, size)
                 of_group = lax.dynamic_update_slice_in_dim(of_group, size.T, 0, 0)
                 steps = lax.dynamic_update_slice_in_dim(steps, of_group, window.start, 1)
             else:
