@@ -14,8 +14,8 @@ instead (on_jax/programs.py).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple
-from functools import cache
+from dataclasses import astuple, dataclass
+from functools import cache, cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -313,19 +313,20 @@ class _Run:
     def _in_order(self, rows: int) -> "_InOrder":
         """The kept tokens first, in their order. rows: of all chunks."""
         order = torch.argsort(self.kept, descending=True, stable=True)
-        order = torch.nn.functional.pad(order, (0, max(rows - len(order), 0)))
+        if rows > len(order):
+            order = torch.nn.functional.pad(order, (0, rows - len(order)))
         reference = self.columns.references(self.own, self.targets, astuple(self.wanted), self.call)
-        weight, of_total = self.of_tokens.weight, self.kept.float()
-        of_total = of_total if weight is None else torch.where(self.kept, weight.detach().float(), of_total)
-        own = self.own.columns, self.own.inverse_temperature, reference, self.kept, of_total
-        return _InOrder(order, self.of_tokens.in_order(order), *(None if x is None else x[order] for x in own))  # type: ignore[arg-type]
+        own = self.own.columns, self.own.inverse_temperature, reference
+        own = (None if x is None else x[order] for x in own)
+        return _InOrder(order, *own, self.of_tokens, self.kept)  # type: ignore[arg-type]
 
     def _chunks(self, given: "_InOrder", spans: Sequence[tuple[int, int]]) -> Iterator["_Chunk"]:
         tokens, count = len(self.e), self.kept.sum(dtype=torch.int32).reshape(1)
         for start, size in spans:
             is_last = self.chunks.last > 0 and start == spans[-1][0]
             of_tokens = slice(start, max(start, min(start + size, tokens)))
-            yield _Chunk(slice(start, start + size), of_tokens, (count - start).clamp(0, size), is_last)
+            kept = (count - start if start else count).clamp(0, size)
+            yield _Chunk(slice(start, start + size), of_tokens, kept, is_last)
 
     def _chunk(self, of: "_Chunk", given: "_InOrder", de: Any, formed: Any) -> tuple[Tensor, Tensor]:
         """The statistics of the chunk's tokens over all columns, (rows, n), and their totals, (n,).
@@ -367,13 +368,14 @@ class _Run:
 
         Those of ignored tokens may be NaN: chunk_gradients does not read them.
         """
+        of_tokens, of_total = of.of_tokens, of.of_total[span]
         # Hooks on saved tensors are for what outlives this function: checkpoints would count what is saved here.
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
             given = statistics.detach().requires_grad_()
-            totals = of.of_tokens.totals(given, span)
+            totals = of_tokens.totals(given, span)
             if not totals.requires_grad:  # it depends on no number
                 return totals, torch.zeros_like(statistics)
-            (found,) = torch.autograd.grad(totals, given, of.of_total[span], allow_unused=True, materialize_grads=True)
+            (found,) = torch.autograd.grad(totals, given, of_total, allow_unused=True, materialize_grads=True)
         return totals.detach(), found
 
     def _inputs(self, of: "_Chunk", given: "_InOrder") -> Any:
@@ -400,16 +402,33 @@ def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
-class _InOrder(NamedTuple):
-    """What belongs to the tokens, kept ones first; then any tokens, up to the rows of all chunks."""
+@dataclass(frozen=True, eq=False)
+class _InOrder:
+    """What belongs to the tokens, kept ones first; then any tokens, up to the rows of all chunks.
+
+    What PyTorch computes with is put in order when it is first asked for: the GPU has the first program to run by then.
+    """
 
     order: Tensor  # (rows,): their rows of e
-    of_tokens: OfTokens
     columns: Tensor  # (rows,), as are the others
     inverse_temperature: Tensor | None
     reference: Tensor | None
-    kept: Tensor
-    of_total: Tensor  # the derivative of S by each token's total; 0 where it is ignored
+    given: OfTokens  # in the order of e, as is the next
+    live: Tensor  # (N,) bool: whether a token is kept
+
+    @cached_property
+    def of_tokens(self) -> OfTokens:
+        return self.given.in_order(self.order)
+
+    @cached_property
+    def kept(self) -> Tensor:
+        return self.live[self.order]
+
+    @cached_property
+    def of_total(self) -> Tensor:
+        """The derivative of S by each token's total; 0 where it is ignored."""
+        kept, weight = self.kept.float(), self.given.weight
+        return kept if weight is None else torch.where(self.kept, weight.detach().float()[self.order], kept)
 
 
 class _Chunk(NamedTuple):
