@@ -362,10 +362,10 @@ def _of_exponentials(chunk: Chunk, columns: Columns, own: Statistics, numbers: S
     else:
         assert how.targets is not None
         r, at_target = factors(rho, of_tokens, _cleared(of, chunk), inputs, call.head)
-        # Matmuls that stop at the last kept token read rows after it only in their last step. XLA's read all rows.
-        by_xla = wanted.bias or (wanted.e and not how.de.engine.stops)
+        # The matmul for dbias reads all rows. Those for de and dc read rows after the last kept one in their last step,
+        # or to form rows of de that are not used.
         beyond = max(how.de.engine.depth, how.dc.engine.depth) - 1
-        clear = jnp.full(1, tokens, jnp.int32) if by_xla else chunk.count + beyond if beyond else None
+        clear = jnp.full(1, tokens, jnp.int32) if wanted.bias else chunk.count + beyond if beyond else None
         p = how.targets.engine.saved_targets(how.targets, problem, p, at_target, clear)
         r = jnp.where(live, r if inputs.factor is None else r * inputs.factor, 0)
     de = None
