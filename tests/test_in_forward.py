@@ -347,6 +347,23 @@ def test_triton_multiplies_by_any_factor_and_again(smoothing):
     assert np.isinf(infinite[0]).any()
 
 
+def test_ignored_tokens_have_no_part_in_the_gradient_of_the_bias():
+    """It is a sum over all rows of a chunk, of which the kernels leave those of ignored tokens unwritten."""
+    draw = np.random.default_rng(0)
+    arrays = [jnp.asarray(draw.normal(size=shape), jnp.bfloat16) for shape in ((60, 20), (157, 20), (157,))]
+    targets = np.where(np.arange(60) % 5 == 0, -100, draw.integers(0, 157, 60))
+
+    def gradients(impl: str, dtype: str):
+        of = jax.grad(lambda e, c, bias: linear_cross_entropy(e, c, targets, bias=bias, impl=impl), (0, 1, 2))
+        return of(*(x.astype(dtype) for x in arrays))
+
+    with mock.patch.object(choose, "fastest_chunks", return_value=Chunks(2, 24, 16, 128)):
+        forget()
+        found = gradients("cce", "bfloat16")
+    for x, y in zip(found, gradients("reference", "float32"), strict=True):
+        assert np.linalg.norm(np.float64(x) - y) <= 2**-7 * np.linalg.norm(y)
+
+
 def dots(function, *arguments) -> int:
     return len(re.findall(r" dot\(", jax.jit(function).lower(*arguments).compile().as_text()))
 
