@@ -313,8 +313,7 @@ class _Run:
     def _in_order(self, rows: int) -> "_InOrder":
         """The kept tokens first, in their order. rows: of all chunks."""
         order = torch.argsort(self.kept, descending=True, stable=True)
-        if rows > len(order):
-            order = torch.nn.functional.pad(order, (0, rows - len(order)))
+        order = torch.nn.functional.pad(order, (0, max(rows - len(order), 0)))
         reference = self.columns.references(self.own, self.targets, astuple(self.wanted), self.call)
         own = self.own.columns, self.own.inverse_temperature, reference
         own = (None if x is None else x[order] for x in own)
@@ -325,8 +324,7 @@ class _Run:
         for start, size in spans:
             is_last = self.chunks.last > 0 and start == spans[-1][0]
             of_tokens = slice(start, max(start, min(start + size, tokens)))
-            kept = (count - start if start else count).clamp(0, size)
-            yield _Chunk(slice(start, start + size), of_tokens, kept, is_last)
+            yield _Chunk(slice(start, start + size), of_tokens, (count - start).clamp(0, size), is_last)
 
     def _chunk(self, of: "_Chunk", given: "_InOrder", de: Any, formed: Any) -> tuple[Tensor, Tensor]:
         """The statistics of the chunk's tokens over all columns, (rows, n), and their totals, (n,).
@@ -406,7 +404,7 @@ def _as_it_is(x: Tensor) -> Tensor:
 class _InOrder:
     """What belongs to the tokens, kept ones first; then any tokens, up to the rows of all chunks.
 
-    What PyTorch computes with is put in order when it is first asked for: the GPU has the first program to run by then.
+    The properties are computed when they are first asked for. By then the GPU runs the first chunk's program.
     """
 
     order: Tensor  # (rows,): their rows of e

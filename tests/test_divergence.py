@@ -12,10 +12,12 @@ from jax.extend.core import jaxprs_in_params
 
 import cce_jax.divergence as public
 from cce_jax import linear_divergence
+from cce_kernels.block_floats import block_of
 from cce_kernels.call import Call
 from cce_kernels.device import H200, Gpu
 from cce_kernels.divergence import Divergence, Given, Side, formed
 from cce_kernels.engines.hopper import HOPPER, MOSAIC
+from cce_kernels.gradients import divided, multiplied
 from cce_kernels.head import Head
 from cce_kernels.numbers import Wanted
 from cce_kernels.plan import budget, plan_of
@@ -212,16 +214,32 @@ def test_a_large_column_of_the_gradient_does_not_make_the_others_coarser(impl):
     """de waits for its factor in integers, of which only those of the same 256 columns share a step."""
     rng, (tokens, width, vocabulary) = np.random.default_rng(0), (48, 512, 90)
     large = np.where(np.arange(width) == 0, 2.0**12, 1)
-    x = draw(0)
     shapes = {"e": (tokens, width), "c": (vocabulary, width), "teacher_e": (tokens, 8), "teacher_c": (vocabulary, 8)}
     arrays = {name: rng.normal(size=shape) / 4 for name, shape in shapes.items()}
     arrays |= {"e": arrays["e"] / large, "c": arrays["c"] * large}
-    options = {name: None if "softcap" in name or "scale" in name else 0 for name in x.options if "teacher" in name}
-    options |= {"vocab_axis": 0, "softcap": None, "logit_scale": None, "precision": None, "temperature": 1.0}
+    of_side = {"vocab_axis": 0, "softcap": None, "logit_scale": None}
+    options = of_side | {f"teacher_{name}": value for name, value in of_side.items()}
     options |= {"divergence": "jsd", "beta": 0.5, "reduction": "mean", "return_entropy": False}
     x = Drawn({k: jnp.asarray(y, "bfloat16") for k, y in arrays.items()}, options, jnp.ones(tokens))
-    found, want = (of["e"][:, 256:] for of in (ours(x, impl=impl, memory_budget=None), truth(x)))
+    found, want = (of["e"][:, 256:] for of in (ours(x, impl=impl), truth(x)))
     assert error(found, want) <= 2 * error(np.asarray(jnp.asarray(want, "bfloat16"), np.float64), want)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_de_of_any_width_waits_for_any_factor(seed):
+    """It is off by half a step of its block, and by the rounding of the result."""
+    rng = np.random.default_rng(seed)
+    tokens, width, dtype = int(rng.integers(1, 9)), int(rng.integers(1, 1200)), ("bfloat16", "float16")[seed % 2]
+    both = Wanted(e=True, c=True, bias=False)
+    call = Call(tokens, width, 50, dtype, Head(), False, False, both, 0, one_factor=True, teacher_width=8)
+    de = np.float32(rng.normal(size=(tokens, width)) * 10 ** rng.uniform(-3, 1, width))
+    factor = np.float32(rng.uniform(-2, 2, tokens))
+    found = multiplied(divided(jnp.asarray(de), call), jnp.asarray(factor), call)
+    assert found.dtype == dtype
+    want, first = np.float64(factor)[:, None] * de, np.arange(0, width, block_of(width))
+    steps = np.maximum.reduceat(np.abs(want), first, axis=1)[:, np.arange(width) // block_of(width)] / 32766
+    rounding = np.maximum(np.abs(want), 2.0**-14) * roundoff(dtype)
+    assert (np.abs(np.float64(found) - want) <= 0.51 * (steps + rounding)).all()
 
 
 def test_the_reference_does_not_round_the_gradient_of_a_wide_classifier_to_the_type_of_e():

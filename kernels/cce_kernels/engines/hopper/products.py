@@ -70,7 +70,7 @@ def products(
         # A partial sum's last tile may have rows of the next one.
         if not adds and splits > 1 and tokens % step.de.of_pair[0]:
             de, adds = jnp.zeros((splits * tokens, width), jnp.float32), True
-        elif not adds and problem.call.teacher_width:  # XLA would take memory for an empty array beside the logits
+        elif not adds and problem.call.teacher_width:  # XLA may allocate an empty array while the logits exist
             zero, dz = lax.optimization_barrier((jnp.float32(0), dz))
             de = jnp.broadcast_to(zero, (splits * tokens, width))
         elif not adds:
