@@ -133,8 +133,7 @@ def multiplied(de: De, of_token: jax.Array, call: Call) -> jax.Array:
     by = of_token[:, None]
     if call.left_de_dtype == "int16":
         assert units is not None
-        values = decode(in_blocks(values, call.unit_columns), units[:, :, None]).reshape(len(values), -1)
-        values = values[:, : call.width]
+        values = decode(values, jnp.repeat(units, call.unit_columns, axis=1)[:, : call.width])
     elif units is not None:
         by = by * units
     return (values * by).astype(call.de_dtype)

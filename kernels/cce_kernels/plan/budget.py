@@ -178,15 +178,15 @@ class Bytes:
     def of_chunks(self, chunks: Chunks) -> int:
         """What is held where the forward pass forms the gradients in these chunks.
 
-        A chunk, the numbers of all tokens, the steps of dc, de with its kept rows first or in integers, and a de for
-        any cotangents, which is no result yet. What is left of the last chunk is a result of the forward pass. XLA lays
-        the other chunks into its memory. It does not if they are larger, or if there is one other chunk, whose logits
-        come in parts.
+        A chunk, the numbers of all tokens, the steps of dc, de where it cannot wait in the memory of the result (it has
+        more rows, or XLA moves them), and a de for any cotangents, which is no result yet. What is left of the last
+        chunk is a result of the forward pass. XLA lays the other chunks into its memory. It does not if they are
+        larger, or if there is one other chunk, whose logits come in parts.
         """
         call, tokens, columns = self.call, max(chunks.size, chunks.last), saved_shape(1, self.call.vocabulary)[1]
         steps = 4 * math.prod(steps_shape(call.vocabulary, call.width, chunks.block)) * (chunks.last > 0)
         of_de = chunks.rows_of_de(call.tokens)
-        is_result = of_de == call.tokens and call.left_de_dtype == call.de_dtype
+        is_result = of_de == call.tokens and (self.stores or call.left_de_dtype == call.de_dtype)
         moved = call.left_de_itemsize * of_de * call.width * (call.wants.e and not is_result)
         moved += 4 * math.prod(call.units_shape(of_de)) * (call.wants.e and call.divides_de)
         moved += 0 if call.one_factor else call.itemsize * call.tokens * call.width

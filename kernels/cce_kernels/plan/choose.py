@@ -200,7 +200,8 @@ def _beside_a_teacher(x: _Setting, last: int | None, chunks: Any) -> Plan:
         by_xla = all(count.de_by_xla(tokens) for tokens in (chunks.size or size, chunks.last or size))
         de = (XLA if by_xla else x.engine).de_of_chunk(x.call, size, x.gpu)
         of_part = _Setting(replace(x.call, tokens=way.logits_of(size)), x.gpu, x.serving)
-        way = replace(way, de=de, logits=of_part.step("whole_logits"), passes=of_part.step("divergence_pass"))
+        logits, passes = map(of_part.step, ("whole_logits", "divergence_pass"))
+        way = replace(way, de=de, restored=x.step("restored"), logits=logits, passes=passes)
     held = count.of_chunks(chunks)
     return Plan(x.call, x.gpu, x.call.tokens, True, Forward(Step(x.engine), True), way, held, min(least, held))
 

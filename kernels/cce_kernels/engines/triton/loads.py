@@ -50,4 +50,4 @@ def tile_index(rows: jax.Array, columns: jax.Array) -> tuple[jax.Array, jax.Arra
 def load_tile(ref, rows: jax.Array, columns: jax.Array, rows_ok, columns_ok) -> jax.Array:
     """The tile ref[rows, columns], 0 where a mask is false."""
     mask = tile_mask(rows_ok, columns_ok, (rows.size, columns.size))
-    return plgpu.load(ref.at[tile_index(rows, columns)], mask=mask, other=None if mask is None else 0.0)
+    return plgpu.load(ref.at[tile_index(rows, columns)], mask=mask, other=None if mask is None else 0)
