@@ -129,7 +129,7 @@ def linear_divergence(
         raise ValueError(f"all tensors must be on one device, got e {x.of.e.device}, teacher_e {y.of.e.device}")
     inverse = arguments.inverse_temperature(temperature, x.of, NAME)
     weight = arguments.weight_of_tokens(token_weight, x.of, NAME)
-    factor = _factor(num_items, reduction, weight, x.of.e)
+    factor = _factor(num_items, reduction, None if token_weight is None else weight, x.of)
     impl = next((z.of.impl for z in (x, y) if z.of.impl in OF_TORCH), x.of.impl)  # "auto": either may be float64
     how = How(divergence, x.softcap, y.softcap, x.memory_budget, precision, impl, return_entropy)
     numbers = 0.5 if share is None else share, x.scale, y.scale
@@ -174,11 +174,13 @@ def _side(given: dict[str, Any], options: _Options, vocab_axis: Any, numbers: tu
     return _Side(arguments.prepared(given, asked, one), scale, softcap, budget)
 
 
-def _factor(num_items: Any, reduction: str, weight: Tensor, e: Tensor) -> Tensor:
-    """By what the sum over the tokens is multiplied, ()."""
+def _factor(num_items: Any, reduction: str, weight: Tensor | None, of: Prepared) -> Tensor:
+    """By what the sum over the tokens is multiplied, (). weight: None for 1."""
     if reduction != "mean":
-        return weight.new_ones(())
-    items = weight.sum() if num_items is None else arguments.scalar(num_items, e)
+        return arguments.scalar(1.0, of.e)
+    if num_items is None and weight is None:
+        return arguments.scalar(1 / max(of.targets.numel(), 1), of.e)
+    items = weight.sum() if num_items is None else arguments.scalar(num_items, of.e)  # type: ignore[union-attr]
     return torch.where(items == 0, 0, 1 / items)  # has no gradient, so 1 / 0 does no harm
 
 

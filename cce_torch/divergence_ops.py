@@ -65,32 +65,33 @@ def loss(given: Given, how: How, per_token: bool) -> tuple[Tensor, Tensor]:
     wanted = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in given[:3]]
     forming = wanted if not functions and not per_token else [False] * 3
     in_programs = any(forming) and not compiling and how.impl not in OF_TORCH and len(given.e) > 0
-    way = _programs().way_of(given, how, forming) if in_programs else None
-    if way is None:  # a loss scale that follows must count
+    problem = _programs().Problem(given, how, forming) if in_programs else None
+    if problem is None:  # a loss scale that follows must count
         how = how._replace(wide=any(forming) and given.e.dtype == torch.float16)
     rule = _Divergence if compiling else _DivergenceOfFunctions
-    return rule.apply(*given, how, per_token, forming, way)[:2]  # type: ignore[return-value]
+    return rule.apply(*given, how, per_token, forming, problem)[:2]  # type: ignore[return-value]
 
 
 class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        given, (how, per_token, forming, way) = Given(*arguments[:FIELDS]), arguments[FIELDS:]
+        given, (how, per_token, forming, problem) = Given(*arguments[:FIELDS]), arguments[FIELDS:]
         # a checkpoint forms the gradients when it runs the second time
         lost = any(forming) and not torch.compiler.is_compiling() and ops.drops_what_is_saved()
-        if way is not None and not lost:
-            return _start(given, how, forming, way)
+        if problem is not None and not lost:
+            return _start(given, problem)
         asked = [False] * 3 if lost else forming
         summed, total, entropy, *gradients = run(*given, repr(tuple(how)), *asked)
         weight = given.weight
         value = torch.where(weight == 0, 0, weight * total) if per_token else summed * given.factor
         if lost:
-            gradients = _placeholders(given, how, forming, way)
+            gradients = _placeholders(given, how, forming, problem)
         return value, entropy, *gradients
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-        given, (ctx.how, ctx.per_token, ctx.forming, ctx.way) = Given(*inputs[:FIELDS]), inputs[FIELDS:]
+        given, (ctx.how, ctx.per_token, ctx.forming, problem) = Given(*inputs[:FIELDS]), inputs[FIELDS:]
+        ctx.way = None if problem is None else problem.way
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
         ctx.types = [None if x is None else x.dtype for x in given[:3]]
@@ -139,21 +140,22 @@ class _Guarded(ops.Guarded):
     backward = jvp = staticmethod(_refuse)
 
 
-def _start(given: Given, how: How, forming: Sequence[bool], way: Any) -> tuple[Tensor, ...]:
+def _start(given: Given, problem: Any) -> tuple[Tensor, ...]:
     """factor · Σ weight · divergence; the entropies; de, and what else is left of its gradients."""
-    total, entropy, de, left = _programs().begin(way, given, how, forming)
+    total, entropy, de, left = _programs().begin(problem, given)
     weight, none = given.weight, given.e.new_empty(0)
     value = torch.where(weight == 0, 0, weight * total).sum() * given.factor
     return value, none if entropy is None else entropy, none if de is None else de, *left
 
 
-def _placeholders(given: Given, how: How, forming: Sequence[bool], way: Any) -> list[Tensor]:
+def _placeholders(given: Given, how: How, forming: Sequence[bool], problem: Any) -> list[Tensor]:
     """Tensors of the shapes of what is left, with the memory of one element each."""
 
     def new(shape: Any, dtype: torch.dtype) -> Tensor:
         return given.e.new_empty((), dtype=dtype).expand(shape)
 
-    if way is not None:
+    if problem is not None:
+        way = problem.way
         shape, dtype = _programs().left_de(way)
         return [new(shape if forming[0] else (0,), dtype), *in_forward.programs().leaves_of(way.new(new))]
     each = zip(given, forming, _types(given, how), strict=False)

@@ -14,7 +14,7 @@ instead (on_jax/programs.py).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -314,7 +314,8 @@ class _Run:
         """The kept tokens first, in their order. rows: of all chunks."""
         order = torch.argsort(self.kept, descending=True, stable=True)
         order = torch.nn.functional.pad(order, (0, max(rows - len(order), 0)))
-        reference = self.columns.references(self.own, self.targets, astuple(self.wanted), self.call)
+        wanted = self.wanted.e, self.wanted.c, self.wanted.bias
+        reference = self.columns.references(self.own, self.targets, wanted, self.call)
         own = self.own.columns, self.own.inverse_temperature, reference
         own = (None if x is None else x[order] for x in own)
         return _InOrder(order, *own, self.of_tokens, self.kept)  # type: ignore[arg-type]

@@ -68,12 +68,18 @@ class Way:
         """What the forward pass leaves of dc and dbias, as shapes. de is left apart, as it is of all columns."""
         return shapes_of(self.plan)._replace(de=None)
 
+    @cached_property
+    def _of_tensors(self) -> tuple[list[tuple[tuple[int, ...], torch.dtype]], Any]:
+        """The shapes and types, and the structure that they are the leaves of."""
+        leaves, structure = jax.tree.flatten(self.shapes)
+        return [(x.shape, getattr(torch, x.dtype.name)) for x in leaves], structure
+
     def new(self, make: Callable[[Any, torch.dtype], Tensor]) -> Residuals:
         """Tensors make(shape, dtype) for the shapes."""
-        return jax.tree.map(lambda x: make(x.shape, getattr(torch, x.dtype.name)), self.shapes)
+        return self.residuals([make(*x) for x in self._of_tensors[0]])
 
     def residuals(self, leaves: Any) -> Residuals:
-        return jax.tree.unflatten(jax.tree.structure(self.shapes), leaves)
+        return jax.tree.unflatten(self._of_tensors[1], leaves)
 
 
 def leaves_of(residuals: Residuals | None) -> list[Tensor]:

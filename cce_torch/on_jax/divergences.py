@@ -48,8 +48,8 @@ class Distilled:
         return replace(self.kind.static, teacher_width=self.teacher_width)
 
 
-class _Problem:
-    """A call on these tensors."""
+class Problem:
+    """A call: what its programs are compiled for. It keeps no tensor."""
 
     def __init__(self, given: Given, how: How, wanted: Sequence[bool]) -> None:
         e, c, teacher_e, teacher_c = given.e, given.c, given.teacher_e, given.teacher_c
@@ -71,6 +71,11 @@ class _Problem:
         self.key = Distilled(self.kind, of, teacher_e.shape[1], asked, given.bias is not None)
         self.tokens = programs.Tokens(self.kind, len(e))
 
+    @property
+    def way(self) -> Way:
+        """How `begin` forms the gradients."""
+        return _way(self.key, self.tokens.size)
+
     def inputs(self, given: Given) -> list:
         """The arguments of `_given`."""
         e, c, bias, teacher_e, teacher_c, teacher_bias, weight, inverse, scheduled, _ = given
@@ -89,7 +94,7 @@ class _Problem:
 
 def formed(given: Given, how: How, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """As cce_torch.torch_alone.divergence.formed. N ≥ 1."""
-    x = _Problem(given, how, wanted)
+    x = Problem(given, how, wanted)
     kind, tokens, new, of_e = x.kind, x.tokens, given.e.new_empty, given.e.dtype
     of_c = torch.float32 if kind.call.wide_dc else of_e
     outputs = [new((), dtype=torch.float32), *x.numbers(given)]
@@ -106,12 +111,6 @@ def formed(given: Given, how: How, wanted: Sequence[bool]) -> tuple[Tensor | Non
     return summed, total, entropy, de, None if dc is None else kind.in_order_of_c(dc), dbias
 
 
-def way_of(given: Given, how: How, wanted: Sequence[bool]) -> Way:
-    """How `begin` forms these gradients."""
-    x = _Problem(given, how, wanted)
-    return _way(x.key, x.tokens.size)
-
-
 @lru_cache(maxsize=programs.PROGRAMS)
 def _way(key: Distilled, size: int) -> Way:
     shapes = key.kind.shapes(size, key.with_bias)
@@ -124,20 +123,18 @@ def left_de(way: Way) -> tuple[tuple[int, int], torch.dtype]:
     return (call.tokens, call.width), getattr(torch, call.left_de_dtype)
 
 
-def begin(
-    way: Way, given: Given, how: How, wanted: Sequence[bool]
-) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor]]:
+def begin(x: Problem, given: Given) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor]]:
     """The divergences and the entropies of the tokens, (N,); `left_de` of Σ weight · divergence; the other leaves of
     what is left. N ≥ 1.
     """
-    x = _Problem(given, how, wanted)
-    outputs, new = x.numbers(given), given.e.new_empty
-    if wanted[0]:
+    way, new = x.way, given.e.new_empty
+    outputs, with_de = x.numbers(given), way.plan.call.wants.e
+    if with_de:
         shape, dtype = left_de(way)
         outputs.append(new(shape, dtype=dtype))
     outputs += leaves_of(way.new(lambda shape, dtype: new(shape, dtype=dtype)))
     found = iter(bridge.run(_begin_program(x.key, x.tokens.size, len(outputs)), x.inputs(given), outputs))
-    total, entropy, de = (next(found) if w else None for w in (True, how.entropy, wanted[0]))
+    total, entropy, de = (next(found) if w else None for w in (True, x.key.of.entropy, with_de))
     total, entropy = (None if y is None else x.tokens.cut(y) for y in (total, entropy))
     return total, entropy, de, list(found)  # type: ignore[return-value]
 
