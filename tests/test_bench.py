@@ -163,6 +163,8 @@ def test_torch_methods_have_the_gradients_of_the_truth(name, monkeypatch):
 
 def test_a_line_joins_the_settings_that_no_other_beats():
     assert plot.front([(4, 9), (1, 10), (2, 12), (3, 8), (5, 8)]) == [(1, 10), (3, 8)]
+    nearly = [(100, 9), (100.5, 8), (300, 7)]  # memory that differs by less than 1 %
+    assert plot.front(nearly) == nearly[1:]
 
 
 def test_the_table_of_three_heads_has_the_points_of_the_picture():
