@@ -7,6 +7,7 @@ import pytest
 
 from cce_kernels.engines import hopper
 from cce_kernels.plan import choose
+from tests.collector import keep_what_is_there
 from tests.search.processes import gpus
 
 hypothesis.settings.register_profile("all", deadline=None, derandomize=True)
@@ -48,6 +49,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+    keep_what_is_there()
 
 
 @pytest.fixture(scope="module")

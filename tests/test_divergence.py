@@ -73,12 +73,12 @@ def draw(seed: int, ranges: Ranges = SMALL) -> Drawn:
     of_c = "float32" if rng.random() < 0.25 else dtype
 
     def normal(*size, dtype):
-        return jnp.asarray(rng.normal(size=size), dtype)
+        return rng.normal(size=size).astype(jnp.dtype(dtype))
 
     def side(width: int, dtype: str, of_c: str, prefix: str):
         axis, found = int(rng.integers(2)), {f"{prefix}e": normal(*shape, width, dtype=dtype)}
         c = normal(vocabulary, width, dtype=of_c) * pick(*ranges.of_c)
-        found[f"{prefix}c"] = (c if axis == 0 else c.T).astype(of_c)
+        found[f"{prefix}c"] = (c if axis == 0 else c.T).astype(jnp.dtype(of_c))
         if rng.random() < 0.5:
             found[f"{prefix}bias"] = normal(vocabulary, dtype=of_c)
         cap, scale = pick(None, None, 4.0), pick(None, None, -1.3)
@@ -89,23 +89,23 @@ def draw(seed: int, ranges: Ranges = SMALL) -> Drawn:
     arrays, options = arrays | more[0], options | more[1]
     if rng.random() < 0.7:
         weight = rng.uniform(0, 2, shape) * (rng.random(shape) < 0.7)
-        arrays["token_weight"] = jnp.asarray(weight, pick("float32", "bfloat16"))
+        arrays["token_weight"] = weight.astype(jnp.dtype(pick("float32", "bfloat16")))
         out = arrays["token_weight"] == 0
         for name in ("e", "teacher_e"):
-            arrays[name] = jnp.where(out[..., None], jnp.nan, arrays[name])
+            arrays[name][out] = np.nan
     kind = pick("numbers", "token", "one", "none")
     if kind == "numbers":
         options["temperature"] = 1.7
     elif kind != "none":
         size = shape if kind == "token" else (1,)
-        arrays["temperature"] = jnp.asarray(rng.uniform(0.5, 2, size), "float32")
+        arrays["temperature"] = rng.uniform(0.5, 2, size).astype(np.float32)
     options |= {"divergence": pick(*KINDS), "beta": pick(0.1, 0.5, 0.9), "reduction": pick("mean", "sum", "none")}
     if options["reduction"] == "mean" and rng.random() < 0.3:
         options["num_items"] = 12.5
     options |= {"return_entropy": bool(rng.random() < 0.5), "impl": pick(*ranges.impls)}
     options["memory_budget"] = pick(*ranges.budgets)
     options["precision"] = "highest" if "float32" in (dtype, of_teacher) else None
-    return Drawn(arrays, options, jnp.asarray(rng.normal(size=shape), "float32"))
+    return Drawn(jax.device_put(arrays), options, jax.device_put(normal(*shape, dtype="float32")))
 
 
 def truth(x: Drawn) -> dict[str, np.ndarray]:

@@ -29,6 +29,7 @@ from cce_torch import LinearCrossEntropy, LinearCrossEntropyHead, VocabParallel,
 from cce_torch.torch_alone import blocks
 from tests.call_torch import array, run, tensor
 from tests.cases import CASES, Case, Inputs, inputs
+from tests.collector import keep_what_is_there
 from tests.tolerance import assert_close, assert_rounded, bound, error
 from tests.truth import truth
 
@@ -54,6 +55,8 @@ def in_processes(count: int, *checks: Callable[[], None], gpus: bool = False) ->
 def _process(rank: int, count: int, file: str, checks: tuple[Callable[[], None], ...], gpus: bool) -> None:
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)  # CUDA has not started in this process
+    else:
+        keep_what_is_there()
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     blocks._uncompilable.add("cpu")  # "torch_compile" runs uncompiled: compiling takes most of a minute

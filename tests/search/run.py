@@ -101,13 +101,12 @@ def _numbers() -> tuple[Any, str]:
 def run_jax(program: Program, given: Inputs) -> dict[str, np.ndarray]:
     """loss, lse and the gradients, as tests/search/bounds.py takes them."""
     every = _differentiable(program, given)
-    arrays = {k: jnp.asarray(v) for k, v in (given.optional | every | {"targets": given.targets}).items()}
+    arrays = jax.device_put(given.optional | every | {"targets": given.targets})
     wanted = {k: arrays.pop(k) for k in program.wanted}
     gradients, (loss, lse) = _jax_program(program)(wanted, arrays, given.of_loss, given.of_lse)
-    if program.vocab_axis == 1 and "c" in gradients:
-        gradients["c"] = gradients["c"].T
     results = {"loss": loss} | ({} if lse is None else {"lse": lse}) | gradients
-    return {k: np.asarray(v) for k, v in results.items()}
+    found = {k: np.asarray(v) for k, v in results.items()}
+    return found | {"c": found["c"].T} if program.vocab_axis == 1 and "c" in found else found
 
 
 def _differentiable(program: Program, given: Inputs) -> dict[str, np.ndarray]:
