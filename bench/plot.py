@@ -31,7 +31,7 @@ PACKAGES = {
 }
 DEFAULTS = {"cce_jax": "default", "Liger": "1", "quack": "4096"}
 LEAST = 1.0  # MiB, where a method holds less
-ALIKE = 1.01  # amounts of memory whose ratio is less: of two such points the faster one is on the line
+ALIKE = 1.01  # of two points whose memory differs by a smaller factor, the line has the faster one alone
 TICKS = [round(factor * 10.0**power, 9) for power in range(-3, 5) for factor in (1, 1.5, 2, 3, 4, 5, 6, 7, 8)]
 Point = tuple[float, float]
 

@@ -198,7 +198,7 @@ def test_dc_summed_by_triton(vocabulary, width, chunks, axis, dtype, block, seed
         p, e = np.full((24, columns), np.nan), np.full((24, width), np.nan)
         p[:count, :vocabulary] = draw.normal(size=(count, vocabulary)) * frequency
         e[:count] = draw.normal(size=(count, width))
-        parts.append((*jax.device_put((p.astype(jnp.dtype(dtype)), e.astype(jnp.dtype(dtype)))), count))
+        parts.append((*(jax.device_put(x.astype(jnp.dtype(dtype))) for x in (p, e)), count))
     sums = np.cumsum([np.float64(p[:n, :vocabulary]).T @ np.float64(e[:n]) for p, e, n in parts], axis=0)
     step = Step(TRITON, TileConfig(rows=16, columns=block, depth=16, warps=4, stages=1))
     found = summed(step, INTERPRETER, parts, vocabulary, width, axis, dtype, block, -2.0)

@@ -106,7 +106,9 @@ def run_jax(program: Program, given: Inputs) -> dict[str, np.ndarray]:
     gradients, (loss, lse) = _jax_program(program)(wanted, arrays, given.of_loss, given.of_lse)
     results = {"loss": loss} | ({} if lse is None else {"lse": lse}) | gradients
     found = {k: np.asarray(v) for k, v in results.items()}
-    return found | {"c": found["c"].T} if program.vocab_axis == 1 and "c" in found else found
+    if program.vocab_axis == 1 and "c" in found:
+        found["c"] = found["c"].T
+    return found
 
 
 def _differentiable(program: Program, given: Inputs) -> dict[str, np.ndarray]:
