@@ -154,9 +154,8 @@ def linear_cross_entropy(
     z_loss = contract.number("z_loss", z_loss)
     tolerance = contract.gradient_tolerance(gradient_tolerance)
     options = losses.Loss(reduction, smooths=label_smoothing > 0, has_z_loss=z_loss != 0)
-    asked = Asked(
-        ignore_index, softcap, shift, logit_scale, vocab_axis, impl, memory_budget, precision, check_targets, sharding
-    )
+    given_options = ignore_index, softcap, shift, logit_scale, vocab_axis, impl, memory_budget, precision
+    asked = Asked("linear_cross_entropy", *given_options, check_targets, sharding)
     call = prepared(Arrays(e, c, bias, targets, class_weight, token_weight, num_items), asked)
     given, core = call.given, replace(call.core, with_sum=options.smooths, gradient_tolerance=tolerance)
     given = given._replace(num_items=arguments.num_items(given.num_items, reduction, given.e.dtype))

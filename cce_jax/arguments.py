@@ -19,17 +19,33 @@ from cce_kernels.head import Head
 
 INT32 = np.iinfo(np.int32)
 MOST_IDS = 256  # of each token
+ONLY_ARRAYS = "e", "c", "targets", "bias", "class_weight", "token_weight", "ids"  # the others may be numbers
+ARRAYS = 7  # of the fields of prepare.Arrays are the user's
+OPTIONAL = "bias", "class_weight", "token_weight", "ids", "num_items"  # may be None
 
 
-def _array(name: str, x: Any) -> Any:
-    """x, or x.__jax_array__() if x has that method. TypeError if x is a torch.Tensor."""
+def array(name: str, x: Any, function: str) -> Any:
+    """x, or x.__jax_array__() if x has that method. TypeError unless it is an array of numbers, or allowed without.
+
+    name: of the argument. function: of the user, for the error.
+    """
+    if x is None and name in OPTIONAL:
+        return None
+    what = "an array" if name in ONLY_ARRAYS else "a number or an array"
+    if isinstance(x, Real) and name not in ONLY_ARRAYS and not (isinstance(x, bool) and name == "temperature"):
+        return x
     torch = sys.modules.get("torch")  # if torch was not imported, x is no tensor
     if torch is not None and isinstance(x, getattr(torch, "Tensor", ())):
-        raise TypeError(
-            f"{name} is a torch.Tensor: cce_torch.linear_cross_entropy takes those; this function takes arrays"
-        )
+        raise TypeError(f"{name} is a torch.Tensor: cce_torch.{function} takes those; cce_jax.{function} takes arrays")
     convert = getattr(x, "__jax_array__", None)  # None on JAX's tracers
-    return x if convert is None else convert()
+    x = x if convert is None else convert()
+    if hasattr(x, "todense"):
+        raise TypeError(f"{name} is a sparse array, {type(x).__name__}: pass {name}.todense()")
+    if not (hasattr(x, "dtype") and hasattr(x, "shape")):
+        raise TypeError(f"{name} must be {what}, got {type(x).__name__}{_instead(name, x)}")
+    if not (jnp.issubdtype(x.dtype, np.number) or x.dtype == bool):
+        raise TypeError(f"{name} must be {what} of numbers, got {name} {x.dtype} of shape {np.shape(x)}")
+    return x
 
 
 def known(**options: Any) -> None:
@@ -69,29 +85,25 @@ def _is_precision(precision: Any) -> bool:
 def _instead(name: str, x: Any) -> str:
     """What to write instead of an argument that is no array."""
     if isinstance(x, list | tuple):
-        return f": write jnp.asarray({name})"
+        return f": write jnp.asarray({name})" if name.isidentifier() else ": write jnp.asarray(...) of it"
     for part, shape in (("weight", "(V, D)"), ("embedding", "(V, D)"), ("kernel", "(D, V)")):
         if hasattr(x, part) or (isinstance(x, dict) and part in x):
             return f": pass its {part}, with vocab_axis={int(shape == '(D, V)')} if its shape is {shape}"
     return ""
 
 
-def arrays(given: Any) -> Any:
-    """given, api.Arrays, with arrays for objects that stand for arrays."""
-    return type(given)(*map(_array, given._fields, given))
+def arrays(given: Any, function: str) -> Any:
+    """given, prepare.Arrays, with arrays for objects that stand for arrays. function: as for `array`."""
+    found = {name: array(name, getattr(given, name), function) for name in given._fields[:ARRAYS]}
+    return given._replace(**found)
 
 
 def types(given: Any) -> None:
     """TypeError unless the arrays of api.Arrays have types that go together."""
     e, c, bias, targets = given[:4]
     arrays = dict(zip(given._fields[:6], given, strict=False))
-    for name, x in arrays.items():
-        if not (hasattr(x, "dtype") and hasattr(x, "shape")) and (x is not None or name in ("e", "c", "targets")):
-            raise TypeError(f"{name} must be an array, got {type(x).__name__}{_instead(name, x)}")
     if not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise TypeError(
-            f"targets must be of an integer type, got targets {targets.dtype}: write targets.astype(jnp.int32)"
-        )
+        raise contract.not_integers("targets", targets.dtype, targets.shape, e.shape, "astype(jnp.int32)")
     allowed = (*contract.KERNEL_TYPES, "float64")
     for name in ("e", "c", "bias"):
         if arrays[name] is not None and arrays[name].dtype.name not in allowed:
@@ -128,36 +140,51 @@ def num_items(value: Any, reduction: str, dtype: Any) -> Any:
 
 
 def function(fn: Any, arguments: tuple, entropy: bool, dtype: Any) -> None:
-    """TypeError unless fn of linear_token_loss is a function that closes over nothing that JAX traces."""
-    if not callable(fn):
-        raise TypeError(f"fn must be a function of numbers and arguments, got {type(fn).__name__}")
+    """TypeError or ValueError unless fn of linear_token_loss returns a loss for each of any number of tokens.
+
+    It may close over nothing that JAX traces. dtype: of the numbers.
+    """
+    contract.function(fn)
+    try:
+        hash(fn)
+    except TypeError:
+        raise TypeError(
+            f"fn must be hashable, as JAX compiles for each new fn, and {type(fn).__name__} is not: define a function, "
+            "and give the arrays that it reads to linear_token_loss as arguments"
+        ) from None
     types = tuple(jnp.dtype(getattr(a, "dtype", None) or jnp.result_type(a)).name for a in arguments)
-    _closes_over_nothing_traced(fn, types, bool(entropy), jnp.dtype(dtype).name)
+    _check_function(fn, types, entropy, jnp.dtype(dtype).name)
 
 
 @lru_cache(maxsize=256)  # an error is not kept
-def _closes_over_nothing_traced(fn: Any, types: tuple[str, ...], entropy: bool, dtype: str) -> None:
-    x, *given = (jax.ShapeDtypeStruct((1,), of) for of in (dtype, *types))
-    traced = jax.make_jaxpr(fn)(TokenNumbers(x, x, x if entropy else None), *given)  # type: ignore[arg-type]
-    for const in traced.consts:
-        if isinstance(const, Tracer):
-            raise TypeError(f"fn closes over {const}, which JAX traces: give it to linear_token_loss as an argument")
+def _check_function(fn: Any, types: tuple[str, ...], entropy: bool, dtype: str) -> None:
+    for tokens in contract.TRIED:
+        x, *given = (jax.ShapeDtypeStruct((tokens,), of) for of in (dtype, *types))
+        numbers: Any = TokenNumbers(x, x, x if entropy else None)  # type: ignore[arg-type]
+        with contract.trial(tokens, entropy):
+            traced, found = jax.make_jaxpr(fn, return_shape=True)(numbers, *given)
+        if not hasattr(found, "shape"):
+            raise TypeError(f"fn must return an array, the loss of each token; it returned {type(found).__name__}")
+        contract.losses_of_tokens(found.dtype.name, found.shape, tokens)
+        for const in traced.consts:
+            if isinstance(const, Tracer):
+                raise TypeError(
+                    f"fn closes over {const}, which JAX traces: give it to linear_token_loss as an argument"
+                )
 
 
-def temperature(temperature: Any, e: Any) -> Any:
+def temperature(temperature: Any, e: Any, function: str) -> Any:
     """As contract.temperature, with arrays. None where temperature is the number 1."""
-    temperature = _array("temperature", temperature)
+    temperature = array("temperature", temperature, function)
     number = contract.temperature(temperature, np.shape(e)[:-1], e.dtype.name)
     return temperature if number is None else None if number == 1 else number
 
 
-def weight(token_weight: Any, e: Any) -> Any:
+def weight(token_weight: Any, e: Any, function: str) -> Any:
     """token_weight of linear_divergence. TypeError unless it is a real array, ValueError unless it has e's tokens."""
-    token_weight = _array("token_weight", token_weight)
+    token_weight = array("token_weight", token_weight, function)
     if token_weight is None:
         return None
-    if not (hasattr(token_weight, "dtype") and hasattr(token_weight, "shape")):
-        raise TypeError(f"token_weight must be an array, got {type(token_weight).__name__}")
     if jnp.issubdtype(token_weight.dtype, jnp.complexfloating):
         raise TypeError(f"token_weight must be real, got token_weight {token_weight.dtype}")
     contract.weight_of_tokens(np.shape(token_weight), np.shape(e))
@@ -174,14 +201,15 @@ def teacher(given: Any, asked: Any) -> tuple[Any, Any]:
         known(softcap=asked.softcap, logit_scale=asked.logit_scale)
         head = Head(contract.softcap(asked.softcap), asked.vocab_axis, asked.precision)
         scale = 1.0 if asked.logit_scale is None else contract.number("logit_scale", asked.logit_scale)
-        given = arrays(given)
-        types(given._replace(targets=np.zeros(np.shape(given.e)[:-1], np.int32)))
+        e = array("e", given.e, asked.function)
+        given = arrays(given._replace(e=e, targets=np.zeros(np.shape(e)[:-1], np.int32)), asked.function)
+        types(given)
         contract.finite("logit_scale", scale, given.e.dtype.name)
         shape = np.shape(given.e)
         contract.shapes(
             shape, np.shape(given.c), shape[:-1], vocab_axis=head.vocab_axis, shift=0, bias=_shape(given.bias)
         )
-    wide = jnp.promote_types(given.e.dtype, jnp.float32)
+    wide = np.promote_types(given.e.dtype, np.float32)  # jnp's would follow jax_numpy_dtype_promotion
     return given._replace(scale=None if scale == 1.0 else np.full(1, scale, wide)), head
 
 
@@ -189,19 +217,19 @@ def _shape(x: Any) -> tuple[int, ...] | None:
     return None if x is None else np.shape(x)
 
 
-def ids(ids: Any, e: Any) -> Any:
-    """ids of linear_log_probs. TypeError unless they are integers, ValueError unless their shape fits e."""
-    ids, of_tokens = _array("ids", ids), np.shape(e)[:-1]
+def ids(ids: Any, e: Any, function: str) -> Any:
+    """ids of linear_log_probs as int32. TypeError unless they are integers, ValueError unless their shape fits e."""
+    ids, of_tokens = array("ids", ids, function), np.shape(e)[:-1]
     if ids is None:
         return None
-    if not hasattr(ids, "dtype") or not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"ids must be an array of an integer type, got {getattr(ids, 'dtype', type(ids).__name__)}")
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise contract.not_integers("ids", ids.dtype, ids.shape, (), "astype(jnp.int32)")
     if np.ndim(ids) < 1 or np.shape(ids)[:-1] != of_tokens or not 1 <= np.shape(ids)[-1] <= MOST_IDS:
         raise ValueError(
             f"ids {np.shape(ids)} must have the shape of e without its last axis, {of_tokens}, and a last axis K of 1 "
             f"to {MOST_IDS}"
         )
-    return ids
+    return int32(ids, -1)[0]
 
 
 def targets(targets, vocabulary: int, ignore_index: int, shift: int) -> None:
@@ -219,7 +247,7 @@ def targets(targets, vocabulary: int, ignore_index: int, shift: int) -> None:
 
 
 def int32(targets, ignore_index: int):
-    """targets as int32, and the ignore_index that goes with them.
+    """targets, or other ids, as int32, and the ignore_index that goes with them.
 
     A target that does not fit int32 must not wrap into the vocabulary: it is clipped to a number outside every
     vocabulary, and is still ignored if it equals ignore_index. An ignore_index that does not fit the type of targets

@@ -125,14 +125,14 @@ def linear_divergence(
     arguments.known(beta=beta)
     beta_or_none = contract.beta(beta, divergence)
     targets = np.zeros(np.shape(e)[:-1], np.int32)
-    asked = Asked(-100, softcap, 0, logit_scale, vocab_axis, impl, memory_budget, precision, False, sharding)
+    asked = Asked(NAME, -100, softcap, 0, logit_scale, vocab_axis, impl, memory_budget, precision, False, sharding)
     call = prepared(Arrays(e, c, bias, targets, None, None, num_items), asked)
     given = call.given
     items = arguments.num_items(given.num_items, reduction, given.e.dtype)
-    weight = arguments.weight(token_weight, given.e)
-    temperature = arguments.temperature(temperature, given.e)
+    weight = arguments.weight(token_weight, given.e, NAME)
+    temperature = arguments.temperature(temperature, given.e, NAME)
     of_teacher = Asked(
-        -100, teacher_softcap, 0, teacher_logit_scale, teacher_vocab_axis, impl, None, precision, False, None
+        NAME, -100, teacher_softcap, 0, teacher_logit_scale, teacher_vocab_axis, impl, None, precision, False, None
     )
     teacher, head = arguments.teacher(Arrays(teacher_e, teacher_c, teacher_bias, None, None, None, None), of_teacher)
     shape = given.c.shape if call.layout is None else call.layout.whole_shape(given.c, vocab_axis)

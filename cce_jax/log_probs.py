@@ -19,6 +19,8 @@ from cce_kernels import contract
 from cce_kernels.numbers import Inputs, Statistics
 from cce_kernels.selections import Asked as Chosen
 
+NAME = "linear_log_probs"
+
 
 class LogProbs(NamedTuple):
     """What `linear_log_probs` returns; None: not asked for. (...) is the shape of targets after the shift."""
@@ -118,14 +120,13 @@ def linear_log_probs(
         if shift:
             raise ValueError(f"shift={shift!r} needs targets, which it shifts: targets is None")
         targets = np.zeros(np.shape(e)[:-1], np.int32)
-    asked = Asked(
-        ignore_index, softcap, shift, logit_scale, vocab_axis, impl, memory_budget, precision, check_targets, sharding
-    )
+    options = ignore_index, softcap, shift, logit_scale, vocab_axis, impl, memory_budget, precision
+    asked = Asked(NAME, *options, check_targets, sharding)
     call = prepared(Arrays(e, c, bias, targets, None, None, None), asked, with_mean=bool(entropy))
     core = replace(call.core, mean_is_detached=entropy == "detached")
-    call.needs_whole_sequences("linear_log_probs")
-    given = call.given._replace(temperature=arguments.temperature(temperature, call.given.e))
-    ids = arguments.ids(ids, given.e)
+    call.needs_whole_sequences(NAME)
+    given = call.given._replace(temperature=arguments.temperature(temperature, call.given.e, NAME))
+    ids = arguments.ids(ids, given.e, NAME)
     most = min(MOST_IDS, call.vocabulary)
     if not 0 <= top_k <= most:
         raise ValueError(f"top_k={top_k} must be from 0 to {most}: at most {MOST_IDS}, and the size of the vocabulary")
@@ -169,7 +170,7 @@ def _log_probs(given: Arrays, ids: jax.Array | None, of: Static) -> LogProbs:
     if of.core.impl != "reference":
         e, c, bias = jax.tree.map(reverse_mode_only, (e, c, bias))
     if ids is not None:
-        ids = jnp.where((ids >= 0) & (ids < vocabulary), ids, -1).astype(jnp.int32)
+        ids = jnp.where((ids >= 0) & (ids < vocabulary), ids, -1)
         ids = ids if layout is None else layout.laid_out(ids, layout.spec_of_tokens)
     inputs = Inputs(e, c, bias, columns, None, scale, inverse, ids)
     numbers, selected = numbers_of(inputs, of.core, layout, of.chosen)

@@ -106,7 +106,8 @@ def totals(
     kept = terms.columns >= 0
     if options.fn is not None:
         shown = token_numbers(numbers, terms.columns, vocabulary)
-        return jnp.where(kept, _of_user(options.fn, shown, terms.arguments), 0), shown
+        total = jnp.asarray(options.fn(shown, *terms.arguments), numbers.lse.dtype)
+        return jnp.where(kept, total, 0), shown
     lse, target = jnp.where(kept, numbers.lse, 0), jnp.where(kept, numbers.target, 0)
     ce = (1.0 if terms.target_weight is None else terms.target_weight) * (lse - target)
     if options.smooths:
@@ -128,16 +129,6 @@ def token_numbers(numbers: Statistics, columns: jax.Array, vocabulary: int) -> T
 def _poison(columns: jax.Array, vocabulary: int, dtype: Any) -> jax.Array:
     """NaN where a target is out of range, else 1: a factor, so that gradients are NaN too."""
     return jnp.where(columns == vocabulary, jnp.nan, 1.0).astype(dtype)
-
-
-def _of_user(fn: Callable[..., jax.Array], numbers: TokenNumbers, arguments: tuple[jax.Array, ...]) -> jax.Array:
-    total, shape = fn(numbers, *arguments), numbers.lse.shape
-    if jnp.shape(total) != shape:
-        raise ValueError(
-            f"fn must return a loss for each token, of the shape of log_probs, {shape}; it returned one "
-            f"of shape {jnp.shape(total)}"
-        )
-    return jnp.asarray(total, numbers.lse.dtype)
 
 
 def cotangents_of(common: Common, options: Loss, vocabulary: int) -> Callable[[Statistics, Terms], Cotangents]:

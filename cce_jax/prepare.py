@@ -19,6 +19,7 @@ from cce_kernels.numbers import Inputs, Statistics
 class Asked(NamedTuple):
     """The options that all functions have, as the user gave them. `linear_cross_entropy` explains them."""
 
+    function: str  # the name of the public function
     ignore_index: Any
     softcap: Any
     shift: Any
@@ -85,7 +86,7 @@ def prepared(given: Arrays, asked: Asked, with_mean: bool = False) -> Prepared:
     ignore_index = contract.integer("ignore_index", asked.ignore_index)
     budget = contract.memory_budget(asked.memory_budget)
     shift = contract.integer("shift", asked.shift)
-    given = arguments.arrays(given)
+    given = arguments.arrays(given, asked.function)
     arguments.types(given)
     e, c = given.e, given.c
     contract.finite("logit_scale", scale, e.dtype.name)

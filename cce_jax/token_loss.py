@@ -15,6 +15,8 @@ from cce_jax.plans import Impl
 from cce_jax.prepare import Arrays, Asked, prepared
 from cce_kernels import contract
 
+NAME = "linear_token_loss"
+
 
 def linear_token_loss(
     e: Array,
@@ -57,7 +59,7 @@ def linear_token_loss(
         depends on the numbers and arguments of that token alone. numbers has the fields log_probs, lse and entropy. fn
         is pure, and is called on arrays (n,) of any number n of tokens, any number of times. What it returns for
         ignored tokens is discarded. Define it once, outside of the training step: JAX compiles for each new function.
-        What it closes over must not be traced by JAX: give that as an argument.
+        What it closes over must not be traced by JAX, nor have a number for each token: give that as an argument.
       arguments: arrays and numbers that broadcast to the shape of targets after the shift. They have no gradient.
       entropy: whether numbers.entropy is computed; else it is None.
       temperature: as for `linear_log_probs`.
@@ -70,9 +72,10 @@ def linear_token_loss(
       The loss, float32 (float64 for float64 inputs): a scalar; for reduction="none" an array.
 
     Raises:
-      TypeError: an array has a wrong type, fn is not callable or closes over an array that JAX traces, or an argument
-        of fn needs a gradient.
-      ValueError: shapes do not fit, or an option is out of its range.
+      TypeError: an array has a wrong type, fn is not callable, not hashable, returns no real numbers or closes over an
+        array that JAX traces, or an argument of fn needs a gradient.
+      ValueError: shapes do not fit, fn does not return a loss for each of 2 and of 3 tokens, or an option is out of its
+        range.
       NotImplementedError: the GPU cannot run impl="cce", or XLA would have to split the kernels over devices.
 
     Examples:
@@ -94,20 +97,21 @@ def linear_token_loss(
       ((2, 16, 64), (1000, 64))
     """
     contract.choice("reduction", reduction, contract.REDUCTIONS)
-    asked = Asked(
-        ignore_index, softcap, shift, logit_scale, vocab_axis, impl, memory_budget, precision, check_targets, sharding
-    )
-    call = prepared(Arrays(e, c, bias, targets, None, None, num_items), asked, with_mean=bool(entropy))
+    contract.of_token_loss(entropy)
+    contract.choice("return_numbers", return_numbers, (False, True))
+    arguments = tuple(checks.array(f"argument {k} of fn", x, NAME) for k, x in enumerate(arguments))
+    options = ignore_index, softcap, shift, logit_scale, vocab_axis, impl, memory_budget, precision
+    asked = Asked(NAME, *options, check_targets, sharding)
+    call = prepared(Arrays(e, c, bias, targets, None, None, num_items), asked, with_mean=entropy)
     given, e, targets = call.given, call.given.e, call.given.targets
     given = given._replace(num_items=checks.num_items(given.num_items, reduction, e.dtype))
     if reduction == "none" or return_numbers or arguments:
         call.needs_whole_sequences("arguments, reduction='none' or return_numbers")
     shape = (*targets.shape[:-1], max(targets.shape[-1] - call.shift, 0)) if call.shift else targets.shape
-    wide = jnp.promote_types(e.dtype, jnp.float32)
-    checks.function(fn, arguments, entropy, wide)
+    checks.function(fn, arguments, entropy, np.promote_types(e.dtype, np.float32))
     with settings.defaults():
         whole = tuple(_of_tokens(f"argument {k} of fn", x, shape, call.shift) for k, x in enumerate(arguments))
-        given = given._replace(temperature=checks.temperature(temperature, e), arguments=whole)
+        given = given._replace(temperature=checks.temperature(temperature, e, NAME), arguments=whole)
         loss = losses.Loss(reduction, fn=fn)
         value, numbers = loss_of(given, Static(call.core, call.layout, loss, call.ignore_index, call.shift))
     return (value, jax.tree.map(jax.lax.stop_gradient, numbers)) if return_numbers else value

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import jax
+import jax.experimental.sparse
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -112,7 +113,7 @@ OF_TEMPERATURE = [
     ("1", TypeError, r"temperature must be a number or an array, got str"),
     (None, TypeError, r"temperature must be a number or an array, got NoneType"),
     (True, TypeError, r"temperature must be a number or an array, got bool"),
-    ([1.0], TypeError, r"temperature must be a number or an array, got list"),
+    ([1.0], TypeError, r"temperature must be a number or an array, got list.*"),
     (np.ones(2, np.float32), ValueError, r"temperature must .*, \(2, 3\), got temperature \(2,\)"),
     (np.ones((1, 2, 3), np.float32), ValueError, r"temperature must .*, \(2, 3\), got temperature \(1, 2, 3\)"),
     (np.ones(3, np.complex64), TypeError, r"temperature must be real, got temperature complex64"),
@@ -147,7 +148,7 @@ OF_JAX = [
     ({"c": {"embedding": C}}, TypeError, r"c must .* got dict: pass its embedding, with vocab_axis=0"),
     ({"e": E.tolist()}, TypeError, r"e must be an array, got list: write jnp\.asarray\(e\)"),
     ({"targets": T.tolist()}, TypeError, r"targets must .* got list: write jnp\.asarray\(targets\)"),
-    ({"targets": T.astype(np.float32)}, TypeError, r"float32: write targets\.astype\(jnp\.int32\)"),
+    ({"targets": T.astype(np.float32)}, TypeError, r"float32 of shape .*: write targets\.astype\(jnp\.int32\)"),
     ({"precision": "bf16"}, ValueError, r"precision='bf16' must be None, 'default', 'high', 'highest', or another"),
     ({"precision": ["highest", "highest"]}, ValueError, r"precision=\['highest', 'highest'\] must be None, 'default'"),
     ({"precision": 3}, ValueError, r"precision=3 must be None, 'default'"),
@@ -193,6 +194,93 @@ PRECISIONS = [None, "highest", "tensorfloat32", "BF16_BF16_F32", jax.lax.Precisi
 @pytest.mark.parametrize("precision", [*PRECISIONS, jax.lax.DotAlgorithmPreset.BF16_BF16_F32])
 def test_every_precision_of_jax_is_taken(precision):
     assert np.isfinite(linear_cross_entropy(E, C, T, precision=precision, impl="chunked"))
+
+
+def log_prob(numbers):
+    return numbers.log_probs
+
+
+SIX, TWO = np.ones(6, np.float32), np.ones(2, np.float32)
+LOSSES = {
+    "closes over a number for each token": (lambda x: x.log_probs * SIX, ValueError, "(6,).*"),
+    "closes over two numbers": (lambda x: x.log_probs * TWO, ValueError, "(2,).*"),
+    "sums": (lambda x: x.log_probs.sum(), ValueError, r"of the shape of log_probs, \(2,\).* of shape \(\)"),
+    "complex": (lambda x: x.log_probs * 1j, TypeError, "fn must return real numbers of a floating type, got complex64"),
+    "a comparison": (lambda x: x.log_probs > 0, TypeError, "fn must return .* got bool"),
+    "a tuple": (lambda x: (x.log_probs, 1), TypeError, "fn must return .* returned tuple"),
+    "the entropy": (lambda x: x.log_probs - 0.1 * x.entropy, TypeError, "which is None: give entropy=True"),
+}
+
+
+@pytest.mark.parametrize("impl", contract.IMPLS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_is_none_of_each_token_is_refused(name, impl):
+    """By one rule, whatever the number of chunks: for all six tokens at once some of these would run, and be wrong."""
+    fn, error, message = LOSSES[name]
+    with pytest.raises(error, match=message):
+        cce_jax.linear_token_loss(E, C, T, fn, impl=impl)
+
+
+def test_a_function_that_jax_cannot_look_up_is_named():
+    @dataclass
+    class Unhashable:
+        weight: float
+
+        def __call__(self, numbers):
+            return self.weight * numbers.log_probs
+
+    with pytest.raises(TypeError, match=r"fn must be hashable, .* Unhashable is not: define a function, and give"):
+        cce_jax.linear_token_loss(E, C, T, Unhashable(1.0))
+
+
+NO_ARRAYS = {
+    "None": None,
+    "a list": [1.0],
+    "a string": "abc",
+    "a key": jax.random.key(0),
+    "a sparse array": jax.experimental.sparse.BCOO.fromdense(jnp.ones((2, 3))),
+    "a tensor": torch.ones(3),
+}
+ARRAYS_OF = {
+    "linear_cross_entropy": ("e", "c", "targets", "bias", "class_weight", "token_weight", "num_items"),
+    "linear_log_probs": ("e", "c", "targets", "bias", "ids", "temperature"),
+    "linear_token_loss": ("e", "c", "targets", "bias", "temperature", "num_items", "argument 0 of fn"),
+    "linear_divergence": (
+        *("e", "c", "bias", "teacher_e", "teacher_c", "teacher_bias", "token_weight", "temperature", "num_items"),
+    ),
+}
+MAY_BE_NONE = {"bias", "class_weight", "token_weight", "ids", "teacher_bias", "num_items"}
+
+
+@pytest.mark.parametrize("kind", NO_ARRAYS)
+@pytest.mark.parametrize(("function", "name"), [(f, name) for f, names in ARRAYS_OF.items() for name in names])
+def test_what_is_no_array_is_named_in_every_function_of_jax(function, name, kind):
+    given = {"e": E, "c": C, **({} if function == "linear_divergence" else {"targets": T})}
+    given |= {"teacher_e": E, "teacher_c": C} if function == "linear_divergence" else {}
+    given |= {"fn": log_prob} if function == "linear_token_loss" else {}
+    bad = NO_ARRAYS[kind]
+    if bad is None and (name in MAY_BE_NONE or (function, name) == ("linear_log_probs", "targets")):
+        return
+    call = partial(getattr(cce_jax, function), **given | {name: bad})
+    if name == "argument 0 of fn":
+        call = partial(getattr(cce_jax, function), E, C, T, lambda numbers, x: numbers.log_probs * x, bad)
+    with pytest.raises(TypeError, match=rf"^{name} (must be|is) a") as raised:
+        call()
+    others = {f for f in ARRAYS_OF if f in str(raised.value)} - {function}
+    assert not others
+
+
+@pytest.mark.parametrize("kind", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
+def test_ids_of_every_integer_type_are_compared_before_they_are_narrowed(kind):
+    """A vocabulary that 8 bits do not hold, and ids that would wrap into it."""
+    c = jax.random.normal(jax.random.key(0), (300, D))
+    info = np.iinfo(kind)
+    outside = {8: None, 16: 400, 32: 2**31 - 1, 64: 2**32 + 5}[info.bits]
+    ids = np.array([5, info.max if outside is None else outside, 100], kind)
+    found = cce_jax.linear_log_probs(E, c, T, ids=np.broadcast_to(ids, (2, 3, 3))).id_log_probs
+    whole = cce_jax.linear_log_probs(E, c, T, ids=np.broadcast_to(np.arange(256, dtype=np.int32), (2, 3, 256)))
+    want = [whole.id_log_probs[..., i] if i < 256 else np.full((2, 3), -np.inf) for i in ids.tolist()]
+    np.testing.assert_allclose(found, np.stack(want, -1), rtol=1e-5)
 
 
 def in_torch(e, c, targets, **options):

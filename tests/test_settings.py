@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cce_jax import linear_cross_entropy
+from cce_jax import linear_cross_entropy, linear_divergence, linear_log_probs, linear_token_loss
 from tests.cases import Case, inputs
 from tests.search import run as search_run
 from tests.search.calls import SHARED, Call, draw
@@ -48,6 +48,22 @@ def test_drawn_calls(setting, monkeypatch):
         with SETTINGS[setting]():
             assert not failures(call), f"{call}: {failures(call)}"
     jitted.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("impl", ["chunked", "reference"])
+def test_every_function_takes_16_bits_without_promotion(impl, dtype):
+    e, c, targets = jnp.ones((6, 4), dtype), jnp.ones((9, 4), dtype), jnp.zeros(6, jnp.int32)
+    ids = jnp.zeros((6, 2), jnp.int16)
+    calls = {
+        "log_probs": lambda e, c: linear_log_probs(e, c, targets, ids=ids, temperature=jnp.ones(6, dtype)).lse.sum(),
+        "token_loss": lambda e, c: linear_token_loss(e, c, targets, lambda x: x.log_probs * x.entropy, entropy=True),
+        "divergence": lambda e, c: linear_divergence(e, c, e, c, temperature=0.7),
+    }
+    want = {name: jax.grad(call, (0, 1))(e, c) for name, call in calls.items()}
+    with no_promotion():
+        for name, call in calls.items():
+            jax.tree.map(np.testing.assert_array_equal, jax.grad(call, (0, 1))(e, c), want[name])
 
 
 def test_every_type_is_drawn():

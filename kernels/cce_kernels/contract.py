@@ -132,6 +132,51 @@ def temperature(value: Any, tokens: Shape, dtype: str) -> float | None:
     return None
 
 
+TRIED = 2, 3  # numbers of tokens for which fn of linear_token_loss is tried: no array that it closes over fits both
+
+
+def of_token_loss(entropy: object) -> None:
+    try:
+        choice("entropy", entropy, (False, True))
+    except ValueError as error:
+        raise ValueError(f"{error}; for an entropy without a gradient detach numbers.entropy in fn") from None
+
+
+def function(fn: object) -> None:
+    if not callable(fn):
+        raise TypeError(f"fn must be a function of numbers and arguments, got {type(fn).__name__}")
+
+
+AS_ARGUMENT = (
+    "fn is called on some of the tokens at a time, in any order, so give an array with a number for each token to "
+    "linear_token_loss as an argument: linear_token_loss(e, c, targets, fn, array)"
+)
+
+
+@contextmanager
+def trial(tokens: int, entropy: bool) -> Iterator[None]:
+    """What fn of linear_token_loss raises for this number of tokens becomes an error that says what may be wrong."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
+        if "NoneType" in str(error) and not entropy:
+            raise TypeError(f"fn reads numbers.entropy, which is None: give entropy=True ({error})") from error
+        if "broadcast" not in str(error) and "size of tensor" not in str(error):
+            raise
+        raise ValueError(f"fn fails for {tokens} tokens: {str(error).rstrip('.')}. {AS_ARGUMENT}") from error
+
+
+def losses_of_tokens(dtype: str, shape: Shape, tokens: int) -> None:
+    """Raise unless what fn of linear_token_loss returned for so many tokens is a loss for each."""
+    if shape != (tokens,):
+        raise ValueError(
+            f"fn must return a loss for each token, of the shape of log_probs, {(tokens,)}; it returned one of shape "
+            f"{shape}. {AS_ARGUMENT}"
+        )
+    if not dtype.startswith(("float", "bfloat")):
+        raise TypeError(f"fn must return real numbers of a floating type, got {dtype}, which has no gradient")
+
+
 def gradient_tolerance(value: object) -> float:
     """With 1 all of a gradient could be left out."""
     tolerance = number("gradient_tolerance", value)
@@ -197,6 +242,17 @@ def types(e: str, c: str, bias: str | None, cast: str) -> None:
         )
     if bias is not None and bias != c:
         raise TypeError(f"bias must be of c's type, got bias {bias} and c {c}: write bias.{cast}(c.dtype)")
+
+
+def not_integers(name: str, dtype: object, shape: Shape, e: Shape, cast: str) -> TypeError:
+    """The error for targets or ids that are no integers. cast: the call that makes integers of them."""
+    got = f"{name} must be of an integer type, got {name} {str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"
+    if len(shape) == len(e) and name == "targets":
+        return TypeError(
+            f"{got}: probabilities as targets are not supported; label_smoothing gives an even share of all classes, "
+            "and linear_divergence takes a teacher's distribution"
+        )
+    return TypeError(f"{got}: write {name}.{cast}")
 
 
 def bad_target(position: Sequence[int], value: int, vocabulary: int, ignore_index: int) -> ValueError:
