@@ -17,7 +17,7 @@ IMPLS = (*contract.IMPLS, "torch_compile")
 OF_TORCH = ("torch_compile", "reference")  # which run without JAX
 PRECISIONS = ("highest", "high", "medium")
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 REQUIRED, WEIGHTS = ("e", "c", "targets"), ("class_weight", "token_weight")
 
 
@@ -123,7 +123,7 @@ def prepared(given: dict[str, Any], asked: Asked, one: dict[str, Any]) -> Prepar
     if vocab_axis == 1:
         c = c.T
     vocabulary = c.shape[0] if shard is None else shard.vocabulary
-    targets = targets.long()  # in a narrower type a large ignore_index would wrap to another number
+    targets = int64(targets, asked.ignore_index)  # in a narrower type a large ignore_index would wrap
     if asked.check_targets:
         tensors.check_targets(targets, vocabulary, asked.ignore_index, shift)
     impl = resolved(asked.impl, e)
@@ -300,6 +300,12 @@ def constant(condition: bool) -> bool:
 def shifted(x: Tensor, shift: int, fill: float) -> Tensor:
     """x[..., shift:] followed by `shift` times fill. So e keeps all its rows, and its last rows are ignored."""
     return torch.nn.functional.pad(x[..., shift:], (0, shift), value=fill)
+
+
+def int64(ids: Tensor, ignore_index: int = -1) -> Tensor:
+    """ids as int64. One that int64 does not hold becomes a number that is in no vocabulary and is not ignored."""
+    wide = ids.long()
+    return torch.where(wide < 0, 2**62 + (ignore_index == 2**62), wide) if ids.dtype == torch.uint64 else wide
 
 
 def flat(x: Any, last: int = 0) -> Any:

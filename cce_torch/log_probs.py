@@ -195,7 +195,7 @@ class _Columns:
 
     def of_ids(self, ids: Tensor, lse: Tensor) -> Tensor:
         """id_log_probs. lse: (N,)."""
-        ids = ids.reshape(len(self.kept), ids.shape[-1]).long()
+        ids = arguments.int64(ids.reshape(len(self.kept), ids.shape[-1]))
         named = (ids >= 0) & (ids < self.x.vocabulary)
         z = chosen.logits(self.operands, torch.where(named & self.kept[:, None], ids, -1), self.how)
         return self.shaped(torch.where(named, z - lse[:, None], -torch.inf))

@@ -281,6 +281,10 @@ def test_ids_of_every_integer_type_are_compared_before_they_are_narrowed(kind):
     whole = cce_jax.linear_log_probs(E, c, T, ids=np.broadcast_to(np.arange(256, dtype=np.int32), (2, 3, 256)))
     want = [whole.id_log_probs[..., i] if i < 256 else np.full((2, 3), -np.inf) for i in ids.tolist()]
     np.testing.assert_allclose(found, np.stack(want, -1), rtol=1e-5)
+    given = torch.from_numpy(np.array(np.broadcast_to(ids, (2, 3, 3))))
+    of_torch = partial(cce_torch.linear_log_probs, tensor(E), torch.tensor(np.asarray(c)), impl="reference")
+    np.testing.assert_allclose(of_torch(torch.tensor(T), ids=given).id_log_probs, np.stack(want, -1), rtol=1e-5)
+    np.testing.assert_allclose(of_torch(given[..., 0]).log_probs, want[0], rtol=1e-5)
 
 
 def in_torch(e, c, targets, **options):
