@@ -17,17 +17,17 @@ Each takes at most ROOM bytes at a time, or the memory budget if that is less. A
 LEAST_ROOM: with less, PyTorch's loop over tokens and columns would have millions of steps. One token is always taken.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cce_kernels.default_budget import default_budget
-from cce_torch import ops
 from cce_torch.call import Call, Operands, Selections
 from cce_torch.processes.collectives import gathered, reduced, summed, whole
 from cce_torch.processes.vocab_parallel import VocabParallel
+from cce_torch.reverse_mode import Guarded, first_order
 from cce_torch.torch_alone import blocks, reference
 from cce_torch.torch_alone.compiled import new_gradients, plainly
 
@@ -89,13 +89,8 @@ class _Logits(torch.autograd.Function):
                 de = reduced(de, part, chosen.tokens, shard).to(e.dtype)
             return tuple(x if w else None for x, w in zip((de, dc, dbias), wanted, strict=True))
 
-        guarded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        found = (ops.Guarded.apply if guarded else _called)(run, of_logits, *ctx.saved_tensors)
+        found = first_order(Guarded, run, (of_logits, *ctx.saved_tensors))
         return tuple(found) + (None,) * 3
-
-
-def _called(function: Callable, *arguments: Any) -> Any:
-    return function(*arguments)
 
 
 def _own(ids: Tensor, shard: VocabParallel | None) -> Tensor:

@@ -186,8 +186,8 @@ def _factor(num_items: Any, reduction: str, weight: Tensor | None, of: Prepared)
 
 def _scheduled(numbers: tuple[float, ...]) -> Tensor:
     if torch.compiler.is_compiling():  # as factors, all values share one compilation
-        return torch.stack([torch.ones((), dtype=torch.float64) * x for x in numbers])
-    return torch.tensor(numbers, dtype=torch.float64)
+        return torch.stack([torch.ones((), dtype=torch.float64, device="cpu") * x for x in numbers])
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 
 def _reference(

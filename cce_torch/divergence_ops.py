@@ -12,7 +12,7 @@ compile a graph for each value.
 """
 
 from ast import literal_eval
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cce_torch import in_forward, ops
 from cce_torch.arguments import OF_TORCH
-from cce_torch.reverse_mode import refusal
+from cce_torch.reverse_mode import Guarded, first_order, refusal
 from cce_torch.torch_alone import divergence
 from cce_torch.torch_alone.compiled import plainly
 
@@ -111,19 +111,13 @@ class _Divergence(torch.autograd.Function):
             return nothing
         apply = _recomputed if not any(ctx.forming) else _finished if ctx.way is None else partial(_added, ctx.way)
         saved, options = ctx.saved_tensors, (ctx.how, ctx.per_token, ctx.types, wanted)
-        compiling = torch.compiler.is_compiling()
         in_place = ctx.in_place and not torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
 
         def run_backward(of_value: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
             return apply(of_value, saved, options, in_place)
 
-        guarded = torch.is_grad_enabled() and not compiling
-        found = (_Guarded.apply if guarded else _called)(run_backward, of_value, *saved)
+        found = first_order(_Guarded, run_backward, (of_value, *saved))
         return *found, *nothing[3:]
-
-
-def _called(function: Callable, *arguments: Any) -> Any:
-    return function(*arguments)
 
 
 _refuse = refusal("linear_divergence")
@@ -136,7 +130,7 @@ class _DivergenceOfFunctions(_Divergence):
     jvp = staticmethod(_refuse)
 
 
-class _Guarded(ops.Guarded):
+class _Guarded(Guarded):
     backward = jvp = staticmethod(_refuse)
 
 

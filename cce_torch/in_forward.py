@@ -27,6 +27,7 @@ from cce_torch.arguments import OF_TORCH
 from cce_torch.call import Call, Operands
 from cce_torch.on_jax import tensors
 from cce_torch.processes import shards
+from cce_torch.reverse_mode import Guarded, first_order
 
 
 class OfTokens(Protocol):
@@ -128,8 +129,6 @@ class Rows:
 class AllColumns:
     """This process holds the whole vocabulary."""
 
-    guard = ops.Guarded
-
     def chunks(self, operands: Operands, wanted: Any, call: Call) -> Any:
         if not ops.is_usual(operands):
             return None
@@ -198,12 +197,13 @@ class _Total(torch.autograd.Function):
         drops = ops.drops_what_is_saved()  # the gradients are formed when the forward pass runs again
         statistics, totals, de, formed = (run.evaluated if drops else run.formed)(operands.e.shape)
         ctx.way, ctx.types = run.way, [y is not None and y.dtype for y in (operands.bias, weight)]
-        ctx.in_place, ctx.guard = ops.may_be_overwritten(), how.columns.guard
+        ctx.in_place = ops.may_be_overwritten()
         kept = run.kept
         of_weight = totals if weight is not None and weight.requires_grad else None
         kept_here = how.columns.own_tokens(kept)
         leaves = programs().leaves_of(formed)
-        ctx.save_for_backward(operands.c, operands.bias, *(de or (None, None)), kept_here, of_weight, *leaves)
+        saved = *(de or (None, None)), kept_here, of_weight, *leaves
+        ctx.save_for_backward(operands.c, operands.bias, *saved, operands.e, weight)  # the last two for first_order
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
         return _weighted(totals, weight, kept), statistics
@@ -213,9 +213,8 @@ class _Total(torch.autograd.Function):
         of_e, of_c, of_bias, *_, of_weight, _, _ = ctx.needs_input_grad
         if factor is None:
             return (None,) * len(ctx.needs_input_grad)
-        guarded = torch.is_grad_enabled()
         # What the forward pass left is free for the results if no other backward pass can come.
-        kept = guarded or torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+        kept = torch.is_grad_enabled() or torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
         in_place, wanted, way, types = ctx.in_place and not kept, (of_e, of_c, of_bias, of_weight), ctx.way, ctx.types
 
         def run(factor: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
@@ -225,10 +224,10 @@ class _Total(torch.autograd.Function):
             dbias = None if dbias is None else dbias.to(types[0])
             return de, dc, dbias, None if dweight is None else dweight.to(types[1])
 
-        saved, factors = ctx.saved_tensors, factor if ops.is_batched(factor) else None
+        (*saved, e, weight), factors = ctx.saved_tensors, factor if ops.is_batched(factor) else None
         if factors is not None:  # the programs take no such tensor, and the gradients are linear in it
             factor, in_place = torch.ones((), dtype=factor.dtype, device=saved[0].device), False
-        found = ctx.guard.apply(run, factor, *saved) if guarded else run(factor, *saved)
+        found = first_order(Guarded, run, (factor, *saved), (e, weight))
         if factors is not None:
             found = tuple(None if x is None else (factors * x).to(x.dtype) for x in found)
         de, dc, dbias, dweight = found

@@ -17,7 +17,7 @@ Numbers that people change from step to step (label_smoothing, z_loss, scale) re
 tensor: as constants, torch.compile would compile a graph for each value. Calls that bypass the dispatcher pass a tuple.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from torch.autograd import forward_ad
 
 from cce_torch.call import FIELDS, SCHEMA, TENSORS, Call, Given, decoded
 from cce_torch.on_jax import tensors
-from cce_torch.reverse_mode import refusal
+from cce_torch.reverse_mode import Guarded, first_order, refusal
 
 GIVEN = (
     "Tensor e, Tensor c, Tensor? bias, Tensor targets, Tensor? class_weight, Tensor? token_weight, Tensor? num_items, "
@@ -57,7 +57,7 @@ def loss(given: Given, call: Call, lse_is_returned: bool) -> tuple[Tensor, ...]:
     gradients = torch.is_grad_enabled() and (any(wanted) or (token_weight is not None and token_weight.requires_grad))
     saving_for = wanted if gradients and any(wanted) and not functions else []
     if compiling:  # as factors, all values share one compilation
-        factors = [torch.ones((), dtype=torch.float64) * x for x in given.scheduled]
+        factors = [torch.ones((), dtype=torch.float64, device="cpu") * x for x in given.scheduled]
         given = Given(*given[:TENSORS], torch.stack(factors), given.row_length)
     if functions:
         return _LossOfFunctions.apply(*given, saving_for, call)
@@ -118,7 +118,7 @@ class _Loss(torch.autograd.Function):
         ctx.mark_non_differentiable(*selected)
         ctx.formed, ctx.kind = bool(left) if compiling else formed, kind if left else None
         ctx.in_place = formed and may_be_overwritten()
-        _save(ctx, given if ctx.formed else rounded, (saving_for, call), statistics, left)
+        _save(ctx, given, given if ctx.formed else rounded, (saving_for, call), statistics, left)
         return value, statistics, *selected
 
     @staticmethod
@@ -132,31 +132,34 @@ class _Loss(torch.autograd.Function):
             return (None,) * (FIELDS + 2)
         saved: Any = ctx.saved_tensors
         arrays, statistics, left = saved[: TENSORS + 1], saved[TENSORS + 1], saved[TENSORS + 2 :]
+        left, inputs = left[: len(left) - ctx.inputs], left[len(left) - ctx.inputs :]
         rows = ctx.call.of_backward.rows  # without a mean that gets no cotangent
         statistics, of_statistics = statistics[:rows], None if of_statistics is None else of_statistics[:rows]
         scheduled = ctx.scheduled if arrays[-1] is None else arrays[-1]
         given = Given(*arrays[:-1], scheduled, ctx.row_length)  # type: ignore[call-arg]
         if ctx.formed and of_statistics is not None:
             left = ()
-        found = _gradients(ctx, (of_loss, of_statistics), given, statistics, left, wanted)
+        found = _gradients(ctx, (of_loss, of_statistics), given, statistics, left, wanted, inputs)
         de, dc, dbias, dweight = (x if w else None for x, w in zip(found, wanted, strict=True))
         return de, dc, dbias, None, None, dweight, *[None] * (FIELDS - 4)
 
 
-def _save(ctx: Any, given: Given, options: tuple, statistics: Tensor, left: Sequence[Tensor]) -> None:
+def _save(ctx: Any, inputs: Given, given: Given, options: tuple, statistics: Tensor, left: Sequence[Tensor]) -> None:
+    """given: inputs, or c and bias rounded to e's type. Then c and bias are saved too: first_order needs them."""
+    inputs_saved = () if given.c is inputs.c else (inputs.c, inputs.bias)
+    ctx.inputs = len(inputs_saved)
     ctx.saving_for, ctx.call = options[0], options[1].without_selections
     ctx.row_length, ctx.scheduled = given.row_length, None if isinstance(given.scheduled, Tensor) else given.scheduled
-    ctx.save_for_backward(*given.tensors, None if ctx.scheduled else given.scheduled, statistics, *left)
+    ctx.save_for_backward(*given.tensors, None if ctx.scheduled else given.scheduled, statistics, *left, *inputs_saved)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(
-    ctx: Any, of: tuple, given: Given, statistics: Tensor, left: Sequence[Tensor], wanted: list[bool]
+    ctx: Any, of: tuple, given: Given, statistics: Tensor, left: Sequence[Tensor], wanted: list[bool], inputs: tuple
 ) -> tuple[Tensor | None, ...]:
     """The gradients of e, c, bias and token_weight. of: the cotangents of the loss and the statistics.
 
-    If a graph of the backward pass is asked for, the operator runs in a Function that refuses to be differentiated. Not
-    so under torch.compile: it allows no Function in the backward of another, and no second derivatives.
+    inputs: those of the call that are not in given, as their rounded copies are.
     """
     kind, saving_for, call = ctx.kind, ctx.saving_for if left else [], ctx.call
     formed = ctx.formed and bool(left)
@@ -186,8 +189,7 @@ def _gradients(
         )
 
     arguments: Any = *of, statistics, *given.tensors, *left
-    guarded = torch.is_grad_enabled() and not compiling
-    return Guarded.apply(run, *arguments) if guarded else run(*arguments)
+    return first_order(Guarded, run, arguments, inputs)
 
 
 def drops_what_is_saved() -> bool:
@@ -236,7 +238,7 @@ def _loss_operator(given: Given, saving_for: list[bool], call: Call, kind: Any =
 def _for_operator(given: Given) -> Given:
     if isinstance(given.scheduled, Tensor):
         return given
-    return given._replace(scheduled=torch.tensor(given.scheduled, dtype=torch.float64))
+    return given._replace(scheduled=torch.tensor(given.scheduled, dtype=torch.float64, device="cpu"))
 
 
 def is_batched(x: Tensor | None) -> bool:
@@ -288,22 +290,8 @@ class _LossOfFunctions(_Loss):
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         ctx.mark_non_differentiable(*output[2:])
         ctx.formed, ctx.kind, ctx.in_place = False, None, False
-        _save(ctx, _in_type_of_e(Given(*inputs[:-2])), inputs[-2:], output[1], [])
-
-
-class Guarded(torch.autograd.Function):
-    """function(*arguments), with an error for its own derivative."""
-
-    generate_vmap_rule = True
-    backward = jvp = staticmethod(_refuse)
-
-    @staticmethod
-    def forward(function: Callable, *arguments: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return function(*arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-        pass
+        given = Given(*inputs[:-2])
+        _save(ctx, given, _in_type_of_e(given), inputs[-2:], output[1], [])
 
 
 @cache

@@ -258,8 +258,8 @@ def check_autograd() -> None:
                 torch.autograd.grad(loss, (e, c))
             created = torch.autograd.grad(call(e, c), (e, c), create_graph=True)
             assert_equal([x.detach() for x in created], want, "create_graph")
-            with pytest.raises(NotImplementedError, match="first derivatives only"):
-                created[0].sum().backward()
+            with pytest.raises(NotImplementedError, match="first derivatives in reverse mode"):
+                torch.autograd.grad(created[0].sum(), e)
             with torch.autograd.graph.save_on_cpu():
                 loss = call(e, c)
             assert_equal(torch.autograd.grad(loss, (e, c)), want, "save_on_cpu")
@@ -268,7 +268,7 @@ def check_autograd() -> None:
                 formed = [x.data_ptr() for x in loss.grad_fn.saved_tensors[2:7] if x is not None and x.numel()]
                 found = torch.autograd.grad(loss, (e, c), retain_graph=kept)
                 assert all((x.data_ptr() in formed) != kept for x in found if x.numel()), "the memory of the gradients"
-            left = [weakref.ref(x) for x in call(e, c, reduction="sum").grad_fn.saved_tensors[2:] if x is not None]
+            left = [weakref.ref(x) for x in call(e, c, reduction="sum").grad_fn.saved_tensors[2:-2] if x is not None]
             gc.collect()
             assert not any(x() is not None for x in left), "a graph that is gone"
             de, _ = torch.autograd.grad(torch.inf * call(e, c), (e, c))

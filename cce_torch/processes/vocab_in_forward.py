@@ -50,8 +50,6 @@ class _BuiltIn:
 class OwnColumns:
     """The process' columns, of a vocabulary that the processes of a group share."""
 
-    guard = vocab_statistics.FirstOrder
-
     def __init__(self, setting: Setting) -> None:
         self.setting, self.shard = setting, setting.shard
 

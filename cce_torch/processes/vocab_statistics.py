@@ -19,7 +19,6 @@ All processes of the group make the same calls on as many tokens, so they meet i
 of them holds no column.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from cce_torch.call import Operands
 from cce_torch.processes import shards
 from cce_torch.processes.collectives import gathered, reduced, summed, whole
 from cce_torch.processes.vocab_parallel import Setting
+from cce_torch.reverse_mode import Guarded, first_order
 from cce_torch.torch_alone import blocks
 
 
@@ -50,6 +50,7 @@ class _Statistics(torch.autograd.Function):
     def forward(ctx: Any, e, c, bias, columns, weights, inverse_temperature, saving_for, setting: Setting):
         (call, (_, _, scale), tokens, shard), kept = setting, columns >= 0
         ctx.part, ctx.dtype, ctx.setting = e.shape, e.dtype, setting._replace(call=call.of_backward)
+        inputs = e, c, bias
         e = whole(e, tokens, shard).reshape(-1, e.shape[-1])
         weights = None if weights is None else weights[shard.start : shard.stop]
         operands = Operands(e, c, bias, shard.held(columns), weights, inverse_temperature)
@@ -60,7 +61,9 @@ class _Statistics(torch.autograd.Function):
         found, rows = of_all_columns(own, kept, setting), ctx.setting.call.rows
         mean = found[-1].clone() if ctx.setting.call.with_mean else None
         own = torch.where(kept, own, 0)[:rows]
-        ctx.save_for_backward(*operands, own, found[0].clone(), mean, of_target, saved)
+        inputs = [x for x, y in zip(inputs, operands, strict=False) if x is not y]  # for first_order
+        ctx.inputs = len(inputs)
+        ctx.save_for_backward(*inputs, *operands, own, found[0].clone(), mean, of_target, saved)
         return found
 
     @staticmethod
@@ -74,8 +77,8 @@ class _Statistics(torch.autograd.Function):
             de, dc, dbias = shards.gradients(cotangents, operands, held, wanted, call, scale, kind)
             return None if de is None else reduced(de, part, tokens, shard).to(dtype), dc, dbias
 
-        guarded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        return *first_order(run, guarded, cotangents[: call.rows], *ctx.saved_tensors), *[None] * 5
+        inputs, arrays = ctx.saved_tensors[: ctx.inputs], ctx.saved_tensors[ctx.inputs :]
+        return *first_order(Guarded, run, (cotangents[: call.rows], *arrays), inputs), *[None] * 5
 
 
 def references(operands: Operands, columns: Tensor, saving_for: tuple[bool, ...], setting: Setting) -> Tensor | None:
@@ -95,18 +98,3 @@ def of_all_columns(own: Tensor, kept: Tensor, setting: Setting) -> Tensor:
     lse, *sums = gathered(torch.where(kept, own, 0), setting.shard).unbind(1)
     mean = [blocks.mean_over_runs(lse, sums.pop())] if setting.call.with_mean else []
     return torch.where(kept, torch.stack([torch.logsumexp(lse, 0), *(x.sum(0) for x in sums), *mean]), 0)
-
-
-def first_order(function: Callable, guarded: bool, *arguments: Any) -> Any:
-    """function(*arguments). guarded: with an error for its own derivative."""
-    return FirstOrder.apply(function, *arguments) if guarded else function(*arguments)
-
-
-class FirstOrder(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, function: Callable, *arguments: Any) -> tuple[Tensor | None, ...]:
-        return function(*arguments)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Any:  # type: ignore[override]
-        raise NotImplementedError("linear_cross_entropy has first derivatives only where the vocabulary is split")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from cce_torch.call import Call, Operands
-from cce_torch.reverse_mode import refusal
+from cce_torch.reverse_mode import Guarded, first_order, refusal
 from cce_torch.torch_alone import blocks
 
 OPERANDS = len(Operands._fields)
@@ -61,10 +61,13 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangents: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        wanted = ctx.needs_input_grad[:3]
-        run = run_gradients if torch.compiler.is_compiling() else _Gradients.apply  # Dynamo traces no nested Function
+        wanted, options = ctx.needs_input_grad[:3], ctx.options
         *tensors, output = ctx.saved_tensors
-        gradients = run(cotangents[: ctx.rows], *tensors, output[: ctx.rows], *ctx.options, *wanted)
+
+        def run(*arrays: Tensor) -> tuple[Tensor, ...]:
+            return run_gradients(*arrays, *options, *wanted)
+
+        gradients = first_order(_Guarded, run, (cotangents[: ctx.rows], *tensors, output[: ctx.rows]))
         return (*(g if w else None for g, w in zip(gradients, wanted, strict=True)), *[None] * 9)
 
 
@@ -78,22 +81,8 @@ class _StatisticsOfFunctions(_Statistics):
     jvp = staticmethod(_refuse)
 
 
-class _Gradients(torch.autograd.Function):
-    """run_gradients, with an error for its own derivative.
-
-    An autograd rule of the operator would not reach torch.func.
-    """
-
-    generate_vmap_rule = True
+class _Guarded(Guarded):
     backward = jvp = staticmethod(_refuse)
-
-    @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return run_gradients(*arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        pass
 
 
 @torch.library.custom_op("cce_torch::compiled_statistics", mutates_args=())
