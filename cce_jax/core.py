@@ -5,28 +5,31 @@ weights w (V,), and τ_i = 1 / temperature of token i, let the logits be
 
     z_iv = τ_i · softcap(scale · (e_i·c_v + b_v)),     softcap(y) = κ·tanh(y / κ),  or y where no softcap κ is set.
 
-The core returns, in float32,
+The core returns a reference ρ_i, which is the target's logit or another number near the largest logits, and in float32
 
-    lse_i    = log Σ_v exp z_iv                                                                              (1)
-    target_i = z_i,t_i                                                                                       (2)
-    sum_i    = Σ_v w_v z_iv                                                                                  (3)
-    mean_i   = Σ_v p_iv z_iv,        p_iv = exp(z_iv − lse_i)                                                (3')
-    ids_ik   = z_i,id(i,k)           for K given ids of each token                                          (3")
+    log_mass_i = log Σ_v exp(z_iv − ρ_i)                                                                     (1)
+    target_i   = z_i,t_i                                                                                     (2)
+    sum_i      = Σ_v w_v (z_iv − ρ_i)                                                                        (3)
+    mean_i     = Σ_v p_iv (z_iv − ρ_i),     p_iv = exp(z_iv − ρ_i − log_mass_i)                              (3')
+    ids_ik     = z_i,id(i,k)                for K given ids of each token                                   (3")
 
-of which (3), (3') and (3") only where they are asked for. The entropy of p_i is −Σ_v p_iv log p_iv = lse_i − mean_i.
-Every loss is plain arithmetic on these numbers (cce_jax/losses.py), which JAX differentiates. The core gets the
-cotangents a_i, t̂_i, s_i, μ_i and ι_ik of (1), (2), (3), (3') and (3"). The partial derivatives with respect to one
-logit are
+of which (3), (3') and (3") only where they are asked for. The log-sum-exp is lse_i = ρ_i + log_mass_i, the target's
+log-probability (target_i − ρ_i) − log_mass_i, the entropy −Σ_v p_iv log p_iv = log_mass_i − mean_i. So what is common
+to all logits of a token is subtracted before anything is summed or rounded: numbers that are small keep their digits.
 
-    ∂lse_i/∂z_iv = exp(z_iv) / Σ_u exp(z_iu) = exp(z_iv − lse_i) = p_iv                                      (4)
+Every loss is plain arithmetic on these numbers (cce_jax/losses.py), which JAX differentiates. ρ_i is a constant to the
+derivatives: no loss depends on which number it is. The core gets the cotangents a_i, t̂_i, s_i, μ_i and ι_ik of (1),
+(2), (3), (3') and (3"). The partial derivatives with respect to one logit are
+
+    ∂log_mass_i/∂z_iv = exp(z_iv − ρ_i) / Σ_u exp(z_iu − ρ_i) = p_iv                                         (4)
     ∂target_i/∂z_iv = [v = t_i]           ∂sum_i/∂z_iv = w_v                                                 (5)
-    ∂mean_i/∂z_iv = p_iv + Σ_u z_iu ∂p_iu/∂z_iv = p_iv + Σ_u z_iu p_iu ([u = v] − p_iv)
-                  = p_iv·(1 + z_iv − mean_i)                                                                 (5')
+    ∂mean_i/∂z_iv = p_iv + Σ_u (z_iu − ρ_i) ∂p_iu/∂z_iv = p_iv + Σ_u (z_iu − ρ_i) p_iu ([u = v] − p_iv)
+                  = p_iv·(1 + z_iv − ρ_i − mean_i)                                                           (5')
     ∂ids_ik/∂z_iv = [v = id(i,k)]                                                                            (5")
 
 so by the chain rule, with y_iv = scale · (e_i·c_v + b_v), x = z/τ and ∂x/∂y = 1 − tanh²(y/κ) = 1 − (x/κ)²,
 
-    dz_iv = (p_iv·(a_i + μ_i·(1 + z_iv − mean_i)) + t̂_i·[v = t_i] + s_i·w_v + Σ_k ι_ik·[v = id(i,k)])
+    dz_iv = (p_iv·(a_i + μ_i·(1 + z_iv − ρ_i − mean_i)) + t̂_i·[v = t_i] + s_i·w_v + Σ_k ι_ik·[v = id(i,k)])
             · scale · τ_i · (1 − (x_iv/κ)²)                                                                  (6)
 
 is the cotangent of the raw product e_i·c_v + b_v. (cce_kernels/mean.py has the form in which p's factor is computed.)
@@ -34,8 +37,8 @@ A temperature has no derivative. Since the product is bilinear,
 
     de_i = Σ_v dz_iv c_v           dc_v = Σ_i dz_iv e_i           db_v = Σ_i dz_iv.                          (7)
 
-By (4) no array of size (N, V) need be kept: the backward pass computes the logits again and gets p from them and the
-saved lse. The plan chooses one of three ways to (7):
+By (4) no array of size (N, V) need be kept: the backward pass computes the logits again and gets p from them, ρ and
+log_mass. The plan chooses one of three ways to (7):
 
     recomputed                 the residuals are the inputs and two to four numbers a token. The columns v are
                                independent in (6) and (7), so they are computed one group at a time
@@ -106,17 +109,17 @@ def _statistics_fwd(core: Core, layout: Layout | None, asked: Asked, inputs):
     wanted, inputs = rules.wanted_of(inputs), rules.values(inputs)
     run = partial(_forward, core=core, layout=layout, asked=asked, wanted=wanted)
     out, selected, held = rules.first_order_only(run)(inputs)
-    return (out, selected), (rules.as_shape(wanted), inputs, out, held)
+    return (out, selected), (rules.as_shape(wanted), inputs, out.log_mass, held)
 
 
 @settings.defaults()
 def _statistics_bwd(core: Core, layout: Layout | None, asked: Asked, residuals, of_results):
-    (shape_of_wanted, inputs, numbers, held), (cotangents, _) = residuals, of_results
-    zeros = jnp.zeros_like(numbers.lse)
+    (shape_of_wanted, inputs, log_mass, held), (cotangents, _) = residuals, of_results
+    zeros, cotangents = jnp.zeros_like(log_mass), Cotangents.of(cotangents)
     if rules.is_symbolic_zero(cotangents.mean):  # the entropy is only logged
         cotangents, core = cotangents._replace(mean=None), replace(core, with_mean=False)
     ids = None if rules.is_symbolic_zero(cotangents.ids) else cotangents.ids
-    of = Cotangents(*[zeros if rules.is_symbolic_zero(x) else x for x in cotangents._replace(ids=ids)])
+    of: Any = Cotangents._make(zeros if rules.is_symbolic_zero(x) else x for x in cotangents._replace(ids=ids))
     run = partial(_backward, core=core, layout=layout, wanted=rules.from_shape(shape_of_wanted))
     found = rules.first_order_only(run)(inputs, held, of)
     return (Inputs(found.e, found.c, found.bias, None, None, None),)  # type: ignore[arg-type]
@@ -136,7 +139,7 @@ def _forward(
         numbers, held = _on_one_device(given, core, wanted)
     else:
         numbers, selected = passes.numbers_and_selections(given, core, asked)
-        held = Held(numbers, Residuals(), None)
+        held = Held(numbers, Residuals())
     return *jax.tree.map(lambda x: passes.shaped_tokens(x, inputs), (numbers, selected)), held
 
 
@@ -148,13 +151,13 @@ def _backward(
         return devices.gradients(inputs, held, of, core, layout, wanted)
     of = jax.tree.map(lambda x: passes.flat_tokens(x, inputs), of)
     given = passes.in_type_of_e(passes.flat(inputs))
-    found, _ = passes.gradients(given, held.numbers, held.residuals, of, core, wanted, held.shard)
+    found, _ = passes.gradients(given, held.numbers, held.residuals, of, core, wanted)
     return found._replace(e=None if found.e is None else found.e.reshape(inputs.e.shape))
 
 
 def _on_one_device(inputs: Inputs, core: Core, wanted: Wanted | None) -> tuple[Statistics, Held]:
     numbers, residuals = passes.forward_pass(inputs, core, wanted)
-    return numbers, Held(numbers, residuals, None)
+    return numbers, Held(numbers, residuals)
 
 
 def _shaped(numbers: Statistics, inputs: Inputs) -> Statistics:
@@ -245,11 +248,11 @@ def _formed(of: Summands, core: Core, loss: Loss, layout: Layout | None, wanted:
             form = passes.begin if layout is None else partial(devices.form_gradients, layout=layout)
             cotangents = losses.cotangents_of(common, loss, vocabulary)
             numbers, residuals = form(inputs, terms, cotangents, core=core, wanted=wanted)
-            held = Held(numbers, residuals, None)
+            held = Held(numbers, residuals)
         else:
             forward = _on_one_device if layout is None else partial(devices.of_columns, layout=layout)
             numbers, held = forward(inputs, core=core, wanted=None if wanted == NOTHING else wanted)
-        return *losses.totals(numbers, terms, common, loss, vocabulary), (numbers, rules.filled(held))
+        return *losses.totals(numbers, terms, common, loss, vocabulary), (held.numbers, rules.filled(held.residuals))
 
     if layout is not None:
         return devices.sum_over_tokens(run, of, core, layout)
@@ -264,19 +267,18 @@ def _gradients_of_sum(
 
     def run(given: Summands, of: tuple, left: Any, core: Core) -> Gradients:
         (inputs, terms, common), (of_sum, of_lse), (numbers, filled) = given, of, left
-        held = rules.emptied(numbers, filled)
-        residuals = held.residuals
+        residuals = rules.emptied(filled)
         if residuals.of_one_factor:
             if of_lse is None:
                 return passes.finish(inputs, residuals, of_sum, core, wanted)
             residuals = Residuals()  # the sum of two gradients that are rounded to 16 bits would be less exact
-        of_numbers = Cotangents(*[None if x is None else jnp.zeros_like(x) for x in numbers])  # type: ignore[arg-type]
+        of_numbers = Cotangents.of(jax.tree.map(jnp.zeros_like, numbers))
         if of_sum is not None:
             of_numbers = losses.cotangents_of(common, loss, _vocabulary(inputs, core, layout))(numbers, terms)
             of_numbers = jax.tree.map(lambda x: x * of_sum, of_numbers)
         if of_lse is not None:
             of_numbers = of_numbers._replace(lse=of_numbers.lse + jnp.where(terms.columns < 0, 0, of_lse))
-        return passes.gradients(inputs, held.numbers, residuals, of_numbers, core, wanted, held.shard)[0]
+        return passes.gradients(inputs, numbers, residuals, of_numbers, core, wanted)[0]
 
     if layout is not None:
         return devices.gradients_of_sum(run, given, of, left, core, layout, wanted)

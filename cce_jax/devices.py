@@ -1,9 +1,11 @@
 """The two passes of the core on the devices of a Layout: what each device computes, and what the devices exchange.
 
-Let device d hold some tokens, and the columns V_d of the logits. With lse_id, sum_id and mean_id of its columns,
+Let device d hold some tokens, and the columns V_d of the logits. With the reference ρ_id, the log-mass m_id, sum_id and
+mean_id of its columns (cce_kernels/numbers.py), ρ_i = max_d ρ_id and δ_id = ρ_id − ρ_i,
 
-    target_i = Σ_d [t_i ∈ V_d] z_i,t_i        lse_i = log Σ_d exp lse_id        sum_i = Σ_d sum_id
-    mean_i = Σ_d exp(lse_id − lse_i) mean_id        ids_ik = Σ_d [id(i,k) ∈ V_d] z_i,id(i,k)
+    target_i = Σ_d [t_i ∈ V_d] z_i,t_i        m_i = log Σ_d exp(m_id + δ_id)
+    sum_i = Σ_d (sum_id + δ_id·Σ_{v ∈ V_d} w_v)        mean_i = Σ_d exp(m_id + δ_id − m_i)·(mean_id + δ_id)
+    ids_ik = Σ_d [id(i,k) ∈ V_d] z_i,id(i,k)
     de_i = Σ_d Σ_{v ∈ V_d} dz_iv c_v          dc_v = Σ_i dz_iv e_i,  v ∈ V_d
 
 and dz_iv needs the numbers of token i over all columns, and nothing else of another device. The devices exchange:
@@ -43,7 +45,7 @@ from cce_jax.plans import Core
 from cce_jax.sharding import Axes, Layout, varying
 from cce_kernels.in_forward import CotangentsOf
 from cce_kernels.mean import over_runs
-from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
+from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Statistics, Wanted
 from cce_kernels.plan import needs_reference
 from cce_kernels.residuals import Residuals
 from cce_kernels.selections import NOTHING, Asked, Selections, ordered
@@ -52,9 +54,8 @@ from cce_kernels.selections import NOTHING, Asked, Selections, ordered
 class Held(NamedTuple):
     """What a device's forward pass leaves for its backward pass. N: the tokens that the device computes."""
 
-    numbers: Statistics  # (N,) each, of the device's columns
+    numbers: Statistics  # (N,) each, over all columns, relative to the reference of the device's own
     residuals: Residuals
-    shard: Shard | None  # None: the device has all columns
 
 
 class _Sums(NamedTuple):
@@ -96,7 +97,7 @@ def gradients(
         whole, flat = _inputs_of_device(inputs, core, layout)
         of = _added(jax.tree.map(lambda x: _all_tokens(x, layout), of), layout)
         of = jax.tree.map(lambda x: passes.flat_tokens(x, whole), of)
-        found, _ = passes.gradients(flat, held.numbers, held.residuals, of, core, wanted, held.shard)
+        found, _ = passes.gradients(flat, held.numbers, held.residuals, of, core, wanted)
         return _exchanged(found, whole.e.shape, inputs.e.dtype, core, layout, sums)
 
     specs = _specs(core, layout), _each(layout), layout.spec_of_tokens
@@ -178,7 +179,8 @@ def form_gradients(
     if layout.size(layout.columns) == 1:
         return passes.begin(inputs, terms, cotangents_of, core, wanted)
     own, reference = _own_columns(inputs, core, layout, wanted)
-    return passes.begin(own, terms, cotangents_of, core, wanted, reference, partial(_of_all_columns, layout=layout))
+    of_all_columns = partial(_of_all_columns, layout=layout, weight=_weight(own, core))
+    return passes.begin(own, terms, cotangents_of, core, wanted, reference, of_all_columns)
 
 
 def whole_numbers(inputs: Inputs, core: Core, layout: Layout) -> Statistics:
@@ -207,9 +209,9 @@ def _with_selections(inputs: Inputs, core: Core, layout: Layout, asked: Asked) -
     own = _of_own_columns(inputs, core, layout)
     of_own, found = passes.numbers_and_selections(own, core, replace(asked, top_k=min(asked.top_k, columns)))
     if layout.size(layout.columns) == 1:
-        return of_own, found, Held(of_own, Residuals(), None)
+        return of_own, found, Held(of_own, Residuals())
     numbers, found = _of_all_columns(of_own, layout), _merged(found, inputs, columns, asked, layout)
-    return numbers, found, Held(of_own, Residuals(), Shard(numbers.lse, None, numbers.mean))
+    return numbers, found, Held(numbers.relative_to(of_own.reference), Residuals())
 
 
 def _merged(of_own: Selections, inputs: Inputs, columns: int, asked: Asked, layout: Layout) -> Selections:
@@ -238,16 +240,16 @@ def of_columns(inputs: Inputs, core: Core, layout: Layout, wanted: Wanted | None
     """The numbers over all columns, from those over the device's own columns; e: (N, D)."""
     if layout.size(layout.columns) == 1:
         numbers, residuals = passes.forward_pass(inputs, core, wanted)
-        return numbers, Held(numbers, residuals, None)
+        return numbers, Held(numbers, residuals)
     own, reference = _own_columns(inputs, core, layout, wanted)
     of_shard = replace(core, wide_de=True)  # de is a part of a sum over devices
     of_own, residuals = passes.forward_pass(own, of_shard, wanted, reference)
-    numbers = _of_all_columns(of_own, layout)
-    return numbers, Held(of_own, residuals, Shard(numbers.lse, reference, numbers.mean))
+    numbers = _of_all_columns(of_own, layout, _weight(own, core))
+    return numbers, Held(numbers.relative_to(of_own.reference), residuals)
 
 
 def _own_columns(inputs: Inputs, core: Core, layout: Layout, wanted: Wanted | None) -> tuple[Inputs, jax.Array | None]:
-    """The inputs with targets and ids as columns of the device, and numbers.Shard.reference."""
+    """The inputs with targets and ids as columns of the device, and the reference of cce_kernels.forward.statistics."""
     named = inputs.targets < core.head.vocabulary(inputs.c) * layout.size(layout.columns)
     own = _of_own_columns(inputs, core, layout)
     if not needs_reference(inputs.e.dtype.itemsize, core.impl):  # type: ignore[arg-type]
@@ -255,16 +257,28 @@ def _own_columns(inputs: Inputs, core: Core, layout: Layout, wanted: Wanted | No
     return own, jnp.where(named, lax.psum(passes.target_logits(own, core, wanted), layout.columns), -FLOAT32_MAX)
 
 
-def _of_all_columns(of_own: Statistics, layout: Layout) -> Statistics:
-    """The numbers over all columns, from those over each device's own columns."""
-    of_columns = [x for x in of_own._replace(ids=None) if x is not None]
-    of_devices = lax.all_gather(jnp.stack(of_columns, axis=1), layout.columns)
-    of_device, mean = of_devices[..., 0], None
-    if of_own.mean is not None:
-        of_devices, mean = of_devices[..., :-1], over_runs(of_device, of_devices[..., -1])
-    lse, (target, *total) = jax.nn.logsumexp(of_device, axis=0), jnp.sum(of_devices[..., 1:], axis=0).T
-    ids = None if of_own.ids is None else lax.psum(of_own.ids, layout.columns)
-    return Statistics(lse, target, total[0] if total else None, mean, ids)
+def _weight(own: Inputs, core: Core) -> Any:
+    """Σ_v w_v of the device's columns."""
+    return core.head.vocabulary(own.c) if own.weights is None else jnp.sum(own.weights)
+
+
+def _of_all_columns(of_own: Statistics, layout: Layout, weight: Any = 0) -> Statistics:
+    """The numbers over all columns, from those over each device's own columns. weight: of `_weight`."""
+    of_sum = None if of_own.sum is None else jnp.full_like(of_own.sum, weight)
+    leaves, tree = jax.tree.flatten((of_own._replace(ids=None), of_sum))
+    gathered = lax.all_gather(jnp.stack(leaves), layout.columns)
+    each, of_sum = jax.tree.unflatten(tree, [gathered[:, k] for k in range(len(leaves))])
+    reference = jnp.max(each.reference, axis=0)
+    further = each.reference - reference
+    log_mass = each.log_mass + further
+    return Statistics(
+        jax.nn.logsumexp(log_mass, axis=0),
+        reference,
+        jnp.sum(each.target, axis=0),
+        None if each.sum is None else jnp.sum(each.sum + further * of_sum, axis=0),
+        None if each.mean is None else over_runs(log_mass, each.mean + further),
+        None if of_own.ids is None else lax.psum(of_own.ids, layout.columns),
+    )
 
 
 def _inputs_of_device(inputs: Inputs, core: Core, layout: Layout) -> tuple[Inputs, Inputs]:

@@ -192,5 +192,5 @@ def _log_probs(given: Arrays, ids: jax.Array | None, of: Static) -> LogProbs:
 
 def _of_ids(numbers: Statistics, ids: jax.Array, kept: jax.Array) -> jax.Array:
     assert numbers.ids is not None
-    log_probs = jnp.where(ids < 0, -jnp.inf, numbers.ids - numbers.lse[..., None])
+    log_probs = jnp.where(ids < 0, -jnp.inf, numbers.log_p(numbers.ids))
     return jnp.where(kept[..., None], log_probs, 0)

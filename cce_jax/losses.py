@@ -106,14 +106,15 @@ def totals(
     kept = terms.columns >= 0
     if options.fn is not None:
         shown = token_numbers(numbers, terms.columns, vocabulary)
-        total = jnp.asarray(options.fn(shown, *terms.arguments), numbers.lse.dtype)
+        total = jnp.asarray(options.fn(shown, *terms.arguments), numbers.target.dtype)
         return jnp.where(kept, total, 0), shown
-    lse, target = jnp.where(kept, numbers.lse, 0), jnp.where(kept, numbers.target, 0)
-    ce = (1.0 if terms.target_weight is None else terms.target_weight) * (lse - target)
+    numbers = jax.tree.map(lambda x: jnp.where(kept, x, 0), numbers._replace(ids=None))
+    lse = numbers.lse
+    ce = (1.0 if terms.target_weight is None else terms.target_weight) * -numbers.log_p(numbers.target)
     if options.smooths:
         assert numbers.sum is not None
         whole = vocabulary if common.class_weight is None else jnp.sum(common.class_weight)
-        smooth = (whole * lse - jnp.where(kept, numbers.sum, 0)) / vocabulary
+        smooth = (whole * numbers.log_mass - numbers.sum) / vocabulary
         ce = (1 - common.label_smoothing) * ce + common.label_smoothing * smooth
     total = ce + common.z_loss * lse**2 if options.has_z_loss else ce
     return jnp.where(kept, _poison(terms.columns, vocabulary, lse.dtype) * total, 0), TokenNumbers(None, lse, None)
@@ -121,8 +122,8 @@ def totals(
 
 def token_numbers(numbers: Statistics, columns: jax.Array, vocabulary: int) -> TokenNumbers:
     kept, mean = columns >= 0, numbers.mean
-    log_probs = _poison(columns, vocabulary, numbers.lse.dtype) * (numbers.target - numbers.lse)
-    of_tokens = log_probs, numbers.lse, None if mean is None else numbers.lse - mean
+    log_probs = _poison(columns, vocabulary, numbers.target.dtype) * numbers.log_p(numbers.target)
+    of_tokens = log_probs, numbers.lse, None if mean is None else numbers.log_mass - mean
     return TokenNumbers(*[None if x is None else jnp.where(kept, x, 0) for x in of_tokens])  # type: ignore[arg-type]
 
 
@@ -138,7 +139,7 @@ def cotangents_of(common: Common, options: Loss, vocabulary: int) -> Callable[[S
         def weighted(x: Statistics) -> jax.Array:
             return jnp.sum(terms.weight * totals(x, terms, common, options, vocabulary)[0])
 
-        return Cotangents(*jax.grad(weighted)(numbers))
+        return Cotangents.of(jax.grad(weighted)(numbers))
 
     return cotangents
 

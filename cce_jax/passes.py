@@ -13,7 +13,7 @@ from cce_jax import reference
 from cce_jax.plans import Core, Decided, on_platform, plan_for
 from cce_kernels import backward, forward, in_forward
 from cce_kernels import selections as selected
-from cce_kernels.numbers import Cotangents, Gradients, Inputs, Shard, Statistics, Wanted
+from cce_kernels.numbers import Cotangents, Gradients, Inputs, Statistics, Wanted
 from cce_kernels.plan import Plan
 from cce_kernels.residuals import Residuals, shapes_of
 from cce_kernels.selections import Asked, Selections
@@ -55,7 +55,7 @@ def forward_pass(
     """Equations (1)-(3'), and what is left for `gradients`.
 
     wanted: the gradients that will be asked for; None if there will be none. reference: for a shard of the vocabulary,
-    numbers.Shard.reference.
+    that of cce_kernels.forward.statistics.
     """
     plan = plan_for(inputs, core, wanted)
     if plan.saves_de:
@@ -78,34 +78,28 @@ def forward_pass(
 
 
 def gradients(
-    inputs: Inputs,
-    numbers: Statistics,
-    residuals: Residuals,
-    cotangents: Cotangents,
-    core: Core,
-    wanted: Wanted,
-    shard: Shard | None = None,
+    inputs: Inputs, numbers: Statistics, residuals: Residuals, cotangents: Cotangents, core: Core, wanted: Wanted
 ) -> tuple[Gradients, Residuals]:
     """Equations (6) and (7): de, dc and dbias in e's type (float32 if core.wide_de, core.wide_dc), None where not
     wanted; and the residuals.
 
     numbers and residuals: the results of `forward_pass`. The returned residuals may have been overwritten in part; they
-    still give the same gradients in another call of this function. shard: for a shard of the vocabulary, what the
-    device must know of the other columns.
+    still give the same gradients in another call of this function. For a shard of the vocabulary, numbers are those
+    over all columns, relative to the references of the shard's own.
     """
     if residuals.m is not None:
         de = in_forward.de_of(inputs, numbers, residuals.m, cotangents, core.head, inputs.e.dtype)
         return Gradients(de, None, None), residuals
 
     def run(plan: Plan, *arrays):
-        inputs, numbers, exponentials, cotangents, shard = arrays
+        inputs, numbers, exponentials, cotangents = arrays
         of_plan = exponentials if plan.saved else None
-        found, overwritten = backward.gradients(inputs, numbers, of_plan, cotangents, plan, shard)
+        found, overwritten = backward.gradients(inputs, numbers, of_plan, cotangents, plan)
         return found, Residuals(exponentials=exponentials if overwritten is None else overwritten)
 
     saved = residuals.exponentials
     rows = 0 if saved is None else saved.shape[0]  # fewer than planned if the forward pass could not save
-    return on_platform(run, inputs, core, wanted, Decided(rows))(inputs, numbers, saved, cotangents, shard)
+    return on_platform(run, inputs, core, wanted, Decided(rows))(inputs, numbers, saved, cotangents)
 
 
 def begin(

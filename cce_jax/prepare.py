@@ -155,7 +155,7 @@ def numbers_of(
     total, mean, mean_logit = (zeros if x else None for x in (core.with_sum, core.with_mean, selected.mean_logit))
     top = jnp.zeros((*zeros.shape, selected.top_k), zeros.dtype) if selected.top_k else None
     top_ids = None if top is None else top.astype(jnp.int32)
-    return Statistics(zeros, zeros, total, mean, ids), selections.Selections(top, top_ids, mean_logit)
+    return Statistics(zeros, zeros, zeros, total, mean, ids), selections.Selections(top, top_ids, mean_logit)
 
 
 def shifted(x: jax.Array, shift: int, fill: int, layout: Layout | None) -> jax.Array:

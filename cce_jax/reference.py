@@ -8,7 +8,7 @@ from jax import lax
 
 from cce_jax.plans import Core
 from cce_kernels.given_ids import columns_of
-from cce_kernels.mean import mass_and_moment, mean_of
+from cce_kernels.mean import finite, quotient, sums_of
 from cce_kernels.numbers import Inputs, Statistics
 
 
@@ -26,21 +26,16 @@ def statistics(inputs: Inputs, core: Core, over: tuple[str, ...] = ()) -> Statis
     if inverse is not None:
         z = z * jnp.where(targets < 0, 1, inverse)[:, None]
     is_target = targets[:, None] == jnp.arange(head.vocabulary(c))
-    total = None
-    if core.with_sum:
-        total = jnp.sum(z if weights is None else jnp.where(weights == 0, 0, weights * z), axis=1)
+    peak = lax.stop_gradient(jnp.max(z, axis=1))
+    peak = finite(lax.pmax(peak, over) if over else peak)
+    mass, moment, total = sums_of(z, peak, weights)
     target = jnp.sum(jnp.where(is_target, z, 0), axis=1)
     if ids is not None:
         columns = columns_of(inputs, head)
         ids = jnp.where(columns < 0, 0, jnp.take_along_axis(z, jnp.maximum(columns, 0), axis=1))
-    if not over:
-        return Statistics(jax.nn.logsumexp(z, axis=1), target, total, mean_of(z) if core.with_mean else None, ids)
-    peak = lax.pmax(lax.stop_gradient(jnp.max(z, axis=1)), over)
-    peak = jnp.where(jnp.isfinite(peak), peak, 0)
-    mass, moment = mass_and_moment(z, peak)
-    of_devices = mass, target, total, moment if core.with_mean else None, ids
-    mass, target, total, moment, ids = lax.psum(of_devices, over)
-    return Statistics(peak + jnp.log(mass), target, total, None if moment is None else moment / mass, ids)
+    sums = mass, target, total if core.with_sum else None, moment if core.with_mean else None, ids
+    mass, target, total, moment, ids = lax.psum(sums, over) if over else sums
+    return Statistics(jnp.log(mass), peak, target, total, None if moment is None else quotient(moment, mass), ids)
 
 
 def nearest(x: jax.Array, dtype: Any) -> jax.Array:

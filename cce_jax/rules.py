@@ -6,35 +6,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cce_jax.devices import Held
-from cce_kernels.numbers import Inputs, Shard, Statistics, Wanted
+from cce_kernels.numbers import Inputs, Wanted
 from cce_kernels.residuals import Left, Residuals
 
 ABSENT = 1, 1, 1, 1  # no residual has so many axes
 
 
-def filled(held: Held) -> tuple[jax.Array, ...]:
+def filled(held: Residuals) -> tuple[jax.Array, ...]:
     """The arrays of held, with arrays ABSENT in place of None, so that all residuals have one tree: see `as_shape`.
 
     No array is a scalar, as devices keep their parts of an array one after another; and none is empty, as XLA of JAX
     0.11 crashes on an empty array that several devices share.
     """
-    *residuals, last = held.residuals
-    of_shard = (None,) * 3 if held.shard is None else (*held.numbers[:2], held.shard.reference)
-    arrays = *residuals, *(last or (None,) * len(Left._fields)), *of_shard
+    *residuals, last = held
+    arrays = *residuals, *(last or (None,) * len(Left._fields))
     return tuple(jnp.zeros(ABSENT, bool) if x is None else jnp.atleast_1d(x) for x in arrays)
 
 
-def emptied(numbers: Statistics, arrays: tuple[jax.Array, ...]) -> Held:
-    """The inverse of `filled`. numbers: over all columns."""
-    *others, lse, target, reference = (None if x.ndim == len(ABSENT) else x for x in arrays)
-    residuals, left = others[: -len(Left._fields)], Left(*others[-len(Left._fields) :])  # type: ignore[arg-type]
-    last = None if left.left is None else left
-    of_device = Residuals(*residuals, last)  # type: ignore[arg-type]
-    if lse is None:
-        return Held(numbers, of_device, None)
-    shard = Shard(numbers.lse, reference, numbers.mean)  # type: ignore[arg-type]
-    return Held(Statistics(lse, target, None), of_device, shard)  # type: ignore[arg-type]
+def emptied(arrays: tuple[jax.Array, ...]) -> Residuals:
+    """The inverse of `filled`."""
+    found = [None if x.ndim == len(ABSENT) else x for x in arrays]
+    residuals, left = found[: -len(Left._fields)], Left(*found[-len(Left._fields) :])  # type: ignore[arg-type]
+    return Residuals(*residuals, None if left.left is None else left)  # type: ignore[arg-type]
 
 
 def as_shape(wanted: Wanted) -> jax.Array:

@@ -9,7 +9,7 @@ from torch import Tensor
 from cce_kernels import contract
 from cce_torch import arguments, losses, ops, statistics
 from cce_torch.arguments import constant, flat, shifted
-from cce_torch.call import Call, Given
+from cce_torch.call import Call, Given, lse_of
 from cce_torch.on_jax import tensors
 from cce_torch.options import Impl, Options, OptionsOfTokens, Reduction
 from cce_torch.processes import vocab_in_forward
@@ -248,7 +248,7 @@ def linear_cross_entropy(
         row_length = x.targets.shape[-1] if x.shift else 1
         flattened = Given(flat(x.e, 1), x.c, x.bias, flat(x.targets), *weights, scheduled, row_length)
         loss, found = ops.loss(flattened, call, return_lse)
-        lse = found[0].clone() if return_lse else None  # the statistics are saved for the backward pass
+        lse = lse_of(found) if return_lse else None
     else:
         if x.shift:
             token_weight = None if token_weight is None else shifted(token_weight, x.shift, 0)

@@ -1,8 +1,9 @@
 """The record of a call: its options, and its tensors. Imports no JAX.
 
-The statistics of a call are one tensor, (Call.rows, N), float32 for the JAX programs: lse, the logit of the target,
-with label smoothing the weighted sum of the logits, and where it is asked for their mean under the softmax. They are
-equations (1)-(3') of cce_jax/core.py, 0 for an ignored token.
+The statistics of a call are one tensor, (Call.rows, N), float32 for the JAX programs: log_mass, the reference and the
+logit of the target, with label smoothing the weighted sum of the logits, and where it is asked for their mean under the
+softmax. They are equations (1)-(3') of cce_jax/core.py, 0 for an ignored token: sums over the vocabulary are relative
+to the reference, which is a constant to the derivatives. So its row of cotangents is not read.
 """
 
 from ast import literal_eval
@@ -38,7 +39,7 @@ class Call(NamedTuple):
     @property
     def rows(self) -> int:
         """The number of statistics of a token."""
-        return 2 + self.smooths + self.with_mean
+        return 3 + self.smooths + self.with_mean
 
     @property
     def selects(self) -> bool:
@@ -75,6 +76,17 @@ ENCODED = 4  # arguments
 def decoded(options: str, softcap: float | None, memory_budget: int | None, gradient_tolerance: float) -> Call:
     """The inverse of `Call.encoded`."""
     return Call(softcap, memory_budget, gradient_tolerance, *literal_eval(options))
+
+
+def lse_of(statistics: Tensor) -> Tensor:
+    """The log-sum-exp of each token, (N,), rounded."""
+    return statistics[0] + statistics[1]
+
+
+def log_p(z: Tensor, statistics: Tensor) -> Tensor:
+    """z − lse, of logits z of the tokens, (N,) or (N, K)."""
+    log_mass, reference = (x if z.dim() == 1 else x[:, None] for x in statistics[:2])
+    return (z - reference) - log_mass
 
 
 class Selections(NamedTuple):

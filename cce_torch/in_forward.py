@@ -67,8 +67,8 @@ class Columns(Protocol):
         """The logits of the targets, (N,): -inf where a target names no column. None where no chunk needs them."""
         ...
 
-    def of_all(self, own: Tensor, kept: Tensor) -> Tensor:
-        """The statistics over all columns, 0 where a token is ignored."""
+    def of_all(self, own: Tensor, kept: Tensor, weights: Tensor | None) -> Tensor:
+        """The statistics over all columns, 0 where a token is ignored. weights: of this process' columns."""
         ...
 
     def rows(self, e: Tensor) -> Any:
@@ -140,7 +140,7 @@ class AllColumns:
     def references(self, own: Operands, columns: Tensor, saving_for: tuple[bool, ...], call: Call) -> Tensor | None:
         return None  # the programs of each chunk find them
 
-    def of_all(self, own: Tensor, kept: Tensor) -> Tensor:
+    def of_all(self, own: Tensor, kept: Tensor, weights: Tensor | None) -> Tensor:
         return torch.where(kept, own, 0)
 
     def rows(self, e: Tensor) -> Rows:
@@ -285,7 +285,7 @@ class _Run:
             return self.e.new_empty((), dtype=dtype).expand(shape)
 
         formed = None if self.way is None else self.way.new(new)
-        found, de = self.columns.of_all(own, self.kept), None
+        found, de = self.columns.of_all(own, self.kept, self.own.weights), None
         if self.wanted.e:
             units = new(shape[:-1], torch.float32) if self.e.dtype == torch.float16 else None
             de = De(new(shape, self.e.dtype), units)
@@ -343,7 +343,7 @@ class _Run:
             last = formed.last.left if way.stores and formed.last is not None else None
             memory = None if last is None or n > len(last) else last[:n]
             own, columns = self.programs.chunk_statistics(way, chunk, memory)
-        statistics = self.columns.of_all(own[:, :count], given.kept[of.tokens])
+        statistics = self.columns.of_all(own[:, :count], given.kept[of.tokens], self.own.weights)
         totals, cotangents = self._cotangents(statistics, given, of.tokens)
         part: Any = None
         if de is not None:

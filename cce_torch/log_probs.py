@@ -8,7 +8,7 @@ from torch import Tensor
 from cce_kernels import contract
 from cce_torch import arguments, chosen, numbers, statistics
 from cce_torch.arguments import Prepared
-from cce_torch.call import Call, Selections
+from cce_torch.call import Call, Selections, log_p, lse_of
 from cce_torch.on_jax import tensors
 from cce_torch.options import Impl
 from cce_torch.processes.vocab_parallel import VocabParallel
@@ -160,21 +160,20 @@ def linear_log_probs(
         mean_logit=mean_logit and x.alone,
     )
     log_probs, found, *tensors = numbers.of_tokens(x, call, inverse, scale)
-    lse, *mean = found[0], *found[2:]
     of_entropy = None
-    if mean:
-        of_entropy = x.unshifted(lse - mean[0])
+    if call.with_mean:
+        of_entropy = x.unshifted(found[0] - found[3])
         of_entropy = of_entropy.detach() if entropy == "detached" else of_entropy
-    result = LogProbs(None if targets is None else x.unshifted(log_probs), x.unshifted(lse).clone(), of_entropy)
+    result = LogProbs(None if targets is None else x.unshifted(log_probs), x.unshifted(lse_of(found)), of_entropy)
     if ids is None and not (count or mean_logit):
         return result
     columns = _Columns(x, inverse, chosen.Chosen(call, scale, x.targets.shape, shard))
     if ids is not None:
-        result = result._replace(id_log_probs=columns.of_ids(ids, lse))
+        result = result._replace(id_log_probs=columns.of_ids(ids, found))
     if count or mean_logit:
         selected = Selections.of(tensors, call) if x.alone else columns.selections(count)
         if selected.top_logits is not None and selected.top_ids is not None:
-            top, top_ids = selected.top_logits - lse.detach()[:, None], selected.top_ids.long()
+            top, top_ids = log_p(selected.top_logits, found.detach()), selected.top_ids.long()
             result = result._replace(
                 predicted=columns.shaped(top_ids[:, 0]) if predicted else None,
                 top_ids=columns.shaped(top_ids) if top_k else None,
@@ -193,12 +192,12 @@ class _Columns:
         self.operands = statistics.operands_of(x)._replace(inverse_temperature=inverse)
         self.kept = self.operands.columns >= 0
 
-    def of_ids(self, ids: Tensor, lse: Tensor) -> Tensor:
-        """id_log_probs. lse: (N,)."""
+    def of_ids(self, ids: Tensor, found: Tensor) -> Tensor:
+        """id_log_probs. found: the statistics."""
         ids = arguments.int64(ids.reshape(len(self.kept), ids.shape[-1]))
         named = (ids >= 0) & (ids < self.x.vocabulary)
         z = chosen.logits(self.operands, torch.where(named & self.kept[:, None], ids, -1), self.how)
-        return self.shaped(torch.where(named, z - lse[:, None], -torch.inf))
+        return self.shaped(torch.where(named, log_p(z, found), -torch.inf))
 
     def selections(self, count: int) -> Selections:
         return chosen.largest(self.operands, count, self.how)

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cce_torch.call import log_p, lse_of
+
 
 def columns(targets: Tensor, ignore_index: int, vocabulary: int) -> Tensor:
     """The column of the logits that each target names, int32; V where the target names none, -1 where it is ignored.
@@ -47,12 +49,13 @@ def totals(statistics: Tensor, terms: Terms, scheduled: tuple[float, float, floa
     """The loss of each token before its token weight, and lse, both (N,) and 0 for ignored tokens. As for `loss`."""
     (columns, class_weight, _, vocabulary), (label_smoothing, z_loss, _) = terms, scheduled
     kept = columns >= 0
-    lse, target, *weighted = torch.where(kept, statistics, 0).unbind()
-    of_target = target_weights(columns, class_weight)
-    ce = lse - target if of_target is None else of_target * (lse - target)
+    statistics = torch.where(kept, statistics, 0)
+    (log_mass, _, target, *weighted), lse = statistics, lse_of(statistics)
+    of_target, ce = target_weights(columns, class_weight), -log_p(target, statistics)
+    ce = ce if of_target is None else of_target * ce
     if weighted:
         whole = vocabulary if class_weight is None else class_weight.sum()
-        ce = (1 - label_smoothing) * ce + label_smoothing / vocabulary * (whole * lse - weighted[0])
+        ce = (1 - label_smoothing) * ce + label_smoothing / vocabulary * (whole * log_mass - weighted[0])
     poison = torch.where(columns == vocabulary, torch.nan, torch.ones_like(lse))  # a factor: gradients become NaN too
     total = ce + z_loss * lse**2 if z_loss else ce
     return torch.where(kept, poison * total, 0), lse.clone()  # no view, which nobody could change in place

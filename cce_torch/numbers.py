@@ -21,4 +21,4 @@ def of_tokens(x: Prepared, call: Call, inverse: Tensor | None, scale: float) -> 
     operands = statistics.operands_of(x)._replace(inverse_temperature=inverse)
     found = statistics.statistics(x, operands, call, scheduled)
     terms = losses.Terms(operands.columns, None, None, x.vocabulary)
-    return 0 - losses.loss(found[:2], terms, None, "none", scheduled)[0], found
+    return 0 - losses.loss(found[:3], terms, None, "none", scheduled)[0], found

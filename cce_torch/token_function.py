@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cce_torch import arguments
 from cce_torch.arguments import Prepared
+from cce_torch.call import log_p, lse_of
 from cce_torch.on_jax import tensors
 
 NAME = "linear_token_loss"
@@ -25,7 +26,7 @@ class TokenNumbers(NamedTuple):
 
 
 def token_numbers(statistics: Tensor, columns: Tensor, vocabulary: int) -> TokenNumbers:
-    """statistics (call.py): (2, n), or (3, n) with the mean of the logits. columns: (n,), as in losses.py."""
+    """statistics (call.py): (3, n), or (4, n) with the mean of the logits. columns: (n,), as in losses.py."""
     return kept(_numbers(statistics, _poison(columns, vocabulary, statistics.dtype)), columns)
 
 
@@ -36,8 +37,9 @@ def kept(numbers: TokenNumbers, columns: Tensor) -> TokenNumbers:
 
 
 def _numbers(statistics: Tensor, poison: Tensor) -> TokenNumbers:
-    lse, target, *mean = statistics.unbind()
-    return TokenNumbers(poison * (target - lse), lse, lse - mean[0] if mean else None)
+    log_mass, _, target, *mean = statistics
+    entropy = log_mass - mean[0] if mean else None
+    return TokenNumbers(poison * log_p(target, statistics), lse_of(statistics), entropy)
 
 
 def _poison(columns: Tensor, vocabulary: int, dtype: torch.dtype) -> Tensor:

@@ -46,7 +46,7 @@ def inputs_of(e, c, bias, columns, weights, scale, inverse_temperature=None) -> 
 
 
 def finite(reference: jax.Array | None) -> jax.Array | None:
-    """reference as cce_kernels.numbers.Shard has it: −FLOAT32_MAX where no shard holds the target."""
+    """reference as cce_kernels.forward.statistics takes it: −FLOAT32_MAX where no shard holds the target."""
     return None if reference is None else jnp.maximum(reference, -FLOAT32_MAX)
 
 

@@ -323,10 +323,13 @@ def stacked(statistics: Statistics) -> jax.Array:
 
 
 def unstacked(of: Any, rows: jax.Array, call: Call) -> Any:
-    """The inverse of `stacked`. of: Statistics or Cotangents."""
-    lse, target, *others = rows
+    """The inverse of `stacked`. of: Statistics; or Cotangents, without the reference's."""
+    log_mass, reference, target, *others = rows
     mean = others.pop() if call.with_mean else None
-    return of(lse, target, others[0] if call.smooths else None, mean)
+    total = others[0] if call.smooths else None
+    if of is Cotangents:
+        return Cotangents(log_mass, target, total, mean)
+    return Statistics(log_mass, reference, target, total, mean)
 
 
 def jitted(program: Callable, outputs: int, options: dict[str, Any] | None = None) -> Callable:

@@ -98,10 +98,7 @@ def shard_gradients(
     columns: Tensor,
     weights: Tensor | None,
     inverse_temperature: Tensor | None,
-    own: Tensor,
-    lse: Tensor,
-    mean: Tensor | None,
-    reference: Tensor | None,
+    numbers: Tensor,
     saved: Tensor | None,
     wanted: Sequence[bool],
     scale: float,
@@ -112,8 +109,7 @@ def shard_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     operands = Operands(e, c, bias, columns, weights, inverse_temperature)
     call = decoded(options, softcap, memory_budget, gradient_tolerance)
-    held = own, lse, mean, reference, saved
-    de, dc, dbias = gradients(cotangents, operands, held, tuple(wanted), call, scale, None)
+    de, dc, dbias = gradients(cotangents, operands, (numbers, saved), tuple(wanted), call, scale, None)
     return de, dc, dbias
 
 
@@ -129,5 +125,5 @@ def _(e, *others):
 
 @shard_gradients.register_fake
 def _(cotangents, e, c, bias, *others):
-    de, dc, dbias = ops.new_gradients((e, c, bias), others[8], torch.float32, decoded(*others[-ENCODED:]))
+    de, dc, dbias = ops.new_gradients((e, c, bias), others[5], torch.float32, decoded(*others[-ENCODED:]))
     return de, dc, dbias

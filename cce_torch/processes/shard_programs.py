@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cce_jax import passes
-from cce_kernels.numbers import Cotangents, Shard, Statistics, Wanted
+from cce_kernels.numbers import Cotangents, Statistics, Wanted
 from cce_kernels.residuals import Residuals
 from cce_torch.call import Call, Operands
 from cce_torch.on_jax import bridge
@@ -83,10 +83,7 @@ def statistics(
 class Held(NamedTuple):
     """What a process holds from the forward pass."""
 
-    own: Tensor  # the statistics over the shard's columns
-    lse: Tensor  # (N,), of the whole vocabulary
-    mean: Tensor | None  # (N,), of the whole vocabulary, if Call.with_mean
-    reference: Tensor | None  # (N,)
+    numbers: Tensor  # the statistics over the whole vocabulary, relative to the references of the shard's columns
     saved: Tensor | None  # exponentials
 
 
@@ -107,7 +104,7 @@ def gradients(
         outputs.append(shard.of_parameter(shard.c))
     if asked.bias and operands.bias is not None:
         outputs.append(shard.of_parameter(operands.bias))
-    inputs = [*shard.of_tokens(cotangents, *held[:-1]), *shard.arrays]
+    inputs = [*shard.of_tokens(cotangents, held.numbers), *shard.arrays]
     program = _gradients_program(kind, asked, bool(overwritten), shard.size)
     found = list(bridge.run(program, inputs, outputs, scratch=overwritten))
     if asked.e:
@@ -141,10 +138,9 @@ def _gradients_program(kind: Kind, wanted: Wanted, with_saved: bool, size: int) 
 
     def torch_shard_gradients(*arrays):
         residuals = Residuals(exponentials=arrays[0] if with_saved else None)
-        cotangents, own, lse, mean, reference, *others = arrays[count:]  # the first `count` are the results' memory
-        own, of = unstacked(Statistics, own, kind.call), unstacked(Cotangents, cotangents, kind.call)
-        shard = Shard(lse, finite(reference), mean)
-        found, residuals = passes.gradients(inputs_of(*others), own, residuals, of, kind.static, wanted, shard)
+        cotangents, numbers, *others = arrays[count:]  # the first `count` are the results' memory
+        numbers, of = unstacked(Statistics, numbers, kind.call), unstacked(Cotangents, cotangents, kind.call)
+        found, residuals = passes.gradients(inputs_of(*others), numbers, residuals, of, kind.static, wanted)
         return tuple(jax.tree.leaves((residuals, list(found))))
 
     return jitted(torch_shard_gradients, count, options_on(kind))

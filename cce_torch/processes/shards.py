@@ -20,10 +20,7 @@ OF_TORCH = "torch_compile", "reference"
 class Held(NamedTuple):
     """What a process holds from the forward pass."""
 
-    own: Tensor  # the statistics over its columns
-    lse: Tensor  # (N,), of the whole vocabulary
-    mean: Tensor | None  # (N,), of the whole vocabulary, if Call.with_mean
-    of_target: Tensor | None  # (N,), the reference of the exponentials if needs_reference
+    numbers: Tensor  # the statistics over the whole vocabulary, relative to the references of its own columns
     saved: Tensor | None  # exponentials
 
 
@@ -75,7 +72,7 @@ def statistics(
 
 def of_no_columns(e: Tensor, call: Call) -> Tensor:
     empty = e.new_zeros((call.rows, e.shape[0]), dtype=torch.promote_types(e.dtype, torch.float32))
-    empty[0] = -torch.inf
+    empty[0], empty[1] = -torch.inf, torch.finfo(torch.float32).min  # the reference of other columns is larger
     return empty
 
 
@@ -96,9 +93,8 @@ def gradients(
         with torch.autocast(e.device.type, enabled=False):
             found = _gradients_of_reference(cotangents, operands, held, call, scale)
     elif call.impl == "torch_compile":
-        whole = torch.stack([x for x in (held.lse, held.mean) if x is not None])
         found = compiled.run_gradients(
-            cotangents, *operands, whole, *compiled.options(call, scale), *wanted, wide_e=True
+            cotangents, *operands, held.numbers, *compiled.options(call, scale), *wanted, wide_e=True
         )
     else:
         found = shard_ops.gradients(cotangents, operands, held, wanted, call, scale, kind)
@@ -108,22 +104,22 @@ def gradients(
 def _gradients_of_reference(cotangents: Tensor, operands: Operands, held: Held, call: Call, scale: float) -> tuple:
     """Equations (6) and (7) of cce_jax/core.py from the full logits, in float32. dc and dbias are rounded once."""
     e, c, bias, columns, weights, inverse_temperature = operands
-    lse, mean = held.lse, held.mean
-    accumulate, kept, c_of_e, bias_of_e = lse.dtype, columns >= 0, tensors.rounded(c, e), tensors.rounded(bias, e)
+    numbers, kept, c_of_e, bias_of_e = held.numbers, columns >= 0, tensors.rounded(c, e), tensors.rounded(bias, e)
+    accumulate, new = numbers.dtype, numbers.new_full
     inverse_temperature = blocks.of_kept(inverse_temperature, kept, 1)
     e = torch.where(kept[:, None], e, 0).to(accumulate)
     block = blocks.Block(
         e @ c_of_e.to(accumulate).T,
-        lse.new_zeros(()) if bias_of_e is None else bias_of_e.to(accumulate),
-        lse.new_ones(()) if weights is None else weights.to(accumulate),
+        new((), 0) if bias_of_e is None else bias_of_e.to(accumulate),
+        new((), 1) if weights is None else weights.to(accumulate),
         columns,
         scale,  # type: ignore[arg-type]
-        None if call.softcap is None else lse.new_full((), call.softcap),
+        None if call.softcap is None else new((), call.softcap),
         inverse_temperature,
     )
-    rows = blocks.folded(torch.where(kept, cotangents, 0), lse, mean) * scale
+    rows = torch.where(kept, cotangents, 0) * scale
     rows = rows if inverse_temperature is None else rows * inverse_temperature
-    of = blocks.Cotangents.of(torch.where(kept, lse, torch.inf), rows, call.with_mean)
+    of = blocks.Cotangents.of(numbers, rows, kept, call.with_mean)
     dz = blocks.cotangents(block, of, accumulate)
     dc = torch.empty_like(c).copy_(dz.T @ e)  # with c's strides
     return dz @ c_of_e.to(accumulate), dc, None if bias is None else dz.sum(0).to(bias.dtype)

@@ -66,8 +66,8 @@ class OwnColumns:
     def references(self, own: Operands, columns: Tensor, saving_for: tuple[bool, ...], call: Call) -> Tensor | None:
         return vocab_statistics.references(own, columns, saving_for, self.setting._replace(call=call))
 
-    def of_all(self, own: Tensor, kept: Tensor) -> Tensor:
-        return vocab_statistics.of_all_columns(own, kept, self.setting)
+    def of_all(self, own: Tensor, kept: Tensor, weights: Tensor | None) -> Tensor:
+        return vocab_statistics.of_all_columns(own, kept, weights, self.setting)
 
     def rows(self, e: Tensor) -> "_Rows":
         return _Rows(e, self.setting)

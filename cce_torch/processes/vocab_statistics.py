@@ -58,12 +58,16 @@ class _Statistics(torch.autograd.Function):
         of_target = references(operands, columns, saving_for, setting)
         own, saved = shards.statistics(operands, of_target, saving_for, call, scale)
         ctx.kind = None if saved is None else shards.kind(operands, call).of_backward
-        found, rows = of_all_columns(own, kept, setting), ctx.setting.call.rows
-        mean = found[-1].clone() if ctx.setting.call.with_mean else None
-        own = torch.where(kept, own, 0)[:rows]
+        found = of_all_columns(own, kept, operands.weights, setting)
+        numbers = found[: ctx.setting.call.rows].clone()
+        between = torch.where(kept, numbers[1] - own[1], 0)
+        numbers[0] += between
+        numbers[1] -= between
+        if ctx.setting.call.with_mean:
+            numbers[-1] += between
         inputs = [x for x, y in zip(inputs, operands, strict=False) if x is not y]  # for first_order
         ctx.inputs = len(inputs)
-        ctx.save_for_backward(*inputs, *operands, own, found[0].clone(), mean, of_target, saved)
+        ctx.save_for_backward(*inputs, *operands, numbers, saved)
         return found
 
     @staticmethod
@@ -93,8 +97,20 @@ def references(operands: Operands, columns: Tensor, saving_for: tuple[bool, ...]
     return torch.where((columns >= 0) & (columns < shard.vocabulary), target, -torch.inf)
 
 
-def of_all_columns(own: Tensor, kept: Tensor, setting: Setting) -> Tensor:
-    """The statistics over all columns, from those over this process' columns; 0 where a token is ignored."""
-    lse, *sums = gathered(torch.where(kept, own, 0), setting.shard).unbind(1)
-    mean = [blocks.mean_over_runs(lse, sums.pop())] if setting.call.with_mean else []
-    return torch.where(kept, torch.stack([torch.logsumexp(lse, 0), *(x.sum(0) for x in sums), *mean]), 0)
+def of_all_columns(own: Tensor, kept: Tensor, weights: Tensor | None, setting: Setting) -> Tensor:
+    """The statistics over all columns, from those over this process' columns; 0 where a token is ignored.
+
+    Relative to the largest reference. weights: of this process' columns; None: 1.
+    """
+    (call, _, _, shard), of_sum = setting, []
+    if call.smooths:
+        weight = shard.stop - shard.start if weights is None else weights.sum(dtype=own.dtype)
+        of_sum = [torch.ones_like(own[:1]) * weight]
+    each = gathered(torch.cat([torch.where(kept, own, 0), *of_sum]), shard).unbind(1)
+    (log_mass, references, target, *sums), of_sum = (each[:-1], each[-1:]) if of_sum else (each, ())
+    reference = references.amax(0)
+    between = references - reference
+    log_mass, rows = log_mass + between, [reference, target.sum(0)]
+    mean = [blocks.mean_over_runs(log_mass, sums.pop() + between)] if call.with_mean else []
+    rows += [(x + between * weight).sum(0) for x, weight in zip(sums, of_sum, strict=True)]
+    return torch.where(kept, torch.stack([torch.logsumexp(log_mass, 0), *rows, *mean]), 0)

@@ -77,28 +77,24 @@ class Block(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """The log-sum-exps, and the cotangents of the statistics times ∂z/∂y without the softcap, (N,) each."""
+    """The references, and the cotangents of the statistics times ∂z/∂y without the softcap, (N,) each."""
 
-    lse: Tensor
-    of_lse: Tensor  # a' of `folded`, where there is a mean
+    reference: Tensor  # ρ of P = exp(z − ρ); P is 0 for ignored tokens
+    of_p: Tensor  # a" of cce_kernels/mean.py
     of_target: Tensor
     of_sum: Tensor | None = None
-    of_mean: Tensor | None = None
+    of_log_p: Tensor | None = None  # μ" of cce_kernels/mean.py
 
     @classmethod
-    def of(cls, lse: Tensor, rows: Tensor, with_mean: bool) -> "Cotangents":
-        """rows: of the statistics, in their order."""
-        of_lse, of_target, *others = rows
-        of_mean = others.pop() if with_mean else None
-        return cls(lse, of_lse, of_target, others[0] if others else None, of_mean)
-
-
-def folded(rows: Tensor, lse: Tensor, mean: Tensor | None) -> Tensor:
-    """The cotangents of the statistics with a' in place of a, as cce_kernels/mean.py has it. mean: None without one."""
-    if mean is None:
-        return rows
-    of_mean = rows[-1]
-    return torch.cat([(rows[0] + of_mean + of_mean * (lse - mean))[None], rows[1:]])
+    def of(cls, numbers: Tensor, rows: Tensor, live: Tensor, with_mean: bool) -> "Cotangents":
+        """numbers: the statistics; rows: their cotangents, in their order, 0 for ignored tokens. live: the others."""
+        (of_mass, _, of_target, *others), share = rows, torch.where(live, torch.exp(-numbers[0]), 0)
+        of_log_p = None
+        if with_mean:
+            of_mean = others.pop()
+            of_mass, of_log_p = of_mass + torch.where(live, of_mean * (1 - numbers[-1]), 0), of_mean * share
+        reference = torch.where(live, numbers[1], torch.finfo(numbers.dtype).max)
+        return cls(reference, of_mass * share, of_target, others[0] if others else None, of_log_p)
 
 
 def of_kept(x: Tensor | None, kept: Tensor, fill: float) -> Tensor | None:
@@ -129,15 +125,19 @@ def each(
         )
 
 
-def fit_float16(factors: Tensor, weights: Tensor | None, with_mean: bool) -> tuple[Tensor, Tensor]:
+def fit_float16(factors: Tensor, numbers: Tensor, weights: Tensor | None, with_mean: bool) -> tuple[Tensor, Tensor]:
     """factors divided by a unit, and the unit, so that dz does not overflow float16 and few elements underflow.
 
-    |p·log p| ≤ 1, so that the last row needs no more room than the others if it is of_mean.
+    factors: the cotangents of the statistics; numbers: the statistics. |p·log p| ≤ 1, so that the mean's needs no more
+    room than the others beside what cce_kernels.gradients.fitted adds to the first.
     """
-    size = factors.abs()
-    if size.shape[0] == 3 + with_mean and weights is not None:
-        size[2] *= weights.abs().amax()
-    bound = size.sum(0)
+    of_mass, _, *others = factors
+    if with_mean:
+        of_mass = of_mass + others[-1] * (1 + numbers[0] - numbers[-1])
+    sizes = [x.abs() for x in (of_mass, *others)]
+    if len(others) == 2 + with_mean and weights is not None:
+        sizes[2] = sizes[2] * weights.abs().amax()
+    bound = torch.stack(sizes).sum(0)
     largest = torch.where(bound.isfinite(), bound, 0).amax()
     unit = torch.where(largest > 0, largest, 1) / FLOAT16_LARGEST
     return factors / unit, unit
@@ -213,32 +213,28 @@ def mean_over_runs(lse: Tensor, mean: Tensor) -> Tensor:
 
 
 def reduced(block: Block, rows: tuple) -> tuple:
-    """Equations (1)-(3') over the groups up to this one, from those over the groups before it.
+    """The sums of equations (1)-(3') over the groups up to this one, from those over the groups before it.
 
-    In place of the log-sum-exp, which would be rounded at each group, the largest logit and Σ exp(z − largest) are
-    carried.
+    rows: the largest logit, to which the sums are relative; Σ exp; the targets' logits; Σ w·z and Σ w; Σ exp·z. None
+    where a sum is not asked for.
     """
-    (before, mass, target, total, mean), own, weights = rows, block.own, block.weights
+    (before, mass, target, total, weight, moment), own, weights = rows, block.own, block.weights
     z = _divided(_capped(block), block)
     here = (own >= 0) & (own < z.shape[1])
     picked = z.gather(1, own.clamp(0, z.shape[1] - 1).long()[:, None])[:, 0]
-    if total is not None:
-        total = total + torch.where(weights == 0, 0, weights * z).sum(1)
-    if mean is not None:
-        runs = torch.stack([log_sum_exp(before, mass), torch.logsumexp(z, 1)])
-        mean = mean_over_runs(runs, torch.stack([mean, mean_of(z)]))
     largest = torch.maximum(before, z.amax(1))
-    origin = _finite(largest)
-    mass = mass * torch.exp(before - origin) + torch.exp(z - origin[:, None]).sum(1)
-    return largest, mass, torch.where(here, picked, target), total, mean
+    origin = finite(largest)
+    between, share, z = finite(before) - origin, torch.exp(before - origin), z - origin[:, None]
+    p = torch.exp(z)
+    if total is not None:
+        total = total + between * weight + torch.where(weights == 0, 0, weights * z).sum(1)
+        weight = weight + weights.sum()
+    if moment is not None:
+        moment = share * (moment + between * mass) + (p * torch.where(p == 0, 0, z)).sum(1)
+    return largest, mass * share + p.sum(1), torch.where(here, picked, target), total, weight, moment
 
 
-def log_sum_exp(largest: Tensor, mass: Tensor) -> Tensor:
-    """From what `reduced` carries."""
-    return _finite(largest) + torch.log(mass)
-
-
-def _finite(largest: Tensor) -> Tensor:
+def finite(largest: Tensor) -> Tensor:
     """What the logits are relative to: 0 where no largest logit is finite."""
     return torch.where(largest.isfinite(), largest, 0)
 
@@ -246,9 +242,9 @@ def _finite(largest: Tensor) -> Tensor:
 def cotangents(block: Block, of: Cotangents, dtype: torch.dtype) -> Tensor:
     """dz of equation (6), in dtype."""
     capped, softcap = _capped(block), block.softcap
-    log_p, factor = _divided(capped, block) - of.lse[:, None], of.of_lse[:, None]
-    if of.of_mean is not None:
-        factor = factor + of.of_mean[:, None] * log_p.clamp(min=LEAST_LOG)
+    log_p, factor = _divided(capped, block) - of.reference[:, None], of.of_p[:, None]
+    if of.of_log_p is not None:
+        factor = factor + of.of_log_p[:, None] * log_p.clamp(min=LEAST_LOG)
     dz = factor * torch.exp(log_p)
     is_target = torch.arange(dz.shape[1], device=dz.device) == block.own[:, None]
     dz = dz + torch.where(is_target, of.of_target[:, None], 0)

@@ -103,17 +103,18 @@ def run_statistics(
     with plainly(e):
         accumulate, operand = blocks.types(e)
         if not e.shape[0]:
-            return e.new_empty((2 + with_sum + with_mean, 0), dtype=accumulate)
+            return e.new_empty((3 + with_sum + with_mean, 0), dtype=accumulate)
         largest = e.new_full(columns.shape, -torch.inf, dtype=accumulate)
-        asked = (True, True, with_sum, with_mean)
-        rows: tuple[Any, ...] = (largest, *(torch.zeros_like(largest) if x else None for x in asked))
+        asked, zeros = (True, True, with_sum, with_sum, with_mean), torch.zeros_like(largest)
+        rows: tuple[Any, ...] = (largest, *(zeros if x else None for x in asked))
         operands = Operands(e.to(operand), c, bias, columns, weights, inverse_temperature)
         for _, _, block in blocks.each(operands, scale, softcap, memory_budget, e.dtype):
             rows = blocks.fused(blocks.reduced, block, rows)
             del block
-        largest, mass, *others = rows
-        found = [blocks.log_sum_exp(largest, mass), *(x for x in others if x is not None)]
-        return torch.where(columns >= 0, torch.stack(found), 0)
+        largest, mass, target, total, _, moment = rows
+        mean = None if moment is None else moment / torch.where(mass == 0, 1, mass)
+        found = torch.log(mass), blocks.finite(largest), target, total, mean
+        return torch.where(columns >= 0, torch.stack([x for x in found if x is not None]), 0)
 
 
 @torch.library.custom_op("cce_torch::compiled_gradients", mutates_args=())
@@ -138,8 +139,7 @@ def run_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Equations (6) and (7): de, dc and dbias. A gradient that is not wanted has no elements. dc is written once.
 
-    output: the statistics, of which the first row is read, lse, and with_mean the last, the mean. wide_e: de is not
-    rounded to e's type.
+    output: the statistics. wide_e: de is not rounded to e's type.
     """
     with plainly(e):
         accumulate, operand = blocks.types(e)
@@ -147,16 +147,14 @@ def run_gradients(
         if not e.shape[0]:
             return de, dc.zero_(), dbias.zero_()
         live = columns >= 0
-        lse = torch.where(live, output[0], torch.inf)  # makes p = 0 for ignored tokens
         inverse = blocks.of_kept(inverse_temperature, live, 1)
-        # a', t̂, s and μ, each times scale and the inverse of the temperature
-        cotangents = torch.where(live, cotangents, 0).contiguous()
-        factors = blocks.folded(cotangents, output[0], output[-1] if with_mean else None) * scale
+        # a, t̂, s and μ, each times scale and the inverse of the temperature
+        factors = torch.where(live, cotangents, 0).contiguous() * scale
         factors = factors if inverse is None else factors * inverse
         unit = None
         if operand == torch.float16:
-            factors, unit = blocks.fit_float16(factors, weights, with_mean)
-        of = blocks.Cotangents.of(lse, factors, with_mean)
+            factors, unit = blocks.fit_float16(factors, output, weights, with_mean)
+        of = blocks.Cotangents.of(output, factors, live, with_mean)
         sums = torch.zeros_like(de, dtype=accumulate)
         e_live = torch.where(live[:, None], e, 0).to(operand)  # dz = 0 is not enough: 0 · NaN is NaN
         operands = Operands(e_live, c, bias, columns, weights, inverse)
@@ -181,7 +179,7 @@ def run_gradients(
 
 @run_statistics.register_fake
 def _(e, c, bias, columns, weights, inverse_temperature, scale, softcap, with_sum, with_mean, memory_budget):
-    rows = 2 + with_sum + with_mean
+    rows = 3 + with_sum + with_mean
     return e.new_empty((rows, e.shape[0]), dtype=torch.promote_types(e.dtype, torch.float32))
 
 

@@ -35,7 +35,9 @@ def statistics(operands: Operands, call: Call, scale: float) -> Tensor:
         z, live = logits(operands, call, scale), columns >= 0
         own = columns.clamp(0, vocabulary - 1).long()
         target = torch.where(columns < vocabulary, z.gather(1, own[:, None])[:, 0], 0)
-        rows = [torch.logsumexp(z, 1), target]
+        reference = blocks.finite(z.detach().amax(1))
+        z = z - reference[:, None]
+        rows = [torch.logsumexp(z, 1), reference, target]
         if call.smooths:
             w = z.new_ones(vocabulary) if weights is None else weights.to(z.dtype)
             rows.append(torch.where(w == 0, 0, w * z).sum(1))

@@ -14,8 +14,8 @@ from jax import lax
 from cce_kernels import given_ids
 from cce_kernels.engines.engine import Multiplying, Problem
 from cce_kernels.gradients import Products, fitted, unscaled, without_ignored
-from cce_kernels.mean import folded
-from cce_kernels.numbers import Cotangents, Gradients, Inputs, Statistics, Wanted
+from cce_kernels.mean import relative
+from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Statistics, Wanted
 from cce_kernels.plan.plan import FEW_KEPT, Plan
 from cce_kernels.tokens import Kept
 
@@ -25,9 +25,8 @@ class Arranged(NamedTuple):
 
     plan: Plan
     inputs: Inputs
-    numbers: Statistics
-    reference: jax.Array | None  # ρ of the saved exponentials; None: nothing is saved
-    cotangents: Cotangents  # of mean.folded unless exponentials are saved, without those of ids
+    numbers: Statistics  # the reference is FLOAT32_MAX for ignored tokens
+    cotangents: Cotangents  # without those of ids
     at_ids: given_ids.AtIds | None  # dz at the given ids; None: their logits have no cotangents
     unit: jax.Array | None  # the number that the cotangents and at_ids were divided by; None: 1
     kept: Kept | None  # None: ignored tokens are not looked for
@@ -35,38 +34,39 @@ class Arranged(NamedTuple):
     are_few: jax.Array | None  # whether fewer than FEW_KEPT of the tokens are kept; None: they are not looked for
 
     @classmethod
-    def of(
-        cls, inputs: Inputs, numbers: Statistics, reference: jax.Array | None, cotangents: Cotangents, plan: Plan
-    ) -> "Arranged":
+    def of(cls, inputs: Inputs, numbers: Statistics, cotangents: Cotangents, plan: Plan) -> "Arranged":
         # Without the barrier XLA would reuse the forward pass's copy of the kept rows of e, and hold it between the
         # passes, or make the copy in which ignored rows are 0 before the forward pass. The barrier makes such a copy
         # depend on the forward pass's result. No array of the caller's goes through it: XLA takes what comes out for
         # another array, and may write a result of the caller's over the array while kernels still read what came out.
-        kept, at_ids = None, None
-        if reference is None:
-            cotangents = folded(cotangents, numbers)
+        kept, at_ids, numbers = None, None, numbers._replace(sum=None)
         if cotangents.ids is not None:
             at_ids = given_ids.dz_at(inputs, numbers, cotangents, plan.call)
-        inputs = inputs._replace(ids=None)
+        inputs, numbers = inputs._replace(ids=None), numbers._replace(ids=None)
         if plan.finds_ignored:
             kept = Kept.of(inputs.targets, plan.rows)
-            cotangents, reference = kept.gathered((cotangents, reference), 0)
+            reference = kept.gathered(numbers.reference, FLOAT32_MAX)
+            cotangents, numbers = kept.gathered((cotangents, numbers), 0)
             at_ids = kept.gathered(at_ids, -1)
-            numbers = Statistics(kept.gathered(numbers.lse, jnp.inf), kept.gathered(numbers.target, 0), None)
             inputs = kept.first(inputs)
-            kept, numbers, reference = lax.optimization_barrier((kept, numbers, reference))
+            kept, numbers = lax.optimization_barrier((kept, numbers._replace(reference=reference)))
         else:
-            inputs, lse, cotangents = without_ignored(inputs, numbers.lse, cotangents, plan.rows)
-            missing = [(0, plan.rows - plan.call.tokens), (0, 0)]
-            at_ids = jax.tree.map(lambda x: jnp.pad(x, missing, constant_values=-1), at_ids)
-            numbers = Statistics(lse, numbers.target, None)
-        cotangents, unit = fitted(cotangents, inputs)
+            missing = plan.rows - plan.call.tokens
+            inputs, reference, cotangents = without_ignored(inputs, numbers.reference, cotangents, plan.rows)
+            at_ids = jax.tree.map(lambda x: jnp.pad(x, [(0, missing), (0, 0)], constant_values=-1), at_ids)
+            numbers = jax.tree.map(lambda x: jnp.pad(x, (0, missing)), numbers)._replace(reference=reference)
+        cotangents, unit = fitted(cotangents, numbers, inputs)
         if at_ids is not None and unit is not None:
             at_ids = at_ids._replace(dz=at_ids.dz / unit)
         cotangents = cotangents._replace(ids=None)
         count = jnp.full(1, plan.rows, jnp.int32) if kept is None else kept.count
         are_few = None if kept is None else count[0] < FEW_KEPT * plan.rows
-        return cls(plan, inputs, numbers, reference, cotangents, at_ids, unit, kept, count, are_few)
+        return cls(plan, inputs, numbers, cotangents, at_ids, unit, kept, count, are_few)
+
+    @property
+    def relative(self) -> Cotangents:
+        """The cotangents relative to exponentials of the numbers' reference."""
+        return relative(self.cotangents, self.numbers, self.inputs.targets >= 0)
 
     @property
     def problem(self) -> Problem:

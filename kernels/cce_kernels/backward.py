@@ -7,28 +7,23 @@ import jax
 from cce_kernels import recomputed
 from cce_kernels import saved as all_saved
 from cce_kernels.arranged import Arranged
-from cce_kernels.exponentials import references
-from cce_kernels.numbers import Cotangents, Gradients, Inputs, Shard, Statistics
+from cce_kernels.numbers import Cotangents, Gradients, Inputs, Statistics
 from cce_kernels.plan.plan import Plan, Recomputed, Saved
 
 
 def gradients(
-    inputs: Inputs, numbers: Statistics, saved: Any, cotangents: Cotangents, plan: Plan, shard: Shard | None = None
+    inputs: Inputs, numbers: Statistics, saved: Any, cotangents: Cotangents, plan: Plan
 ) -> tuple[Gradients, jax.Array | None]:
     """de, dc and dbias in e's type, None where not wanted; and saved, which has been overwritten.
 
     numbers and saved (an array or None): the results of forward.statistics with the same plan. Ignored tokens
     contribute nothing.
-    shard: given if the columns are a shard of the vocabulary. The cotangents are then of the numbers over all columns,
-    and de is the sum over these columns alone. de is at least float32 if plan.call.wide_de, and so are dc and dbias if
-    plan.call.wide_dc.
+    If the columns are a shard of the vocabulary, numbers and cotangents are those over all columns, but the reference
+    is the shard's own, and de is the sum over these columns alone. de is at least float32 if plan.call.wide_de, and so
+    are dc and dbias if plan.call.wide_dc.
     """
-    way, reference = plan.gradients, None
-    if saved is not None:
-        reference = references(numbers, inputs.targets, plan.call.vocabulary, shard)
-    if shard is not None:
-        numbers = numbers._replace(lse=shard.lse, mean=shard.mean)
-    run = Arranged.of(inputs, numbers, reference, cotangents, plan)
+    way = plan.gradients
+    run = Arranged.of(inputs, numbers, cotangents, plan)
     if isinstance(way, Saved):
         assert saved is not None
         return all_saved.gradients(run, way, saved)

@@ -2,16 +2,17 @@
 
 The forward pass saves P (N, V), bfloat16, with the kept tokens first (cce_kernels/tokens.py):
 
-    P_iv = exp(z_iv − ρ_i) · u_iv     ρ_i = target_i;  ρ_i = lse_i where lse_i − target_i > LARGEST or t_i is no column
+    P_iv = exp(z_iv − ρ_i) · u_iv     ρ_i = target_i;  ρ_i ≈ lse_i where lse_i − target_i > LARGEST or t_i is no column
 
-ρ is the reference of P. u = ∂z/∂y is the slope of the softcap at z, and 1 without one. Saving the exponential, not the
-logit, keeps a relative error of 2⁻⁹ however large the logit is; and u, which is 1 − (z/κ)², keeps its digits where z is
-close to κ. P cannot overflow: it is at most exp(LARGEST), and bfloat16 has float32's range. Then
+ρ is the token's reference (numbers.Statistics). u = ∂z/∂y is the slope of the softcap at z, and 1 without one. Saving
+the exponential, not the logit, keeps a relative error of 2⁻⁹ however large the logit is; and u, which is 1 − (z/κ)²,
+keeps its digits where z is close to κ. P cannot overflow: it is at most exp(LARGEST), and bfloat16 has float32's range.
+Then
 
-    p_iv · u_iv = P_iv · exp(ρ_i − lse_i)
+    p_iv · u_iv = P_iv · exp(−m_i)     m_i = log Σ_v exp(z_iv − ρ_i)
 
 Without a weighted sum, dz is linear in p·u, and the backward pass forms no dz: it multiplies P itself.
-Let r_i = a_i·exp(ρ_i − lse_i), or SMALLEST·t̂_i·u_i,t_i if that is larger in absolute value. Then
+Let r_i = a_i·exp(−m_i), or SMALLEST·t̂_i·u_i,t_i if that is larger in absolute value. Then
 
     P_i,t_i ← (a_i·p_i,t_i + t̂_i)·u_i,t_i / r_i       de = r·(P·c)         dc = Pᵀ·(r·e)         dbias = Pᵀ·r
 
@@ -34,7 +35,7 @@ from jax import lax
 
 from cce_kernels.call import Call
 from cce_kernels.head import Head
-from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Shard, Statistics
+from cce_kernels.numbers import Cotangents, Inputs, Statistics
 
 LARGEST = 30.0  # nats, 2^43
 SMALLEST = 2.0**-70
@@ -54,24 +55,6 @@ def saved_shape(tokens: int, vocabulary: int) -> tuple[int, int]:
     return tokens, -(-vocabulary // multiple) * multiple
 
 
-def by_target(lse: jax.Array, target: jax.Array) -> jax.Array:
-    """Whether a kept token's reference ρ is its target's logit, (N,). target: −FLOAT32_MAX if it names no column."""
-    return lse - target <= LARGEST
-
-
-def references(numbers: Statistics, targets: jax.Array, vocabulary: int, shard: Shard | None) -> jax.Array:
-    """ρ, (N,), finite where a token is ignored.
-
-    shard: given if the columns are a shard of the vocabulary. The lse of these columns then chooses ρ.
-    """
-    if shard is None:
-        target = jnp.where(targets < vocabulary, numbers.target, -FLOAT32_MAX)
-    else:
-        assert shard.reference is not None
-        target = jnp.where(targets < 0, 0.0, shard.reference)
-    return jnp.where((targets < 0) | by_target(numbers.lse, target), target, numbers.lse)
-
-
 class Factors(NamedTuple):
     """The numbers with which matmuls of P itself give the gradients, (N,) each."""
 
@@ -79,13 +62,13 @@ class Factors(NamedTuple):
     at_target: jax.Array  # the number that replaces P's element at the target
 
 
-def factors(reference: jax.Array, numbers: Statistics, of: Cotangents, inputs: Inputs, head: Head) -> Factors:
-    """r without the factor of the inputs, and P's new elements at the targets."""
+def factors(numbers: Statistics, of: Cotangents, inputs: Inputs, head: Head) -> Factors:
+    """r without the factor of the inputs, and P's new elements at the targets. of: 0 for ignored tokens."""
     u = 1.0 if head.softcap is None else head.slope(inputs.capped(numbers.target))
     raised = SMALLEST * of.target * u
-    r = of.lse * jnp.exp(reference - numbers.lse)
+    r = of.lse * jnp.exp(-numbers.log_mass)
     r = jnp.where(jnp.abs(r) < jnp.abs(raised), raised, r)
-    at_target = (of.lse * jnp.exp(numbers.target - numbers.lse) + of.target) * u
+    at_target = (of.lse * jnp.exp(numbers.log_p(numbers.target)) + of.target) * u
     return Factors(r, jnp.where(r == 0, 0.0, at_target / jnp.where(r == 0, 1.0, r)))
 
 

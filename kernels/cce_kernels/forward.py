@@ -1,11 +1,13 @@
 """The forward pass: target → sums → rescue → saved exponentials. The plan says which engine runs each step.
 
-    lse_i = log Σ_v exp z_iv     target_i = z_i,t_i     sum_i = Σ_v w_v z_iv     mean_i = Σ_v exp(z_iv − lse_i) z_iv
+    log_mass_i = log Σ_v exp(z_iv − ρ_i)     target_i = z_i,t_i     sum_i = Σ_v w_v (z_iv − ρ_i)
+    mean_i = Σ_v p_iv (z_iv − ρ_i)
 
 The logits of given ids are computed apart from these steps (cce_kernels/given_ids.py).
-Each sum is of exp(z − reference), where the reference is the target's logit. Where such a sum overflows, the rescue
-step computes that log-sum-exp again, and the mean with it, with a running maximum. (The xla engine finds the target's
-logit and a running log-sum-exp in one pass, and needs neither a reference nor a rescue.)
+The reference ρ is the target's logit. Where a sum of exp(z − ρ) overflows, the rescue step computes it again, and the
+mean with it, relative to a running maximum. Where that is so, and where lse exceeds the target's logit by more than
+LARGEST, or there is no target, the token's numbers are given relative to about its lse. (The xla engine finds the
+target's logit and a running maximum in one pass. The maximum is its reference: it needs no rescue.)
 """
 
 import jax
@@ -13,7 +15,7 @@ import jax.numpy as jnp
 
 from cce_kernels import given_ids
 from cce_kernels.engines.engine import Problem, Sums
-from cce_kernels.exponentials import by_target
+from cce_kernels.exponentials import LARGEST
 from cce_kernels.mean import over_runs
 from cce_kernels.numbers import FLOAT32_MAX, Inputs, Statistics
 from cce_kernels.plan.plan import Forward, Plan
@@ -42,8 +44,9 @@ def statistics(
 
     A logit of a target or an id that names no column is 0, and so are those of an ignored token's ids. Its other
     numbers and its exponentials are arbitrary; if `cleared`, they are 0.
-    reference: numbers.Shard.reference if the columns are a shard of the vocabulary. The numbers are then of the shard's
-    columns, and the log-sum-exp is −inf where their exponentials underflow relative to the reference.
+    reference: if the columns are a shard of the vocabulary, the target's logit, whichever shard has it; −FLOAT32_MAX
+    where none has it. The numbers are then of the shard's columns, and log_mass is −inf where their exponentials
+    underflow relative to the reference.
     """
     kept = Kept.of(inputs.targets, plan.rows) if plan.finds_ignored else None
     ids = None if inputs.ids is None else given_ids.logits(inputs, plan.call, plan.gpu)
@@ -75,19 +78,36 @@ def of_rows(
     """
     sums = _sums(problem, at, reference, how, save)
     assert sums.target is not None
-    numbers = Statistics(
-        sums.lse[0] if len(sums.lse) == 1 else jax.nn.logsumexp(sums.lse, axis=0),
-        jnp.where(_named(problem), sums.target, 0.0),
-        None if sums.sum is None else jnp.sum(sums.sum, axis=0),
-        None if sums.mean is None else over_runs(sums.lse, sums.mean),
-    )
+    numbers = _of_parts(sums, problem, reference)
+    numbers = numbers._replace(target=jnp.where(_named(problem), sums.target, 0.0))
     if sums.saved is None:
         return numbers, None, None
-    # `sums` did not know lse yet.
-    by_lse = (problem.inputs.targets >= 0) & ~by_target(numbers.lse, sums.target)
+    # `sums` did not know that these tokens have another reference.
+    others = (problem.inputs.targets >= 0) & (numbers.reference != reference)
     assert how.rescue is not None
-    saved = how.rescue.engine.saved_by_lse(how.rescue, problem, numbers.lse, by_lse, sums.saved)
+    saved = how.rescue.engine.saved_again(how.rescue, problem, numbers.reference, others, sums.saved)
     return numbers, saved, sums.masses
+
+
+def _of_parts(sums: Sums, problem: Problem, reference: jax.Array | None) -> Statistics:
+    """The numbers over all parts, each token's relative to one reference; the target is that of sums."""
+    log_mass, of_parts, total, mean = sums.log_mass, sums.reference, sums.sum, sums.mean
+    assert of_parts is not None
+    assert sums.target is not None
+    total = None if total is None else jnp.sum(total, axis=0)
+    if reference is None:  # of the xla engine, which has one part
+        return Statistics(log_mass[0], of_parts[0], sums.target, total, None if mean is None else mean[0])
+    peak = jnp.max(of_parts, axis=0)
+    further = of_parts - peak
+    of_all = jax.nn.logsumexp(log_mass + further, axis=0)
+    mean = None if mean is None else over_runs(log_mass + further, mean + further)
+    numbers = Statistics(of_all, peak, sums.target, None, mean)
+    numbers = numbers.relative_to(jnp.where(of_all <= LARGEST, peak, peak + of_all))
+    if total is not None:
+        weights = problem.inputs.weights
+        weight = problem.call.vocabulary if weights is None else jnp.sum(weights)
+        total += (reference - numbers.reference) * weight
+    return numbers._replace(sum=total)
 
 
 def _arranged(inputs: Inputs, kept: Kept | None, plan: Plan) -> tuple[Inputs, Rows]:
@@ -123,7 +143,8 @@ def _sums(problem: Problem, at: Rows, reference: jax.Array | None, how: Forward,
     sums = how.sums.engine.sums(how.sums, problem, at, reference, save)
     if reference is None:
         return sums
+    sums = sums._replace(reference=jnp.broadcast_to(reference, sums.log_mass.shape), target=reference)
     for step, relative_to, where in ((how.scattered, reference, at), (how.rescue, None, at._replace(starts=None))):
         if step is not None:
-            sums = step.engine.recomputed_lse(step, problem, where, relative_to, sums)
-    return sums._replace(target=reference)
+            sums = step.engine.recomputed(step, problem, where, relative_to, sums)
+    return sums

@@ -24,6 +24,7 @@ from cce_kernels.call import Call
 from cce_kernels.device import Gpu
 from cce_kernels.gradients import FormDz
 from cce_kernels.head import Head
+from cce_kernels.mean import relative
 from cce_kernels.numbers import Cotangents, Inputs, Statistics
 from cce_kernels.tokens import in_chunks
 from cce_kernels.windows import Window
@@ -70,13 +71,13 @@ def columns_of(inputs: Inputs, head: Head) -> jax.Array:
 
 
 def dz_at(inputs: Inputs, numbers: Statistics, of: Cotangents, call: Call) -> AtIds:
-    """dz at the ids. numbers.lse: of the whole vocabulary. of: the cotangents of mean.folded."""
+    """dz at the ids. numbers: over the whole vocabulary."""
     assert numbers.ids is not None
     assert of.ids is not None
     head, inputs = call.head, _without_ignored(inputs)
     columns, inverse = columns_of(inputs, head), inputs.inverse_temperature
     x = numbers.ids if inverse is None else numbers.ids / inverse[:, None]
-    log_p = numbers.ids - numbers.lse[:, None]
+    log_p, of = numbers.ids - numbers.reference[:, None], relative(of, numbers, inputs.targets >= 0)
     weights = None if inputs.weights is None else inputs.weights[jnp.maximum(columns, 0)]
     of_tokens = jax.tree.map(lambda x: x[:, None], of._replace(ids=None))
     of_tokens = of_tokens._replace(ids=in_chunks(_of_repeated, (columns, of.ids), _chunk(call, 4 * call.ids)))

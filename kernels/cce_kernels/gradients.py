@@ -19,7 +19,7 @@ from jax import lax
 from cce_kernels.block_floats import decode, in_blocks, integers, steps_of
 from cce_kernels.call import Call
 from cce_kernels.float16 import FLOAT16_LARGEST, OF_EXPONENT, SMALLEST_ROW
-from cce_kernels.numbers import Cotangents, Gradients, Inputs
+from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Statistics
 from cce_kernels.windows import Groups, Window
 
 ALL_COLUMNS = Window(*[np.int32(0)] * 3)  # the window of the one group that is the whole vocabulary
@@ -82,12 +82,12 @@ def add_groups(gradients: Gradients, form_dz: FormDz, groups: Groups, products: 
 
 
 def without_ignored(
-    inputs: Inputs, lse: jax.Array, cotangents: Cotangents, rows: int
+    inputs: Inputs, reference: jax.Array, cotangents: Cotangents, rows: int
 ) -> tuple[Inputs, jax.Array, Cotangents]:
-    """Inputs, lse and cotangents in which ignored tokens have e = 0, cotangents 0 and lse = inf: their dz is then 0.
+    """The same with e = 0, cotangents 0 and the reference FLOAT32_MAX for ignored tokens: their dz is then 0.
     Their temperature is 1.
 
-    lse = inf makes p = 0. With lse = 0 a large bias would make p inf, and 0 · inf is NaN. Ignored tokens are appended
+    That reference makes P = 0. With 0 a large bias would make P inf, and 0 · inf is NaN. Ignored tokens are appended
     until there are so many rows. e is copied after the forward pass, on which the targets are made to depend.
     """
     live, missing = inputs.targets >= 0, rows - inputs.targets.size
@@ -97,10 +97,11 @@ def without_ignored(
         return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=fill)
 
     cotangents = jax.tree.map(lambda x: kept(x, live, 0), cotangents)
-    targets, lse = lax.optimization_barrier((kept(inputs.targets, live, -1), kept(lse, live, jnp.inf)))
+    given = kept(inputs.targets, live, -1), kept(reference, live, FLOAT32_MAX)
+    targets, reference = lax.optimization_barrier(given)
     e, inverse = kept(inputs.e, targets[: live.size] >= 0, 0), inputs.inverse_temperature
     inverse = None if inverse is None else kept(inverse, live, 1)
-    return inputs._replace(e=e, targets=targets, inverse_temperature=inverse), lse, cotangents
+    return inputs._replace(e=e, targets=targets, inverse_temperature=inverse), reference, cotangents
 
 
 def unscaled(x: jax.Array, unit: jax.Array | None, dtype) -> jax.Array:
@@ -139,18 +140,22 @@ def multiplied(de: De, of_token: jax.Array, call: Call) -> jax.Array:
     return (values * by).astype(call.de_dtype)
 
 
-def fitted(cotangents: Cotangents, inputs: Inputs) -> tuple[Cotangents, jax.Array | None]:
+def fitted(cotangents: Cotangents, numbers: Statistics, inputs: Inputs) -> tuple[Cotangents, jax.Array | None]:
     """For float16: the cotangents divided by a unit, and the unit. For other types: the cotangents and None.
 
     The unit makes the largest possible |dz| FLOAT16_LARGEST, so that nothing overflows and few elements underflow. With
-    a cotangent μ of the mean |dz| is at most |a'| + |μ|/e + …, as p·|log p| ≤ 1/e (cce_kernels/mean.py).
-    cotangents: of mean.folded.
+    a cotangent μ of the mean |dz| is at most |a + μ + μ·entropy| + |μ|/e + …, as p·|log p| ≤ 1/e and p·(1 + z − mean) =
+    p·(1 + entropy + log p) (cce_kernels/mean.py).
     """
     if inputs.e.dtype != jnp.float16:
         return cotangents, None
     factor, of_tokens = 1.0 if inputs.factor is None else inputs.factor, cotangents
+    if cotangents.mean is not None:
+        assert numbers.mean is not None
+        entropy = numbers.log_mass - numbers.mean
+        of_tokens = cotangents._replace(lse=cotangents.lse + cotangents.mean + cotangents.mean * entropy)
     if cotangents.ids is not None:  # they add where all ids of a token are one
-        of_tokens = cotangents._replace(ids=jnp.sum(jnp.abs(cotangents.ids), axis=1))
+        of_tokens = of_tokens._replace(ids=jnp.sum(jnp.abs(cotangents.ids), axis=1))
     sizes = jax.tree.map(lambda x: jnp.abs(x * factor), of_tokens)
     if sizes.sum is not None and inputs.weights is not None:
         sizes = sizes._replace(sum=sizes.sum * jnp.max(jnp.abs(inputs.weights)))

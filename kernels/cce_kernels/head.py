@@ -5,9 +5,10 @@
     ∂z/∂(e·c) = ∂z/∂b = scale · τ · (1 − (x / softcap)²)
 
 Let a, t̂, s and μ be the cotangents of the log-sum-exp, of the target's logit, of the weighted sum of the logits and of
-their mean, and p = exp(z − lse) the softmax. Then, with a' of cce_kernels/mean.py,
+their mean, and p = exp(z − lse) the softmax. Then, with P = exp(z − ρ) relative to a reference ρ of the token, and the
+cotangents a" and μ" of cce_kernels/mean.py,
 
-    dz = ((a' + μ·log p)·p + t̂·[v = t] + s·w_v) · ∂z/∂(e·c)
+    dz = ((a" + μ"·log P)·P + t̂·[v = t] + s·w_v) · ∂z/∂(e·c)
 
 and at a given id the cotangents of its logit are added to the sum in brackets (cce_kernels/given_ids.py).
 
@@ -65,7 +66,7 @@ class Head:
         """dz, the cotangent of the raw product e·c. Every argument broadcasts against x.
 
         x is read only if the softcap is set. weights, factor: None for 1; factor: numbers.Inputs.factor.
-        of: of mean.folded. log_p: read only if of.mean is there; may be −inf.
+        p, log_p: exp(z − ρ) and its logarithm, read only if of.mean is there, which may be −inf. of: of mean.relative.
         """
         of_lse = of.lse
         if of.mean is not None:

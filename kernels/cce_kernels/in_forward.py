@@ -16,8 +16,8 @@ Kept tokens come first (cce_kernels/tokens.py), so that chunks at the end may ha
 With a weighted sum or a mean of the logits, dz takes the place of P: de = dz·c and dc + dzᵀ·e.
 
 A chunk has two halves: `numbers_of`, and `gradients_of` with the cotangents of these numbers. Where the columns are a
-shard of the vocabulary, the numbers are exchanged with the other shards in between. P stays relative to a reference
-that all shards know; r takes the log-sum-exp of all columns. de is then a part of a sum over shards, in float32.
+shard of the vocabulary, the numbers are exchanged with the other shards in between. P stays relative to the shard's own
+reference; r takes the log-mass of all columns. de is then a part of a sum over shards, in float32.
 
 Where de alone is wanted, the forward pass can form it without any cotangent. With the cotangents a and t̂ of lse and of
 the target's logit, the slope u of the softcap and the factor f of the inputs, scale times the inverse temperature,
@@ -40,12 +40,12 @@ from cce_kernels.block_floats import steps_shape
 from cce_kernels.block_sparse import Blocks, Tokens, all_blocks, kept_blocks
 from cce_kernels.engines.engine import Problem
 from cce_kernels.engines.xla.chunk import dz_of, numbers_and_logits
-from cce_kernels.exponentials import dbias_of, factors, references, saved_shape, scaled
+from cce_kernels.exponentials import dbias_of, factors, saved_shape, scaled
 from cce_kernels.forward import of_rows, reference_of
 from cce_kernels.gradients import ALL_COLUMNS, De, Left, divided, multiplied
 from cce_kernels.head import Head
-from cce_kernels.mean import folded, of_exponentials
-from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Shard, Statistics
+from cce_kernels.mean import cleared, of_exponentials, relative
+from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Statistics
 from cce_kernels.plan.plan import InForward, Plan
 from cce_kernels.residuals import Residuals
 from cce_kernels.tokens import Kept, Rows
@@ -102,8 +102,9 @@ def begin(
     """The numbers of all tokens, and the gradients of S. of_tokens: a tree of arrays with a row for each token.
 
     cleared: what is left for the backward pass is 0, not arbitrary, where a token is ignored.
-    reference, of_all_columns: for a shard of the vocabulary, numbers.Shard.reference and the exchange of numbers. The
-    numbers are then of all columns, and the gradients of the shard's columns. of_all_columns is called for each chunk.
+    reference, of_all_columns: for a shard of the vocabulary, forward.statistics' reference and the exchange of numbers.
+    The numbers are then of all columns, and the gradients of the shard's columns. of_all_columns is called for each
+    chunk.
     """
     how, call = _way(plan), plan.call
     kept, zeros = Kept.of(inputs.targets, how.chunks.rows), jnp.zeros(how.chunks.rows, call.sum_dtype)
@@ -115,7 +116,8 @@ def begin(
         found = own if of_all_columns is None else of_all_columns(own)
         return Formed(found, *gradients_of(given, columns, own, found, cotangents_of(found, of_own), plan))
 
-    numbers = Statistics(zeros, zeros, *(zeros if asked else None for asked in (call.with_sum, call.with_mean)))
+    asked = (zeros if one else None for one in (call.with_sum, call.with_mean))
+    numbers = Statistics(zeros, zeros, zeros, *asked)
     return over_chunks(chunk, numbers, kept, plan, cleared)
 
 
@@ -238,7 +240,7 @@ def of_any_cotangents(inputs: Inputs, plan: Plan, cleared: bool = False) -> tupl
     """The numbers of all tokens, and m, (N, D), in e's type."""
 
     def of_all_but_the_target(numbers: Statistics, _: Any) -> Cotangents:
-        return Cotangents(jnp.ones_like(numbers.lse), -jnp.exp(numbers.target - numbers.lse), None)
+        return Cotangents(jnp.ones_like(numbers.log_mass), -jnp.exp(numbers.log_p(numbers.target)), None)
 
     numbers, formed = begin(inputs, (), of_all_but_the_target, plan, cleared)
     assert formed.de is not None
@@ -252,7 +254,7 @@ def de_of(inputs: Inputs, numbers: Statistics, m: jax.Array, of: Cotangents, hea
     named = live & (targets < head.vocabulary(inputs.c))
     column = jnp.where(named, targets, 0)
     c = inputs.c[column] if head.vocab_axis == 0 else inputs.c[:, column].T
-    p = jnp.exp(numbers.target - jnp.where(live, numbers.lse, 0))
+    p = jnp.where(live, jnp.exp(numbers.log_p(numbers.target)), 0)
     of_target = of.lse * p + of.target
     if head.softcap is not None:
         of_target = of_target * head.slope(inputs.capped(numbers.target))
@@ -301,14 +303,10 @@ def add_dc(
     return step.engine.sum_dc(step, plan.call, plan.gpu, dc, steps, left, factor)
 
 
-def _cleared(of: Cotangents, chunk: Chunk) -> Cotangents:
-    return jax.tree.map(lambda x: jnp.where(chunk.live, x, 0), of)
-
-
 def _of_logits(chunk: Chunk, columns: Columns, numbers: Statistics, of: Cotangents, plan: Plan):
     call, inputs, (z, blocks) = plan.call, chunk.inputs, columns
-    lse, of = jnp.where(chunk.live, numbers.lse, jnp.inf), _cleared(folded(of, numbers), chunk)
-    return of_dz(chunk, *dz_of(inputs, z, lse, of, call.head), plan, None if blocks is None else blocks.dc)
+    of = jax.tree.map(lambda x: cleared(x, chunk.live), of)
+    return of_dz(chunk, *dz_of(inputs, z, numbers, of, call.head), plan, None if blocks is None else blocks.dc)
 
 
 def of_dz(
@@ -349,19 +347,15 @@ def _of_exponentials(chunk: Chunk, columns: Columns, own: Statistics, numbers: S
     p, blocks = columns
     inputs, live, tokens = chunk.inputs, chunk.live, len(chunk.inputs.e)
     problem = Problem(call, plan.gpu, inputs)
-    of_tokens = Statistics(jnp.where(live, numbers.lse, jnp.inf), own.target, None)
-    shard = Shard(numbers.lse, chunk.reference)
-    rho = jnp.where(live, references(own, inputs.targets, call.vocabulary, shard), 0)
-    if of.mean is not None:
-        assert how.dz is not None
-        of, lse = of_exponentials(*how.dz.engine.mass_and_moment(problem, p), of, live)
-        p, r = how.dz.engine.dz_in_place(how.dz, problem, p, jnp.zeros_like(rho), lse, of), live.astype(rho.dtype)
-    elif how.dz is not None:
-        p = how.dz.engine.dz_in_place(how.dz, problem, p, rho, of_tokens.lse, _cleared(of, chunk))
-        r = live.astype(rho.dtype)  # P is dz now
+    numbers = jax.tree.map(lambda x: cleared(x, live), numbers.relative_to(own.reference))
+    if how.dz is not None:
+        if of.mean is not None:
+            numbers = of_exponentials(*how.dz.engine.mass_and_moment(problem, p))
+        p = how.dz.engine.dz_in_place(how.dz, problem, p, relative(of, numbers, live))
+        r = live.astype(numbers.log_mass.dtype)  # P is dz now
     else:
         assert how.targets is not None
-        r, at_target = factors(rho, of_tokens, _cleared(of, chunk), inputs, call.head)
+        r, at_target = factors(numbers, jax.tree.map(lambda x: cleared(x, live), of), inputs, call.head)
         # The matmul for dbias reads all rows. Those for de and dc read rows after the last kept one in their last step,
         # or to form rows of de that are not used.
         beyond = max(how.de.engine.depth, how.dc.engine.depth) - 1

@@ -1,21 +1,23 @@
 """The mean of a token's logits under its own softmax: how it is computed, and what its cotangent adds to dz.
 
-    mean = Σ_v p_v z_v        p_v = exp(z_v − lse)        entropy = −Σ_v p_v log p_v = lse − mean
+    mean = Σ_v p_v (z_v − ρ)        P_v = exp(z_v − ρ)        m = log Σ_v P_v        p_v = P_v·exp(−m)
+    entropy = −Σ_v p_v log p_v = m − mean
 
-The means of runs of the vocabulary do not add, as sums do. The share of run r in the softmax is exp(lse_r − lse), so
+with the token's reference ρ (numbers.Statistics). The means of runs of the vocabulary do not add, as sums do. The share
+of run r in the softmax is exp(m_r − m), so
 
-    mean = Σ_r exp(lse_r − lse) · mean_r
+    mean = Σ_r exp(m_r − m) · mean_r
 
-With the cotangents a of lse and μ of mean, and log p_v = z_v − lse,
+With the cotangents a of m and μ of mean,
 
-    dz_v = p_v·(a + μ·(1 + z_v − mean)) = p_v·(a' + μ·log p_v)        a' = a + μ + μ·(lse − mean)
+    dz_v = p_v·(a + μ·(1 + log P_v − mean)) = P_v·(a" + μ"·log P_v)    a" = (a + μ − μ·mean)·exp(−m)    μ" = μ·exp(−m)
 
-The second form reads log p_v, which is known where p_v is, and one number a token more than without a mean. log p_v has
-a small rounding error even where logits are large.
+log P_v is known where P_v is, and has a small rounding error even where logits are large. Without a mean a" is
+a·exp(−m): dz needs no lse, whose rounding would multiply all p_v of the token.
 
 Saved exponentials P (cce_kernels/exponentials.py) are rounded to bfloat16, so that log P has an absolute error of up to
-2⁻⁹. With lse and mean of the exact logits, a confident token's dz would be all error: 900 times that of rounding dz
-where one logit is 30 above the others' mean. So lse and mean are computed again, from P:
+2⁻⁹. With m and mean of the exact logits, a confident token's dz would be all error: 900 times that of rounding dz
+where one logit is 30 above the others' mean. So both are computed again, from P:
 
     S = Σ_v P_v        M = Σ_v P_v·log P_v / S        dz_v = (P_v / S)·(a + μ·(1 + log P_v − M))
 
@@ -32,53 +34,47 @@ from jax import lax
 
 from cce_kernels.numbers import LOG2_E, Cotangents, Statistics
 
-LEAST_LOG = -1000.0  # of p, to the base e or 2: exp(LEAST_LOG) is 0, and LEAST_LOG times a cotangent is finite
+LEAST_LOG = -1000.0  # of P, to the base e or 2: exp(LEAST_LOG) is 0, and LEAST_LOG times a cotangent is finite
 
 
 def logarithm(log_p: jax.Array) -> jax.Array:
-    """log p, finite where p is 0: a logit may be −inf, and 0 · −inf is NaN."""
+    """log P, finite where P is 0: a logit may be −inf, and 0 · −inf is NaN."""
     return jnp.maximum(log_p, LEAST_LOG)
 
 
-def mass_and_moment(z: jax.Array, peak: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Σ_v exp(z_v − peak) and Σ_v exp(z_v − peak)·z_v, (N,). z: (N, V); peak: (N,), finite."""
-    mass = jnp.exp(z - peak[:, None])
-    return jnp.sum(mass, axis=1), jnp.sum(mass * jnp.where(mass == 0, 0, z), axis=1)
+def sums_of(z: jax.Array, peak: jax.Array, weights: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Σ exp(z − peak), Σ exp(z − peak)·(z − peak) and Σ w·(z − peak), (N,). z: (N, V); peak: (N,), finite.
+
+    A term of weight 0 is 0, whatever z is; so is one of exp(z − peak) = 0.
+    """
+    z = z - peak[:, None]
+    mass = jnp.exp(z)
+    weighted = z if weights is None else jnp.where(weights == 0, 0, weights * z)
+    return jnp.sum(mass, axis=1), jnp.sum(mass * jnp.where(mass == 0, 0, z), axis=1), jnp.sum(weighted, axis=1)
 
 
-def peak_of(z: jax.Array) -> jax.Array:
-    """The largest logit of each token, (N,); 0 where that is not finite."""
-    peak = lax.stop_gradient(jnp.max(z, axis=1))
+def finite(peak: jax.Array) -> jax.Array:
+    """peak, or 0 where that is not finite."""
     return jnp.where(jnp.isfinite(peak), peak, 0)
 
 
-def mean_of(z: jax.Array) -> jax.Array:
-    """The mean of logits (N, V), (N,); 0 where all logits are −inf."""
-    mass, moment = mass_and_moment(z, peak_of(z))
+def peak_of(z: jax.Array) -> jax.Array:
+    """The largest logit of each token, (N,), a constant; 0 where that is not finite."""
+    return finite(lax.stop_gradient(jnp.max(z, axis=1)))
+
+
+def quotient(moment: jax.Array, mass: jax.Array) -> jax.Array:
+    """The mean from the sums; 0 where all logits are −inf."""
     return moment / jnp.where(mass == 0, 1, mass)
 
 
-def of_exponentials(
-    mass: jax.Array, moment: jax.Array, of: Cotangents, live: jax.Array
-) -> tuple[Cotangents, jax.Array]:
-    """`folded` cotangents and the log-sum-exp, (N,), of the logits log P; 0 and inf where a token is not live.
+def over_runs(log_mass: jax.Array, mean: jax.Array) -> jax.Array:
+    """The mean of the whole vocabulary, (N,), from those of its runs, (runs, N) each, and their log-masses.
 
-    mass, moment: Σ_v P_v and Σ_v P_v·log P_v, arbitrary where a token is not live.
+    All are relative to one reference.
     """
-    lse = jnp.log(mass)
-    of = folded(of, Statistics(lse, lse, None, moment / mass))
-    return jax.tree.map(lambda x: jnp.where(live, x, 0), of), jnp.where(live, lse, jnp.inf)
-
-
-def over_runs(lse: jax.Array, mean: jax.Array) -> jax.Array:
-    """The mean of the whole vocabulary, (N,), from those of its runs, (runs, N) each, and their log-sum-exps.
-
-    The shares are divided by their sum: the rounding of a large lse would multiply the mean.
-    """
-    peak = jnp.max(lse, axis=0)
-    share = jnp.exp(lse - jnp.where(jnp.isfinite(peak), peak, 0))
-    whole = jnp.sum(share, axis=0)
-    return jnp.sum(share * mean, axis=0) / jnp.where(whole == 0, 1, whole)
+    share = jnp.exp(log_mass - finite(jnp.max(log_mass, axis=0)))
+    return quotient(jnp.sum(share * mean, axis=0), jnp.sum(share, axis=0))
 
 
 def in_base_2(of: Cotangents) -> Cotangents:
@@ -86,9 +82,24 @@ def in_base_2(of: Cotangents) -> Cotangents:
     return of if of.mean is None else of._replace(mean=of.mean / LOG2_E)
 
 
-def folded(of: Cotangents, numbers: Statistics) -> Cotangents:
-    """The cotangents with a' in place of a, in the form that Head.cotangent takes. Arbitrary for ignored tokens."""
-    if of.mean is None:
-        return of
-    assert numbers.mean is not None
-    return of._replace(lse=of.lse + of.mean + of.mean * (numbers.lse - numbers.mean))
+def of_exponentials(mass: jax.Array, moment: jax.Array) -> Statistics:
+    """The numbers of the logits log P, relative to 0, from Σ_v P_v and Σ_v P_v·log P_v. Their target is arbitrary."""
+    return Statistics(jnp.log(mass), jnp.zeros_like(mass), mass, None, moment / mass)
+
+
+def relative(of: Cotangents, numbers: Statistics, live: jax.Array) -> Cotangents:
+    """The cotangents with a" and μ" in place of a and μ, for Head.cotangent; all 0 where a token is not live.
+
+    numbers: over the whole vocabulary, relative to the reference of P.
+    """
+    share = jnp.exp(-numbers.log_mass)
+    a, mean = of.lse, None
+    if of.mean is not None:
+        assert numbers.mean is not None
+        a, mean = a + of.mean - of.mean * numbers.mean, of.mean * share
+    return jax.tree.map(lambda x: cleared(x, live), of._replace(lse=a * share, mean=mean))
+
+
+def cleared(x: jax.Array, live: jax.Array) -> jax.Array:
+    """x, (N, ...), with 0 where a token is not live."""
+    return jnp.where(live.reshape(-1, *[1] * (x.ndim - 1)), x, 0)

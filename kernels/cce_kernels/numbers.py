@@ -52,22 +52,35 @@ class Inputs(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """The core's numbers of each token, (N,), at least float32. They are arbitrary for an ignored token."""
+    """The core's numbers of each token, (N,), at least float32. They are arbitrary for an ignored token.
 
-    lse: jax.Array  # the log-sum-exp of its logits
+    Sums over the vocabulary are of z − ρ, with a reference ρ close to the largest logits: what is common to all logits
+    of a token, however large it is, is then in no sum, and costs none of them a digit.
+    """
+
+    log_mass: jax.Array  # log Σ_v exp(z_v − ρ)
+    reference: jax.Array  # ρ, a constant to the derivatives: the logit of the target, or another number near lse
     target: jax.Array  # the logit of its target
-    sum: jax.Array | None  # the weighted sum of its logits; None: not asked for
-    mean: jax.Array | None = None  # the mean of its logits, weighted by their softmax; None: not asked for
+    sum: jax.Array | None = None  # Σ_v w_v (z_v − ρ); None: not asked for
+    mean: jax.Array | None = None  # Σ_v p_v (z_v − ρ), with p the softmax; None: not asked for
     ids: jax.Array | None = None  # (N, K): the logits of Inputs.ids; 0 where an id names no column, or is ignored
 
+    @property
+    def lse(self) -> jax.Array:
+        """The log-sum-exp, rounded. For differences from other logits of the token, `log_p` has more digits."""
+        return self.reference + self.log_mass
 
-class Shard(NamedTuple):
-    """What a device with only some columns of the vocabulary must know about all columns, (N,) float32 each."""
+    def log_p(self, z: jax.Array) -> jax.Array:
+        """z − lse, of logits z of the tokens, (N,) or (N, K)."""
+        numbers = self.reference, self.log_mass
+        reference, log_mass = (x if x.ndim == z.ndim else x[..., None] for x in numbers)
+        return (z - reference) - log_mass
 
-    lse: jax.Array  # the log-sum-exp of all columns
-    reference: jax.Array | None  # the target's logit, whichever device holds it; −FLOAT32_MAX where no device does.
-    # None where the sums need no reference (plan.needs_reference)
-    mean: jax.Array | None = None  # Statistics.mean of all columns
+    def relative_to(self, reference: jax.Array) -> "Statistics":
+        """The same numbers relative to another reference, without the sum."""
+        between = self.reference - reference
+        mean = None if self.mean is None else self.mean + between
+        return self._replace(log_mass=self.log_mass + between, reference=reference, sum=None, mean=mean)
 
 
 class Cotangents(NamedTuple):
@@ -78,6 +91,11 @@ class Cotangents(NamedTuple):
     sum: jax.Array | None
     mean: jax.Array | None = None
     ids: jax.Array | None = None  # None: 0
+
+    @classmethod
+    def of(cls, cotangents: Statistics) -> "Cotangents":
+        """Those of all numbers but the reference, which has no derivative: lse moves with log_mass alone."""
+        return cls(*(x for name, x in cotangents._asdict().items() if name != "reference"))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from cce_kernels.plan.plan import Recomputed
 def gradients(run: Arranged, way: Recomputed) -> Gradients:
     def found(products: Multiplying) -> Gradients:
         problem, count = run.problem, run.count if products.engine.stops else None
-        form = way.dz.engine.form_dz(way.dz, problem, run.numbers.lse, run.cotangents, count)
+        form = way.dz.engine.form_dz(way.dz, problem, run.numbers.reference, run.relative, count)
         if run.at_ids is not None:
             form = given_ids.written(form, run.at_ids, run.count)
         start = run.zeros(problem)

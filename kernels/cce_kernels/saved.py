@@ -13,7 +13,7 @@ from cce_kernels.arranged import Arranged
 from cce_kernels.engines.engine import Multiplying
 from cce_kernels.exponentials import dbias_of, factors, scaled
 from cce_kernels.gradients import ALL_COLUMNS, add_groups
-from cce_kernels.mean import of_exponentials
+from cce_kernels.mean import of_exponentials, relative
 from cce_kernels.numbers import Gradients
 from cce_kernels.plan.plan import Saved
 
@@ -33,13 +33,11 @@ def gradients(run: Arranged, way: Saved, p: jax.Array) -> tuple[Gradients, jax.A
 def _of_dz(run: Arranged, way: Saved, p: jax.Array, products: Multiplying) -> Gradients:
     """The gradients where dz is formed from the exponentials."""
     assert way.dz is not None
-    assert run.reference is not None
-    problem, reference, lse, of = run.problem, run.reference, run.numbers.lse, run.cotangents
-    if of.mean is not None:
-        sums = way.dz.engine.mass_and_moment(problem, p)
-        of, lse = of_exponentials(*sums, of, run.inputs.targets >= 0)
-        reference = jnp.zeros_like(reference)
-    form = way.dz.engine.form_dz_of_saved(way.dz, problem, p, reference, lse, of)
+    problem, numbers = run.problem, run.numbers
+    if run.cotangents.mean is not None:
+        numbers = of_exponentials(*way.dz.engine.mass_and_moment(problem, p))
+    of = relative(run.cotangents, numbers, run.inputs.targets >= 0)
+    form = way.dz.engine.form_dz_of_saved(way.dz, problem, p, of)
     start = run.zeros(problem)
     return add_groups(start, form, products.groups, run.products(products, problem))
 
@@ -56,9 +54,8 @@ def _with_targets(run: Arranged, way: Saved, p: jax.Array) -> tuple[jax.Array, j
     elif not way.products.engine.stops:
         assert way.of_few is not None
         clear = jnp.where(run.are_few, run.count + (way.of_few.engine.depth - 1), p.shape[0]).astype(jnp.int32)
-    assert run.reference is not None
     assert way.targets is not None
-    r, at_target = factors(run.reference, run.numbers, run.cotangents, run.inputs, run.plan.call.head)
+    r, at_target = factors(run.numbers, run.cotangents, run.inputs, run.plan.call.head)
     problem, factor = run.problem_without_e, run.inputs.factor
     p = way.targets.engine.saved_targets(way.targets, problem, p, at_target, clear)
     return r if factor is None else r * factor, p

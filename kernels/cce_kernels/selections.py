@@ -31,7 +31,7 @@ from jax import lax
 from cce_kernels.call import Call
 from cce_kernels.engines.engine import Problem, Step
 from cce_kernels.engines.order import cdiv
-from cce_kernels.mean import mass_and_moment
+from cce_kernels.mean import finite, quotient, sums_of
 from cce_kernels.numbers import Inputs, Statistics
 from cce_kernels.plan.choose import selecting
 from cce_kernels.plan.plan import Plan
@@ -162,7 +162,8 @@ def _of_chunk(problem: Problem, step: Step | None, count: Any, asked: Asked) -> 
     if inputs.ids is not None:
         ids = _picked(found.at, jnp.where(targets < 0, -1, inputs.ids), call.vocabulary)
     mean_logit = jnp.mean(found.logits, axis=1) if asked.mean_logit else None
-    return Statistics(found.lse, target, None, found.mean, ids), Selections(*found.top, mean_logit)
+    numbers = Statistics(found.log_mass, found.peak, target, None, found.mean, ids)
+    return numbers, Selections(*found.top, mean_logit)
 
 
 class _Found(NamedTuple):
@@ -171,7 +172,8 @@ class _Found(NamedTuple):
     logits: jax.Array  # (n, V), after the temperature
     at: At  # looks up logits
     top: tuple[jax.Array, jax.Array] | tuple[None, None]  # the k largest logits and their columns, (n, k)
-    lse: jax.Array
+    peak: jax.Array  # the reference of the numbers
+    log_mass: jax.Array
     mean: jax.Array | None
 
 
@@ -180,26 +182,25 @@ def _by_xla(problem: Problem, k: int) -> _Found:
     z, at = _divided(call.head.whole_logits(inputs.e, inputs.c, inputs.bias, inputs.scale), inputs)
     top = largest(z, k, at=at) if k else (None, None)
     peak = jnp.max(jnp.where(jnp.isnan(z), -jnp.inf, z), axis=1) if top[0] is None else top[0][:, 0]
-    peak = jnp.where(jnp.isfinite(peak), peak, 0)
-    mass, moment = mass_and_moment(z, peak)
-    return _Found(z, at, top, peak + jnp.log(mass), _mean(mass, moment) if call.with_mean else None)
+    peak = finite(peak)
+    mass, moment, _ = sums_of(z, peak)
+    return _Found(z, at, top, peak, jnp.log(mass), quotient(moment, mass) if call.with_mean else None)
 
 
 def _by_kernel(problem: Problem, step: Step, count: Any, k: int) -> _Found:
     (x, peak, log_mass), maxima = step.engine.logits_and_maxima(step, problem, count)
     z, at = _divided(x, problem.inputs)
     top = largest(z, k, Blocks(maxima, step.engine.block(step).columns), at) if k else (None, None)
-    mean = _mean(*mass_and_moment(z, peak)) if problem.call.with_mean else None
-    return _Found(z, at, top, peak + log_mass, mean)
+    mean = None
+    if problem.call.with_mean:
+        mass, moment, _ = sums_of(z, peak)
+        mean = quotient(moment, mass)
+    return _Found(z, at, top, peak, log_mass, mean)
 
 
 def _divided(x: jax.Array, inputs: Inputs) -> tuple[jax.Array, At]:
     """The logits after the temperature, and what looks them up: XLA would divide, and store, all of them for that."""
     return inputs.divided(x), lambda columns: inputs.divided(_at(x, columns))
-
-
-def _mean(mass: jax.Array, moment: jax.Array) -> jax.Array:
-    return moment / jnp.where(mass == 0, 1, mass)
 
 
 def _key(z: jax.Array) -> jax.Array:

@@ -65,14 +65,18 @@ class Block(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The sums over columns of the forward pass. A part is the sum over one run of the vocabulary."""
+    """The sums over columns of the forward pass. A part is the sum over one run of the vocabulary.
 
-    lse: jax.Array  # (parts, rows): log-sum-exps
+    They are relative to a reference ρ.
+    """
+
+    log_mass: jax.Array  # (parts, rows): log Σ exp(z − ρ)
     target: jax.Array | None  # (rows,): the target's logit; None unless the engine `finds_target`
-    sum: jax.Array | None  # (parts, rows): weighted sums of the logits
+    sum: jax.Array | None  # (parts, rows): weighted sums of z − ρ, with the ρ that `sums` got
     saved: jax.Array | None  # (rows, V): exponentials (cce_kernels/exponentials.py)
     masses: jax.Array | None = None  # (parts of V, rows): sums of the exponentials (cce_kernels/block_sparse.py)
-    mean: jax.Array | None = None  # (parts, rows): means of the logits, any finite number where lse is −inf
+    mean: jax.Array | None = None  # (parts, rows): means of z − ρ, any finite number where log_mass is −inf
+    reference: jax.Array | None = None  # (parts, rows): ρ; None: the one that `sums` got
 
 
 class Planned:
@@ -98,7 +102,7 @@ class Planned:
     def step(self, method: str, call: Call, gpu: Any, rows: int = 0, block: Block | None = None) -> Step:
         """The step that runs this method of Launched for so many rows.
 
-        block: for `recomputed_lse`, of the step whose log-sum-exps it computes again. With rows = 0 any number will do.
+        block: for `recomputed`, of the step whose sums it computes again. With rows = 0 any number will do.
         """
         return Step(self)  # type: ignore[arg-type]
 
@@ -146,40 +150,39 @@ class Launched:
     def sums(self, step: Step, problem: Problem, at: Rows, reference: Any, save: bool) -> Sums:
         """The sums, and the exponentials if these are to be saved, with masses if the call has a gradient_tolerance.
 
-        A log-sum-exp is inf where the sum of exp(z − reference) overflows, or the sum for the mean. A block whose
+        log_mass is inf where the sum of exp(z − reference) overflows, or the sum for the mean. A block whose
         tokens are not consecutive rows of e is not computed if at.starts says so.
         """
         return self.kernels.sums(step, problem, at, reference, save)
 
-    def recomputed_lse(self, step: Step, problem: Problem, at: Rows, reference: jax.Array | None, before: Sums) -> Sums:
-        """before, with some log-sum-exps and their means computed again.
+    def recomputed(self, step: Step, problem: Problem, at: Rows, reference: jax.Array | None, before: Sums) -> Sums:
+        """before, with some log-masses and their means computed again.
 
-        With a reference: the log-sum-exps of the blocks that `sums` skipped, as their tokens are scattered in e. With
-        None: the log-sum-exps that are inf or NaN, now with a running maximum.
+        With a reference: those of the blocks that `sums` skipped, as their tokens are scattered in e. With None: where
+        log_mass is inf or NaN, now relative to a running maximum, which becomes their reference.
         """
-        return self.kernels.recomputed_lse(step, problem, at, reference, before)
+        return self.kernels.recomputed(step, problem, at, reference, before)
 
-    def saved_by_lse(
-        self, step: Step, problem: Problem, lse: jax.Array, by_lse: jax.Array, saved: jax.Array
+    def saved_again(
+        self, step: Step, problem: Problem, reference: jax.Array, others: jax.Array, saved: jax.Array
     ) -> jax.Array:
-        """saved, with exp(z − lse) written for the tokens where by_lse is true."""
-        return self.kernels.saved_by_lse(step, problem, lse, by_lse, saved)
+        """saved, with exp(z − reference) written for the tokens where `others` is true."""
+        return self.kernels.saved_again(step, problem, reference, others, saved)
 
-    def form_dz(self, step: Step, problem: Problem, lse: jax.Array, cotangents: Cotangents, count: Any) -> FormDz:
-        """Forms dz of a group from logits that are computed again. Rows of dz from `count` on are arbitrary."""
-        return self.kernels.form_dz(step, problem, lse, cotangents, count)
+    def form_dz(self, step: Step, problem: Problem, reference: jax.Array, of: Cotangents, count: Any) -> FormDz:
+        """Forms dz of a group from logits that are computed again. Rows of dz from `count` on are arbitrary.
 
-    def form_dz_of_saved(
-        self, step: Step, problem: Problem, saved: jax.Array, reference: jax.Array, lse: jax.Array, of: Cotangents
-    ) -> FormDz:
-        """Forms dz of a group from saved exponentials."""
-        return self.kernels.form_dz_of_saved(step, problem, saved, reference, lse, of)
+        reference: FLOAT32_MAX for ignored tokens. of: mean.relative.
+        """
+        return self.kernels.form_dz(step, problem, reference, of, count)
 
-    def dz_in_place(
-        self, step: Step, problem: Problem, saved: jax.Array, reference: jax.Array, lse: jax.Array, of: Cotangents
-    ) -> jax.Array:
+    def form_dz_of_saved(self, step: Step, problem: Problem, saved: jax.Array, of: Cotangents) -> FormDz:
+        """Forms dz of a group from saved exponentials. of: mean.relative."""
+        return self.kernels.form_dz_of_saved(step, problem, saved, of)
+
+    def dz_in_place(self, step: Step, problem: Problem, saved: jax.Array, of: Cotangents) -> jax.Array:
         """dz of the whole vocabulary, in the memory of the saved exponentials. Ignored tokens' rows are 0."""
-        return self.kernels.dz_in_place(step, problem, saved, reference, lse, of)
+        return self.kernels.dz_in_place(step, problem, saved, of)
 
     def mass_and_moment(self, problem: Problem, saved: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Σ_v P_iv and Σ_v P_iv·log P_iv of the saved exponentials, (rows,) float32; arbitrary for ignored tokens."""

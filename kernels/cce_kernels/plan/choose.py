@@ -164,12 +164,12 @@ def _forward(x: _Setting) -> tuple[Forward, int]:
         groups, size = _groups(x, x.call.tokens, x.call.memory_budget - besides, x.engine)
         return Forward(Step(x.engine, groups=groups), x.gathers), besides + size
     sums = x.step("sums")
-    rescue = replace(x.step("recomputed_lse", block=Block(0, x.engine.block(sums).columns)), splits=sums.splits)
+    rescue = replace(x.step("recomputed", block=Block(0, x.engine.block(sums).columns)), splits=sums.splits)
     scattered = None
     # A block whose tokens are consecutive rows of e is read at once. Another kernel, "scattered", computes the other
     # blocks. With a weighted sum there is no such kernel: `sums` looks up every row.
     if x.finds_ignored and not x.gathers and not x.call.with_sum:
-        scattered = x.step("recomputed_lse", block=x.engine.block(sums))
+        scattered = x.step("recomputed", block=x.engine.block(sums))
     return Forward(sums, x.gathers, x.step("target"), scattered, rescue), 0
 
 

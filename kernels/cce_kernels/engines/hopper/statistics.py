@@ -1,4 +1,4 @@
-"""The statistics kernel for Hopper GPUs: the log-sum-exp and the mean of each token's logits, and exponentials to save.
+"""The statistics kernel for Hopper GPUs: the log-mass and the mean of each token's logits, and exponentials to save.
 
 The maths is that of cce_kernels/engines/triton/statistics.py. A pair of programs owns 256 tokens and a run of the
 vocabulary.
@@ -31,7 +31,8 @@ from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS
 from cce_kernels.engines.order import cdiv, grouped_order, row_group
 from cce_kernels.exponentials import saved_shape
 from cce_kernels.mean import logarithm
-from cce_kernels.numbers import FLOAT32_MAX, LOG2_E
+from cce_kernels.mean import quotient as mean_of
+from cce_kernels.numbers import LOG2_E
 from cce_kernels.tokens import Rows
 
 
@@ -43,7 +44,6 @@ def sums(step: Step, problem: Problem, at: Rows, reference: jax.Array, save: boo
     (e, c, *_), head, tiles, splits = problem.inputs, problem.head, step.tiles, step.splits
     tokens, width, vocabulary, columns = reference.size, e.shape[1], problem.call.vocabulary, tiles.columns
     pairs, column_tiles = cdiv(tokens, PAIR_ROWS), cdiv(vocabulary, columns)
-    reference = jnp.clip(reference * LOG2_E, -FLOAT32_MAX, FLOAT32_MAX)
     starts, count = at.starts, at.count
     if starts is not None:
         assert starts.size == cdiv(tokens, BLOCK), "the kernel of scattered tokens has blocks of another size"
@@ -70,7 +70,7 @@ def sums(step: Step, problem: Problem, at: Rows, reference: jax.Array, save: boo
             program = lax.axis_index("cluster")
             pair, split, first = run(lax.axis_index("pair"))[:3]
             row = warpgroup.first_row(pair * PAIR_ROWS + program * BLOCK)
-            shift = vector_of(reference_ref, row)
+            origin = vector_of(reference_ref, row)
             inverse = None if inverse_ref is None else vector_of(inverse_ref, row)
             scale = None if scale_ref is None else scale_ref[0]
 
@@ -78,13 +78,13 @@ def sums(step: Step, problem: Problem, at: Rows, reference: jax.Array, save: boo
 
             def tile(n, totals):
                 column = (first + n) * columns
-                sums, moments = ([x] for x in totals)  # Σ p and Σ p·log₂ p
+                sums, moments = ([x] for x in totals)  # Σ p and Σ p·log p
 
                 def exponentials():
                     for begin, raw in parts_of(product(n * steps, steps), e.dtype):
                         x = logits(raw, head, scale)
-                        log_p = divided(x, inverse) * LOG2_E - along_rows(shift, raw.shape)
-                        p = jnp.exp2(log_p)
+                        log_p = divided(x, inverse) - along_rows(origin, raw.shape)
+                        p = jnp.exp2(log_p * LOG2_E)
                         if vocabulary % columns:
                             p = jnp.where(column_numbers(p.shape) < vocabulary - column - begin, p, 0.0)
                         sums.append(jnp.sum(p, axis=1))
@@ -133,9 +133,9 @@ def sums(step: Step, problem: Problem, at: Rows, reference: jax.Array, save: boo
     )
     assert total is not None
     total, mean = total[:, :tokens], None
-    lse = (reference + jnp.log2(total)) / LOG2_E
+    log_mass = jnp.log(total)
     if moment is not None:
         moment = moment[:, :tokens]
-        mean = (reference + moment / jnp.where(total == 0, 1, total)) / LOG2_E
-        lse = jnp.where(moment < jnp.inf, lse, jnp.inf)
-    return Sums(lse, None, None, p, masses, mean)
+        mean = mean_of(moment, total)
+        log_mass = jnp.where(moment < jnp.inf, log_mass, jnp.inf)
+    return Sums(log_mass, None, None, p, masses, mean)

@@ -17,7 +17,7 @@ class Triton(Engine):
     name = "triton"
     finds_target, stops, multiplies_fastest = False, True, False
     launches = (
-        *("target", "sums", "recomputed_lse", "saved_by_lse", "saved_targets", "restored", "thresholds"),
+        *("target", "sums", "recomputed", "saved_again", "saved_targets", "restored", "thresholds"),
         *("whole_logits", "divergence_pass"),
         *("form_dz", "form_dz_of_saved", "dz_in_place", "mass_and_moment", "products", "sum_dc"),
     )
@@ -43,7 +43,7 @@ class Triton(Engine):
             return Step(self, tiles.sum_dc_tiles(call, gpu))
         if method == "form_dz":
             return Step(self, found.dz)
-        if method == "recomputed_lse" and block is not None:
+        if method == "recomputed" and block is not None:
             return Step(
                 self, replace(found.statistics, rows=block.rows or found.statistics.rows, columns=block.columns)
             )

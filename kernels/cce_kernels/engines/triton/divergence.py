@@ -24,17 +24,14 @@ from cce_kernels.engines.engine import Problem, Step
 from cce_kernels.engines.order import cdiv
 from cce_kernels.engines.triton.launch import How, launch
 from cce_kernels.engines.triton.loads import indices, inside, load_vector, tile_index, tile_mask
-from cce_kernels.engines.triton.logits import divided, exp2_shifted, log2
+from cce_kernels.engines.triton.logits import divided, exp, log2
 from cce_kernels.numbers import FLOAT32_MAX, LOG2_E
 
 LAG = 1024  # tiles; of 2048 columns and 8 bytes a column they take 16 MiB
 
 
 def _functions(how: How) -> Functions:
-    def exp(x: jax.Array) -> jax.Array:
-        return exp2_shifted(x, jnp.zeros_like(x), interpret=how.interpret)
-
-    return Functions(exp, lambda x: log2(x, how.interpret) / LOG2_E)
+    return Functions(lambda x: exp(x, how.interpret), lambda x: log2(x, how.interpret) / LOG2_E)
 
 
 def _load(ref, row: jax.Array, columns: jax.Array, beyond: bool, last: bool = False) -> jax.Array:

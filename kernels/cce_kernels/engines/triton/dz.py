@@ -1,8 +1,9 @@
 """The dz kernel: the cotangents dz (N, V_g) of one group of columns, from logits that the kernel computes again.
 
-    dz_iv = ((a'_i + μ_i·log p_iv)·p_iv + t̂_i·[v = t_i] + s_i·w_v) · ∂z_iv/∂(e_i·c_v)        p_iv = exp(z_iv − lse_i)
+    dz_iv = ((a"_i + μ"_i·log P_iv)·P_iv + t̂_i·[v = t_i] + s_i·w_v) · ∂z_iv/∂(e_i·c_v)        P_iv = exp(z_iv − ρ_i)
 
-Fused: the matmul e·c_gᵀ, bias, scale, softcap, temperature, softmax, all cotangents, the chain rule, dz's column sums.
+Fused: the matmul e·c_gᵀ, bias, scale, softcap, temperature, exponential, all cotangents, the chain rule, dz's column
+sums.
 Read: e once per tile of columns and c_g once per tile of rows (256 and 128 on Hopper), from L2 where
 programs that run at the same time share them.
 Written: dz once, 2 bytes an element for 16-bit inputs, into a buffer that every group reuses. Never written: a logit,
@@ -18,10 +19,9 @@ from cce_kernels.engines.engine import Problem, Step
 from cce_kernels.engines.order import cdiv, grouped_order, row_group
 from cce_kernels.engines.triton.launch import How, launch
 from cce_kernels.engines.triton.loads import indices, inside, load_vector, tile_index, tile_mask
-from cce_kernels.engines.triton.logits import divided, exp2_shifted, factor_of, load_inverse_temperature, logits_tile
+from cce_kernels.engines.triton.logits import divided, exp, factor_of, load_inverse_temperature, logits_tile
 from cce_kernels.gradients import FormDz
-from cce_kernels.mean import in_base_2
-from cce_kernels.numbers import LOG2_E, Cotangents, Inputs
+from cce_kernels.numbers import Cotangents, Inputs
 from cce_kernels.windows import Window
 
 
@@ -56,7 +56,7 @@ def dz_shapes(tokens: int, columns: int, dtype, rows: int, with_sums: bool) -> t
     return jax.ShapeDtypeStruct((tokens, columns), dtype), sums
 
 
-def _kernel(how: How, inputs: Inputs, lse_ref, cotangents, window_ref, count_ref, dz_ref, sums_ref):
+def _kernel(how: How, inputs: Inputs, reference_ref, cotangents, window_ref, count_ref, dz_ref, sums_ref):
     """One tile of dz. Blocks of tokens from count_ref[0] on are neither computed nor written."""
     head, tiles, groups = how.head, how.tiles, how.groups
     tokens, group_columns = dz_ref.shape
@@ -71,17 +71,16 @@ def _kernel(how: How, inputs: Inputs, lse_ref, cotangents, window_ref, count_ref
         columns = window_ref[0] + local
 
         # The epilogue's operands are loaded before the K loop, which hides the wait for them.
-        lse = load_vector(lse_ref, rows, rows_ok)[:, None] * LOG2_E
+        reference = load_vector(reference_ref, rows, rows_ok)[:, None]
         targets = load_vector(inputs.targets, rows, rows_ok, other=-1)[:, None]
         weights = load_weights(inputs.weights, columns, local_ok)
-        of = in_base_2(load_cotangents(cotangents, rows, rows_ok))
+        of = load_cotangents(cotangents, rows, rows_ok)
         inverse = load_inverse_temperature(inputs, rows, rows_ok)
 
         x = logits_tile(inputs, rows, columns, rows_ok, local_ok, head=head, tiles=tiles)
-        z = divided(x, inverse)
-        p = exp2_shifted(z, lse, interpret=how.interpret)
-        log_p = None if of.mean is None else z * LOG2_E - lse
-        dz = head.cotangent(x, p, columns[None, :] == targets, of, weights, factor_of(inputs, inverse), log_p)
+        log_p = divided(x, inverse) - reference
+        p, is_target = exp(log_p, how.interpret), columns[None, :] == targets
+        dz = head.cotangent(x, p, is_target, of, weights, factor_of(inputs, inverse), log_p)
         if groups.overlap:
             dz = jnp.where((columns >= window_ref[1])[None, :], dz, 0.0)
         store_dz(dz_ref, sums_ref, dz, row_block, rows, local, rows_ok, local_ok)
@@ -92,7 +91,7 @@ def _kernel(how: How, inputs: Inputs, lse_ref, cotangents, window_ref, count_ref
         pl.when(row_block * tiles.rows < count_ref[0])(tile)
 
 
-def form_dz(step: Step, problem: Problem, lse: jax.Array, cotangents: Cotangents, count: jax.Array | None) -> FormDz:
+def form_dz(step: Step, problem: Problem, reference: jax.Array, of: Cotangents, count: jax.Array | None) -> FormDz:
     """engine.Launched.form_dz. count: rows of dz from this one on need not be written; None: all rows are written."""
     inputs, tiles, groups = problem.inputs, step.tiles, step.groups
     tokens, with_sums = inputs.e.shape[0], problem.call.wants.bias
@@ -100,7 +99,7 @@ def form_dz(step: Step, problem: Problem, lse: jax.Array, cotangents: Cotangents
     out = dz_shapes(tokens, groups.columns, inputs.e.dtype, tiles.rows, with_sums)
 
     def form(window: Window) -> tuple[jax.Array, jax.Array | None]:
-        given = How.of(step, problem), inputs, lse, cotangents, window_numbers(window), count
+        given = How.of(step, problem), inputs, reference, of, window_numbers(window), count
         dz, sums = launch(_kernel, *given, programs=row_blocks * column_blocks, name="cce_dz", out_shape=out)
         if sums is None:
             return dz, None

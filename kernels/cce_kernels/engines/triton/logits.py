@@ -9,7 +9,7 @@ from cce_kernels.engines.order import cdiv
 from cce_kernels.engines.triton.loads import indices, inside, load_scalar, load_tile, load_vector
 from cce_kernels.engines.triton.tiles import TileConfig
 from cce_kernels.head import Head
-from cce_kernels.numbers import LOG2_E, Inputs
+from cce_kernels.numbers import Inputs
 
 
 def load_inverse_temperature(inputs: Inputs, rows: jax.Array, rows_ok: jax.Array | None) -> jax.Array | None:
@@ -29,22 +29,18 @@ def factor_of(inputs: Inputs, inverse: jax.Array | None):
     return inverse if scale is None else divided(scale, inverse)
 
 
-def exp2_shifted(z: jax.Array, shift: jax.Array, *, interpret: bool) -> jax.Array:
-    """exp2(z · log2 e − shift), in two instructions an element on a GPU. shift broadcasts against z.
-
-    The compiler would take seven: it does not fuse the multiplication with the subtraction, and it adds instructions
-    to the hardware's exponential to keep denormal results.
-    """
+def exp(x: jax.Array, interpret: bool) -> jax.Array:
+    """exp x, in two instructions an element on a GPU. The compiler would add others, to keep denormal results."""
     if interpret:
-        return jnp.exp2(z * LOG2_E - shift)
-    (p,) = plgpu.elementwise_inline_asm(
-        "{ .reg .f32 x; fma.rn.ftz.f32 x, $1, 0f3FB8AA3B, $2; ex2.approx.ftz.f32 $0, x; }",
-        args=[z, jnp.broadcast_to(-shift, z.shape)],
-        constraints="=f,f,f",
+        return jnp.exp(x)
+    (found,) = plgpu.elementwise_inline_asm(
+        "{ .reg .f32 x; mul.rn.ftz.f32 x, $1, 0f3FB8AA3B; ex2.approx.ftz.f32 $0, x; }",
+        args=[x],
+        constraints="=f,f",
         pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(z.shape, jnp.float32)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
     )
-    return p
+    return found
 
 
 def log2(x: jax.Array, interpret: bool) -> jax.Array:

@@ -1,8 +1,7 @@
 """Kernels that work on saved exponentials P (cce_kernels/exponentials.py).
 
     sums      Σ_v P_iv and Σ_v P_iv·log P_iv
-    dz        dz.py's formula without a softcap, with p_iv = P_iv · exp(ρ_i − lse_i); of the whole vocabulary in place
-              With a cotangent of the mean: log p_iv = log P_iv + ρ_i − lse_i
+    dz        dz.py's formula without a softcap, from P_iv; of the whole vocabulary in place
     targets   P_i,t_i ← a given number, in place
     clear     P_i ← 0 where token i is ignored, in place
 
@@ -33,7 +32,7 @@ from cce_kernels.numbers import LOG2_E, Cotangents, Inputs
 from cce_kernels.windows import Groups, Window
 
 
-def _dz_kernel(how: How, saved_ref, inputs: Inputs, reference_ref, lse_ref, cotangents, window_ref, dz_ref, sums_ref):
+def _dz_kernel(how: How, saved_ref, inputs: Inputs, cotangents, window_ref, dz_ref, sums_ref):
     head, tiles, groups = how.head, how.tiles, how.groups
     tokens, group_columns = dz_ref.shape
     program, column_blocks = pl.program_id(0), cdiv(group_columns, tiles.columns)
@@ -45,7 +44,6 @@ def _dz_kernel(how: How, saved_ref, inputs: Inputs, reference_ref, lse_ref, cota
     if groups.vocabulary % ALIGNMENT == 0 and groups.columns % ALIGNMENT == 0:  # Triton must see it for wide accesses
         start = lax.div(start, jnp.int32(ALIGNMENT)) * ALIGNMENT
     columns = start + local
-    reference, lse = (load_vector(x, rows, rows_ok)[:, None] for x in (reference_ref, lse_ref))
     targets = load_vector(inputs.targets, rows, rows_ok, other=-1)[:, None]
     named = columns < groups.vocabulary if groups.beyond else local_ok
     weights = load_weights(inputs.weights, columns, named)
@@ -54,10 +52,9 @@ def _dz_kernel(how: How, saved_ref, inputs: Inputs, reference_ref, lse_ref, cota
     held = local_ok
     if groups.beyond:
         held = columns < saved_ref.shape[1] if held is None else held & (columns < saved_ref.shape[1])
-    saved = load_tile(saved_ref, rows, columns, rows_ok, held).astype(jnp.float32)
-    saved = jnp.where(targets >= 0, saved, 0.0)  # the rows of ignored tokens are arbitrary, and may hold NaN
-    p = saved * jnp.exp(reference - lse)
-    log_p = None if of.mean is None else log2(saved, how.interpret) + (reference - lse) * LOG2_E
+    p = load_tile(saved_ref, rows, columns, rows_ok, held).astype(jnp.float32)
+    p = jnp.where(targets >= 0, p, 0.0)  # the rows of ignored tokens are arbitrary, and may hold NaN
+    log_p = None if of.mean is None else log2(p, how.interpret)
     inverse = load_inverse_temperature(inputs, rows, rows_ok)
     dz = head.cotangent(None, p, columns[None, :] == targets, of, weights, factor_of(inputs, inverse), log_p)
     if groups.overlap:
@@ -92,31 +89,27 @@ def mass_and_moment(problem: Problem, saved: jax.Array) -> tuple[jax.Array, jax.
     return mass, moment / LOG2_E
 
 
-def form_dz_of_saved(
-    step: Step, problem: Problem, saved: jax.Array, reference: jax.Array, lse: jax.Array, of: Cotangents
-) -> FormDz:
+def form_dz_of_saved(step: Step, problem: Problem, saved: jax.Array, of: Cotangents) -> FormDz:
     """engine.Launched.form_dz_of_saved."""
 
     def form(window: Window) -> tuple[jax.Array, jax.Array | None]:
-        dz, sums = _dz(step, problem, window, saved, (reference, lse, of), with_sums=problem.call.wants.bias)
+        dz, sums = _dz(step, problem, window, saved, of, with_sums=problem.call.wants.bias)
         return dz, None if sums is None else jnp.sum(sums, axis=0)
 
     return form
 
 
-def dz_in_place(
-    step: Step, problem: Problem, saved: jax.Array, reference: jax.Array, lse: jax.Array, of: Cotangents
-) -> jax.Array:
+def dz_in_place(step: Step, problem: Problem, saved: jax.Array, of: Cotangents) -> jax.Array:
     """engine.Launched.dz_in_place."""
     columns, vocabulary = saved.shape[1], problem.call.vocabulary
     step = replace(step, groups=Groups(vocabulary, columns, beyond=columns > vocabulary))
-    return _dz(step, problem, ALL_COLUMNS, saved, (reference, lse, of), in_place=saved)[0]
+    return _dz(step, problem, ALL_COLUMNS, saved, of, in_place=saved)[0]
 
 
-def _dz(step: Step, problem: Problem, window: Window, saved: jax.Array, of_tokens, with_sums=False, in_place=None):
+def _dz(step: Step, problem: Problem, window: Window, saved: jax.Array, of: Cotangents, with_sums=False, in_place=None):
     tiles, groups, tokens, given = step.tiles, step.groups, saved.shape[0], problem.inputs
     inputs = given._replace(e=None, c=None, bias=None)  # type: ignore[arg-type]
-    given = How.of(step, problem), saved, inputs, *of_tokens, window_numbers(window)
+    given = How.of(step, problem), saved, inputs, of, window_numbers(window)
     out = dz_shapes(tokens, groups.columns, saved.dtype, tiles.rows, with_sums)
     programs = blocks((tokens, groups.columns), tiles)
     return launch(_dz_kernel, *given, programs=programs, name="cce_saved_dz", out_shape=out, in_place=in_place)

@@ -1,18 +1,19 @@
-"""The statistics kernel: the log-sum-exp, the weighted sum and the mean of each token's logits; and three variants.
+"""The statistics kernel: the log-mass, the weighted sum and the mean of each token's logits; and three variants.
 
-    lse_i = log Σ_v exp z_iv        sum_i = Σ_v w_v z_iv        mean_i = Σ_v exp(z_iv − lse_i) z_iv
+    log_mass_i = log Σ_v exp(z_iv − ρ_i)        sum_i = Σ_v w_v (z_iv − ρ_i)        mean_i = Σ_v p_iv (z_iv − ρ_i)
 
-The kernel needs no maximum: it sums exp(z − target_i), which overflows float32 only where a logit exceeds the target's
-by 88, or for the mean by 82. Such a row gets lse = inf. The rescue kernel, made of the same code, computes blocks with
-such rows again, with a running maximum. Its programs that have nothing to rescue read 4 bytes a token and end.
+The kernel needs no maximum: ρ is the target's logit, so that a sum overflows float32 only where a logit exceeds the
+target's by 88, or for the mean by 82. Such a row gets log_mass = inf. The rescue kernel, made of the same code,
+computes blocks with such rows again, with a running maximum, which becomes their ρ. Its programs that have nothing to
+rescue read 4 bytes a token and end.
 The scattered kernel exists where e is not copied with the kept tokens first. It computes the blocks whose tokens are
 not consecutive rows of e: looking up the row of each token takes registers, and 2 to 4 % of the time.
-The replace kernel exists where exponentials are saved. It writes the exponentials of tokens whose reference is lse.
+The replace kernel exists where exponentials are saved. It writes those of tokens whose reference is another one.
 
 Fused: the matmul e·cᵀ, bias, scale, softcap, temperature, exponential, all sums.
 Read: e once per tile of columns and c once per tile of rows (256 and 128 on Hopper), from L2 where
 programs that run at the same time share them.
-Written: 4 bytes a token and split for lse, for sum and for mean; 2 bytes for each saved exponential
+Written: 4 bytes a token and split for log_mass, for sum and for mean; 2 bytes for each saved exponential
 (cce_kernels/exponentials.py). Never written: a logit.
 A program owns `tiles.rows` tokens and one of `splits` equal runs of the vocabulary, which it walks tile by tile.
 Ignored tokens come last; a program that has only ignored tokens ends at once (cce_kernels/tokens.py).
@@ -32,10 +33,10 @@ from cce_kernels.engines.engine import Problem, Step, Sums
 from cce_kernels.engines.order import cdiv, grouped_order, row_group
 from cce_kernels.engines.triton.launch import How, launch
 from cce_kernels.engines.triton.loads import indices, inside, load_vector, tile_index, tile_mask, token_rows
-from cce_kernels.engines.triton.logits import divided, exp2_shifted, load_inverse_temperature, logits_tile
+from cce_kernels.engines.triton.logits import divided, exp, load_inverse_temperature, logits_tile
 from cce_kernels.engines.triton.tiles import TileConfig
 from cce_kernels.exponentials import saved_shape
-from cce_kernels.mean import logarithm
+from cce_kernels.mean import logarithm, quotient
 from cce_kernels.numbers import FLOAT32_MAX, LOG2_E, Inputs
 from cce_kernels.tokens import Rows
 
@@ -68,16 +69,27 @@ def _store_exponentials(saved_ref, p: jax.Array, slope, rows: jax.Array, columns
 
 
 def _kernel(
-    how: How, inputs: Inputs, at: Rows, reference_ref, before, lse_ref, sum_ref, saved_ref, mean_ref, *, kind: Kind
+    how: How,
+    inputs: Inputs,
+    at: Rows,
+    given_ref,
+    before,
+    mass_ref,
+    sum_ref,
+    saved_ref,
+    mean_ref,
+    peak_ref,
+    *,
+    kind: Kind,
 ):
-    """The statistics of a block of rows and a run of columns, relative to the reference.
+    """The statistics of a block of rows and a run of columns, relative to the references, given_ref.
 
-    "rescue": relative to a running maximum, for the rows whose lse in before, (lse, mean), is inf or NaN. lse_ref and
-    mean_ref are the same buffers. With at.starts the kernel computes only blocks whose tokens are consecutive rows of
-    e; with "scattered", only the other blocks.
+    "rescue": relative to a running maximum, which is written to peak_ref, for the rows whose log-mass in before,
+    (log_mass, mean, references), is inf or NaN. mass_ref, mean_ref and peak_ref are the same buffers. With at.starts
+    the kernel computes only blocks whose tokens are consecutive rows of e; with "scattered", only the other blocks.
     """
     head, tiles, rescue = how.head, how.tiles, kind == "rescue"
-    tokens, vocabulary = lse_ref.shape[1], head.vocabulary(inputs.c)
+    tokens, vocabulary = mass_ref.shape[1], head.vocabulary(inputs.c)
     row_block, split, first, last = _run_of(how, inputs, tokens)
     rows = indices(row_block, tiles.rows)
     rows_ok = inside(rows, tokens, tiles.rows)
@@ -103,12 +115,12 @@ def _kernel(
         last = jnp.where(jnp.max(failed.astype(jnp.int32)) > 0, last, first)
         reference = jnp.full((tiles.rows,), -FLOAT32_MAX, jnp.float32)
     else:
-        reference = jnp.clip(load_vector(reference_ref, rows, rows_ok) * LOG2_E, -FLOAT32_MAX, FLOAT32_MAX)
+        reference = load_vector(given_ref, rows, rows_ok)
 
     inverse = load_inverse_temperature(inputs, rows, rows_ok)
 
     def tile(j, carry):
-        reference, total, weighted, moment = carry  # total: Σ q, moment: Σ q·log₂q with q = exp2(z·log₂e − reference)
+        reference, total, weighted, moment = carry  # total: Σ q, moment: Σ q·log q with q = exp(z − reference)
         columns = indices(j, tiles.columns)
         columns_ok = _of_vocabulary(columns, tokens, vocabulary, tiles)
         x = logits_tile(inputs, source, columns, source_ok, columns_ok, head=head, tiles=tiles)
@@ -116,20 +128,22 @@ def _kernel(
         if sum_ref is not None:
             valid = jnp.ones_like(columns, jnp.float32) if columns_ok is None else columns_ok.astype(jnp.float32)
             weights = valid if inputs.weights is None else load_vector(inputs.weights, columns, columns_ok)
-            weighted += jnp.sum(jnp.where(weights[None, :] == 0, 0.0, weights[None, :] * z), axis=1)
+            relative = weights[None, :] * (z - reference[:, None])
+            weighted += jnp.sum(jnp.where(weights[None, :] == 0, 0.0, relative), axis=1)
         slope = None if saved_ref is None or head.softcap is None else head.slope(x)
         if columns_ok is not None:
             z = jnp.where(columns_ok[None, :], z, -jnp.inf)
         if rescue:
-            peak = jnp.maximum(reference, jnp.minimum(jnp.max(z, axis=1) * LOG2_E, FLOAT32_MAX))
-            rescaled = jnp.exp2(reference - peak)
+            peak = jnp.maximum(reference, jnp.minimum(jnp.max(z, axis=1), FLOAT32_MAX))
+            rescaled = jnp.exp(reference - peak)
             if mean_ref is not None:
                 moment = rescaled * (moment + (reference - peak) * total)
             reference, total = peak, total * rescaled
-        p = exp2_shifted(z, reference[:, None], interpret=how.interpret)
+        log_p = z - reference[:, None]
+        p = exp(log_p, how.interpret)
         total += jnp.sum(p, axis=1)
         if mean_ref is not None:
-            moment += jnp.sum(p * logarithm(z * LOG2_E - reference[:, None]), axis=1)
+            moment += jnp.sum(p * logarithm(log_p), axis=1)
         if saved_ref is not None:
             _store_exponentials(saved_ref, p, slope, rows, columns, rows_ok)
         return reference, total, weighted, moment
@@ -138,14 +152,15 @@ def _kernel(
     begin = reference, zeros, zeros, None if mean_ref is None else zeros
     reference, total, weighted, moment = lax.fori_loop(first, last, tile, begin)
 
-    # If all exponentials of the run underflow, total is 0 and lse is -inf.
-    lse = (reference + jnp.log2(total)) / LOG2_E
+    # If all exponentials of the run underflow, total is 0 and log_mass is -inf.
+    log_mass = jnp.log2(total) / LOG2_E
     if mean_ref is not None:
-        mean = (reference + moment / jnp.where(total == 0, 1, total)) / LOG2_E
-        plgpu.store(mean_ref.at[slot], mean, mask=written)
+        plgpu.store(mean_ref.at[slot], quotient(moment, total), mask=written)
         if not rescue:
-            lse = jnp.where(moment < jnp.inf, lse, jnp.inf)
-    plgpu.store(lse_ref.at[slot], lse, mask=written)
+            log_mass = jnp.where(moment < jnp.inf, log_mass, jnp.inf)
+    plgpu.store(mass_ref.at[slot], log_mass, mask=written)
+    if peak_ref is not None:
+        plgpu.store(peak_ref.at[slot], reference, mask=written)
     if sum_ref is not None:
         plgpu.store(sum_ref.at[slot], weighted, mask=rows_ok)
 
@@ -160,33 +175,33 @@ def sums(step: Step, problem: Problem, at: Rows, reference: jax.Array, save: boo
     kernel, programs = partial(_kernel, kind="statistics"), cdiv(tokens, tiles.rows) * splits
     asked = problem.call.with_sum, problem.call.with_mean
     total, mean = (parts if one else None for one in asked)
-    out = parts, total, saved, mean
-    lse, total, p, mean = launch(kernel, *given, programs=programs, name="cce_statistics", out_shape=out)
-    return Sums(lse, None, total, p, mean=mean)
+    out = parts, total, saved, mean, None
+    log_mass, total, p, mean, _ = launch(kernel, *given, programs=programs, name="cce_statistics", out_shape=out)
+    return Sums(log_mass, None, total, p, mean=mean)
 
 
-def recomputed_lse(step: Step, problem: Problem, at: Rows, reference: jax.Array | None, before: Sums) -> Sums:
-    """engine.Launched.recomputed_lse."""
+def recomputed(step: Step, problem: Problem, at: Rows, reference: jax.Array | None, before: Sums) -> Sums:
+    """engine.Launched.recomputed."""
     kind: Kind = "rescue" if reference is None else "scattered"
-    splits, tokens = before.lse.shape
+    splits, tokens = before.log_mass.shape
     inputs, how = problem.inputs._replace(targets=None, weights=None), How.of(replace(step, splits=splits), problem)
-    found = before.lse, before.mean
-    given, programs = (how, inputs, at, reference, found), cdiv(tokens, step.tiles.rows) * splits
-    name, kernel = f"cce_{kind}", partial(_kernel, kind=kind)
-    in_place = before.lse, None, None, before.mean
-    lse, _, _, mean = launch(kernel, *given, programs=programs, name=name, in_place=in_place)
-    return before._replace(lse=lse, mean=mean)
+    peaks = before.reference if reference is None else None
+    programs, kernel = cdiv(tokens, step.tiles.rows) * splits, partial(_kernel, kind=kind)
+    operands = how, inputs, at, reference, (before.log_mass, before.mean, peaks)
+    in_place = before.log_mass, None, None, before.mean, peaks
+    log_mass, _, _, mean, peaks = launch(kernel, *operands, programs=programs, name=f"cce_{kind}", in_place=in_place)
+    return before._replace(log_mass=log_mass, mean=mean, reference=before.reference if peaks is None else peaks)
 
 
-def _replace_kernel(how: How, inputs: Inputs, lse_ref, by_lse_ref, _, saved_ref):
-    """Writes the saved exponentials of tokens where by_lse > 0, relative to lse. Skips blocks without such tokens."""
+def _replace_kernel(how: How, inputs: Inputs, reference_ref, others_ref, _, saved_ref):
+    """Writes the exponentials of tokens where others > 0, by their references. Skips blocks without such tokens."""
     head, tiles = how.head, how.tiles
     tokens, vocabulary = saved_ref.shape[0], head.vocabulary(inputs.c)
     row_block, _, first, last = _run_of(how, inputs, tokens)
     rows = indices(row_block, tiles.rows)
     rows_ok = inside(rows, tokens, tiles.rows)
-    written = load_vector(by_lse_ref, rows, rows_ok) > 0
-    lse = load_vector(lse_ref, rows, rows_ok)[:, None] * LOG2_E
+    written = load_vector(others_ref, rows, rows_ok) > 0
+    reference = load_vector(reference_ref, rows, rows_ok)[:, None]
     last = jnp.where(jnp.max(written.astype(jnp.int32)) > 0, last, first)
     inverse = load_inverse_temperature(inputs, rows, rows_ok)
 
@@ -197,14 +212,14 @@ def _replace_kernel(how: How, inputs: Inputs, lse_ref, by_lse_ref, _, saved_ref)
         z, slope = divided(x, inverse), None if head.softcap is None else head.slope(x)
         if columns_ok is not None:
             z = jnp.where(columns_ok[None, :], z, -jnp.inf)
-        _store_exponentials(saved_ref, exp2_shifted(z, lse, interpret=how.interpret), slope, rows, columns, written)
+        _store_exponentials(saved_ref, exp(z - reference, how.interpret), slope, rows, columns, written)
         return carry
 
     lax.fori_loop(first, last, tile, 0)
 
 
-def saved_by_lse(step: Step, problem: Problem, lse: jax.Array, by_lse: jax.Array, saved: jax.Array) -> jax.Array:
-    """engine.Launched.saved_by_lse. saved: (rows, V); lse: (rows,); by_lse: (rows,) bool; inputs.e: gathered."""
+def saved_again(step: Step, problem: Problem, reference: jax.Array, others: jax.Array, saved: jax.Array) -> jax.Array:
+    """engine.Launched.saved_again. saved: (rows, V); reference: (rows,); others: (rows,) bool; inputs.e: gathered."""
     inputs, programs = problem.inputs._replace(targets=None, weights=None), cdiv(len(saved), step.tiles.rows)
-    given = How.of(step, problem), inputs, lse, by_lse.astype(jnp.int32), saved
+    given = How.of(step, problem), inputs, reference, others.astype(jnp.int32), saved
     return launch(_replace_kernel, *given, programs=programs * step.splits, name="cce_replace", in_place=saved)

@@ -1,8 +1,8 @@
 """Statistics and dz in plain XLA, for one group of the vocabulary after another.
 
-Forward: one matmul a group and a running log-sum-exp, which needs no reference and cannot overflow. Backward: the
-group's logits are computed again and turned into dz. Held at a time: one (N, V_g) block of logits, and the exponentials
-or dz that XLA makes of it. Never materialised: logits of the whole vocabulary.
+Forward: one matmul a group, and sums relative to a running maximum, which cannot overflow. Backward: the group's logits
+are computed again and turned into dz. Held at a time: one (N, V_g) block of logits, and the exponentials or dz that XLA
+makes of it. Never materialised: logits of the whole vocabulary.
 """
 
 import jax
@@ -12,7 +12,7 @@ from jax import lax
 from cce_kernels.engines.engine import Problem, Step, Sums
 from cce_kernels.gradients import FormDz, over_groups
 from cce_kernels.head import Head
-from cce_kernels.mean import mean_of, over_runs
+from cce_kernels.mean import finite, quotient, sums_of
 from cce_kernels.numbers import Cotangents, Inputs
 from cce_kernels.windows import Groups, Window
 
@@ -37,7 +37,7 @@ def sums(step: Step, problem: Problem, *_) -> Sums:
     zeros = jnp.zeros(targets.shape, jnp.promote_types(inputs.e.dtype, jnp.float32))
 
     def group(carry, window):
-        lse, target, total, mean = carry
+        before, mass, moment, target, total, weight = carry
         x, columns = _logits(inputs, window, head=head, groups=groups)
         z = inputs.divided(x)
         own = columns >= window.owned
@@ -45,35 +45,43 @@ def sums(step: Step, problem: Problem, *_) -> Sums:
         here = (targets >= window.owned) & (local < groups.columns)
         picked = jnp.take_along_axis(z, jnp.clip(local, 0, groups.columns - 1)[:, None], axis=1)[:, 0]
         target = jnp.where(here, picked, target)
-        if call.with_sum:
-            w = own.astype(z.dtype)
-            if inputs.weights is not None:
-                w = jnp.where(own, _columns(inputs.weights, window, groups), 0)
-            total = total + jnp.sum(jnp.where(w == 0, 0, w * z), axis=1)
+        w = own.astype(z.dtype)
+        if inputs.weights is not None:
+            w = jnp.where(own, _columns(inputs.weights, window, groups), 0)
         if groups.overlap:
             z = jnp.where(own, z, -jnp.inf)
-        of_group = jax.nn.logsumexp(z, axis=1)
+        largest = jnp.maximum(before, jnp.max(z, axis=1))
+        peak = finite(largest)
+        further, (of_mass, of_moment, of_total) = finite(before) - peak, sums_of(z, peak, w)
+        share = jnp.exp(before - peak)
         if call.with_mean:
-            mean = over_runs(jnp.stack([lse, of_group]), jnp.stack([mean, mean_of(z)]))
-        return jnp.logaddexp(lse, of_group), target, total, mean
+            moment = share * (moment + further * mass) + of_moment
+        if call.with_sum:
+            total, weight = total + further * weight + of_total, weight + jnp.sum(w)
+        return largest, share * mass + of_mass, moment, target, total, weight
 
-    begin = zeros - jnp.inf, zeros, zeros if call.with_sum else None, zeros if call.with_mean else None
-    lse, target, total, mean = over_groups(group, begin, groups)
-    total, mean = (None if x is None else x[None] for x in (total, mean))
-    return Sums(lse[None], target, total, None, mean=mean)
+    asked, of_sum = zeros if call.with_mean else None, (zeros, zeros[0]) if call.with_sum else (None, None)
+    largest, mass, moment, target, total, _ = over_groups(
+        group, (zeros - jnp.inf, zeros, asked, zeros, *of_sum), groups
+    )
+    mean = None if moment is None else quotient(moment, mass)
+    log_mass, peak, total, mean = (
+        None if x is None else x[None] for x in (jnp.log(mass), finite(largest), total, mean)
+    )
+    return Sums(log_mass, target, total, None, mean=mean, reference=peak)  # type: ignore[arg-type]
 
 
-def form_dz(step: Step, problem: Problem, lse: jax.Array, cotangents: Cotangents, _) -> FormDz:
+def form_dz(step: Step, problem: Problem, reference: jax.Array, of: Cotangents, _) -> FormDz:
     """engine.Launched.form_dz."""
     inputs, head, groups = problem.inputs, problem.head, step.groups
     with_sums = problem.call.wants.bias
-    of = jax.tree.map(lambda x: x[:, None], cotangents)
+    of = jax.tree.map(lambda x: x[:, None], of)
 
     def form(window: Window) -> tuple[jax.Array, jax.Array | None]:
         x, columns = _logits(inputs, window, head=head, groups=groups)
         weights = None if inputs.weights is None else _columns(inputs.weights, window, groups)
         is_target = columns == inputs.targets[:, None]
-        log_p = inputs.divided(x) - lse[:, None]
+        log_p = inputs.divided(x) - reference[:, None]
         dz = head.cotangent(x, jnp.exp(log_p), is_target, of, weights, inputs.factor_of_rows, log_p)
         if groups.overlap:
             dz = jnp.where(columns >= window.owned, dz, 0)
