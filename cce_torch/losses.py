@@ -58,7 +58,7 @@ def totals(statistics: Tensor, terms: Terms, scheduled: tuple[float, float, floa
         ce = (1 - label_smoothing) * ce + label_smoothing / vocabulary * (whole * log_mass - weighted[0])
     poison = torch.where(columns == vocabulary, torch.nan, torch.ones_like(lse))  # a factor: gradients become NaN too
     total = ce + z_loss * lse**2 if z_loss else ce
-    return torch.where(kept, poison * total, 0), lse.clone()  # no view, which nobody could change in place
+    return torch.where(kept, poison * total, 0), lse.clone()  # which the user may change in place
 
 
 def target_weights(columns: Tensor, class_weight: Tensor | None) -> Tensor | None:
