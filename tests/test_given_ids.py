@@ -17,6 +17,7 @@ from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Inputs
 from cce_kernels.selections import NOTHING, Asked
 from tests.cases import DTYPES
+from tests.core_numbers import of_kept
 from tests.test_structure import arrays, equations
 from tests.tolerance import assert_close, assert_reference, error
 
@@ -106,7 +107,7 @@ def truth(x: Drawn) -> dict[str, np.ndarray]:
         found["mean"] = mean[kept]
     if s is not None:
         dz += s * weights
-        found["sum"] = (z @ weights)[kept]
+        found["sum"] = ((lse[:, None] - z) @ weights)[kept]
     found["ids"] = np.zeros(ids.shape)
     for k, own in enumerate(ids.T):
         is_id = (own[:, None] == columns) & kept[:, None]
@@ -120,14 +121,14 @@ def truth(x: Drawn) -> dict[str, np.ndarray]:
 
 def objective(x: Drawn, numbers, of: Cotangents, kept) -> jax.Array:
     """Σ of · numbers over the kept tokens, and of the ids over all tokens."""
-    named = [(y, z) for y, z in zip(of[:4], numbers[:4], strict=True) if y is not None]
+    named = [(y, z) for y, z in zip(of[:4], Cotangents.of(numbers)[:4], strict=True) if y is not None]
     found = sum(jnp.sum(jnp.where(kept, y * z, 0)) for y, z in named)
     return found if of.ids is None else found + jnp.sum(of.ids * numbers.ids)  # type: ignore[return-value]
 
 
 def results(x: Drawn, numbers, gradients) -> dict[str, np.ndarray]:
     kept = np.asarray(x.inputs.targets) >= 0
-    named = {k: np.asarray(v)[kept] for k, v in numbers._asdict().items() if v is not None and k != "ids"}
+    named = of_kept(numbers, kept, x.inputs.weights, x.head.vocabulary(x.inputs.c))
     return named | {"ids": np.asarray(numbers.ids)} | {k: np.asarray(v) for k, v in gradients.items()}
 
 

@@ -256,7 +256,7 @@ def test_a_forward_pass_by_itself_is_within_the_budget(call):
     inputs = Inputs(shaped((call.tokens, call.width)), shaped(c_shape), bias, targets)
 
     def cotangents(numbers, _):
-        ones = jnp.ones_like(numbers.lse)
+        ones = jnp.ones_like(numbers.log_mass)
         return Cotangents(ones, -ones, None if numbers.sum is None else ones)
 
     def begin(inputs):
@@ -296,7 +296,7 @@ def test_the_halves_of_a_chunk_work_in_place(wanted, axis, tolerance):
     n = max(chunks.size, chunks.last)
     e, p = shaped((n, width), jnp.bfloat16), shaped((n, vocabulary), jnp.bfloat16)
     c = shaped((vocabulary, width) if axis == 0 else (width, vocabulary), jnp.bfloat16)
-    numbers, dc, steps = shaped((2, n), jnp.float32), shaped(c.shape, jnp.int16), None
+    numbers, dc, steps = shaped((3, n), jnp.float32), shaped(c.shape, jnp.int16), None
     if wanted.c:
         steps = shaped(steps_shape(vocabulary, width, chunks.block), jnp.float32)
     given = e, c, shaped((n,), jnp.int32), shaped((n,), jnp.float32), shaped((1,), jnp.int32)
@@ -307,10 +307,10 @@ def test_the_halves_of_a_chunk_work_in_place(wanted, axis, tolerance):
 
     def first(own, p, *arrays):
         own, columns = in_forward.numbers_of(chunk(*arrays), plan)
-        return jnp.stack(own[:2]), *columns
+        return jnp.stack(own[:3]), *columns
 
     def second(p, de, dc, steps, blocks, own, numbers, of, *arrays):
-        own, numbers, of = Statistics(*own, None), Statistics(*numbers, None), Cotangents(*of, None)
+        own, numbers, of = Statistics(*own), Statistics(*numbers), Cotangents.of(Statistics(*of))
         columns = in_forward.Columns(p, blocks)
         de, left, _ = in_forward.gradients_of(chunk(*arrays), columns, own, numbers, of, plan)
         if wanted.c:

@@ -26,8 +26,8 @@ from cce_kernels.engines.hopper.tiles import DC, DE, LOGITS, SAVED_DE, SUMMED
 from cce_kernels.exponentials import saved_shape
 from cce_kernels.gradients import ALL_COLUMNS, Left
 from cce_kernels.head import Head
-from cce_kernels.mean import folded, over_runs
-from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
+from cce_kernels.mean import over_runs, relative
+from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Statistics, Wanted
 from cce_kernels.plan import choose, plan_of
 from cce_kernels.tokens import Kept, Rows
 from cce_kernels.windows import Groups
@@ -226,6 +226,7 @@ def sums(inputs: Inputs, at: Rows, reference, save: bool, head: Head):
 
 
 def form_dz(inputs: Inputs, lse, of, count, window, head: Head):
+    """Relative to lse, so that the cotangents of log-masses of 0 are those that are given."""
     step = Step(HOPPER, LOGITS, groups=GROUPS)
     return HOPPER.form_dz(step, problem_of(inputs, head), lse, Cotangents(*of, None), count)(window)[0]
 
@@ -242,7 +243,8 @@ def test_statistics_and_what_is_saved(vocab_axis, softcap, scale):
     target = z[jnp.arange(TOKENS), inputs.targets]
     given = inputs._replace(scale=None if scale is None else jnp.full(1, scale))
     found = sums(given, Rows(), target, True, Head(softcap=softcap, vocab_axis=vocab_axis))
-    np.testing.assert_allclose(jax.nn.logsumexp(found.lse, axis=0), jax.nn.logsumexp(z, axis=1), rtol=2e-6)
+    lse = jax.nn.logsumexp(found.log_mass, axis=0) + target
+    np.testing.assert_allclose(lse, jax.nn.logsumexp(z, axis=1), rtol=2e-6)
     slope = 1.0 if softcap is None else 1 - (z / softcap) ** 2
     vocabulary = VOCABULARIES[vocab_axis]
     assert found.saved.shape == (TOKENS, PADDED)
@@ -263,10 +265,10 @@ def test_the_mean_of_the_logits_with_temperatures(vocab_axis, softcap, save):
     target, lse = z[np.arange(TOKENS), inputs.targets], np.logaddexp.reduce(z, axis=1)
     of = problem_of(given, head, with_mean=True)
     found = HOPPER.sums(Step(HOPPER, LOGITS, 2), of, Rows(), jnp.float32(target), save)
-    np.testing.assert_allclose(jax.nn.logsumexp(found.lse, axis=0), lse, rtol=2e-6)
+    np.testing.assert_allclose(jax.nn.logsumexp(found.log_mass, axis=0) + target, lse, rtol=2e-6)
     assert found.mean.shape == (2, TOKENS)
     mean = np.sum(np.exp(z - lse[:, None]) * z, axis=1)
-    np.testing.assert_allclose(over_runs(found.lse, found.mean), mean, rtol=4e-6, atol=4e-6)
+    np.testing.assert_allclose(over_runs(found.log_mass, found.mean) + target, mean, rtol=4e-6, atol=4e-6)
     if save:
         exponentials = np.exp(z - target[:, None]) * (1 - (x / softcap) ** 2)
         assert error(found.saved[:, : VOCABULARIES[vocab_axis]], exponentials) < 2.0**-9
@@ -277,8 +279,8 @@ def test_a_sum_for_the_mean_that_overflows_is_left_to_the_rescue():
     inputs, z = problem(0)
     reference = jnp.max(z, axis=1).at[7].add(-86.5)
     found = HOPPER.sums(Step(HOPPER, LOGITS, 1), problem_of(inputs, Head(), with_mean=True), Rows(), reference, False)
-    assert np.isfinite(sums(inputs, Rows(), reference, False, Head()).lse).all()
-    assert np.flatnonzero(~np.isfinite(found.lse[0])).tolist() == [7]
+    assert np.isfinite(sums(inputs, Rows(), reference, False, Head()).log_mass).all()
+    assert np.flatnonzero(~np.isfinite(found.log_mass[0])).tolist() == [7]
 
 
 @pytest.mark.parametrize(("vocab_axis", "softcap"), [(0, 5.0), (1, None)])
@@ -294,10 +296,12 @@ def test_dz_with_a_cotangent_of_the_mean_and_temperatures(vocab_axis, softcap):
     a, t, mu = (np.linspace(low, high, TOKENS)[:, None] for low, high in ((0.5, 1.5), (-1, -2), (2, -1)))
     is_target = np.asarray(inputs.targets)[:, None] == np.arange(p.shape[1])
     wanted = (p * (a + mu * (1 + z - mean[:, None])) + t * is_target) * factor
-    numbers = Statistics(*(jnp.float32(y) for y in (lse, lse)), None, jnp.float32(mean))
-    of = folded(Cotangents(*(jnp.float32(y[:, 0]) for y in (a, t)), None, jnp.float32(mu[:, 0])), numbers)
+    reference = lse - np.linspace(0, 20, TOKENS)
+    numbers = Statistics(*(jnp.float32(y) for y in (lse - reference, reference, lse, lse, mean - reference)))
+    cotangents = Cotangents(*(jnp.float32(y[:, 0]) for y in (a, t)), None, jnp.float32(mu[:, 0]))
+    of = relative(cotangents, numbers, inputs.targets >= 0)
     step = Step(HOPPER, LOGITS, groups=GROUPS)
-    form = HOPPER.form_dz(step, problem_of(given, head, with_mean=True), numbers.lse, of, EVERY)
+    form = HOPPER.form_dz(step, problem_of(given, head, with_mean=True), numbers.reference, of, EVERY)
     for group in range(GROUPS.count):
         window = GROUPS.window(jnp.int32((group + 1) % GROUPS.count))
         columns = slice(group * COLUMNS, min((group + 1) * COLUMNS, p.shape[1]))
@@ -314,7 +318,7 @@ def test_a_gradient_of_the_entropy_is_four_kernels(memory_budget):
 
         def entropy(e, c):
             numbers = statistics(inputs._replace(e=e, c=c), core, None)
-            return jnp.sum(numbers.lse - (numbers.mean if with_mean else numbers.target))
+            return jnp.sum(numbers.log_mass - numbers.mean if with_mean else -numbers.log_p(numbers.target))
 
         return jax.grad(entropy, (0, 1))(inputs.e, inputs.c)
 
@@ -342,7 +346,7 @@ def test_statistics_of_blocks_that_are_read_where_they_lie():
     """The tokens are rows 8 to 263 of e; the third block's lie apart, and are left to another kernel."""
     inputs, z = problem(0)
     at = Rows(None, jnp.array([8, 136, -1], jnp.int32), jnp.array([290], jnp.int32))
-    found = jax.nn.logsumexp(sums(inputs, at, jnp.zeros(TOKENS), False, Head()).lse, axis=0)
+    found = jax.nn.logsumexp(sums(inputs, at, jnp.zeros(TOKENS), False, Head()).log_mass, axis=0)
     np.testing.assert_allclose(found[:256], jax.nn.logsumexp(z, axis=1)[8:264], rtol=2e-6)
 
 
@@ -352,7 +356,7 @@ def test_a_softcap_of_any_size_is_as_exact_as_the_logits(softcap):
     inputs, z = problem(0)
     capped = softcap * np.tanh(np.asarray(z, np.float64) / softcap)
     target = jnp.asarray(capped[np.arange(TOKENS), np.asarray(inputs.targets)], jnp.float32)
-    found = jax.nn.logsumexp(sums(inputs, Rows(), target, False, Head(softcap=softcap)).lse, axis=0)
+    found = jax.nn.logsumexp(sums(inputs, Rows(), target, False, Head(softcap=softcap)).log_mass, axis=0) + target
     exact = np.log(np.sum(np.exp(capped), axis=1))
     largest = np.max(np.abs(capped))
     np.testing.assert_allclose(found, exact, rtol=0, atol=8 * 2.0**-24 * (largest + np.log(VOCABULARIES[0])))
@@ -368,7 +372,7 @@ def test_a_group_of_dz_and_its_part_of_dc(group):
     count = 270
     kept = jnp.arange(TOKENS) < count
     inputs = inputs._replace(e=jnp.where(kept[:, None], inputs.e, 0))
-    lse = jnp.where(kept, jax.nn.logsumexp(z, axis=1), jnp.inf)
+    lse = jnp.where(kept, jax.nn.logsumexp(z, axis=1), FLOAT32_MAX)
     cotangents = jnp.where(kept, jnp.stack([jnp.linspace(0.5, 1.5, TOKENS), jnp.linspace(-1.0, -2.0, TOKENS)]), 0)
     window = GROUPS.window(jnp.int32((group + 1) % GROUPS.count))
     vocabulary = VOCABULARIES[0]
@@ -474,7 +478,7 @@ def check_both_passes(tokens: int, width: int, vocabulary: int, saved: int, voca
         return plan_of(call, SMALL, "cce", saved=saved if of is not None else None)
 
     def loss(numbers: Statistics):
-        return jnp.sum(weights * jnp.where(targets >= 0, numbers.lse - numbers.target, 0))
+        return jnp.sum(weights * jnp.where(targets >= 0, -numbers.log_p(numbers.target), 0))
 
     numbers, p = forward.statistics(inputs, plan(Wanted(True, True, False)))
     np.testing.assert_allclose(loss(numbers), wanted, rtol=1e-5)

@@ -212,7 +212,7 @@ def launched(variant: Variant, tiles: Tiles) -> list:
         return [forward.statistics(inputs, x) for x in forward_plans], found
 
     c = S((v, d) if variant.vocab_axis == 0 else (d, v), dtype)
-    each = [S((n,), f32)] * 4
+    each = [S((n,), f32)] * 5
     return kernels(
         both,
         S((n, d), dtype),
@@ -224,7 +224,7 @@ def launched(variant: Variant, tiles: Tiles) -> list:
         S((n,), f32),
         Statistics(*each),
         S(saved_shape(n, v), dtype),
-        Cotangents(*each),
+        Cotangents(*each[:4]),
     )
 
 

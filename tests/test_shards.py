@@ -19,10 +19,11 @@ from cce_kernels.device import INTERPRETER, local_gpu
 from cce_kernels.head import Head
 from cce_kernels.in_forward import Chunk, add_dc, finish, gradients_of, numbers_of
 from cce_kernels.mean import over_runs
-from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Shard, Statistics, Wanted
+from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Statistics, Wanted
 from cce_kernels.plan import Chunks, Plan, plan_of
 from cce_kernels.residuals import Residuals
 from cce_kernels.tokens import Kept
+from tests.core_numbers import of_kept
 
 ALL = 2**40  # bytes: all exponentials are saved
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-20}
@@ -95,7 +96,7 @@ def truth(x: Problem) -> dict[str, np.ndarray]:
         "c": dc if x.head.vocab_axis == 0 else dc.T,
     }
     found |= {} if x.cotangents.mean is None else {"mean": mean[kept]}
-    return found if weights is None else found | {"sum": (z @ weights)[kept]}
+    return found if weights is None else found | {"sum": ((lse[:, None] - z) @ weights)[kept]}
 
 
 def shards_of(x: Problem, bounds, plan: Callable[[Call], Plan]) -> list[tuple[Inputs, Plan]]:
@@ -144,30 +145,32 @@ def over_shards(x: Problem, bounds, impl, gpu, memory_budget: int) -> dict[str, 
     reference = reference_of(x, shards)
     passes = [forward.statistics(*shard, reference) for shard in shards]
     kept = targets >= 0
-    lse, mean = of_all([numbers for numbers, _ in passes])
+    whole = of_all([numbers for numbers, _ in passes], shards)
     found = [
-        backward.gradients(given, numbers, saved, x.cotangents, plan, Shard(lse, reference, mean))[0]
+        backward.gradients(given, whole.relative_to(numbers.reference), saved, x.cotangents, plan)[0]
         for (given, plan), (numbers, saved) in zip(shards, passes, strict=True)
     ]
     assert all(gradients.e.dtype == np.float32 for gradients in found)
-    result = {
-        "lse": lse[kept],
-        "target": sum(numbers.target for numbers, _ in passes)[kept],
+    result = of_kept(whole, kept, inputs.weights) | {
         "e": sum(of.e for of in found),
         "c": np.concatenate([of.c for of in found], axis),
     }
     if inputs.bias is not None:
         result["bias"] = np.concatenate([gradients.bias for gradients in found])
-    if inputs.weights is not None:
-        result["sum"] = sum(numbers.sum for numbers, _ in passes)[kept]
-    return result if mean is None else result | {"mean": mean[kept]}
+    return result
 
 
-def of_all(numbers: list[Statistics]) -> tuple[jax.Array, jax.Array | None]:
-    """lse and mean of all columns."""
-    lse = jnp.stack([of.lse for of in numbers])
-    mean = None if numbers[0].mean is None else over_runs(lse, jnp.stack([of.mean for of in numbers]))  # type: ignore[arg-type]
-    return jax.nn.logsumexp(lse, axis=0), mean
+def of_all(numbers: list[Statistics], shards: list[tuple[Inputs, Plan]]) -> Statistics:
+    """The numbers of all columns, from those of each shard."""
+    each = jax.tree.map(lambda *of_shards: jnp.stack(of_shards), *numbers)
+    reference = jnp.max(each.reference, axis=0)
+    further = each.reference - reference
+    total, log_mass = None, each.log_mass + further
+    if each.sum is not None:
+        weight = jnp.stack([jnp.sum(given.weights) for given, _ in shards])[:, None]
+        total = jnp.sum(each.sum + further * weight, axis=0)
+    mean = None if each.mean is None else over_runs(log_mass, each.mean + further)
+    return Statistics(jax.nn.logsumexp(log_mass, axis=0), reference, jnp.sum(each.target, axis=0), total, mean)
 
 
 def in_chunks(x: Problem, bounds, impl, gpu, size: int) -> dict[str, np.ndarray]:
@@ -195,9 +198,7 @@ def in_chunks(x: Problem, bounds, impl, gpu, size: int) -> dict[str, np.ndarray]
             for own, _ in shards
         ]
         of_own = [numbers_of(chunk, plan) for chunk, (_, plan) in zip(given, shards, strict=True)]
-        lse, mean = of_all([own for own, _ in of_own])
-        more = [None if own.sum is None else sum(found.sum for found, _ in of_own) for own, _ in of_own[:1]]
-        numbers.append(Statistics(lse, sum(own.target for own, _ in of_own), *more, mean))  # type: ignore[arg-type]
+        numbers.append(of_all([own for own, _ in of_own], shards))
         of, parts = jax.tree.map(lambda y, order=order: jnp.asarray(y)[order], x.cotangents), []
         for k, (chunk, (own, columns), (_, plan)) in enumerate(zip(given, of_own, shards, strict=True)):
             part, left, dbias = gradients_of(chunk, columns, own, numbers[-1], of, plan)
@@ -210,21 +211,18 @@ def in_chunks(x: Problem, bounds, impl, gpu, size: int) -> dict[str, np.ndarray]
                 total = jax.lax.bitcast_convert_type(total, jnp.int16)
             else:
                 begun = Residuals(dc=total, steps=steps, last=left)
-                dc.append(finish(begun, jnp.float32(1), own.lse > 0, plan).c)
+                dc.append(finish(begun, jnp.float32(1), own.target > 0, plan).c)
             sums[k] = total, steps, bias + dbias if inputs.bias is not None else 0.0
         de.append(sum(part.values for part in parts))
     live = np.asarray(inputs.targets) >= 0
     restored = jax.tree.map(lambda *parts: kept.restored(jnp.concatenate(parts)), *numbers)
-    result = {
-        "lse": restored.lse[live],
-        "target": restored.target[live],
+    result = of_kept(restored, live, inputs.weights) | {
         "e": kept.restored(jnp.concatenate(de)),
         "c": np.concatenate(dc or [total for total, _, _ in sums], axis),
     }
     if inputs.bias is not None:
         result["bias"] = np.concatenate([bias for _, _, bias in sums])
-    result |= {} if restored.mean is None else {"mean": restored.mean[live]}
-    return result if inputs.weights is None else result | {"sum": restored.sum[live]}
+    return result
 
 
 def check(x: Problem, bounds, impl, gpu, memory_budget: int) -> None:
@@ -301,7 +299,7 @@ def test_a_shard_whose_exponentials_underflow_has_no_share():
 
 
 def test_nothing_is_rescued_because_its_target_lies_elsewhere(monkeypatch):
-    """`recomputed_lse` writes nothing: no sum is inf. `saved_by_lse` neither: every reference is a target's logit."""
+    """`recomputed` writes nothing: no sum is inf. `saved_again` neither: every reference is a target's logit."""
     x = problem(ignored=0.0, size=0.1)
     targets = x.inputs.targets % 229
     reference = jnp.full(40, 0.0)
@@ -309,13 +307,13 @@ def test_nothing_is_rescued_because_its_target_lies_elsewhere(monkeypatch):
     call = Call(40, 32, 100, "bfloat16", x.head, False, False, Wanted(True, True, False), ALL)
     plan = plan_of(call, INTERPRETER, "cce")
     engine, seen = type(plan.forward.rescue.engine), []  # type: ignore[union-attr]
-    recomputed, by_lse = engine.recomputed_lse, engine.saved_by_lse
-    monkeypatch.setattr(engine, "recomputed_lse", lambda *x: (seen.append(x[-1]), recomputed(*x))[1])
-    monkeypatch.setattr(engine, "saved_by_lse", lambda *x: (seen.append(x[-2]), by_lse(*x))[1])
+    recomputed, saved_again = engine.recomputed, engine.saved_again
+    monkeypatch.setattr(engine, "recomputed", lambda *x: (seen.append(x[-1]), recomputed(*x))[1])
+    monkeypatch.setattr(engine, "saved_again", lambda *x: (seen.append(x[-2]), saved_again(*x))[1])
     forward.statistics(local, plan, reference)
-    before, by_lse = seen
-    assert np.isfinite(before.lse).all()
-    assert not by_lse.any()
+    before, others = seen
+    assert np.isfinite(before.log_mass).all()
+    assert not others.any()
 
 
 @pytest.mark.gpu
