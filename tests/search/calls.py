@@ -461,10 +461,7 @@ def _types(
     x: _Picks, where: str, hopper: bool, package: str, form: str, setting: str, transformation: str
 ) -> tuple[str, bool]:
     """The type, and whether c and bias are float32 beside it."""
-    if hopper:
-        types = {"bfloat16": 0.7, "float16": 0.3}
-    else:
-        types = {"bfloat16": 0.4, "float16": 0.2, "float32": 0.4}
+    types = {"bfloat16": 0.7, "float16": 0.3} | ({} if hopper else {"float32": 0.7})
     types |= {f"{name}, c float32": 0.25 * types[name] for name in ("bfloat16", "float16") if form != "hf"}
     if transformation == "autocast":
         types.pop("float32", None)
@@ -710,7 +707,9 @@ def _data(rng: np.random.Generator, p: Program) -> Data:
     bias, masked, biased = 0.0, 0, "bias" in p.arrays
     if biased and x.chance(0.4):
         bias = 1e3 if x.chance(0.2) else round(float(rng.uniform(-120, 120)), 1)
-    if biased and x.chance(0.15) and p.vocabulary > 8 and p.label_smoothing == 0 and not p.mean_logit:
+    finite = p.label_smoothing == 0 and not p.mean_logit and (p.logit_scale or 1.0) > 0
+    finite = finite and (p.divergence != "forward_kl" or p.teacher_bias) and (p.divergence or not p.teacher_bias)
+    if biased and x.chance(0.15) and p.vocabulary > 8 and finite:
         masked = int(rng.integers(1, 1 + p.vocabulary // 4))
     data = Data(
         seed=int(rng.integers(2**31)),
