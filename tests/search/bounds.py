@@ -5,7 +5,7 @@ block of BLOCK of its rows (tokens of de, columns of the vocabulary of dc and db
 
     slack · √(u²·(Σ (δ dz / u)²·‖x‖²  +  r·‖truth‖²))     roundings to the type, of dz and of the result, each
                                                            independent of the others
-  + F · (√(Σ δdz²·‖x‖²) + ‖Σ ±δdz·x‖)                      float32's errors: independent, and all of one sign
+  + F · (slack·√(Σ δdz²·‖x‖²) + Σ ‖Σ ±δdz·x‖)               float32's errors: independent, and each kind that is not
   + ε·√(n·Σ dz²·‖x‖²) + ε·‖truth‖                          each of the n additions of the sum
   + what the products may leave out of dz                  of calls with a gradient_tolerance
   + the least number that the type holds, once an element
@@ -28,12 +28,13 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import torch
 
 from tests.search.calls import Program
-from tests.search.logits import EPS
 from tests.search.truth import Rows, Truth, roundoff
 
 BLOCK = 64  # rows
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 FLOAT16_OVERFLOWS = 65520.0  # the least number that float16 rounds to inf
 F = 2.0
 
@@ -50,17 +51,22 @@ class Check:
 def checks(found: dict[str, np.ndarray], truth: Truth, program: Program) -> list[Check]:
     """One for each result; it passes where its ratio is at most 1.
 
-    found: "loss", "lse" where it is returned, and the gradients by the names of what they are of; that of c is (V, D).
+    found: results by their names, and the gradients by the names of what they are of; that of c is (V, D).
     """
+    gradients = program.wanted if program.differentiates else ()
+    missing = {*program.results, *gradients} ^ set(found)
+    assert not missing, f"results that are missing, or that nobody asked for: {missing}"
     made = []
-    for name, of in (("loss", truth.loss), ("lse", truth.lse), ("token_weight", truth.token_weight)):
-        if name in found and of is not None:
-            made.append(_elements(name, found[name], *of))
+    for name, of in truth.results.items():
+        of_ids = name in ("predicted", "top_ids")
+        made.append(_ids(name, found[name], *of, program) if of_ids else _elements(name, found[name], *of, program))
+    if truth.token_weight is not None:
+        made.append(_elements("token_weight", found["token_weight"], *truth.token_weight, program))
     for name, rows in truth.rows.items():
         kept = truth.kept.reshape(-1) if name == "e" else None
         made.append(_rows(name, found[name], rows, program, kept))
-    missing = {"loss", *program.wanted, *(["lse"] if program.return_lse else [])} ^ {x.name for x in made}
-    assert not missing, f"results that are not compared, or not there: {missing}"
+    not_compared = set(found) - {x.name for x in made}
+    assert not not_compared, f"results that are not compared: {not_compared}"
     return made
 
 
@@ -70,19 +76,39 @@ def _ratio(error: np.ndarray, allowed: np.ndarray) -> np.ndarray:
         return np.nan_to_num(np.where(error == 0, 0.0, error / allowed), nan=np.inf, posinf=np.inf)
 
 
-def _elements(name: str, found: np.ndarray, want: np.ndarray, error: np.ndarray) -> Check:
+def _elements(name: str, found: np.ndarray, want: np.ndarray, error: np.ndarray, program: Program) -> Check:
+    wide = "float64" if program.dtype == "float64" else "float32"
+    if name != "token_weight" and found.dtype.name != wide:
+        return Check(name, np.inf, f"{name} is {found.dtype}, not {wide}")
     found = np.asarray(found, np.float64)
     if found.shape != want.shape:
         return Check(name, np.inf, f"{name} has shape {found.shape}, not {want.shape}")
     if not want.size:
         return Check(name, 0.0, "nothing to compare")
-    both = np.isnan(found) & np.isnan(want)
+    if name in ("log_probs", "id_log_probs", "top_log_probs") and np.any(found > 0):
+        return Check(name, np.inf, f"{name} above 0: {found.max()}")
     with np.errstate(invalid="ignore"):
+        beyond = (np.abs(want) > LARGEST_FLOAT32 / 4) & (np.abs(found) > LARGEST_FLOAT32 / 8)  # in float32 inf
+        both = (np.isnan(found) & np.isnan(want)) | (beyond & (np.sign(found) == np.sign(want))) | (found == want)
         off = np.where(both, 0.0, np.abs(found - want))
     ratios = np.atleast_1d(_ratio(off, F * np.nan_to_num(error)))
     at = np.unravel_index(int(np.argmax(ratios)), ratios.shape)
     pairs = [np.atleast_1d(x)[at] for x in (found, want, F * error)]
     return Check(name, float(ratios[at]), "{}[{}] = {:.9g}, not {:.9g} ± {:.2g}".format(name, at, *pairs))
+
+
+def _ids(name: str, found: np.ndarray, worse: np.ndarray, allowed: np.ndarray, program: Program) -> Check:
+    """worse: how far the logits of the ids are below the largest ones."""
+    if found.shape != worse.shape or found.dtype != np.int32:
+        return Check(name, np.inf, f"{name} is {found.dtype} {found.shape}, not int32 {worse.shape}")
+    if np.any((found < 0) | (found >= program.vocabulary)):
+        return Check(name, np.inf, f"{name} outside of the vocabulary: {found.min()} to {found.max()}")
+    ratios = _ratio(np.abs(worse), F * allowed)
+    ordered = np.sort(found, axis=-1)
+    if name == "top_ids" and found.shape[-1] > 1 and np.any((np.diff(ordered) == 0).any(-1) & (allowed > 0).any(-1)):
+        return Check(name, np.inf, f"{name}: an id twice")
+    worst = float(np.max(ratios, initial=0.0))
+    return Check(name, worst, f"{name}: an id whose logit is {worst:.2g} times the error below another")
 
 
 def _rows(name: str, found: np.ndarray, of: Rows, program: Program, kept: np.ndarray | None) -> Check:
@@ -100,6 +126,7 @@ def _rows(name: str, found: np.ndarray, of: Rows, program: Program, kept: np.nda
         return Check(name, 0.0, "nothing to compare")
 
     unit, elements = roundoff(program.dtype), want.shape[1]
+    eps = 2.0**-44 if program.dtype == "float64" else 2.0**-23
     result = float(dtype == program.dtype)  # else the gradient is not rounded to e's type
     least = float(ml_dtypes.finfo(program.dtype).tiny if program.dtype != "float16" else 2.0**-24) ** 2 * elements
     terms = program.vocabulary if name == "e" else program.tokens
@@ -115,9 +142,10 @@ def _rows(name: str, found: np.ndarray, of: Rows, program: Program, kept: np.nda
     largest = np.max(rounded) or 1.0  # so that no square underflows
     fourth = blocks((rounded / largest) ** 2)
     count = np.where(fourth > 0, blocks(rounded / largest) ** 2 / np.where(fourth > 0, fourth, 1.0), 1.0)
-    allowed = (1 + 2 / np.sqrt(np.maximum(count, 1.0))) * np.sqrt(blocks(rounded))
-    allowed = allowed + F * (np.sqrt(blocks(float32)) + np.sqrt(blocks(alike)))
-    allowed = allowed + EPS * (np.sqrt(terms * blocks(summed)) + np.sqrt(blocks(size)))
+    few = 1 + 2 / np.sqrt(np.maximum(count, 1.0))
+    allowed = few * np.sqrt(blocks(rounded))
+    allowed = allowed + F * (few * np.sqrt(blocks(float32)) + np.sqrt(blocks(alike)))
+    allowed = allowed + eps * (np.sqrt(terms * blocks(summed)) + np.sqrt(blocks(size)))
     allowed = allowed + np.fmin(np.sqrt(blocks(left_out)), of.of_any_rows)
     errors = np.sqrt(blocks(off))
     ratios = _ratio(errors, allowed)
@@ -143,9 +171,10 @@ def _squares(found: np.ndarray, want: Any) -> tuple[np.ndarray, np.ndarray, np.n
         if isinstance(want, np.ndarray):
             xp, here = np, found[i : i + rows].astype(np.float64)
         else:
-            import torch as xp
-
-            here = xp.tensor(found[i : i + rows].astype(np.float32), device=want.device).double()
+            xp = torch
+            part = found[i : i + rows]
+            part = part if part.dtype == np.float64 else part.astype(np.float32)
+            here = xp.tensor(part, device=want.device).double()
         true = want[i : i + rows]
         with np.errstate(invalid="ignore"):
             off = here - true

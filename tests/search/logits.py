@@ -1,67 +1,112 @@
-"""The logits of a drawn call in float64, what float32 may make of them, and their slope under the softcap."""
+"""The logits of a drawn call in float64, what float32 may make of them, and their slope."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from tests.cases import Inputs
 from tests.search.calls import Program
 
-EPS = 2.0**-23
-BLOCK = 2**25  # logits at a time
+BLOCK = 2**23  # logits at a time
+COLDEST = 2.0**-100  # a lower temperature counts as this
+
+
+@dataclass(frozen=True)
+class Head:
+    """How logits are made of products, and how exactly."""
+
+    dtype: str
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+
+    @classmethod
+    def of(cls, p: Program) -> "Head":
+        return cls(p.dtype, 1.0 if p.logit_scale is None else p.logit_scale, p.softcap, max(p.temperature, COLDEST))
+
+    @classmethod
+    def of_teacher(cls, p: Program) -> "Head":
+        scale = 1.0 if p.teacher_logit_scale is None else p.teacher_logit_scale
+        return cls(p.teacher_dtype, scale, p.teacher_softcap, max(p.temperature, COLDEST))
+
+    @property
+    def eps(self) -> float:
+        """Float32's distance of numbers near 1; of float64 what the truth itself is worth."""
+        return 2.0**-44 if self.dtype == "float64" else 2.0**-23
+
+
+@dataclass(frozen=True)
+class Block:
+    """The logits of some tokens, (n, V)."""
+
+    z: Tensor  # a leaf
+    slope: Tensor  # ∂z/∂y of the raw products y = e·c + b
+    most: Tensor  # δz, what float32 may be off by
+    usual: Tensor  # the part of it that is independent of the other logits, as a root mean square
+    log_p: Tensor
+    lse: Tensor
+
+    @property
+    def p(self) -> Tensor:
+        return torch.exp(self.log_p)
 
 
 class Logits:
-    """Of the kept tokens of a call, computed by xp (NumPy or PyTorch) a block of tokens at a time."""
+    """Of some tokens, a block of them at a time."""
 
-    def __init__(self, given: Inputs, e: np.ndarray, targets: np.ndarray, program: Program, xp: Any, device: str):
-        self.xp, self.device, self.program = xp, device, program
-        self.e, self.c = self.put(e), self.put(given.c)
-        bias = given.optional.get("bias")
+    def __init__(
+        self,
+        e: np.ndarray,
+        c: np.ndarray,
+        bias: np.ndarray | None,
+        head: Head,
+        temperature: np.ndarray | None = None,
+        device: str = "cpu",
+    ):
+        self.head, self.device = head, device
+        self.e, self.c = self.put(e), self.put(c)
         self.bias = None if bias is None else self.put(bias)
-        weights = given.optional.get("class_weight")
-        self.weights = self.put(np.ones(program.vocabulary) if weights is None else weights)
-        self.valid = (targets >= 0) & (targets < program.vocabulary)
-        self.targets = np.where(self.valid, targets, 0)
-        self.scale = 1.0 if program.logit_scale is None else program.logit_scale
-        self.norms = self.norm(self.e), self.norm(self.c)
+        self.temperature = None if temperature is None else self.put(temperature)
+        self.norms = self.e.norm(dim=1), self.c.norm(dim=1)
 
-    def put(self, x: np.ndarray) -> Any:
+    def put(self, x: Any) -> Tensor:
         x = np.asarray(x)
-        if self.xp is np:
-            return x.astype(np.float64)
         x = x.astype(np.float32) if x.dtype.itemsize == 2 else x  # exact, and half of what float64 takes to copy
-        return self.xp.tensor(x, device=self.device).double()
+        return torch.tensor(x, device=self.device).double()
 
-    def get(self, x: Any) -> np.ndarray:
-        return x if self.xp is np else x.cpu().numpy()
-
-    def norm(self, x: Any) -> Any:
-        return self.xp.sqrt((x * x).sum(1))
+    @property
+    def vocabulary(self) -> int:
+        return self.c.shape[0]
 
     def blocks(self) -> Iterator[slice]:
-        rows = max(1, BLOCK // self.program.vocabulary)
-        return (slice(i, i + rows) for i in range(0, self.targets.size, rows))
+        rows = max(1, BLOCK // self.vocabulary)
+        return (slice(i, i + rows) for i in range(0, self.e.shape[0], rows))
 
-    def logits(self, rows: slice) -> tuple[Any, Any, Any]:
-        """z, ∂z/∂y and δz of a block, each (rows, V)."""
-        xp, scale, kappa = self.xp, self.scale, self.program.softcap
+    def of(self, rows: slice) -> Block:
+        head, eps = self.head, self.head.eps
         y = self.e[rows] @ self.c.T
         reach = self.norms[0][rows][:, None] * self.norms[1]
         if self.bias is not None:
-            y, reach = y + self.bias, reach + xp.abs(self.bias)
-        y = scale * y
+            y, reach = y + self.bias, reach + self.bias.abs()
+        y.requires_grad_()
+        z = head.scale * y
+        if head.softcap is not None:
+            z = head.softcap * torch.tanh(z / head.softcap)
+        z = z / (head.temperature if self.temperature is None else self.temperature[rows][:, None])
+        (slope,) = torch.autograd.grad(z.sum(), y)
+        y, z = y.detach(), z.detach()
         # A tensor core adds 16 products at a time to the sum and cuts off what lies below the largest one's last digit,
         # always towards 0. A sum of products of one sign loses up to ε of itself at each step; bounds.F doubles what is
         # counted here. Of products of float16, which have 22 digits, also most digits of the small ones are cut off.
-        steps = self.program.width / {"float32": 64, "bfloat16": 32, "float16": 16}[self.program.dtype]
-        error = EPS * (abs(scale) * reach + (2 + steps) * xp.abs(y))
-        if kappa is None:
-            return y, xp.ones_like(y), error + 2 * EPS * xp.abs(y)
-        z = kappa * xp.tanh(y / kappa)
-        slope = 1 / xp.cosh(xp.clip(y / kappa, -300, 300)) ** 2
-        return z, slope, slope * error + 2 * EPS * xp.abs(z)
-
-    def at_targets(self, x: Any, rows: slice) -> np.ndarray:
-        return self.get(x)[np.arange(x.shape[0]), self.targets[rows]]
+        steps = self.e.shape[1] / {"bfloat16": 32, "float16": 16}.get(head.dtype, 64)
+        size, of_y, of_z = slope.abs(), y.abs(), z.abs()
+        most = eps * (size * (reach + (2 + steps) * of_y) + 3 * of_z)
+        usual = eps * (size * (0.5 * reach + (1 + 0.5 * steps**0.5) * of_y) + of_z)
+        finite = torch.isfinite(z)
+        most, usual = (torch.where(finite, x, 0.0) for x in (most, usual))
+        slope = torch.where(finite, slope, 0.0)
+        lse = torch.logsumexp(z, 1)
+        return Block(z.requires_grad_(), slope, most, usual, z.detach() - lse[:, None], lse)

@@ -239,14 +239,15 @@ def _of_tokens(call: Call, x: Bound, given: Given, rank: int) -> Bound:
     if program.function != LOG_PROBS and program.reduction == "mean":
         options["num_items"] = program.num_items if program.num_items is not None else _items(program, given)
 
-    def function(**given: Any) -> Any:
+    def of_part(function: Callable, **given: Any) -> Any:
         for name, y in given.items():
-            if isinstance(y, Tensor) and x.is_of_tokens(name, y):
+            if x.is_of_tokens(name, y):
                 given[name] = y[start : stop if name.startswith("argument") else stop + overlap]
-        return partial(x.function, **options)(**given)
+        return partial(function, **options)(**given)
 
     parts = {name: y[start:stop] if y.dim() else y for name, y in x.cotangents.items()}
-    return replace(x, function=function, cotangents=parts)
+    both = {name: partial(of_part, getattr(x, name)) for name in ("function", "reference")}
+    return replace(x, **both, cotangents=parts)
 
 
 def _items(program: Program, given: Given) -> float:

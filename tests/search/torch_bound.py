@@ -1,7 +1,6 @@
 """A drawn call of cce_torch with its tensors: what a transformation transforms."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -82,8 +81,8 @@ class Bound:
         """An argument whose tokens, or rows of tokens, are in the opposite order."""
         if not self.can_reorder or not self.is_of_tokens(name, x):
             return x
-        signed = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}.get(x.dtype, x.dtype)
-        return x.view(signed).flip(0).view(x.dtype)  # PyTorch flips no unsigned integers
+        signed = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}.get(x.dtype)
+        return x.flip(0) if signed is None else x.view(signed).flip(0).view(x.dtype)  # PyTorch flips no such integers
 
     def in_order(self, name: str, x: Tensor, k: int) -> Tensor:
         """A result or a gradient of the call (k = 0), or of the call reordered (k = 1), in the order of the call."""
@@ -123,9 +122,10 @@ class Bound:
             cotangents=wide(self.cotangents),
         )
 
-    def nothing(self) -> AbstractContextManager:
-        return nullcontext()
-
-    def of(self, results: Named) -> Iterator[tuple[str, Tensor]]:
-        """The results that are differentiated."""
-        return ((name, results[name]) for name in self.cotangents)
+    def noise(self, along: Named) -> float:
+        """What float32 may make of a product of gradients and directions, whose terms may cancel."""
+        largest = max(float(x.abs().nan_to_num(0, 0, 0).max()) if x.numel() else 0.0 for x in self.leaves.values())
+        reach = sum(float(x.abs().double().sum()) for x in along.values())
+        double = any(x.dtype == torch.float64 for x in self.leaves.values())
+        size = sum(float(x.abs().double().sum()) for x in self.cotangents.values())
+        return (1e-13 if double else 1e-5) * (1 + largest) * reach * size

@@ -1,28 +1,70 @@
 """The truth of a drawn call in float64, and beside it how far rounding may move each result.
 
-The truth is the definition (the contract in cce_jax/api.py and the derivation in cce_jax/core.py), over the kept tokens
-alone, in blocks of tokens, so that N·V float64 numbers need not fit at once. It needs NumPy, or PyTorch on a GPU.
+The truth is the definition (the contract in cce_jax/api.py and in the other functions' docstrings) from full logits,
+over the kept tokens alone, in blocks of tokens, so that N·V float64 numbers need not fit at once. PyTorch
+differentiates it, with the logits as a leaf: what no derivative is written for here are all functions of a token's
+logits. The sums over tokens, dz·c, dzᵀ·e and Σ dz, are formed here.
 
 Rounding is followed beside it, from the inputs to each result, with two unit errors:
 
-    u, the type's     half the distance of its numbers near 1: 2⁻⁸, 2⁻¹¹ or 2⁻²⁴
-    ε, float32's      2⁻²³, of everything before dz is rounded to the type
+    u, the type's     half the distance of its numbers near 1: 2⁻⁸, 2⁻¹¹, 2⁻²⁴ or 2⁻⁵³
+    ε, float32's      2⁻²³, of everything before dz is rounded to the type (of float64 2⁻⁴⁴, which the truth is worth)
 
-Errors of float32, written δ. A product of D terms is summed in float32, so its error goes with what the terms may
-reach, ‖e_i‖·‖c_v‖, and with the sum itself, which a tensor core truncates D/16 times on its way, by ε at most:
+**Logits.** A product of D terms is summed in float32, so its error goes with what the terms may reach, ‖e_i‖·‖c_v‖, and
+with the sum itself, which a tensor core truncates D/32 times on its way (D/16 in float16), by ε at most. With
+y = e·c + b the raw product and z the logit after scale, softcap and temperature,
 
-    δz_iv   = ε·|∂z/∂y|·(|scale|·(‖e_i‖·‖c_v‖ + |b_v|) + (2 + D/32)·|y_iv|) + 2ε·|z_iv|
-    δlse_i  = Σ_v p_iv·δz_iv + ε·(2·|lse_i| + 4 + √V/32)          (the sum over V goes in tiles, one after the other)
-    δp_iv   = p_iv·(δz_iv + δlse_i + ε·(|z_iv| + |lse_i| + 4))    (the exponential's argument is rounded too)
-    δdz_iv  = |scale·∂z/∂y|·(|a_i|·δp_iv + δa_i·p_iv + 8ε·|t̂_i|·[v = t_i] + 8ε·|s_i·w_v|) + 4ε·|dz_iv|
-              + |a_i·p_iv + …|·δ(∂z/∂y)
+    δz_iv   = ε·|∂z/∂y|·(‖e_i‖·‖c_v‖ + |b_v| + (2 + D/32)·|y_iv|) + 3ε·|z_iv|                       at most
+    υz_iv   = ε·|∂z/∂y|·(½(‖e_i‖·‖c_v‖ + |b_v|) + (1 + ½√(D/32))·|y_iv|) + ε·|z_iv|                 usually
 
-A confident token has p − 1 near 0 and δdz ≈ |a|·δp all the same: what float32 resolves at that size of logit.
+υ is the part that is independent from logit to logit. What truncation and rounded factors do is not: it has one sign
+(δz), or goes with the logits themselves (3ε·z).
 
-Errors of the type. An element of dz is rounded, by u·|dz| at most. float16's dz is scaled so that its largest cotangent
-is 2¹⁴, and float16 resolves 2⁻²⁵ of it: half of that, 2⁻³⁹ of the largest, is added. Exponentials saved in bfloat16
-add u·|a·p| (but at the target, whose element is replaced by dz's own); the scaled e, which dc is then summed from,
-another u·|dz|; and a softcap κ takes z from them: u·2|z|/κ² of |a·p + …|.
+**Numbers of a token.** They are log p of the target and of ids, lse, the entropy and Σ_v w_v·(lse − z_v). With g_v the
+derivatives of a number n in the logits (by autodiff) the three kinds of errors give
+
+    δn = 3·√(Σ_v (g_v·υz_v)²) + |Σ_v g_v·δz_v| + 3ε·|Σ_v g_v·z_v| + ρ_n
+
+The g_v of all but lse sum to 0: an error that all logits of a token have costs nothing, as with full logits, whose
+softmax is normalised. So what is common to all logits, however large it is, adds only its share of υ. ρ is the rounding
+of the number itself: with τ = ε·(4 + √V/32), as the sum over V goes in tiles, one after the other,
+
+    ρ(log p) = τ + ε·|log p|     ρ(lse) = τ + 2ε·|lse|     ρ(H) = 2τ·(1 + H)     ρ(Σ w·(lse − z)) = 2τ·Σ w·|log p|
+
+Where a δz of a token is above 0.05 (small temperatures) there are no derivatives: log p_v may be off by
+σ_v = δz_v + log Σ_u p_u·exp(δz_u), p_v by p_v·(exp σ_v − 1) and no more than 1, and n by what these give.
+
+**Results.** A result is a function of the numbers: the loss, or what fn returns. It may be off by the most that it
+changes where each number moves by its error, one after the other, both ways, plus 2ε of itself. The same of its
+derivatives α_n in the numbers gives δα_n: so a kink of fn, or a factor such as (1 − p)², needs no rule of its own.
+
+**dz.** ∂/∂z = Σ_n α_n·g^n, whose part in p is a·p_v. Its elements have independent errors
+
+    |a|·(p_v·υz_v + ε·p_v·(2 + |log p_v| + |log p_t|/2)) + 4ε·|α_t|·[v = t] + 8ε·|α_s·w_v|
+    and of the entropy, whose g_v is −p_v·q_v, q_v = log p_v + H:   |α_H|·(δp_v·|q_v| + p_v·υz_v)
+
+and errors that the elements of a token have in common, each a vector over v:
+
+    p_v·(|a|·(τ + ε·|log p_t|) + δa)        the sum of the exponentials, and the number that is carried: lse − z_t
+    δα_t·(p_v − [v = t])                    the cotangents' errors
+    a·p_v·(δz_v − Σ_u p_u·δz_u)             errors of one sign, normalised
+    a·p_v·3ε·(z_v − Σ_u p_u·z_u)            those that go with the logits, normalised
+
+dz is that times ∂z/∂y, which a softcap κ makes inexact by 2|z|/κ²·δz + 4ε, and 4ε of itself.
+
+**Divergences.** With s and t the two distributions and r = log(s / t), log p is rounded, by ε·(2 + |log p|), and that is a
+part of υz. As the terms p·log(p/q) − p + q are never negative, their sum L loses 4τ·L; it has the errors that its
+derivatives in both sides' logits give (by autodiff), and Σ max(s, t)·(σ_s + σ_t)² (of a jsd β(1 − β) times that) where
+s and t are about equal and these derivatives 0. The elements of the derivative, ∂L/∂z_v, are off by
+
+    forward_kl    δs + δt
+    reverse_kl    δs·|r − K| + s·(υ_s + υ_t + 4ε·|r|) + s·δK
+    jsd           (1 − β)·(the same, with log(s/m) for r, its mean for K, and φ = βt/m times υ_s + υ_t)
+
+**Errors of the type.** An element of dz is rounded, by u·|dz| at most. float16's dz is scaled so that its largest
+cotangent is 2¹⁴, and float16 resolves 2⁻²⁵ of it: half of that, 2⁻³⁹ of the largest, is added. Exponentials saved in
+bfloat16 add u·|a·p| (but at the target, whose element is replaced by dz's own); the scaled e, which dc is then summed
+from, another u·|dz|.
 
 These errors are independent of each other where the logits of a token are many roundings apart. Where all of them lie
 within one step of the type, 2u, all exponentials are rounded to the same number: what is lost is the part of dz that
@@ -30,7 +72,7 @@ goes with z, a·p·(z − mean z), of one sign with e_i·c_v. It is added as the
 
 Nor are they where many tokens have the same dz, as confident ones do: all are rounded to the same number. So
 Σ_i (dz_iv rounded − dz_iv)·e_i is computed, and what it has beyond independent errors is added: all of it for a float32
-c beside a 16-bit e, as dc is not rounded itself.
+c beside a 16-bit e, as dc is not rounded itself. The same of Σ_v (dz_iv rounded − dz_iv)·c_v: rows of c may be alike.
 
 With a gradient_tolerance τ the products may leave out columns L of token i, never the target's, whose part of dz is
 
@@ -48,23 +90,27 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import torch
+from torch import Tensor
 
-from tests.cases import Inputs
-from tests.search.calls import Program
-from tests.search.logits import EPS, Logits
+from tests.search.calls import CROSS_ENTROPY, DIVERGENCE, LOG_PROBS, Program
+from tests.search.data import Given
+from tests.search.logits import Block, Head, Logits
+from tests.search.terms import Found, Gradients, Tokens, of_divergence, of_numbers
 
 FLOAT16_QUANTUM = 2.0**-39
 TINY = 2.0**-124  # float32 has no normal numbers below a quarter of it, and GPUs and XLA may take those for 0
+Pair = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass
 class Rows:
     """A gradient, (rows, ...), and for each row the squares of the norms that its bound is made of."""
 
-    value: Any  # of the truth, an array of `xp`
+    value: Tensor  # of the truth
     rounded: np.ndarray  # Σ of the squares of the type's errors of dz, in units of u², times what they multiply
-    float32: np.ndarray  # the same of δdz, independent of each other
-    alike: np.ndarray  # the square of what δdz adds up to where all have one sign, and the type's errors that do
+    float32: np.ndarray  # the same of dz's errors of float32 that are independent of each other
+    alike: np.ndarray  # the square of what the other errors add up to
     summed: np.ndarray  # Σ dz²·‖·‖², of whose partial sums float32 rounds each
     left_out: np.ndarray  # the square of what the products may leave out of the row
     of_any_rows: float = np.inf  # what they may leave out of any rows together
@@ -72,228 +118,300 @@ class Rows:
 
 @dataclass
 class Truth:
-    """loss and lse with the error that each element may have; gradients, of (N, D), (V, D) and (V,); dtoken_weight."""
+    """Results, each with the error that its elements may have; gradients, of (N, D), (V, D) and (V,); dtoken_weight.
 
-    loss: tuple[np.ndarray, np.ndarray]
-    lse: tuple[np.ndarray, np.ndarray]
+    Of predicted and top_ids the value is how far the logits of the ids that were found are below the largest ones.
+    """
+
+    results: dict[str, Pair]
     rows: dict[str, Rows]
-    token_weight: tuple[np.ndarray, np.ndarray] | None
+    token_weight: Pair | None
     kept: np.ndarray  # (leading) bool: whether a token's embedding reaches a gradient
 
 
-def _numbers(head: Logits) -> dict[str, np.ndarray]:
-    """lse, target and sum of each kept token, and their errors."""
-    xp, vocabulary = head.xp, head.program.vocabulary
-    found: dict[str, list] = {name: [] for name in ("lse", "target", "sum", "d_lse", "d_target", "d_sum", "size")}
-    tiles = EPS * (4 + np.sqrt(vocabulary) / 32)
-    for rows in head.blocks():
-        z, _, error = head.logits(rows)
-        peak = xp.amax(z, 1)
-        p = xp.exp(z - peak[:, None])
-        total = p.sum(1)
-        lse = peak + xp.log(total)
-        weighted = head.weights * z
-        size = xp.abs(weighted).sum(1)
-        found["lse"].append(head.get(lse))
-        found["d_lse"].append(head.get((p * error).sum(1) / total + 2 * EPS * xp.abs(lse) + tiles))
-        found["target"].append(head.at_targets(z, rows))
-        found["d_target"].append(head.at_targets(error, rows))
-        found["sum"].append(head.get(weighted.sum(1)))
-        found["d_sum"].append(head.get((xp.abs(head.weights) * error).sum(1) + tiles * size))
-        found["size"].append(head.get(size))
-    return {name: np.concatenate(parts) if parts else np.zeros(0) for name, parts in found.items()}
+def truth(given: Given, program: Program, device: str = "cpu", found: dict[str, np.ndarray] | None = None) -> Truth:
+    """The truth of a call. found: the results, of which predicted and top_ids are looked at."""
+    return _Call(given, program, device, found or {}).truth()
 
 
-def truth(given: Inputs, program: Program, xp: Any = np, device: str = "cpu") -> Truth:
-    """The truth of a call; given.c is (V, D) whatever the layout."""
-    shift, vocabulary, eps = program.shift, program.vocabulary, program.label_smoothing
-    leading = given.targets.shape
-    result = (*leading[:-1], leading[-1] - shift) if shift else leading
-    before, after = ((..., slice(None, -shift)), (..., slice(shift, None))) if shift else ((...,), (...,))
-    places = np.arange(given.targets.size).reshape(leading)
-    of_e, of_target = places[before].reshape(-1), places[after].reshape(-1)
-    targets = given.targets.reshape(-1)[of_target].astype(np.int64)
-    kept = targets != program.ignore_index
-    of_e, of_target, targets = of_e[kept], of_target[kept], targets[kept]
+class _Call:
+    """A call's kept tokens."""
 
-    flat = given.e.reshape(-1, program.width)
-    head = Logits(given, flat[of_e], targets, program, xp, device)
-    x = _numbers(head)
-    lse, d_lse = x["lse"], x["d_lse"]
-    target = np.where(head.valid, x["target"], 0)
-    weights = head.get(head.weights)
-    whole, of_class = np.sum(weights), weights[head.targets]
-    weight = given.optional.get("token_weight")
-    m = np.ones(targets.size) if weight is None else np.float64(weight.reshape(-1)[of_target])
-    poison = np.where(head.valid, 1.0, np.nan)
+    def __init__(self, given: Given, p: Program, device: str, found: dict[str, np.ndarray]):
+        self.given, self.p, self.device, self.found = given, p, device, found
+        leading, shift = p.leading, p.shift
+        before, after = ((..., slice(None, -shift)), (..., slice(shift, None))) if shift else ((...,), (...,))
+        places = np.arange(p.tokens).reshape(leading)
+        of_e, of_target = places[before].reshape(-1), places[after].reshape(-1)
+        targets = given.targets.reshape(-1)[of_target]
+        if p.function == DIVERGENCE:
+            weight = given.optional.get("token_weight")
+            kept = np.ones(of_e.size, bool) if weight is None else weight.reshape(-1) != 0
+        elif p.function == LOG_PROBS and not p.targets:
+            kept = np.ones(of_e.size, bool)
+        else:
+            kept = targets != p.ignore_index
+        self.kept, self.of_e, self.of_target = kept, of_e[kept], of_target[kept]
+        targets = targets[kept]
+        self.valid = np.array([0 <= int(x) < p.vocabulary for x in targets], bool)
+        self.targets = np.where(self.valid, targets, 0).astype(np.int64)
+        temperature = None if given.temperature is None else given.temperature.reshape(-1)[self.of_e]
+        e = given.e.reshape(-1, p.width)[self.of_e]
+        self.logits = Logits(e, given.c, given.optional.get("bias"), Head.of(p), temperature, device)
+        self.teacher = None
+        if p.function == DIVERGENCE:
+            e, c, bias = (given.teacher.get(name) for name in ("e", "c", "bias"))
+            e = e.reshape(-1, p.teacher_width)[self.of_e]  # type: ignore[union-attr]
+            self.teacher = Logits(e, c, bias, Head.of_teacher(p), temperature, device)  # type: ignore[arg-type]
+        weights = given.optional.get("class_weight")
+        self.weights = np.ones(p.vocabulary) if weights is None else np.float64(weights)
+        self.eps = self.logits.head.eps
 
-    smooth, z_loss = eps / vocabulary, program.z_loss
-    each = (1 - eps) * of_class * (lse - target) + smooth * (whole * lse - x["sum"]) + z_loss * lse**2
-    size = (1 - eps) * of_class * (np.abs(lse) + np.abs(target)) + smooth * (whole * np.abs(lse) + x["size"])
-    size = size + z_loss * lse**2
-    d_each = (1 - eps) * of_class * (d_lse + x["d_target"]) + smooth * (whole * d_lse + x["d_sum"])
-    d_each = d_each + 2 * z_loss * np.abs(lse) * d_lse + 4 * EPS * size
-    each = each * poison
-    total, d_total = m * each, m * d_each + EPS * m * np.abs(each)
+    def put(self, x: Any) -> Tensor:
+        return torch.as_tensor(np.asarray(x), device=self.device)
 
-    many = EPS * (8 + np.log2(1 + targets.size))
-    items = float(np.sum(m * of_class)) if program.num_items is None else program.num_items
-    unit = {"none": 1.0, "sum": 1.0, "mean": 0.0 if items == 0 else 1 / items}[program.reduction]
-    value = unit * np.sum(total)
-    d_value = abs(unit) * np.sum(d_total + many * np.abs(total))
-    if program.reduction == "mean" and items == 0:
-        value = d_value = 0.0
-    loss = (
-        _placed(total, d_total, kept, result) if program.reduction == "none" else (np.array(value), np.array(d_value))
-    )
+    def _kept(self, x: np.ndarray) -> np.ndarray:
+        """Of an array of the shape of targets after the shift, with more axes or none, the kept tokens."""
+        return x.reshape(self.kept.size, *x.shape[len(self.p.predicting) :])[self.kept]
 
-    of_loss = np.float64(given.of_loss)
-    g = unit * (of_loss.reshape(-1)[kept] if program.reduction == "none" else np.full(targets.size, float(of_loss)))
-    of_lse = np.float64(given.of_lse).reshape(-1)[kept]
-    if program.objective == "lse":
-        g, poison = np.zeros_like(g), np.ones_like(poison)
-    if program.objective == "loss":
-        of_lse = np.zeros_like(of_lse)
-    factor = (1 - eps) * of_class + smooth * whole
-    a = g * m * poison * (factor + 2 * z_loss * lse) + of_lse
-    d_a = many * (np.abs(g * m) * (factor + 2 * z_loss * np.abs(lse)) + np.abs(of_lse))
-    d_a = d_a + 2 * z_loss * np.abs(g * m) * d_lse
-    cotangents = {
-        "a": a,
-        "d_a": d_a,
-        "t": -g * m * poison * (1 - eps) * of_class * head.valid,
-        "s": -g * m * poison * smooth,
-    }
-    rows = _gradients(head, cotangents, lse, d_lse, of_e, flat.shape[0]) if program.wanted else {}
+    def truth(self) -> Truth:
+        p, given = self.p, self.given
+        weight = given.optional.get("token_weight")
+        m = np.ones(self.targets.size) if weight is None else np.float64(weight.reshape(-1)[self.of_target])
+        counted = m * self.weights[self.targets] if p.function == CROSS_ENTROPY else m
+        items = float(np.sum(counted)) if p.num_items is None else p.num_items
+        unit = {"none": 1.0, "sum": 1.0, "mean": 0.0 if items == 0 else 1 / items}[p.reduction]
+        cotangents = {name: np.float64(x) for name, x in given.cotangents.items()}
+        of_tokens, g = {}, np.zeros(m.size)
+        for name, x in cotangents.items():
+            if name != "loss":
+                of_tokens[name] = self._kept(x)
+                continue
+            g = unit * (self._kept(x) if p.reduction == "none" else np.full(m.size, float(x)))
+            of_tokens[name] = g * m
+        wants = p.differentiates and bool(of_tokens)
+        sums = _Sums(self) if wants else None
+        parts: dict[str, list[Pair]] = {}
+        for rows in self.logits.blocks():
+            x = self.logits.of(rows)
+            of_block = self._found(x, rows, of_tokens, wants)
+            for name, (value, error) in of_block.results.items():
+                parts.setdefault(name, []).append((value.cpu().numpy(), error.cpu().numpy()))
+            if sums is not None and of_block.gradients is not None:
+                sums.add(rows, x, of_block.gradients)
+        each = {name: tuple(np.concatenate(y) for y in zip(*pairs, strict=True)) for name, pairs in parts.items()}
+        results, dweight = self._results(each, m, g, unit, items)
+        reached = np.zeros(p.tokens, bool)
+        reached[self.of_e] = True
+        return Truth(results, {} if sums is None else sums.rows(), dweight, reached.reshape(p.leading))
 
-    dweight = None
-    if "token_weight" in program.wanted:
-        dm, d_dm = g * each, np.abs(g) * (d_each + many * np.abs(each))
-        if program.reduction == "mean" and program.num_items is None:
-            share = g * of_class
+    def _found(self, x: Block, rows: slice, cotangents: dict[str, np.ndarray], wants: bool) -> Found:
+        p, given = self.p, self.given
+        if self.teacher is not None:
+            size = self.put(cotangents["loss"][rows] if "loss" in cotangents else np.zeros(x.z.shape[0]))
+            return of_divergence(x, self.teacher.of(rows), p, size, self.eps, wants)
+        of = {name: self.put(y[rows]) for name, y in cotangents.items()} if wants else {}
+        ids = None
+        if given.ids is not None:
+            flat = given.ids.reshape(-1, p.ids)[self.of_e[rows]]
+            inside = (flat >= 0) & (flat < p.vocabulary)
+            ids = self.put(np.where(inside, flat, -1).astype(np.int64))
+            if "id_log_probs" in of:
+                together = of.pop("id_log_probs") * (ids >= 0)
+                of |= {f"id {k}": together[:, k] for k in range(p.ids)}
+        arguments = tuple(self.put(np.float64(self._kept(y)[rows])) for y in given.arguments)
+        targets, valid = self.put(self.targets[rows]), self.put(self.valid[rows])
+        t = Tokens(targets, valid, p.targets, self.put(self.weights), of, ids, arguments)
+        found = of_numbers(x, p, t, self.eps, wants)
+        self._select(x, rows, found)
+        return found
+
+    def _select(self, x: Block, rows: slice, found: Found) -> None:
+        """The largest logits, their mean, and how good the ids are that were found."""
+        p, z = self.p, x.z.detach()
+        tiles = self.eps * (4 + p.vocabulary**0.5 / 32)
+        if p.top_k or p.predicted:
+            top = torch.topk(z, max(p.top_k, 1), dim=1)
+            off = x.most.gather(1, top.indices)
+            for name in ("predicted", "top_ids"):
+                if name not in self.found:
+                    continue
+                ids = self.found[name].reshape(self.kept.size, -1)[self.kept][rows].astype(np.int64)
+                ids = self.put(ids).clamp(0, p.vocabulary - 1)
+                count = ids.shape[1]
+                worse = top.values[:, :count] - z.gather(1, ids)
+                allowed = off[:, :count] + x.most.gather(1, ids)
+                if name == "predicted":
+                    worse, allowed = worse[:, 0], allowed[:, 0]
+                found.results[name] = worse, allowed
+            if p.top_k:
+                value = top.values - x.lse[:, None]
+                mass = torch.logsumexp(x.log_p + x.most, 1).clamp(min=0)[:, None]
+                found.results["top_log_probs"] = value, off + mass + tiles + self.eps * value.abs()
+        if p.mean_logit:
+            found.results["mean_logit"] = z.mean(1), x.most.mean(1) + tiles * z.abs().mean(1)
+
+    def _results(
+        self, each: dict[str, Pair], m: np.ndarray, g: np.ndarray, unit: float, items: float
+    ) -> tuple[dict[str, Pair], Pair | None]:
+        """The results in their shapes, and the gradient of token_weight."""
+        p, shape = self.p, self.p.predicting
+        results = {}
+        for name in p.results:
+            if name == "loss":
+                continue
+            none = np.zeros((0, *_more(p, name)))
+            results[name] = _placed(*each.get(name, (none, none)), self.kept, shape)
+        if "loss" not in p.results:
+            return results, None
+        of_each, d_each = each.get("loss", (np.zeros(0), np.zeros(0)))
+        total, d_total = m * of_each, m * d_each + self.eps * m * np.abs(of_each)
+        many = self.eps * (8 + np.log2(1 + m.size))
+        value = unit * np.sum(total)
+        # The errors of many tokens are hardly all of one sign, but those of tokens that are alike are.
+        d_value = abs(unit) * np.sum(d_total + many * np.abs(total))
+        if p.reduction == "mean" and items == 0:
+            value = d_value = 0.0
+        whole = p.reduction != "none"
+        results["loss"] = (np.array(value), np.array(d_value)) if whole else _placed(total, d_total, self.kept, shape)
+        if "token_weight" not in p.wanted or not p.differentiates:
+            return results, None
+        dm, d_dm = g * of_each, np.abs(g) * (d_each + many * np.abs(of_each))
+        if p.reduction == "mean" and p.num_items is None:
+            share = g * self.weights[self.targets]
             dm, d_dm = dm - share * value, d_dm + np.abs(share) * (d_value + many * abs(value))
-        values, allowed = np.zeros(given.targets.size), np.zeros(given.targets.size)
-        values[of_target], allowed[of_target] = dm, d_dm
-        dweight = values.reshape(leading), allowed.reshape(leading)
-    reached = np.zeros(given.targets.size, bool)
-    reached[of_e] = True
-    return Truth(loss, _placed(lse, d_lse, kept, result), rows, dweight, reached.reshape(leading))
+        values, allowed = np.zeros(p.tokens), np.zeros(p.tokens)
+        values[self.of_target], allowed[self.of_target] = dm, d_dm
+        return results, (values.reshape(p.leading), allowed.reshape(p.leading))
 
 
-def _placed(value: np.ndarray, error: np.ndarray, kept: np.ndarray, shape: tuple) -> tuple[np.ndarray, np.ndarray]:
+def _more(p: Program, name: str) -> tuple[int, ...]:
+    """The axes of a result after those of the tokens."""
+    return {"id_log_probs": (p.ids,), "top_ids": (p.top_k,), "top_log_probs": (p.top_k,)}.get(name, ())
+
+
+def _placed(value: np.ndarray, error: np.ndarray, kept: np.ndarray, shape: tuple) -> Pair:
     """Numbers of kept tokens among zeros."""
-    found = np.zeros((2, kept.size))
+    found = np.zeros((2, kept.size, *value.shape[1:]))
     found[:, kept] = value, error
-    return found[0].reshape(shape), found[1].reshape(shape)
+    return tuple(x.reshape((*shape, *value.shape[1:])) for x in found)  # type: ignore[return-value]
 
 
-def _gradients(
-    head: Logits, cotangents: dict[str, np.ndarray], lse: np.ndarray, d_lse: np.ndarray, places: np.ndarray, tokens: int
-) -> dict[str, Rows]:
-    xp, program = head.xp, head.program
-    vocabulary, width, kappa = program.vocabulary, program.width, program.softcap
-    a, d_a, t, s, lse, d_lse = (head.put(x) for x in (*cotangents.values(), lse, d_lse))
-    largest = (np.abs(cotangents["a"]) + np.abs(cotangents["t"]), np.abs(cotangents["s"]))
-    largest = abs(head.scale) * (largest[0] + largest[1] * float(np.max(head.get(xp.abs(head.weights)))))
-    largest = np.max(np.where(np.isfinite(largest), largest, 0.0), initial=0.0)
-    quantum = FLOAT16_QUANTUM * largest if program.dtype == "float16" else 0.0
-    unit = roundoff(program.dtype)
-    e_squares, c_squares = head.norms[0] ** 2, head.norms[1] ** 2
-    tolerance = program.gradient_tolerance if program.may_leave_out else 0.0
-    ones = xp.ones_like(c_squares)
+class _Sums:
+    """The gradients, summed block by block."""
 
-    def zeros(*shape: int) -> Any:
-        return head.put(np.zeros(shape))
+    def __init__(self, of: _Call):
+        self.of, p = of, of.p
+        x = of.logits
+        self.unit, self.c_squares = roundoff(p.dtype), x.norms[1] ** 2
+        self.tolerance = p.gradient_tolerance if p.may_leave_out else 0.0
 
-    of_e: dict[str, list] = {name: [] for name in ("value", "rounded", "float32", "alike", "summed", "left_out")}
-    dc, dc_alike, dc_flat, dc_lost = (zeros(vocabulary, width) for _ in range(4))
-    db, db_alike, dc_left_out, of_any_rows = zeros(vocabulary), zeros(vocabulary), zeros(vocabulary), 0.0
-    of_c, of_b = ({name: zeros(vocabulary) for name in ("rounded", "float32", "summed")} for _ in range(2))
-    for rows in head.blocks():
-        z, slope, error = head.logits(rows)
-        columns = xp.arange(vocabulary) if xp is np else xp.arange(vocabulary, device=head.device)
-        own = head.targets[rows] if xp is np else xp.tensor(head.targets[rows], device=head.device)
-        is_target = columns == own[:, None]
-        A, T, S, L = (x[rows][:, None] for x in (a, t, s, lse))
-        p = xp.exp(z - L)
-        inner = A * p + xp.where(is_target, T, 0.0) + S * head.weights
-        dz = head.scale * slope * inner
-        d_p = p * (error + d_lse[rows][:, None] + EPS * (xp.abs(z) + xp.abs(L) + 4)) + TINY
-        wrong = xp.abs(A) * d_p + d_a[rows][:, None] * p + 8 * EPS * xp.abs(S * head.weights)
-        wrong = wrong + 8 * EPS * xp.where(is_target, xp.abs(T), 0.0)
-        d_dz = abs(head.scale) * slope * wrong + 4 * EPS * xp.abs(dz) + TINY
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=of.device)
+
+        v, d = p.vocabulary, p.width
+        self.of_e = {name: zeros(p.tokens) for name in ("rounded", "float32", "alike", "summed", "left_out")}
+        self.de, self.dc, self.dc_lost, self.dc_flat = zeros(p.tokens, d), zeros(v, d), zeros(v, d), zeros(v, d)
+        self.dc_alike: list[Tensor] = []
+        self.db, self.db_alike, self.dc_left_out, self.of_any_rows = zeros(v), zeros(v), zeros(v), 0.0
+        self.of_c = {name: zeros(v) for name in ("rounded", "float32", "summed")}
+        self.of_b = {name: zeros(v) for name in ("rounded", "float32", "summed")}
+
+    def add(self, rows: slice, x: Block, found: Gradients) -> None:
+        p, logits, eps, unit = self.of.p, self.of.logits, self.of.eps, self.unit
+        size = x.slope.abs()
+        dz = torch.where(x.slope == 0, 0.0, found.inner * x.slope)
+        dz = torch.where(found.inner.isnan(), torch.nan, dz)
+        d_dz = size * found.independent + 4 * eps * dz.abs() + TINY
+        kappa = logits.head.softcap
+        heat = logits.head.temperature if logits.temperature is None else logits.temperature[rows][:, None]
         if kappa is not None:
-            d_slope = 2 * xp.abs(z) / kappa**2 * error + 4 * EPS
-            d_dz = d_dz + abs(head.scale) * xp.abs(inner) * d_slope
+            z = x.z.detach() * heat
+            error = 2 * z.abs() / kappa**2 * x.most * heat + 4 * eps
+            d_dz = d_dz + abs(logits.head.scale) / heat * found.inner.abs() * error
+        alike = [torch.nan_to_num(y * size) for y in found.alike]
+        reach = abs(logits.head.scale) / heat
+        per_token = found.largest * (reach[:, 0] if isinstance(reach, Tensor) else reach)
+        largest = float(torch.where(per_token.isfinite(), per_token, 0.0).amax()) if per_token.numel() else 0.0
+        quantum = FLOAT16_QUANTUM * largest if p.dtype == "float16" else 0.0
         square = dz * dz
         rounded = square + (quantum / unit) ** 2
         rounded_c = rounded
-        if program.may_save:
-            of_p = xp.where(is_target, 0.0, head.scale * slope * A * p)
+        of_p = found.of_p * x.slope
+        if p.may_save:
             rounded = rounded + of_p * of_p
             rounded_c = rounded + square
-        signed, d_square = d_dz * xp.sign(A), d_dz * d_dz
-        of_e["value"].append(dz @ head.c)
-        flat = _flat(z, xp.where(is_target, 0.0, head.scale * slope * A * p), unit, xp)
-        of_e["alike"].append((_norms(signed @ head.c) + _norms(flat @ head.c)) ** 2)
-        for name, squares in (("rounded", rounded), ("float32", d_square), ("summed", square)):
-            of_e[name].append(squares @ c_squares)
-        of_others = xp.abs(xp.where(is_target, 0.0, head.scale * slope * A * p))
-        most = tolerance * (of_others + abs(head.scale) * slope * xp.abs(A) * d_p).sum(1)
-        of_e["left_out"].append((most * head.norms[1].max()) ** 2)
-        dc_left_out += head.norms[0][rows] @ xp.minimum(of_others, most[:, None])
-        of_any_rows += float((head.norms[0][rows] * most).sum())
-        own_squares = e_squares[rows]
-        dc += dz.T @ head.e[rows]
-        dc_alike += signed.T @ head.e[rows]
-        dc_flat += flat.T @ head.e[rows]
-        if program.dtype != "float32":
-            dc_lost += _lost(dz, unit, largest if program.dtype == "float16" else 1.0, xp).T @ head.e[rows]
-        db += dz.sum(0)
-        db_alike += d_dz.sum(0)
-        for name, squares in (("rounded", rounded_c), ("float32", d_square), ("summed", square)):
-            of_c[name] += squares.T @ own_squares
-            of_b[name] += squares.sum(0)
+        e, c = logits.e[rows], logits.c
+        places = self.of.put(self.of.of_e[rows])
+        e_squares = logits.norms[0][rows] ** 2
+        flat = _flat(x.z.detach(), of_p, unit)
+        lost = _lost(dz, unit, largest if p.dtype == "float16" else 1.0) if p.dtype != "float32" else None
+        # de
+        self.de[places] = dz @ c
+        of_alike = sum((_norms(y @ c) for y in alike), _norms(flat @ c))
+        if lost is not None:
+            beyond = _norms(lost @ c) - unit * (rounded @ self.c_squares).sqrt()
+            of_alike = of_alike + beyond.nan_to_num().clamp(min=0)
+        self.of_e["alike"][places] = of_alike**2
+        for name, squares in (("rounded", rounded), ("float32", d_dz * d_dz), ("summed", square)):
+            self.of_e[name][places] = squares @ self.c_squares
+        of_others = of_p.abs()
+        most = self.tolerance * (of_others + size * found.of_others).sum(1)
+        self.of_e["left_out"][places] = (most * logits.norms[1].max()) ** 2
+        # dc and dbias
+        self.dc_left_out += logits.norms[0][rows] @ torch.minimum(of_others, most[:, None])
+        self.of_any_rows += float((logits.norms[0][rows] * most).sum())
+        self.dc += dz.T @ e
+        while len(self.dc_alike) < len(alike):
+            self.dc_alike.append(torch.zeros_like(self.dc))
+        for total, y in zip(self.dc_alike, alike, strict=False):
+            total += y.T @ e
+        self.dc_flat += flat.T @ e
+        if lost is not None:
+            self.dc_lost += lost.T @ e
+        self.db += dz.sum(0)
+        self.db_alike += sum((y.abs().sum(0) for y in alike), torch.zeros_like(self.db))
+        for name, squares in (("rounded", rounded_c), ("float32", d_dz * d_dz), ("summed", square)):
+            self.of_c[name] += squares.T @ e_squares
+            self.of_b[name] += squares.sum(0)
 
-    placed = zeros(tokens, width)
-    numbers = {name: np.zeros(tokens) for name in of_e if name != "value"}
-    if of_e["value"]:
-        index = places if xp is np else xp.tensor(places, device=head.device)
-        placed[index] = xp.concatenate(of_e["value"])
-        for name, x in numbers.items():
-            x[places] = head.get(xp.concatenate(of_e[name]))
+    def rows(self) -> dict[str, Rows]:
+        p = self.of.p
 
-    def of_columns(value: Any, alike: Any, others: dict[str, Any], left_out: Any, of_any_rows: float = 0.0) -> Rows:
-        arrays = {name: head.get(x) for name, x in (others | {"alike": alike, "left_out": left_out}).items()}
-        return Rows(value, **arrays, of_any_rows=of_any_rows)
+        def made(value: Tensor, others: dict[str, Tensor], of_any_rows: float = np.inf) -> Rows:
+            return Rows(value, **{k: x.cpu().numpy() for k, x in others.items()}, of_any_rows=of_any_rows)
 
-    lost = _norms(dc_lost)
-    if not program.mixed:
-        lost = xp.clip(lost - unit * of_c["rounded"] ** 0.5, 0.0, None)
-    found = {
-        "e": Rows(placed, **numbers),
-        "c": of_columns(dc, (_norms(dc_alike) + _norms(dc_flat) + lost) ** 2, of_c, dc_left_out**2, float(of_any_rows)),
-        "bias": of_columns((db * ones)[:, None], db_alike**2, of_b, zeros(vocabulary)),
-    }
-    return {name: x for name, x in found.items() if name in program.wanted}
+        lost = _norms(self.dc_lost)
+        if not p.mixed:
+            lost = (lost - self.unit * self.of_c["rounded"].sqrt()).nan_to_num().clamp(min=0)
+        alike = sum((_norms(y) for y in self.dc_alike), _norms(self.dc_flat) + lost) ** 2
+        of_c = self.of_c | {"alike": alike, "left_out": self.dc_left_out**2}
+        of_b = self.of_b | {"alike": self.db_alike**2, "left_out": torch.zeros_like(self.db)}
+        found = {
+            "e": made(self.de, self.of_e),
+            "c": made(self.dc, of_c, self.of_any_rows),
+            "bias": made(self.db[:, None], of_b, 0.0),
+        }
+        return {name: x for name, x in found.items() if name in p.wanted}
 
 
-def _flat(z: Any, of_p: Any, unit: float, xp: Any) -> Any:
+def _flat(z: Tensor, of_p: Tensor, unit: float) -> Tensor:
     """What of_p loses of z in each row whose logits lie within one step of the type; 0 in other rows."""
-    away = z - z.mean(1)[:, None]
-    within = xp.sqrt((away**2).mean(1)) < 2 * unit
-    return xp.where(within[:, None], of_p * away, 0.0)
+    z = torch.where(z.isfinite(), z, 0.0)
+    away = z - z.mean(1, keepdim=True)
+    within = (away**2).mean(1).sqrt() < 2 * unit
+    return torch.where(within[:, None], of_p * away, 0.0)
 
 
-def _lost(dz: Any, unit: float, scale: float, xp: Any) -> Any:
+def _lost(dz: Tensor, unit: float, scale: float) -> Tensor:
     """What rounding loses of dz, which is rounded in units of scale."""
-    finite = xp.where(xp.isfinite(dz), dz, 0.0)
-    mantissa, exponent = xp.frexp(finite / (scale or 1.0))
-    return (scale or 1.0) * xp.ldexp(xp.round(mantissa / unit) * unit, exponent) - finite
+    finite = torch.where(dz.isfinite(), dz, 0.0)
+    mantissa, exponent = torch.frexp(finite / (scale or 1.0))
+    return (scale or 1.0) * torch.ldexp(torch.round(mantissa / unit) * unit, exponent) - finite
 
 
-def _norms(x: Any) -> Any:
-    return ((x**2).sum(1)) ** 0.5
+def _norms(x: Tensor) -> Tensor:
+    return x.norm(dim=1)
 
 
 def roundoff(dtype: str) -> float:

@@ -1,0 +1,76 @@
+"""Which drawn calls are refused, with which errors, and words that the error has: the one table of them.
+
+A call that is refused and is not in the table is a fault, and so is one that the table has and that runs.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tests.search.calls import CROSS_ENTROPY, DIVERGENCE, LOG_PROBS, REFUSED_BY_MOST, TOKEN_LOSS, Call, Program
+
+
+class Refusal(NamedTuple):
+    errors: tuple[type[Exception], ...]
+    words: tuple[str, ...]  # all of them are in the message
+
+
+def refusal(call: Call) -> Refusal | None:
+    """What a call raises; None for one that runs."""
+    p = call.program
+    table = IN_JAX if p.package == "jax" else IN_TORCH
+    return next((refused for holds, refused in table if holds(p)), None)
+
+
+def _one_derivative(p: Program) -> bool:
+    return p.transformation in REFUSED_BY_MOST and p.impl != "reference" and bool(p.wanted)
+
+
+def _splits(p: Program) -> tuple[bool, bool, bool]:
+    """Whether a mesh splits sequences inside jax.shard_map, and the vocabulary of c alone, and anything at all."""
+    from tests.devices.meshes import LAYOUTS, axes_of
+
+    if p.layout == "one":
+        return False, False, False
+    layout = next(x for x in LAYOUTS if x.name == p.split)
+    of_e, of_c = axes_of(layout.e), axes_of(layout.c)
+    sequences = layout.e[1] if len(layout.e) > 1 else None
+    manual = layout.manual(p.layout)
+    alone = [a for a in of_c if a not in of_e]
+    return sequences is not None and sequences in manual, bool(alone), bool(of_e or of_c)
+
+
+def _needs_whole_sequences(p: Program) -> bool:
+    if not p.shift or not _splits(p)[0]:
+        return False
+    none = p.reduction == "none"
+    return {
+        CROSS_ENTROPY: none or p.return_lse,
+        LOG_PROBS: True,
+        TOKEN_LOSS: none or p.return_numbers or p.fn in ("clipped", "bonus", "squares"),
+        DIVERGENCE: False,
+    }[p.function]
+
+
+Row = tuple[Callable[[Program], bool], Refusal]
+IN_JAX: list[Row] = [
+    (
+        lambda p: p.impl == "cce" and p.dtype == "float64",
+        Refusal((TypeError,), ("impl='cce'", "float64", "'chunked' and 'reference'")),
+    ),
+    (
+        lambda p: p.function == DIVERGENCE and _splits(p)[1],
+        Refusal((NotImplementedError,), ("linear_divergence", "split the vocabulary of c", "Replicate c")),
+    ),
+    (
+        lambda p: (
+            p.function == DIVERGENCE
+            and p.impl == "reference"
+            and _splits(p)[2]
+            and p.layout in ("auto", "explicit", "partial")
+        ),
+        Refusal((NotImplementedError,), ("linear_divergence", "impl='reference'", "impl='chunked'")),
+    ),
+    (_needs_whole_sequences, Refusal((ValueError,), ("needs whole sequences", "before jax.shard_map"))),
+    (_one_derivative, Refusal((TypeError,), ("forward-mode", "impl='reference'"))),
+]
+IN_TORCH: list[Row] = []
