@@ -6,7 +6,16 @@ A call that is refused and is not in the table is a fault, and so is one that th
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tests.search.calls import CROSS_ENTROPY, DIVERGENCE, LOG_PROBS, REFUSED_BY_MOST, TOKEN_LOSS, Call, Program
+from tests.search.calls import (
+    CROSS_ENTROPY,
+    DIVERGENCE,
+    FUNCTIONS,
+    LOG_PROBS,
+    REFUSED_BY_MOST,
+    TOKEN_LOSS,
+    Call,
+    Program,
+)
 
 
 class Refusal(NamedTuple):
@@ -73,4 +82,33 @@ IN_JAX: list[Row] = [
     (_needs_whole_sequences, Refusal((ValueError,), ("needs whole sequences", "before jax.shard_map"))),
     (_one_derivative, Refusal((TypeError,), ("forward-mode", "impl='reference'"))),
 ]
-IN_TORCH: list[Row] = []
+
+
+def _of_jax_alone(p: Program) -> bool:
+    return p.dtype == "float64" and p.impl in ("cce", "chunked")
+
+
+def _derives_more(p: Program) -> bool:
+    """Whether a derivative is asked for that only impl="reference" has, and not where the vocabulary is split."""
+    return p.transformation in REFUSED_BY_MOST and (p.impl != "reference" or p.split == "vocabulary")
+
+
+def _first_derivatives(function: str) -> Row:
+    return (
+        lambda p: p.function == function and _derives_more(p),
+        Refusal((NotImplementedError,), (function, "first derivatives")),
+    )
+
+
+IN_TORCH: list[Row] = [
+    (  # torch.compile with fullgraph=True raises an error of its own, with the words of ours
+        lambda p: _of_jax_alone(p) and "compile" in p.transformation,
+        Refusal((RuntimeError,), ("float64",)),
+    ),
+    (_of_jax_alone, Refusal((TypeError,), ("float64, which 'reference' and 'torch_compile' take",))),
+    (
+        lambda p: p.split == "tokens" and p.function == CROSS_ENTROPY and p.shift > 0 and len(p.leading) == 1,
+        Refusal((ValueError,), ("shift=1", "shift the targets before you distribute them")),
+    ),
+    *map(_first_derivatives, FUNCTIONS),
+]
