@@ -1,12 +1,19 @@
-"""Random calls of linear_cross_entropy against float64: `python -m tests.search --cases 300 --seed 0`.
+"""Random calls of every public function against float64: `python -m tests.search --cases 300 --seed 0`.
 
-Draws calls (tests/search/calls.py) and their data (tests/search/data.py), runs them on what is there (a GPU, or else
-Pallas' interpreter) and holds loss, lse and every gradient to bounds that are derived from rounding alone
-(tests/search/truth.py, tests/search/bounds.py). A failure is printed with the options that repeat it, `--seed S --only
-K`, then as the simplest call that still fails, a literal to make a named test of: `assert not failures(Call(…))`.
+Draws calls (tests/search/calls.py) and their data (tests/search/data.py), runs them through their transformation on
+what is there (a GPU, or else Pallas' interpreter) and holds all results and every gradient to bounds that are derived
+from rounding alone (tests/search/truth.py, tests/search/bounds.py). tests/search/refusals.py says which calls must be
+refused. A failure is printed with the options that repeat it, `--shapes W --seed S --only K`, then as the simplest call
+that still fails, a literal to make a named test of: `assert not failures(Call(…))`.
 
-On a GPU: `python -m tests.search --cases 3000 --seed 0 --processes 12 --out bench/results/search.txt`. Calls are drawn
-and compiled four at a time, with one program and different data.
+    python -m tests.search --shapes jax --cases 3000 --processes 2            JAX on one device
+    python -m tests.search --shapes sharded --cases 600 --processes 2         JAX on 8 devices
+    python -m tests.search --shapes torch --cases 3000 --processes 2          PyTorch in one process
+    python -m tests.search --shapes processes --cases 300                     PyTorch in 2 and 4 processes
+    python -m tests.search --nightly --seconds 3600 --processes 2             these four, with a new seed, and inductor
+    python -m tests.search --cases 1000 --processes 12 --out FILE             on a GPU, both packages
+
+Calls are drawn and compiled four at a time, with one program and different data.
 """
 
 import argparse
@@ -14,20 +21,21 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
-from tests.search.calls import SHARED, draw
-from tests.search.processes import Report, examined, gpus, in_processes, prepare
+from tests.search.calls import SHARED, WHERE, kinds, pairs
+from tests.search.processes import Drawn, Report, examined, gpus, in_processes, prepare
 
 
 def main() -> int:
     options = _options()
-    where = options.shapes or ("gpu" if gpus() else "small")
+    where = options.shapes or ("gpu" if gpus() else "jax")
+    drawn = Drawn(options.seed, where, options.inductor)
     if options.only is not None:
-        prepare()
-        found = examined(options.seed, options.only, where, options.shrink)
-        call = draw(options.seed, options.only, where)
-        print(call, *found.wrong, f"error over bound: {found.ratios}", sep="\n")
+        prepare(where)
+        found = examined(drawn, options.only, options.shrink)
+        print(drawn.call(options.only), *found.wrong, f"error over bound: {found.ratios}", sep="\n")
         if found.wrong:
             print(f"simplest call that fails:\n{found.simplest}")
         return bool(found.wrong)
@@ -38,21 +46,31 @@ def main() -> int:
             print(text, file=file, flush=True)
 
     say(f"python -m tests.search {' '.join(sys.argv[1:])}")
-    summary = Summary(options.seed, where, say)
-    start = time.monotonic()
-    until = start + options.seconds if options.seconds else float("inf")
-    if options.processes == 1:
-        prepare()
+    if options.nightly:
+        seed = options.seed or date.today().toordinal()
+        every = [Drawn(seed, where, True) for where in ("jax", "sharded", "torch", "processes")]
+        results = [_searched(options, one, say, options.seconds and options.seconds / len(every)) for one in every]
+    else:
+        results = [_searched(options, drawn, say, options.seconds)]
+    if out:
+        out.close()
+    return int(not all(results))
+
+
+def _searched(options: argparse.Namespace, drawn: Drawn, say: Callable[[str], None], seconds: float | None) -> bool:
+    """Whether there were calls, and all were right."""
+    summary, start = Summary(drawn, say), time.monotonic()
+    until = start + seconds if seconds else float("inf")
+    if options.processes == 1 and not options.nightly:
+        prepare(drawn.where)
         for number in range(options.first, options.first + options.cases):
             if time.monotonic() > until:
                 break
-            summary.add(examined(options.seed, number, where, options.shrink))
-    else:
-        in_processes(options, where, until, summary.add)
+            summary.add(examined(drawn, number, options.shrink))
+    else:  # each kind of call needs devices of its own
+        in_processes(options, drawn, until, summary.add)
     summary.end(time.monotonic() - start)
-    if out:
-        out.close()
-    return bool(summary.failed or not summary.calls)
+    return bool(summary.calls and not summary.failed)
 
 
 def _options() -> argparse.Namespace:
@@ -64,7 +82,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=1, help="processes that run calls, spread over all GPUs (1)")
     parser.add_argument("--seconds", type=float, help="after so many, start no more calls")
     parser.add_argument("--shrink", type=float, default=60, help="seconds to look for a simpler failing call (60)")
-    parser.add_argument("--shapes", choices=("small", "gpu"), help="default: gpu where there is one")
+    parser.add_argument("--shapes", choices=WHERE, help="which calls; default: gpu where there is one, else jax")
+    parser.add_argument("--inductor", action="store_true", help="torch.compile with inductor, not aot_eager")
+    parser.add_argument("--nightly", action="store_true", help="calls of all kinds without a GPU; the seed is the day")
     parser.add_argument("--out", type=Path, help="a file for what is printed")
     return parser.parse_args()
 
@@ -72,40 +92,46 @@ def _options() -> argparse.Namespace:
 class Summary:
     """Counts calls, and prints failures as they come and all counts at the end."""
 
-    def __init__(self, seed: int, where: str, say: Callable[[str], None]):
-        self.seed, self.where, self.say = seed, where, say
-        self.calls, self.failed = 0, []
+    def __init__(self, drawn: Drawn, say: Callable[[str], None]):
+        self.drawn, self.say = drawn, say
+        self.calls, self.refused, self.failed = 0, 0, []
+        self.pairs: Counter[tuple] = Counter()
         self.programs: set[int] = set()
         self.counts: dict[str, Counter] = {}
         self.worst: dict[tuple[str, str], tuple[float, int]] = {}
 
     def add(self, of: Report) -> None:
         self.calls += 1
+        self.refused += of.refused
         self.programs.add(of.number // SHARED)
-        program, data = (call := draw(self.seed, of.number, self.where)).program, call.data
-        kinds = {"package": program.package, "engine": of.engine, "type": program.dtype + ", c float32" * program.mixed}
-        kinds |= {"reduction": program.reduction, "layout": ("(V, D)", "(D, V)")[program.vocab_axis]}
-        kinds |= {"data": data.kind, "ignored": data.ignored, "gradients": ", ".join(program.wanted) or "none"}
-        kinds |= {"differentiated": program.objective, "gradient_tolerance": f"{program.gradient_tolerance:.2g}"}
-        for name, value in kinds.items():
+        call = self.drawn.call(of.number)
+        program, data = call.program, call.data
+        self.pairs.update((program.package, *pair) for pair in pairs(program))
+        found = {"package": program.package, "engine": of.engine} | kinds(program)
+        found |= {"data": data.kind, "offset": f"{data.offset:g}", "ignored": data.ignored, "teacher": data.teacher}
+        for name, value in found.items():
             self.counts.setdefault(name, Counter())[value] += 1
         for name, ratio in of.ratios.items():
             key = name, program.dtype
             self.worst[key] = max(self.worst.get(key, (0.0, of.number)), (ratio, of.number))
         if of.wrong:
             self.failed.append(of.number)
-            self.say(f"FAILED --seed {self.seed} --only {of.number} ({of.engine})\n  {call}")
+            how = f"--shapes {self.drawn.where} --seed {self.drawn.seed} --only {of.number}{' --inductor' * self.drawn.inductor}"
+            self.say(f"FAILED {how} ({of.engine})\n  {call}")
             self.say("\n".join(f"  {line}" for line in of.wrong) + f"\n  simplest: {of.simplest}")
 
     def end(self, seconds: float) -> None:
-        self.say(f"{self.calls} calls of {len(self.programs)} programs in {seconds:.0f} s, {len(self.failed)} failed")
+        where, calls = self.drawn.where, f"{self.calls} calls of {len(self.programs)} programs"
+        self.say(f"{where}: {calls} in {seconds:.0f} s, {self.refused} of them refused, {len(self.failed)} failed")
+        seldom = sum(n < 5 for n in self.pairs.values())
+        self.say(f"  {len(self.pairs)} pairs of values of two dimensions, {seldom} of them less than 5 times")
         for name, counts in self.counts.items():
-            self.say(f"  {name}: " + ", ".join(f"{n} {value}" for value, n in counts.most_common()))
+            self.say(f"  {name}: " + ", ".join(f"{n} {value or 'none'}" for value, n in counts.most_common()))
         self.say("  largest error over its bound, and the call's number:")
         for (name, dtype), (ratio, number) in sorted(self.worst.items()):
             self.say(f"    {name} {dtype}: {ratio:.3f} ({number})")
         if self.failed:
-            self.say(f"  failed: --seed {self.seed} --only {', '.join(map(str, self.failed))}")
+            self.say(f"  failed: --shapes {where} --seed {self.drawn.seed} --only {', '.join(map(str, self.failed))}")
 
 
 if __name__ == "__main__":

@@ -6,13 +6,27 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
-from tests.search.calls import SHARED, draw
+from tests.search.calls import SHARED, Call, draw
 
 PROGRAMS_HELD = 8  # compiled programs that a process holds at a time
+DEVICES = "--xla_force_host_platform_device_count=8"
+
+
+class Drawn(NamedTuple):
+    """Which calls are drawn, and where they run."""
+
+    seed: int
+    where: str  # of WHERE
+    inductor: bool = False  # whether torch.compile takes its usual backend
+
+    def call(self, number: int) -> Call:
+        call = draw(self.seed, number, self.where)
+        return replace(call, program=replace(call.program, backend="inductor")) if self.inductor else call
 
 
 class Report(NamedTuple):
@@ -21,28 +35,37 @@ class Report(NamedTuple):
     number: int
     engine: str
     ratios: dict[str, float]  # error over bound of each result
+    refused: bool  # as it must be
     wrong: list[str]
     simplest: str  # the shrunk call, where it failed
 
 
-def prepare() -> None:
+def prepare(where: str) -> None:
     """On a CPU most of the time is LLVM's: without costly optimisations, as in tests/conftest.py."""
     if not gpus() and platform.machine() == "x86_64":
-        flags = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_max_isa=AVX"
+        flags = "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_max_isa=AVX"
+        flags += " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
         os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
+    if where == "sharded":
+        os.environ["XLA_FLAGS"] = f"{DEVICES} {os.environ.get('XLA_FLAGS', '')}"
+        os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
     if jax.default_backend() != "gpu":
+        import torch
+
+        torch.set_num_threads(1)
         jax.config.update("jax_disable_most_optimizations", True)
 
 
-def examined(seed: int, number: int, where: str, shrink: float) -> Report:
+def examined(drawn: Drawn, number: int, shrink: float) -> Report:
     """Runs a call, and shrinks it if it fails."""
+    from tests.search.refusals import refusal
     from tests.search.run import engine, examine, failures
     from tests.search.shrink import shrunk
 
-    call = draw(seed, number, where)
+    call = drawn.call(number)
     ratios: dict[str, float] = {}
     try:
         results = examine(call)
@@ -53,19 +76,19 @@ def examined(seed: int, number: int, where: str, shrink: float) -> Report:
     simplest = ""
     if wrong and shrink > 0:
         simplest = repr(shrunk(call, lambda simpler: bool(failures(simpler)), shrink))
-    return Report(number, engine(call.program), ratios, wrong, simplest)
+    return Report(number, engine(call.program), ratios, refusal(call) is not None, wrong, simplest)
 
 
-def _worker(pipe: Connection, seed: int, where: str, shrink: float) -> None:
+def _worker(pipe: Connection, drawn: Drawn, shrink: float) -> None:
     """Examines the calls whose numbers come through the pipe. A GPU that failed once may fail all that follow."""
-    prepare()
+    prepare(drawn.where)
     import jax
 
     from tests.search import run
 
     numbers = iter(pipe.recv, None)
     for count, number in enumerate(numbers, 1):
-        pipe.send(examined(seed, number, where, shrink))
+        pipe.send(examined(drawn, number, shrink))
         if count % (PROGRAMS_HELD * SHARED) == 0:
             run.forget()
             jax.clear_caches()
@@ -74,14 +97,14 @@ def _worker(pipe: Connection, seed: int, where: str, shrink: float) -> None:
 class _Process:
     """A worker, and the call that it is at."""
 
-    def __init__(self, number: int, options: argparse.Namespace, where: str):
+    def __init__(self, number: int, drawn: Drawn, shrink: float):
         found = gpus()
         before = os.environ.get("CUDA_VISIBLE_DEVICES")
         if found:
             os.environ["CUDA_VISIBLE_DEVICES"] = found[number % len(found)]
         context = get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_worker, args=(theirs, options.seed, where, options.shrink), daemon=True)
+        self.process = context.Process(target=_worker, args=(theirs, drawn, shrink))
         self.process.start()
         theirs.close()
         if before is None:
@@ -95,7 +118,7 @@ class _Process:
         self.pipe.send(call)
 
 
-def in_processes(options: argparse.Namespace, where: str, until: float, add: Callable[[Report], None]) -> None:
+def in_processes(options: argparse.Namespace, drawn: Drawn, until: float, add: Callable[[Report], None]) -> None:
     """Each worker takes the calls of one program after the other; one that dies is a failure, and is replaced."""
     programs = iter(range(options.first // SHARED, -(-(options.first + options.cases) // SHARED)))
     queues: list[list[int]] = [[] for _ in range(options.processes)]
@@ -112,7 +135,7 @@ def in_processes(options: argparse.Namespace, where: str, until: float, add: Cal
 
     def start(k: int) -> None:
         if (call := next_call(k)) is not None:
-            worker = _Process(k, options, where)
+            worker = _Process(k, drawn, options.shrink)
             workers[worker.pipe] = k, worker
             worker.give(call)
 
@@ -129,7 +152,14 @@ def in_processes(options: argparse.Namespace, where: str, until: float, add: Cal
                 if worker.at is not None:
                     code = worker.process.exitcode
                     add(
-                        Report(worker.at, "unknown", {}, [f"the process ended with exit code {code}"], "not looked for")
+                        Report(
+                            worker.at,
+                            "unknown",
+                            {},
+                            False,
+                            [f"the process ended with exit code {code}"],
+                            "not looked for",
+                        )
                     )
                 start(k)
                 continue

@@ -80,6 +80,10 @@ IN_JAX: list[Row] = [
         Refusal((NotImplementedError,), ("linear_divergence", "impl='reference'", "impl='chunked'")),
     ),
     (_needs_whole_sequences, Refusal((ValueError,), ("needs whole sequences", "before jax.shard_map"))),
+    (
+        lambda p: _one_derivative(p) and p.function == DIVERGENCE and p.transformation == "second derivative",
+        Refusal((NotImplementedError, TypeError), (DIVERGENCE, "impl='reference'")),
+    ),
     (_one_derivative, Refusal((TypeError,), ("forward-mode", "impl='reference'"))),
 ]
 

@@ -215,7 +215,7 @@ class _Call:
         if given.ids is not None:
             flat = given.ids.reshape(-1, p.ids)[self.of_e[rows]]
             inside = (flat >= 0) & (flat < p.vocabulary)
-            ids = self.put(np.where(inside, flat, -1).astype(np.int64))
+            ids = self.put(np.where(inside, np.where(inside, flat, 0).astype(np.int64), -1))
             if "id_log_probs" in of:
                 together = of.pop("id_log_probs") * (ids >= 0)
                 of |= {f"id {k}": together[:, k] for k in range(p.ids)}
