@@ -116,8 +116,8 @@ class Summary:
             self.worst[key] = max(self.worst.get(key, (0.0, of.number)), (ratio, of.number))
         if of.wrong:
             self.failed.append(of.number)
-            how = f"--shapes {self.drawn.where} --seed {self.drawn.seed} --only {of.number}{' --inductor' * self.drawn.inductor}"
-            self.say(f"FAILED {how} ({of.engine})\n  {call}")
+            how = f"--shapes {self.drawn.where} --seed {self.drawn.seed}{' --inductor' * self.drawn.inductor}"
+            self.say(f"FAILED {how} --only {of.number} ({of.engine})\n  {call}")
             self.say("\n".join(f"  {line}" for line in of.wrong) + f"\n  simplest: {of.simplest}")
 
     def end(self, seconds: float) -> None:

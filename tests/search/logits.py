@@ -102,11 +102,10 @@ class Logits:
         # always towards 0. A sum of products of one sign loses up to ε of itself at each step; bounds.F doubles what is
         # counted here. Of products of float16, which have 22 digits, also most digits of the small ones are cut off.
         steps = self.e.shape[1] / {"bfloat16": 32, "float16": 16}.get(head.dtype, 64)
-        size, of_y, of_z = slope.abs(), y.abs(), z.abs()
+        there = torch.isfinite(y) & torch.isfinite(z)  # a bias may be −inf
+        size, of_y, of_z, reach = (torch.where(there, x, 0.0) for x in (slope.abs(), y.abs(), z.abs(), reach))
         most = eps * (size * (reach + (2 + steps) * of_y) + 3 * of_z)
         usual = eps * (size * (0.5 * reach + (1 + 0.5 * steps**0.5) * of_y) + of_z)
-        finite = torch.isfinite(z)
-        most, usual = (torch.where(finite, x, 0.0) for x in (most, usual))
-        slope = torch.where(finite, slope, 0.0)
+        slope = torch.where(there, slope, 0.0)
         lse = torch.logsumexp(z, 1)
         return Block(z.requires_grad_(), slope, most, usual, z.detach() - lse[:, None], lse)

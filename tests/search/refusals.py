@@ -61,6 +61,15 @@ def _needs_whole_sequences(p: Program) -> bool:
 
 
 Row = tuple[Callable[[Program], bool], Refusal]
+
+
+def _in_reverse_once(function: str) -> Row:
+    return (
+        lambda p: p.function == function and _one_derivative(p),
+        Refusal((NotImplementedError, TypeError), (function, "derivative", "impl='reference'")),
+    )
+
+
 IN_JAX: list[Row] = [
     (
         lambda p: p.impl == "cce" and p.dtype == "float64",
@@ -80,11 +89,7 @@ IN_JAX: list[Row] = [
         Refusal((NotImplementedError,), ("linear_divergence", "impl='reference'", "impl='chunked'")),
     ),
     (_needs_whole_sequences, Refusal((ValueError,), ("needs whole sequences", "before jax.shard_map"))),
-    (
-        lambda p: _one_derivative(p) and p.function == DIVERGENCE and p.transformation == "second derivative",
-        Refusal((NotImplementedError, TypeError), (DIVERGENCE, "impl='reference'")),
-    ),
-    (_one_derivative, Refusal((TypeError,), ("forward-mode", "impl='reference'"))),
+    *map(_in_reverse_once, FUNCTIONS),
 ]
 
 

@@ -73,7 +73,8 @@ def examine(call: Call) -> list[Check]:
         if refused is None or not isinstance(error, refused.errors):
             raise
         missing = [word for word in refused.words if word not in str(error)]
-        assert not missing, f"the error does not say {missing}: {type(error).__name__}: {error}"
+        if missing:
+            raise AssertionError(f"it does not say {missing}: {type(error).__name__}: {error}") from error
         return []
     assert refused is None, f"was to be refused, with {refused}, and ran"
     device = _device()

@@ -28,6 +28,7 @@ SETS = {
     "strict promotion": lambda: jax.numpy_dtype_promotion("strict"),
     "rank promotion": lambda: jax.numpy_rank_promotion("raise"),
 }
+EAGER = ("second derivative", "forward mode")  # which call the function without jax.jit
 FACTORS = np.float32([1.0, -2.0, 0.25])  # of batched cotangents: the gradients can be divided by them without rounding
 TOLERANCES = {"float64": 1e-5, "float32": 2e-3, "bfloat16": 0.03, "float16": 0.01}  # of second derivatives
 
@@ -52,6 +53,7 @@ def run(call: Call, given: Given) -> dict[str, np.ndarray]:
         wanted = {name: x for name, x in leaves.items() if name in p.wanted}
         others = others | {name: x for name, x in leaves.items() if name not in p.wanted}
         program = _program(p) if not held else _made(p, held)
+        others = others | (held if p.transformation in EAGER else {})
         results, gradients = program(wanted, others, jax.device_put(given.cotangents))
         found = {name: np.asarray(x) for name, x in (results | gradients).items()}
     if p.vocab_axis == 1 and "c" in gradients:
@@ -379,10 +381,13 @@ def _differences(
     with jax.enable_x64(True):
 
         def wider(x: Named) -> Named:
+            """Rounded to e's type first, as the call does."""
+            x = {k: y.astype(p.dtype) if k in ("c", "bias") else y for k, y in x.items()}
             return {k: np.float64(y) if jnp.issubdtype(y.dtype, jnp.floating) else np.asarray(y) for k, y in x.items()}
 
         step = _step(wide)
-        wanted, others, cotangents, along = map(wider, (wanted, others, cotangents, along))
+        wanted, others, cotangents = map(wider, (wanted, others, cotangents))
+        along = {k: np.float64(x) for k, x in along.items()}
 
         def gradient(sign: float) -> np.ndarray:
             moved = {k: x + sign * 2.0**-17 * along[k] for k, x in wanted.items()}

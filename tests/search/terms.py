@@ -60,6 +60,11 @@ class Tokens:
     ids: Tensor | None = None  # (n, K); −1 outside of the vocabulary
     arguments: tuple[Tensor, ...] = ()
 
+    def column(self, k: int, x: Block) -> Tensor:
+        """Each token's id k; where it is outside of the vocabulary, the likeliest one instead."""
+        assert self.ids is not None
+        return torch.where(self.ids[:, k] < 0, x.z.detach().argmax(1), self.ids[:, k])
+
 
 class Rounding:
     """What the errors of a block's logits do to a number, and to p."""
@@ -102,7 +107,7 @@ def numbers(x: Block, r: Rounding, t: Tokens, asked: tuple[str, ...]) -> dict[st
         far["target"] = r.sigma.gather(1, t.targets[:, None])[:, 0]
     for k in range(0 if t.ids is None else t.ids.shape[1]):
         if f"id {k}" in asked:
-            one = t.ids[:, k : k + 1].clamp(min=0)  # type: ignore[index]
+            one = t.column(k, x)[:, None]
             made[f"id {k}"], far[f"id {k}"] = log_p.gather(1, one)[:, 0], r.sigma.gather(1, one)[:, 0]
     own = {name: r.tiles + eps * value.detach().abs() for name, value in made.items()}
     if "lse" in asked:
@@ -179,7 +184,8 @@ def of_numbers(x: Block, p: Program, t: Tokens, eps: float, gradients: bool) -> 
     for name, number in have.items():
         there = []
         for sign in (1.0, -1.0):
-            moved = {k: (y.detach() + sign * number.error * (k == name)).requires_grad_() for k, y in at.items()}
+            moved = {k: y.detach() + (sign * number.error if k == name else 0.0) for k, y in at.items()}
+            moved = {k: y.requires_grad_() for k, y in moved.items()}
             of_moved = results_of(p, moved, t)
             changed = cotangents(moved, of_moved) if t.cotangents else of
             there.append(({k: y.detach() for k, y in of_moved.items()}, changed))
@@ -222,7 +228,7 @@ def _gradients(x: Block, r: Rounding, t: Tokens, have: dict[str, Number], of: Na
     a = smooth + of.get("lse", zeros) - whole(lambda name: name in named, of)  # what multiplies p
     d_a = whole(lambda name: name not in named and name != "entropy", of_off)
     d_a = d_a + (t.weights.sum() - 1).abs() * of_off.get("smooth", zeros)
-    of_targets = [(t.targets if name == "target" else t.ids[:, int(name[3:])].clamp(min=0), name) for name in named]  # type: ignore[index]
+    of_targets = [(t.targets if name == "target" else t.column(int(name[3:]), x), name) for name in named]
     inner = sum((of[name][:, None] * have[name].slope for name in have), torch.zeros_like(p))
     largest = sum((y.abs() for name, y in of.items() if name not in ("smooth",)), zeros) + a.abs()
     largest = largest + of.get("smooth", zeros).abs() * t.weights.abs().max()

@@ -100,7 +100,7 @@ def _serve(pipe: Connection, rank: int, count: int, file: str) -> None:
     """What a process does: it joins the others, and answers until the pipe is closed."""
     from tests.search.processes import prepare
 
-    prepare()
+    prepare("processes")
     import torch
     import torch.distributed as dist
 

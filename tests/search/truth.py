@@ -52,8 +52,8 @@ and errors that the elements of a token have in common, each a vector over v:
 
 dz is that times ∂z/∂y, which a softcap κ makes inexact by 2|z|/κ²·δz + 4ε, and 4ε of itself.
 
-**Divergences.** With s and t the two distributions and r = log(s / t), log p is rounded, by ε·(2 + |log p|), and that is a
-part of υz. As the terms p·log(p/q) − p + q are never negative, their sum L loses 4τ·L; it has the errors that its
+**Divergences.** With s and t the two distributions and r = log(s / t), log p is rounded, by ε·(2 + |log p|): a part of
+υz. As the terms p·log(p/q) − p + q are never negative, their sum L loses 4τ·L; it has the errors that its
 derivatives in both sides' logits give (by autodiff), and Σ max(s, t)·(σ_s + σ_t)² (of a jsd β(1 − β) times that) where
 s and t are about equal and these derivatives 0. The elements of the derivative, ∂L/∂z_v, are off by
 
@@ -276,10 +276,10 @@ class _Call:
         results["loss"] = (np.array(value), np.array(d_value)) if whole else _placed(total, d_total, self.kept, shape)
         if "token_weight" not in p.wanted or not p.differentiates:
             return results, None
-        dm, d_dm = g * of_each, np.abs(g) * (d_each + many * np.abs(of_each))
+        dm, d_dm = g * of_each, np.abs(g) * (d_each + max(many, 2.0**-23) * np.abs(of_each))  # it is float32
         if p.reduction == "mean" and p.num_items is None:
             share = g * self.weights[self.targets]
-            dm, d_dm = dm - share * value, d_dm + np.abs(share) * (d_value + many * abs(value))
+            dm, d_dm = dm - share * value, d_dm + np.abs(share) * (d_value + max(many, 2.0**-23) * abs(value))
         values, allowed = np.zeros(p.tokens), np.zeros(p.tokens)
         values[self.of_target], allowed[self.of_target] = dm, d_dm
         return results, (values.reshape(p.leading), allowed.reshape(p.leading))
