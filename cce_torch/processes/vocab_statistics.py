@@ -81,7 +81,8 @@ class _Statistics(torch.autograd.Function):
             de, dc, dbias = shards.gradients(cotangents, operands, held, wanted, call, scale, kind)
             return None if de is None else reduced(de, part, tokens, shard).to(dtype), dc, dbias
 
-        inputs, arrays = ctx.saved_tensors[: ctx.inputs], ctx.saved_tensors[ctx.inputs :]
+        saved: Any = ctx.saved_tensors  # a checkpoint lets them be read once
+        inputs, arrays = saved[: ctx.inputs], saved[ctx.inputs :]
         return *first_order(Guarded, run, (cotangents[: call.rows], *arrays), inputs), *[None] * 5
 
 

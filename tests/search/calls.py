@@ -413,7 +413,7 @@ def _program(rng: np.random.Generator, where: str, package: str, fixed: Mapping[
         vocabulary=vocabulary,
         dtype=dtype,
         mixed=mixed,
-        index_dtype=_index_dtype(x, where, form, function),
+        index_dtype=_index_dtype(x, where, form, layout),
         strides_e=strides[0],
         strides_c=strides[1],
         vocab_axis=int(x.among("vocab_axis", (0,) if form in ("functional", "head", "hf") else (0, 1))),
@@ -490,12 +490,15 @@ def _impl(
     return x.of("impl", impls)
 
 
-def _index_dtype(x: _Picks, where: str, form: str, function: str) -> str:
+def _index_dtype(x: _Picks, where: str, form: str, layout: str) -> str:
     if where in ("hopper", "gpu"):
         return x.of("index_dtype", {"int32": 0.7, "int64": 0.3})
     if form == "hf":
         return "int64"
-    return x.of("index_dtype", dict.fromkeys(INDEX_TYPES, 0.6 / 6) | {"int32": 0.2, "int64": 0.2})
+    weights = dict.fromkeys(INDEX_TYPES, 0.1) | {"int32": 0.2, "int64": 0.2}
+    if layout in ("checked", "unchecked", "partial"):  # jax.shard_map itself narrows 64 bits
+        weights |= {"int64": 0.0, "uint64": 0.0}
+    return x.of("index_dtype", weights)
 
 
 def _shape(rng: np.random.Generator, where: str, for_hopper: bool) -> tuple[int, int, int]:

@@ -109,17 +109,17 @@ def strided(x: Tensor, how: str, vocab_axis: int = 0) -> Tensor:
     if how == "expanded" and x.dim() > 1 and x.numel():
         one = x.narrow(1, 0, 1) if vocab_axis else x.reshape(-1, x.shape[-1])[0]
         return one.clone().expand(x.shape)
-    return torch._neg_view(-x) if how == "negative" else x.clone()
+    return torch._neg_view(-x) if how == "negative" else x.clone()  # type: ignore[attr-defined]
 
 
 def function_of(call: Call, **more: Any) -> Callable[..., Any]:
     """The public function in the form of the call, with its options, of tensors by name. more: other arguments."""
     program = call.program
-    options = program.options() | {"impl": program.impl} | more
+    options: dict[str, Any] = program.options() | {"impl": program.impl} | more
     if options.get("num_items") is not None and call.data.seed % 2:
         options["num_items"] = torch.tensor(options["num_items"], device=device())
     if program.function == TOKEN_LOSS:
-        return partial(_token_loss, functions.function_of(program.fn, torch), options)
+        return partial(_token_loss, functions.function_of(program.fn, torch), options)  # type: ignore[arg-type]
     if program.form == "function":
         return partial(getattr(cce_torch, program.function), **options)
     if program.form == "functional":
@@ -233,7 +233,7 @@ def _of_dtensors(call: Call, x: Bound, group: Any) -> Bound:
 def _of_tokens(call: Call, x: Bound, given: Given, rank: int) -> Bound:
     """The call of some tokens: as data parallelism splits a batch. With a shift the parts of one row overlap."""
     program = call.program
-    whole, options = program.leading[0], {}
+    whole, options = program.leading[0], dict[str, Any]()
     overlap = program.shift if len(program.leading) == 1 else 0
     start, stop = ((whole - overlap) * k // program.processes for k in (rank, rank + 1))
     if program.function != LOG_PROBS and program.reduction == "mean":

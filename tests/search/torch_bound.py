@@ -56,7 +56,7 @@ class Bound:
         return sum(every[1:], every[0])
 
     def gradients(
-        self, results: Named, of: Sequence[str] | None = None, factor: Tensor | None = None, **more: bool
+        self, results: Named, of: Sequence[str] | None = None, factor: Tensor | None = None, **more: Any
     ) -> Named:
         """The gradients of the objective, times the factor, in these leaves or in those that are wanted."""
         of = self.wanted if of is None else of

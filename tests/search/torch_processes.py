@@ -113,7 +113,7 @@ def _serve(pipe: Connection, rank: int, count: int, file: str) -> None:
             function, arguments = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        group = dist.new_group(backend="gloo", timeout=limit)
+        group: Any = dist.new_group(backend="gloo", timeout=limit)
         try:
             answer: Answer = "done", function(group, *arguments)
         except Exception as error:

@@ -85,7 +85,8 @@ def reentrant_checkpoint(x: Bound) -> Found:
 
 
 def func_grad(x: Bound) -> Found:
-    return _func_grad(x)({name: y.detach() for name, y in x.leaves.items()}, x.others)[::-1]
+    gradients, results = _func_grad(x)(x.detached(), x.others)
+    return results, gradients
 
 
 def _func_grad(x: Bound) -> Callable[[Named, Named], tuple[Named, Named]]:
@@ -221,7 +222,7 @@ def forward_mode(x: Bound) -> Found:
         def function(moving: Named) -> Named:
             return x({name: {**fixed, **moving}[name] for name in primals})
 
-        results, tangents = torch.func.jvp(function, (moving,), (along,))
+        results, tangents = torch.func.jvp(function, (moving,), (along,))  # type: ignore[misc]
     else:
         with forward_ad.dual_level():
             duals = {name: forward_ad.make_dual(y, along[name]) if name in along else y for name, y in primals.items()}
