@@ -94,7 +94,7 @@ def answer(fault: Fault, sound: bool, python: str) -> tuple[str, str]:
                 command, cwd=copy / "tests", env=environment, timeout=SECONDS, capture_output=True, text=True
             )
         except subprocess.TimeoutExpired:
-            return "caught", f"no end after {SECONDS} s"
+            return "no end", f"after {SECONDS} s: the test must fail sooner, or be another"
     output = done.stdout.strip().splitlines()
     reasons = [line for line in output if line.startswith(("E  ", "ERROR"))]
     ran = any(word in done.stdout for word in (" passed", " failed"))  # not only skipped

@@ -357,8 +357,7 @@ def drawn_with_token_weights(count: int, reduction: str) -> Iterator[calls.Progr
 
     For a "mean" or "sum": of the kind whose gradients the forward pass may form, on an H200.
     """
-    drawn = (calls.draw(0, number, "gpu").program for number in range(0, 10**6, calls.SHARED))
-    for x in drawn:
+    for x in (call.program for call in calls.losses(0, "gpu")):
         if x.package == "torch" or x.tokens <= 300:
             continue
         x = replace(x, wanted=tuple(sorted({*x.wanted, "e", "token_weight"})), num_items=None, return_lse=True)

@@ -1,11 +1,15 @@
-"""A few hundred calls of the random search (tests/search.py); and the search: what it draws, what it finds, its bounds.
+"""A few hundred calls of the random search (tests/search); and the search: what it draws, what it finds, its bounds.
 
 A test of calls that fails says what `python -m tests.search` is to be given to repeat one.
 """
 
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import islice
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,20 +25,47 @@ from cce_kernels.plan import choose, plan_of
 from cce_kernels.plan.chunks import sums_in_16_bits
 from cce_kernels.plan.plan import Chunks
 from cce_kernels.tokens import gathered_rows
+from tests.cases import Inputs
 from tests.search import bounds
 from tests.search import run as search_run
+from tests.search.awaited import AWAITED
 from tests.search.bounds import checks
-from tests.search.calls import DEFAULT, SHARED, TOLERANCES, Call, Data, Program, draw
+from tests.search.calls import (
+    CROSS_ENTROPY,
+    DEFAULT,
+    DIVERGENCES,
+    FORMS,
+    FUNCTIONS,
+    FUNCTIONS_OF_TOKENS,
+    IN_JAX,
+    IN_TORCH,
+    INDEX_TYPES,
+    MODES,
+    SETTINGS,
+    SHARED,
+    SPLITS,
+    STRIDES,
+    TOLERANCES,
+    WHERE,
+    Call,
+    Data,
+    Program,
+    draw,
+    losses,
+    pairs,
+)
 from tests.search.data import drawn_arrays
-from tests.search.logits import Logits
+from tests.search.logits import Head, Logits
+from tests.search.refusals import refusal
 from tests.search.run import engine, examine, failures, planned
 from tests.search.shrink import shrunk
 from tests.search.truth import truth
 from tests.test_hopper import INTERPRETED, SMALL, adding_copies  # noqa: F401
 
+ROOT = Path(__file__).parents[1]
 SEED = 1
-PROGRAMS = 56  # of SHARED calls each
-TOGETHER = 7  # programs of one test
+PROGRAMS = 50  # of SHARED calls each, of each package
+TOGETHER = 5  # programs of one test
 HOPPER_PROGRAMS = 8
 
 
@@ -42,29 +73,44 @@ def check(numbers, where: str) -> None:
     wrong = []
     for number in numbers:
         call = draw(SEED, number, where)
-        wrong += [f"--seed {SEED} --only {number}: {call}: {words}" for words in failures(call)]
-        if number % SHARED == 0 and not same_again(call):
-            wrong.append(f"--seed {SEED} --only {number}: {call}: other bits when called again")
+        how = f"--shapes {where} --seed {SEED} --only {number}"
+        if number in AWAITED.get(where, ()):
+            continue
+        wrong += [f"{how}: {call}: {words}" for words in failures(call)]
+        if number % SHARED == 0 and refusal(call) is None and not same_again(call):
+            wrong.append(f"{how}: {call}: other bits when called again")
     search_run.forget()
     assert not wrong, "\n".join(wrong)
 
 
 def same_again(call: Call) -> bool:
     """Whether the same call has the same bits."""
-    run = search_run.run_torch if call.program.package == "torch" else search_run.run_jax
 
     def bits():
-        return jax.tree.map(lambda x: np.ascontiguousarray(x).view(np.uint8), run(call.program, drawn_arrays(call)))
+        found = search_run.run(call, drawn_arrays(call))
+        return jax.tree.map(lambda x: np.ascontiguousarray(x).view(np.uint8), found)
 
     return bool(jax.tree.all(jax.tree.map(np.array_equal, bits(), bits())))
 
 
 @pytest.mark.parametrize("first", range(0, PROGRAMS, TOGETHER))
-def test_calls_without_a_gpu(first):
+@pytest.mark.parametrize("where", ["jax", "torch"])
+def test_calls_without_a_gpu(where, first):
     """The kernels through Pallas' interpreter; and every implementation without kernels."""
     call_torch = pytest.importorskip("tests.call_torch", exc_type=ImportError)
     with call_torch.small_blocks(narrow=first % 2 == 1):
-        check(range(first * SHARED, (first + TOGETHER) * SHARED), "small")
+        check(range(first * SHARED, (first + TOGETHER) * SHARED), where)
+
+
+@pytest.mark.parametrize(("where", "cases"), [("sharded", 32), ("processes", 24)])
+def test_calls_of_several_devices_and_processes(where, cases):
+    """In a process of their own: JAX on 8 devices, PyTorch in 2 and 4 processes."""
+    pytest.importorskip("torch")
+    numbers = [str(n) for n in range(cases) if n not in AWAITED.get(where, ())]
+    command = [sys.executable, "-m", "tests.search", "--shapes", where, "--seed", str(SEED), "--shrink", "0", "--only"]
+    done = subprocess.run([*command, *numbers], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
+    assert f"{where}: {len(numbers)} calls" in done.stdout
 
 
 @pytest.fixture
@@ -131,7 +177,7 @@ def formed_in_forward(number: int) -> tuple[Call, int]:
     program = replace(
         call.program,
         reduction=str(rng.choice(["mean", "sum"])),
-        objective="loss",
+        objective=("loss",),
         dtype="bfloat16",
         memory_budget=2**30,
         gradient_tolerance=0.0,
@@ -175,16 +221,17 @@ def test_the_kernels_for_hopper_leave_out_what_a_gradient_is_not_worth(name, in_
     assert set(formed) == {"hopper"}
     given = drawn_arrays(call)
     live = given.targets != program.ignore_index
-    head = Logits(given, given.e[live], given.targets[live], program, np, "cpu")
-    z, slope, _ = head.logits(slice(None))
+    head = Logits(given.e[live], given.c, given.optional.get("bias"), Head.of(program)).of(slice(None))
+    z, slope, targets = head.z.detach().numpy(), head.slope.numpy(), given.targets[live]
+    valid = (targets >= 0) & (targets < program.vocabulary)
     mass = np.exp(z - z.max(1, keepdims=True)) * slope
-    mass[np.arange(len(z))[head.valid], head.targets[head.valid]] = 0
+    mass[np.arange(len(z))[valid], targets[valid]] = 0
     for block, kept in zip((DE_BLOCK, DC_BLOCK), zip(*of_chunks, strict=True), strict=True):
         keeps = np.concatenate([x.repeat(block.tokens, axis=0)[:size] for x in kept])[: len(z)]
         keeps = keeps.repeat(block.columns, axis=1)[:, : program.vocabulary]
         left_out = np.sum(np.where(keeps, 0, mass), axis=1)
         assert np.all(left_out <= program.gradient_tolerance * mass.sum(1))
-        assert keeps[~head.valid].all(), "a target out of range"
+        assert keeps[~valid].all(), "a target out of range"
         assert np.mean(keeps) < 0.7, "little is left out"
 
 
@@ -214,7 +261,7 @@ def test_nothing_stands_in_exponentials_for_a_target_out_of_range():
         dtype="bfloat16",
         arrays=("bias",),
         wanted=("e", "c", "bias"),
-        objective="lse",
+        objective=("lse",),
         return_lse=True,
         memory_budget=2**30,
     )
@@ -239,7 +286,7 @@ def test_many_equal_tokens_are_all_rounded_to_the_same_side():
 def test_in_torch_the_gradient_of_lse_alone_is_finite_for_a_target_out_of_range():
     """The NaN of such a token's loss was multiplied by a cotangent of 0."""
     pytest.importorskip("torch")
-    program = Program("torch", leading=(4,), width=1, vocabulary=3, objective="lse", return_lse=True)
+    program = Program("torch", leading=(4,), width=1, vocabulary=3, objective=("lse",), return_lse=True)
     assert not failures(Call(program, Data(out_of_range=1)))
 
 
@@ -253,13 +300,13 @@ def test_on_hopper_a_large_softcap_costs_no_digits(both):
 
 
 def test_the_truth_is_that_of_the_other_tests():
-    """Which differentiate the definition by PyTorch, and know nothing of cotangents, blocks and errors."""
+    """Which differentiate the definition by PyTorch in one piece, and know nothing of numbers, blocks and errors."""
     of_other_tests = pytest.importorskip("tests.truth", exc_type=ImportError)
     compared = 0
-    for number in range(0, 200):
-        call = draw(SEED, number, "small")
+    for call in islice(losses(SEED, "jax"), 60):
         program, given = call.program, drawn_arrays(call)
-        if call.data.out_of_range or program.objective == "lse" or (program.softcap or 1e9) < 1:
+        few = call.data.out_of_range or call.data.masked or program.objective == ("lse",)
+        if few or (program.softcap or 1e9) < 1 or not program.wanted:
             continue
         others = ("vocab_axis", "precision", "memory_budget", "gradient_tolerance")
         options = {k: v for k, v in program.options().items() if k not in others}
@@ -268,17 +315,43 @@ def test_the_truth_is_that_of_the_other_tests():
         def finite(x):
             return np.where(np.isfinite(np.float32(x)), x, 0).astype(x.dtype)
 
-        clean = replace(given, e=finite(given.e), optional={k: finite(v) for k, v in given.optional.items()})
-        loss, lse, gradients = of_other_tests.truth(clean, options | {"return_lse": program.objective == "both"})
+        optional = {k: finite(v) for k, v in given.optional.items()}
+        cotangents = (given.cotangents.get(name, np.float32(0)) for name in ("loss", "lse"))
+        clean = Inputs(finite(given.e), given.c, given.targets.astype(np.int64), optional, *cotangents)
+        both = "lse" in program.objective
+        loss, lse, gradients = of_other_tests.truth(clean, options | {"return_lse": both})
         close = partial(np.testing.assert_allclose, rtol=1e-7, err_msg=str(call))
-        close(found.loss[0], loss, atol=1e-9)
-        close(found.lse[0], lse, atol=1e-9)
+        close(found.results["loss"][0], loss, atol=1e-9)
+        if program.return_lse:
+            close(found.results["lse"][0], lse, atol=1e-9)
         for name in program.wanted:
-            value = found.token_weight[0] if name == "token_weight" else found.rows[name].value
+            value = found.token_weight[0] if name == "token_weight" else found.rows[name].value.numpy()
             size = np.abs(gradients[name]).max(initial=0)
             close(np.reshape(value, gradients[name].shape), gradients[name], atol=1e-7 * size)
             compared += 1
-    assert compared > 200
+    assert compared > 60
+
+
+def test_full_logits_in_float32_are_within_a_third_of_the_bounds():
+    """Of numbers of tokens and of losses; of gradients, some of which are rounded once, within all of it."""
+    full_logits = pytest.importorskip("tests.search.full_logits")
+    compared = Counter()
+    for number in range(400):
+        call = draw(SEED, number, "jax")
+        program, data = replace(call.program, top_k=0, predicted=False, mean_logit=False, impl="chunked"), call.data
+        if program.dtype == "float64" or program.divergence:
+            continue
+        call = Call(program, replace(data, ignored="few" if data.ignored == "all" else data.ignored, out_of_range=0))
+        call = replace(call, data=replace(call.data, poison="", masked=0))
+        given = drawn_arrays(call)
+        found = full_logits.run(program, given)
+        if not np.all(np.isfinite(np.concatenate([np.ravel(np.float32(x)) for x in found.values()]))):
+            continue
+        for x in checks(found, truth(given, program), program):
+            assert x.ratio <= (1 if x.name in program.wanted else 1 / 3), f"{number}: {call}: {x.words}"
+            compared[x.name] += 1
+    assert set(compared) == {"loss", "lse", "log_probs", "entropy", "id_log_probs", "token_weight", "e", "c", "bias"}
+    assert min(compared.values()) > 10
 
 
 PLAIN = Program(impl="chunked", leading=(64,), width=32, vocabulary=300, return_lse=True, reduction="none")
@@ -317,7 +390,7 @@ def changed(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("data", [Data(), Data(kind="trained")], ids=lambda x: x.kind)
+@pytest.mark.parametrize("data", [Data(), Data(kind="trained", seed=2)], ids=lambda x: x.kind)
 @pytest.mark.parametrize("fault", FAULTY)
 def test_a_planted_fault_is_found(fault, data, dtype, changed):
     changed(**FAULTY[fault])
@@ -349,20 +422,20 @@ def test_float16_that_overflows_is_off_by_as_little_as_it_can_be(true, found, of
 def without(call: Call, share: float, target: bool) -> dict[str, np.ndarray]:
     """Results that lack what the least likely columns of each target's part add, up to a share of p; or the target."""
     given, program = drawn_arrays(call), call.program
-    head, token = Logits(given, given.e, given.targets, program, np, "cpu"), np.arange(program.tokens)
-    z, _, _ = head.logits(slice(None))
-    p = np.exp(z)
+    token = np.arange(program.tokens)
+    p = Logits(given.e, given.c, None, Head.of(program)).of(slice(None)).p.numpy()
     p[token, given.targets] = 0
     others = p.sum(1, keepdims=True)
-    p, others = (x / np.exp(z).sum(1, keepdims=True) for x in (p, others))
     in_part = np.arange(program.vocabulary) // PART == given.targets[:, None] // PART
     order = np.argsort(np.where(in_part, p, np.inf), axis=1)
     left_out = np.zeros(p.shape, bool)
     np.put_along_axis(left_out, order, np.cumsum(np.take_along_axis(p, order, 1), axis=1) <= share * others, 1)
     dz = np.where(left_out, 0, p)
     dz[token, given.targets] = 0 if target else -others[:, 0]
-    dz, kind = dz * float(given.of_loss), np.dtype("bfloat16")
-    return {"loss": truth(given, program).loss[0], "e": (dz @ head.c).astype(kind), "c": (dz.T @ head.e).astype(kind)}
+    dz, kind = dz * float(given.cotangents["loss"]), np.dtype("bfloat16")
+    e, c = np.float64(given.e), np.float64(given.c)
+    loss = np.float32(truth(given, program).results["loss"][0])
+    return {"loss": loss, "e": (dz @ c).astype(kind), "c": (dz.T @ e).astype(kind)}
 
 
 @pytest.mark.parametrize(("share", "target", "held"), [(1, False, True), (2, False, False), (1, True, False)])
@@ -380,40 +453,61 @@ def test_what_a_tolerance_does_not_allow_is_found(share, target, held):
 # What is drawn
 
 
-@pytest.mark.parametrize("where", ["small", "hopper", "gpu"])
+@pytest.mark.parametrize("where", WHERE)
 def test_a_number_is_a_call_whose_literal_says_all(where):
-    calls = [draw(3, number, where) for number in range(400)]
-    assert calls == [draw(3, number, where) for number in range(400)]
+    calls = [draw(3, number, where) for number in range(200)]
+    assert calls == [draw(3, number, where) for number in range(200)]
     assert [eval(repr(call)) for call in calls] == calls
     programs = [call.program for call in calls]
-    assert all(len(set(programs[i : i + SHARED])) == 1 for i in range(0, 400, SHARED))
-    assert len(set(calls)) == 400
+    assert all(len(set(programs[i : i + SHARED])) == 1 for i in range(0, 200, SHARED))
+    assert len(set(calls)) > 190
     assert calls[0] != draw(4, 0, where)
 
 
+@pytest.mark.parametrize("where", ["jax", "torch"])
+def test_of_3000_calls_every_pair_of_values_has_five_and_a_tenth_is_refused(where):
+    calls = [draw(0, number, where) for number in range(3000)]
+    counts = Counter(pair for call in calls for pair in pairs(call.program))
+    seldom = [pair for pair, count in counts.items() if count < 5]
+    assert len(counts) > 3500
+    assert not seldom
+    assert sum(refusal(call) is not None for call in calls) < 300
+
+
 def test_everything_is_drawn():
-    programs = {draw(0, SHARED * number, "small").program for number in range(2000)}
+    every = [draw(0, number, where) for where in ("jax", "torch", "sharded", "processes") for number in range(1200)]
+    programs = [call.program for call in every]
     for name, values in {
-        "package": {"jax", "torch"},
-        "impl": {"cce", "chunked", "reference", "torch_compile"},
-        "dtype": {"bfloat16", "float16", "float32"},
-        "vocab_axis": {0, 1},
-        "objective": {"loss", "lse", "both"},
-        "return_lse": {True, False},
-        "reduction": {"mean", "sum", "none"},
+        "function": FUNCTIONS,
+        "form": FORMS,
+        "impl": ("auto", "cce", "chunked", "reference", "torch_compile"),
+        "dtype": ("bfloat16", "float16", "float32", "float64"),
+        "index_dtype": INDEX_TYPES,
+        "transformation": {*IN_JAX, *IN_TORCH},
+        "setting": SETTINGS,
+        "layout": ("one", *MODES, "processes"),
+        "split": ("", *SPLITS, "vocabulary", "tokens"),
+        "processes": (1, 2, 4),
+        "strides_e": STRIDES,
+        "strides_c": STRIDES,
+        "vocab_axis": (0, 1),
+        "reduction": ("mean", "sum", "none"),
+        "fn": ("", *FUNCTIONS_OF_TOKENS),
+        "divergence": ("", *DIVERGENCES),
+        "gradient_tolerance": TOLERANCES,
     }.items():
-        assert {getattr(p, name) for p in programs} == values, name
-    for name in ("shift", "softcap", "logit_scale", "label_smoothing", "z_loss", "num_items", "memory_budget"):
+        assert {getattr(p, name) for p in programs} == set(values), name
+    for name in ("shift", "softcap", "logit_scale", "label_smoothing", "z_loss", "num_items", "memory_budget", "beta"):
         assert len({getattr(p, name) for p in programs}) > 2, name
-    assert {p.gradient_tolerance for p in programs} == set(TOLERANCES)
     assert {x for p in programs for x in p.arrays} == {"bias", "class_weight", "token_weight"}
     assert len({p.wanted for p in programs}) > 10
     assert {0, DEFAULT, "all"} < {p.memory_budget for p in programs}
-    calls = [draw(0, number, "small") for number in range(2000)]
-    assert len(Counter(c.data.ignored for c in calls)) == 7
-    assert len(Counter(c.data.kind for c in calls)) == 4
+    assert min(p.temperature for p in programs) < 1e-8
+    assert len(Counter(c.data.ignored for c in every)) == 7
+    assert len(Counter(c.data.kind for c in every)) == 4
+    assert {c.data.offset for c in every} == {0.0, 1e2, 1e3, 1e4}
     assert "together" in {draw(0, number, "hopper").data.kind for number in range(400)}
-    assert all(any(getattr(c.data, x) for c in calls) for x in ("poison", "out_of_range", "bias", "odd"))
+    assert all(any(getattr(c.data, x) for c in every) for x in ("poison", "out_of_range", "bias", "odd", "masked"))
 
 
 def test_on_a_gpu_half_of_the_calls_are_hoppers_and_fit(monkeypatch):
@@ -421,10 +515,10 @@ def test_on_a_gpu_half_of_the_calls_are_hoppers_and_fit(monkeypatch):
     monkeypatch.setattr(hopper, "MOSAIC", True)
     plan_of.cache_clear()
     programs = [draw(0, SHARED * number, "gpu").program for number in range(1000)]
-    engines = Counter(engine(p) for p in programs)
-    assert engines["hopper"] > 500
-    assert engines["triton"] > 150
-    assert sum(leaves_out(p) for p in programs) > 100
+    engines = Counter(engine(p) for p in programs if p.function == CROSS_ENTROPY)
+    assert engines["hopper"] > 150
+    assert engines["triton"] > 50
+    assert sum(leaves_out(p) for p in programs) > 30
     assert max(p.tokens * p.vocabulary for p in programs) <= 2**30 * 1.01
     assert max(p.vocabulary * p.width for p in programs) <= 2**29
     assert max(p.vocabulary for p in programs) > 2**17
@@ -450,7 +544,7 @@ def test_a_failing_call_is_shrunk_to_what_makes_it_fail():
         p = call.program
         return "bias" in p.arrays and "c" in p.wanted and p.vocabulary >= 10 and call.data.kind != "flat"
 
-    call = next(c for c in (draw(0, n, "small") for n in range(4000)) if fails(c) and c.program.softcap)
+    call = next(c for c in losses(0, "jax") if fails(c) and c.program.softcap)
     found = shrunk(call, fails, seconds=60)
     assert fails(found)
     p = found.program
@@ -460,5 +554,5 @@ def test_a_failing_call_is_shrunk_to_what_makes_it_fail():
 
 
 def test_shrinking_ends_in_time():
-    call = draw(0, 0, "small")
+    call = draw(0, 0, "jax")
     assert shrunk(call, lambda _: True, seconds=0) == call

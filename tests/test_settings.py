@@ -1,8 +1,6 @@
-"""JAX's own settings, such as strict promotion and jax_debug_nans: calls drawn at random are right with each."""
+"""JAX's own settings, such as strict promotion and jax_debug_nans. Drawn calls (tests/search) have them too."""
 
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +9,6 @@ import pytest
 
 from cce_jax import linear_cross_entropy, linear_divergence, linear_log_probs, linear_token_loss
 from tests.cases import Case, inputs
-from tests.search import run as search_run
-from tests.search.calls import SHARED, Call, draw
-from tests.search.run import failures
 
 
 @contextmanager
@@ -21,33 +16,6 @@ def no_promotion():
     """Of types or of ranks."""
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
-
-
-SETTINGS = {"no promotion": no_promotion, "disable_jit": jax.disable_jit, "debug_nans": partial(jax.debug_nans, True)}
-IMPLS = "cce", "chunked", "auto", "reference"
-SEED, PROGRAMS = 7, 6  # programs of each setting
-
-
-def drawn(number: int, impl: str) -> Call:
-    """A call of cce_jax without NaN in what is given: jax_debug_nans raises for that, before the call."""
-    call = draw(SEED, SHARED * number, "small")
-    poison = call.data.poison and "inf"
-    data = replace(call.data, out_of_range=0, poison=poison)
-    return Call(replace(call.program, package="jax", impl=impl), data)
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_drawn_calls(setting, monkeypatch):
-    """Without jax.jit too, where JAX checks what the forward pass leaves for the backward pass."""
-    jitted = search_run._jax_program
-    eager = cache(lambda program: jitted(program).__wrapped__)
-    first = list(SETTINGS).index(setting) * PROGRAMS  # other calls with each setting
-    for number in range(first, first + PROGRAMS):
-        call = drawn(number, IMPLS[number % len(IMPLS)])
-        monkeypatch.setattr(search_run, "_jax_program", eager if number // len(IMPLS) % 2 else jitted)
-        with SETTINGS[setting]():
-            assert not failures(call), f"{call}: {failures(call)}"
-    jitted.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -64,15 +32,6 @@ def test_every_function_takes_16_bits_without_promotion(impl, dtype):
     with no_promotion():
         for name, call in calls.items():
             jax.tree.map(np.testing.assert_array_equal, jax.grad(call, (0, 1))(e, c), want[name])
-
-
-def test_every_type_is_drawn():
-    programs = [drawn(n, "cce").program for n in range(len(SETTINGS) * PROGRAMS)]
-    assert {p.dtype for p in programs} == {"bfloat16", "float16", "float32"}
-    assert {p.may_save for p in programs} == {True, False}
-    assert {x for p in programs for x in p.arrays} == {"bias", "class_weight", "token_weight"}
-    for name in ("mixed", "softcap", "logit_scale", "label_smoothing", "z_loss", "shift", "memory_budget"):
-        assert len({getattr(p, name) for p in programs}) > 1, name
 
 
 GIVEN = inputs(Case("many tokens", leading=(300,), width=16, vocabulary=70), "bfloat16")

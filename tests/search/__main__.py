@@ -13,7 +13,7 @@ that still fails, a literal to make a named test of: `assert not failures(Call(â
     python -m tests.search --nightly --seconds 3600 --processes 2             these four, with a new seed, and inductor
     python -m tests.search --cases 1000 --processes 12 --out FILE             on a GPU, both packages
 
-Calls are drawn and compiled four at a time, with one program and different data.
+Calls are drawn and compiled three at a time, with one program and different data.
 """
 
 import argparse
@@ -32,10 +32,11 @@ def main() -> int:
     options = _options()
     where = options.shapes or ("gpu" if gpus() else "jax")
     drawn = Drawn(options.seed, where, options.inductor)
-    if options.only is not None:
+    if options.only is not None and len(options.only) == 1:
+        (number,) = options.only
         prepare(where)
-        found = examined(drawn, options.only, options.shrink)
-        print(drawn.call(options.only), *found.wrong, f"error over bound: {found.ratios}", sep="\n")
+        found = examined(drawn, number, options.shrink)
+        print(drawn.call(number), *found.wrong, f"error over bound: {found.ratios}", sep="\n")
         if found.wrong:
             print(f"simplest call that fails:\n{found.simplest}")
         return bool(found.wrong)
@@ -63,7 +64,7 @@ def _searched(options: argparse.Namespace, drawn: Drawn, say: Callable[[str], No
     until = start + seconds if seconds else float("inf")
     if options.processes == 1 and not options.nightly:
         prepare(drawn.where)
-        for number in range(options.first, options.first + options.cases):
+        for number in options.only or range(options.first, options.first + options.cases):
             if time.monotonic() > until:
                 break
             summary.add(examined(drawn, number, options.shrink))
@@ -75,10 +76,10 @@ def _searched(options: argparse.Namespace, drawn: Drawn, say: Callable[[str], No
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.search", description="Random calls against float64.")
-    parser.add_argument("--cases", type=int, default=300, help="calls, four of each program (300)")
+    parser.add_argument("--cases", type=int, default=300, help="calls, three of each program (300)")
     parser.add_argument("--first", type=int, default=0, help="the number of the first call (0)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="one call, by its number")
+    parser.add_argument("--only", type=int, nargs="+", help="calls by their numbers; of one all is printed")
     parser.add_argument("--processes", type=int, default=1, help="processes that run calls, spread over all GPUs (1)")
     parser.add_argument("--seconds", type=float, help="after so many, start no more calls")
     parser.add_argument("--shrink", type=float, default=60, help="seconds to look for a simpler failing call (60)")
@@ -131,7 +132,7 @@ class Summary:
         for (name, dtype), (ratio, number) in sorted(self.worst.items()):
             self.say(f"    {name} {dtype}: {ratio:.3f} ({number})")
         if self.failed:
-            self.say(f"  failed: --shapes {where} --seed {self.drawn.seed} --only {', '.join(map(str, self.failed))}")
+            self.say(f"  failed: --shapes {where} --seed {self.drawn.seed} --only {' '.join(map(str, self.failed))}")
 
 
 if __name__ == "__main__":

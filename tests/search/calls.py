@@ -7,17 +7,17 @@ pairs that the programs before it had too seldom.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from itertools import combinations
+from itertools import combinations, count
 from typing import Any
 
 import numpy as np
 
 from cce_kernels.tokens import MANY
 
-SHARED = 4  # calls of one program, which differ in their data
+SHARED = 3  # calls of one program, which differ in their data
 OPTIONS = ("vocab_axis", "reduction", "softcap", "logit_scale", "label_smoothing", "z_loss", "num_items")
 OPTIONS += ("shift", "ignore_index", "gradient_tolerance")
 TOLERANCES = 0.0, 2.0**-9, 2.0**-7, 2.0**-5, 0.3
@@ -29,7 +29,7 @@ CROSS_ENTROPY, LOG_PROBS, TOKEN_LOSS, DIVERGENCE = FUNCTIONS
 FORMS = ("function", "module", "functional", "head", "hf")  # all but the first: linear_cross_entropy of cce_torch
 INDEX_TYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 STRIDES = ("plain", "transposed", "sliced", "expanded", "negative")  # expanded: all rows are the same memory
-SETTINGS = ("usual", "x64", "strict promotion", "rank promotion")  # of JAX
+SETTINGS = ("usual", "x64", "strict promotion", "rank promotion", "debug_nans", "disable_jit")  # of JAX
 MODES = ("auto", "explicit", "checked", "unchecked", "partial")  # of JAX's meshes: tests/devices/meshes.py
 SPLITS = (  # the layouts of tests/devices/meshes.py
     "tokens",
@@ -256,6 +256,15 @@ def draw(seed: int, number: int, where: str) -> Call:
     return Call(program, _data(np.random.default_rng([seed, WHERE.index(where), number, 1]), program))
 
 
+def losses(seed: int, where: str) -> Iterator[Call]:
+    """The drawn calls of linear_cross_entropy, one of each program, without a transformation and a setting."""
+    for number in count(0, SHARED):
+        call = draw(seed, number, where)
+        p = call.program
+        if (p.function, p.form, p.transformation, p.setting) == (CROSS_ENTROPY, "function", "gradient", "usual"):
+            yield call
+
+
 # Pairs of values
 
 
@@ -299,6 +308,11 @@ def pairs(program: Program) -> list[Pair]:
     return [(a, found[a], b, found[b]) for a, b in combinations(DIMENSIONS, 2)]
 
 
+def _worth(pair: Pair) -> int:
+    """More where there are most values, whose pairs are the last that are drawn often enough."""
+    return 4 if "transformation" in pair and not {"wanted", "fn", "divergence", "form"}.isdisjoint(pair) else 1
+
+
 @cache
 def _programs(seed: int, where: str, package: str) -> Callable[[int], Program]:
     """The programs of a seed by their numbers, each made when it is asked for."""
@@ -313,7 +327,7 @@ def _programs(seed: int, where: str, package: str) -> Callable[[int], Program]:
             rare[pair] += 1
             candidates.append(_program(rng, where, package, {pair[0]: pair[1], pair[2]: pair[3]}))
         every = [(x, pairs(x)) for x in candidates]
-        best, found = max(every, key=lambda x: sum(drawn[pair] < ENOUGH for pair in x[1]))
+        best, found = max(every, key=lambda x: sum(_worth(pair) for pair in x[1] if drawn[pair] < ENOUGH))
         drawn.update(found)
         for pair in (pair for _, of_one in every for pair in of_one):
             if drawn[pair] < ENOUGH:
@@ -384,7 +398,8 @@ def _program(rng: np.random.Generator, where: str, package: str, fixed: Mapping[
     form = x.of("form", of_forms) if where == "torch" and function == CROSS_ENTROPY else "function"
     layout, split, processes = _layout(x, where, function)
     transformation = _transformation(x, where, form, layout, function)
-    setting = x.of("setting", dict(zip(SETTINGS, (0.55, 0.2, 0.15, 0.1), strict=True))) if where == "jax" else "usual"
+    of_settings = dict(zip(SETTINGS, (0.5, 0.2, 0.12, 0.1, 0.06, 0.02), strict=True))
+    setting = x.of("setting", of_settings) if where == "jax" else "usual"
     dtype, mixed = _types(x, where, hopper, package, form, setting, transformation)
     impl = _impl(x, where, package, function, form, dtype, transformation, layout)
     tokens, width, vocabulary = _shape(rng, where, hopper)
@@ -545,10 +560,10 @@ def _leading(
         axes |= {2: 0.0, 3: 0.0}
     if where in ("hopper", "gpu"):
         axes[0] = 0.0
-    count = x.of("axes", axes)
-    if count == 0:
+    many = x.of("axes", axes)
+    if many == 0:
         return (), 0
-    batch = () if count == 1 else (int(x.rng.choice([1, 2, 3])),) if count == 2 else (2, int(x.rng.choice([1, 2])))
+    batch = () if many == 1 else (int(x.rng.choice([1, 2, 3])),) if many == 2 else (2, int(x.rng.choice([1, 2])))
     leading = (*batch, -(-tokens // int(np.prod(batch))))
     shift = int(x.rng.choice([1, 1, 2, 5])) if function != DIVERGENCE and x.option("shift", 0.25) else 0
     return leading, 0 if form == "functional" else min(shift, leading[-1] - 1)
@@ -703,9 +718,12 @@ def _data(rng: np.random.Generator, p: Program) -> Data:
     poison = str(rng.choice(["nan", "inf"])) if ignored != "none" and rng.uniform() < 0.4 else ""
     if "expanded" in (p.strides_e, p.strides_c) or p.form == "hf":
         poison = ""
+    if p.setting == "debug_nans":  # which raises for a NaN in what is given
+        poison = poison and "inf"
     bad = 0
     defined = "class_weight" not in p.arrays or p.reduction != "mean" or p.num_items is not None
-    if p.function in (CROSS_ENTROPY, LOG_PROBS) and p.targets and p.form != "hf" and defined:
+    defined = defined and p.form != "hf" and p.setting != "debug_nans"
+    if p.function in (CROSS_ENTROPY, LOG_PROBS) and p.targets and defined:
         bad = int(rng.integers(1, 4)) if rng.uniform() < (0.5 if "loss" not in p.objective else 0.05) else 0
     bias, masked, biased = 0.0, 0, "bias" in p.arrays
     if biased and x.chance(0.4):

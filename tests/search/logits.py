@@ -104,7 +104,8 @@ class Logits:
         steps = self.e.shape[1] / {"bfloat16": 32, "float16": 16}.get(head.dtype, 64)
         there = torch.isfinite(y) & torch.isfinite(z)  # a bias may be −inf
         size, of_y, of_z, reach = (torch.where(there, x, 0.0) for x in (slope.abs(), y.abs(), z.abs(), reach))
-        most = eps * (size * (reach + (2 + steps) * of_y) + 3 * of_z)
+        factors = 2 if self.temperature is None and head.temperature == 1 else 3
+        most = eps * (size * (reach + (2 + steps) * of_y) + factors * of_z)
         usual = eps * (size * (0.5 * reach + (1 + 0.5 * steps**0.5) * of_y) + of_z)
         slope = torch.where(there, slope, 0.0)
         lse = torch.logsumexp(z, 1)

@@ -27,6 +27,8 @@ SETS = {
     "x64": lambda: jax.enable_x64(True),
     "strict promotion": lambda: jax.numpy_dtype_promotion("strict"),
     "rank promotion": lambda: jax.numpy_rank_promotion("raise"),
+    "debug_nans": lambda: jax.debug_nans(True),
+    "disable_jit": jax.disable_jit,
 }
 EAGER = ("second derivative", "forward mode")  # which call the function without jax.jit
 FACTORS = np.float32([1.0, -2.0, 0.25])  # of batched cotangents: the gradients can be divided by them without rounding

@@ -89,6 +89,7 @@ class Rounding:
         z = torch.where(torch.isfinite(x.z), x.z.detach(), 0.0)
         found = 3 * ((slope * self.usual) ** 2).sum(1).sqrt() + (slope * self.most).sum(1).abs()
         found = found + 3 * self.eps * (slope * z).sum(1).abs()
+        found = torch.minimum(found, (slope.abs() * self.most).sum(1))
         return torch.where(self.linear[:, 0], found, otherwise)
 
 

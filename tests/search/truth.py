@@ -14,16 +14,16 @@ Rounding is followed beside it, from the inputs to each result, with two unit er
 with the sum itself, which a tensor core truncates D/32 times on its way (D/16 in float16), by ε at most. With
 y = e·c + b the raw product and z the logit after scale, softcap and temperature,
 
-    δz_iv   = ε·|∂z/∂y|·(‖e_i‖·‖c_v‖ + |b_v| + (2 + D/32)·|y_iv|) + 3ε·|z_iv|                       at most
+    δz_iv   = ε·|∂z/∂y|·(‖e_i‖·‖c_v‖ + |b_v| + (2 + D/32)·|y_iv|) + 2ε·|z_iv|                       at most
     υz_iv   = ε·|∂z/∂y|·(½(‖e_i‖·‖c_v‖ + |b_v|) + (1 + ½√(D/32))·|y_iv|) + ε·|z_iv|                 usually
 
-υ is the part that is independent from logit to logit. What truncation and rounded factors do is not: it has one sign
-(δz), or goes with the logits themselves (3ε·z).
+(with a temperature 3ε·|z_iv|). υ is the part that is independent from logit to logit. What truncation and rounded
+factors do is not: it has one sign (δz), or goes with the logits themselves (3ε·z).
 
 **Numbers of a token.** They are log p of the target and of ids, lse, the entropy and Σ_v w_v·(lse − z_v). With g_v the
 derivatives of a number n in the logits (by autodiff) the three kinds of errors give
 
-    δn = 3·√(Σ_v (g_v·υz_v)²) + |Σ_v g_v·δz_v| + 3ε·|Σ_v g_v·z_v| + ρ_n
+    δn = 3·√(Σ_v (g_v·υz_v)²) + |Σ_v g_v·δz_v| + 3ε·|Σ_v g_v·z_v| + ρ_n          with Σ_v |g_v|·δz_v at most before ρ_n
 
 The g_v of all but lse sum to 0: an error that all logits of a token have costs nothing, as with full logits, whose
 softmax is normalised. So what is common to all logits, however large it is, adds only its share of υ. ρ is the rounding
