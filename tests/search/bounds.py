@@ -24,8 +24,6 @@ cores each sum in an order of their own.
 """
 
 from dataclasses import dataclass
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import torch
@@ -160,7 +158,7 @@ def _rows(name: str, found: np.ndarray, of: Rows, program: Program, kept: np.nda
     )
 
 
-def _squares(found: np.ndarray, want: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _squares(found: np.ndarray, want: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of each row the squares of its error and of its norm, and whether the truth is a number there.
 
     An error is infinite where only one of both is NaN. In float16 it is 0 where the type cannot hold what both are
@@ -169,24 +167,18 @@ def _squares(found: np.ndarray, want: Any) -> tuple[np.ndarray, np.ndarray, np.n
     parts: list[np.ndarray] = []
     rows = max(1, 2**24 // max(want.shape[1], 1))
     for i in range(0, want.shape[0], rows):
-        if isinstance(want, np.ndarray):
-            xp, here = np, found[i : i + rows].astype(np.float64)
-        else:
-            xp = torch
-            part = found[i : i + rows]
-            part = part if part.dtype == np.float64 else part.astype(np.float32)
-            here = xp.tensor(part, device=want.device).double()
-        true = want[i : i + rows]
-        with np.errstate(invalid="ignore"):
-            off = here - true
-            if found.dtype == np.float16:
-                off = xp.where(xp.isinf(here), xp.sign(here) * FLOAT16_OVERFLOWS - true, off)
-                off = xp.where(xp.isnan(here) & (xp.abs(true) > 6e4), 0.0, off)
-                off = xp.where((xp.abs(true) > 6e4) & (xp.abs(here) > 6e4) & (xp.sign(here) == xp.sign(true)), 0.0, off)
-            off = xp.where(xp.isnan(here) & xp.isnan(true), 0.0, off)
-            off = xp.where(xp.isnan(off), np.inf, off)
-            size = xp.where(xp.isnan(true), 0.0, true)
-            three = (off**2).sum(1), (size**2).sum(1), 1.0 * ~xp.isnan(true).any(1)
-        parts.append(np.stack([x if xp is np else x.cpu().numpy() for x in three]))
+        part, true = found[i : i + rows], want[i : i + rows]
+        part = part if part.dtype == np.float64 else part.astype(np.float32)
+        here = torch.tensor(part, device=want.device).double()
+        off = here - true
+        if found.dtype == np.float16:
+            off = torch.where(here.isinf(), here.sign() * FLOAT16_OVERFLOWS - true, off)
+            off = torch.where(here.isnan() & (true.abs() > 6e4), 0.0, off)
+            off = torch.where((true.abs() > 6e4) & (here.abs() > 6e4) & (here.sign() == true.sign()), 0.0, off)
+        off = torch.where(here.isnan() & true.isnan(), 0.0, off)
+        off = torch.where(off.isnan(), torch.inf, off)
+        size = torch.where(true.isnan(), 0.0, true)
+        three = (off**2).sum(1), (size**2).sum(1), 1.0 * ~true.isnan().any(1)
+        parts.append(np.stack([x.cpu().numpy() for x in three]))
     off, size, finite = np.concatenate(parts, axis=1) if parts else np.zeros((3, 0))
     return off, size, finite > 0
