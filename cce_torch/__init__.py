@@ -3,6 +3,15 @@
 from typing import TYPE_CHECKING, Any
 
 from cce_kernels.version import installed
+
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    advice = "cce_torch needs PyTorch, which is not installed: pip install torch. The same for JAX alone is cce_jax"
+    raise ModuleNotFoundError(advice, name="torch") from None
+
 from cce_torch.api import LinearCrossEntropy, linear_cross_entropy
 from cce_torch.divergence import linear_divergence
 from cce_torch.explain import explain

@@ -270,8 +270,13 @@ def linear_cross_entropy(
 class LinearCrossEntropy(torch.nn.Module, Generic[Result]):
     """`linear_cross_entropy` as a module: the options are given once, the tensors at each call.
 
-    The options are the function's keyword arguments. class_weight becomes a buffer. bias, token_weight and num_items
-    are arguments of the call.
+    The options are the function's keyword arguments, and are given by name. class_weight becomes a buffer. bias,
+    token_weight and num_items are arguments of the call. `LinearCrossEntropyHead` is a module with a weight of its own,
+    as torch.nn.LinearCrossEntropyLoss is.
+
+    Raises:
+      TypeError: an option is unknown or given without its name, or belongs to the call.
+      ValueError: an option is out of its range.
     """
 
     __call__: Callable[..., Result]  # torch.nn.Module says Any
@@ -279,6 +284,7 @@ class LinearCrossEntropy(torch.nn.Module, Generic[Result]):
     @overload
     def __init__(
         self: "LinearCrossEntropy[Tensor]",
+        *,
         ignore_index: int = -100,
         softcap: float | None = None,
         reduction: Reduction = "mean",
@@ -289,27 +295,18 @@ class LinearCrossEntropy(torch.nn.Module, Generic[Result]):
     @overload
     def __init__(
         self: "LinearCrossEntropy[tuple[Tensor, Tensor]]",
+        *,
         ignore_index: int = -100,
         softcap: float | None = None,
         reduction: Reduction = "mean",
         shift: bool | int = False,
-        *,
-        return_lse: Literal[True],
-        **options: Unpack[Options],
-    ) -> None: ...
-    @overload
-    def __init__(
-        self: "LinearCrossEntropy[tuple[Tensor, Tensor]]",
-        ignore_index: int,
-        softcap: float | None,
-        reduction: Reduction,
-        shift: bool | int,
         return_lse: Literal[True],
         **options: Unpack[Options],
     ) -> None: ...
     @overload
     def __init__(
         self: "LinearCrossEntropy[Tensor | tuple[Tensor, Tensor]]",
+        *,
         ignore_index: int = -100,
         softcap: float | None = None,
         reduction: Reduction = "mean",
@@ -319,17 +316,23 @@ class LinearCrossEntropy(torch.nn.Module, Generic[Result]):
     ) -> None: ...
     def __init__(
         self,
+        *unnamed: Any,
         ignore_index: int = -100,
         softcap: float | None = None,
         reduction: Reduction = "mean",
         shift: bool | int = False,
         return_lse: bool = False,
-        *,
         class_weight: Tensor | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         self.class_weight: Tensor | None
+        if unnamed:
+            sizes = ", ".join(map(repr, unnamed[:2])) if len(unnamed) > 1 else "in_features, out_features"
+            raise TypeError(
+                f"LinearCrossEntropy takes its options by name, got {unnamed}. A module with a weight of its own, as "
+                f"torch.nn.LinearCrossEntropyLoss({sizes}) is one, is cce_torch.LinearCrossEntropyHead({sizes})"
+            )
         for name in OF_CALL & options.keys():
             raise TypeError(
                 f"{name} belongs to a batch, not to LinearCrossEntropy(...): give it to the call, as in "

@@ -5,6 +5,7 @@ from typing import Any, Literal, cast
 from torch import Tensor
 
 from cce_torch import api
+from cce_torch.on_jax import tensors
 from cce_torch.options import Reduction
 
 IGNORE_INDEX = -100
@@ -89,6 +90,8 @@ def _check_tensors(
     for name, x in given.items():
         if not isinstance(x, Tensor) and not (x is None and name in ("linear_bias", "weight")):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x is not None:
+            tensors.refuse_split(name, x)
     tokens, width, classes = tuple(input.shape[:-1]), tuple(input.shape[-1:]), tuple(linear_weight.shape[:-1])
     if input.ndim > 2:
         raise NotImplementedError(

@@ -82,9 +82,14 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[Result]):
         """A head that has the parameters of `linear` itself. So weights that are tied to an embedding stay tied.
 
         Raises:
-          TypeError: the logits of `linear` are not h @ weight.T + bias with parameters of its own: it has an adapter or
-            hooks, or is quantised or parametrized, or has another forward.
+          TypeError: `linear` is no layer, such as a weight alone. Or its logits are not h @ weight.T + bias with
+            parameters of its own: it has an adapter or hooks, is quantised or parametrized, or has another forward.
         """
+        if not isinstance(linear, torch.nn.Module):
+            raise TypeError(
+                f"from_linear takes a torch.nn.Linear, got a {type(linear).__name__}: pass the layer that has the "
+                "weight, or call linear_cross_entropy(h, weight, targets, bias) with a weight alone"
+            )
         own = type(linear).forward is LinearCrossEntropyHead.forward
         reason = (None if own else unfit(linear)) or _changed(linear)
         if reason:
@@ -124,7 +129,17 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[Result]):
             args, kwargs = args[:1], {"targets": args[1], **kwargs}
         if isinstance(kwargs.get("num_items"), Tensor):
             kwargs["num_items"] = _Hidden(kwargs["num_items"])
-        return super().__call__(*args, **kwargs)
+        if kwargs.get("targets") is None or type(self.weight).__name__ != "DTensor":
+            return super().__call__(*args, **kwargs)
+        try:
+            found = super().__call__(*args, **kwargs)
+        except AssertionError as error:  # of DTensor: the loss has no axis that could be split
+            raise ValueError(SPLIT) from error
+        targets, shift = kwargs["targets"], int(self.loss.options["shift"])
+        whole = (targets[..., shift:] if shift else targets).shape if self.loss.options["reduction"] == "none" else ()
+        if (found[0] if isinstance(found, tuple) else found).shape != whole:
+            raise ValueError(SPLIT)
+        return found
 
     def forward(  # type: ignore[override]
         self,
@@ -143,6 +158,7 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[Result]):
           TypeError: num_items is a 16-bit float. FSDP's mixed precision casts the float tensors among the arguments
             of the modules that it wraps, and would make 12345 items 12352. A Python number, and a tensor of integers,
             stay what they are.
+          ValueError: another style of tensor parallelism than VocabParallelStyle split the loss.
         """
         if targets is None:
             if token_weight is not None or num_items is not None:
@@ -177,6 +193,12 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[Result]):
             saved = state_dict.pop(key)
             self.loss.class_weight = saved.detach().to(saved.device if weight.is_meta else weight.device, copy=True)
         super()._load_from_state_dict(state_dict, prefix, *others)
+
+
+SPLIT = (
+    "a style of tensor parallelism split what this head returned, which is the loss, not the logits: give the head of "
+    "a patched model ColwiseParallel(output_layouts=Replicate()), and a LinearCrossEntropyHead VocabParallelStyle()"
+)
 
 
 def unfit(layer: Any) -> str | None:

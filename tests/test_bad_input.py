@@ -401,6 +401,12 @@ def test_the_module_refuses_wrong_options_when_it_is_made(make, options, error, 
         make(**options)
 
 
+@pytest.mark.parametrize(("given", "head"), [((64, 1000), "64, 1000"), ((-100,), "in_features, out_features")])
+def test_the_module_takes_its_options_by_name(given, head):
+    with pytest.raises(TypeError, match=rf"options by name, got .* is cce_torch\.LinearCrossEntropyHead\({head}\)$"):
+        cce_torch.LinearCrossEntropy(*given)
+
+
 def test_the_module_names_every_option_if_one_is_unknown():
     with pytest.raises(TypeError, match=r"unknown options \['sofcap'\].*class_weight.* softcap.* z_loss"):
         cce_torch.LinearCrossEntropy(sofcap=3.0)

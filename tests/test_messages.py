@@ -30,6 +30,23 @@ def test_the_types_are_there_for_others_to_check(package):
     assert importlib.resources.files(package).joinpath("py.typed").is_file()
 
 
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+import cce_jax
+try:
+    import cce_torch
+except ModuleNotFoundError as error:
+    assert error.name == "torch" and "pip install torch" in str(error), error
+else:
+    raise AssertionError("torch was not needed")
+"""
+
+
+def test_without_torch_the_error_says_what_to_install():
+    subprocess.run([sys.executable, "-c", WITHOUT_TORCH], check=True, timeout=120)
+
+
 WITHOUT_TRITON = """
 import sys
 sys.modules["jaxlib.mlir._mlir_libs._triton_ext"] = None  # what the wheels of jaxlib for Windows lack

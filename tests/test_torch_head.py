@@ -54,6 +54,11 @@ def test_a_layer_that_is_no_plain_linear_is_refused(make, reason):
         LinearCrossEntropyHead.from_linear(make())
 
 
+def test_from_linear_of_a_weight_says_what_to_call():
+    with pytest.raises(TypeError, match=r"got a Parameter: pass the layer .* linear_cross_entropy\(h, weight"):
+        LinearCrossEntropyHead.from_linear(nn.Linear(D, V).weight)  # type: ignore[arg-type]
+
+
 class Named(nn.Linear):
     """A Linear of another name."""
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from functools import lru_cache, partial
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,8 +15,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
+import cce_torch
 from cce_kernels.device import Gpu
-from cce_torch import linear_cross_entropy
+from cce_torch import functional, linear_cross_entropy
 from cce_torch.call import Call
 from cce_torch.on_jax import bridge, jax_devices, kinds, programs, settings, tensors
 from tests.call_torch import array
@@ -81,6 +83,43 @@ def test_tensors_that_can_be_read_are_taken(x):
 def test_a_tensor_without_its_memory_is_named(x):
     with pytest.raises(TypeError, match=r"^c of shape .* has no memory.*forward of the module that FSDP wraps"):
         tensors.check({"e": torch.rand(2), "bias": None, "c": x})
+
+
+def of_functional(e, c, t):
+    return functional.linear_cross_entropy(e, c, t)
+
+
+def of_head(e, c, t):
+    head = cce_torch.LinearCrossEntropyHead(c.ds_shape[1], c.ds_shape[0], bias=False)
+    head.weight = c
+    return head(e, t)
+
+
+def of_tokens(e, c, t):
+    return cce_torch.linear_token_loss(e, c, t, lambda x: x.log_probs)
+
+
+def of_teacher(e, c, t):
+    return cce_torch.linear_divergence(e, torch.rand(c.ds_shape), e, c)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (linear_cross_entropy, "c"),
+        (cce_torch.linear_log_probs, "c"),
+        (of_tokens, "c"),
+        (of_teacher, "teacher_c"),
+        (of_head, "c"),
+        (of_functional, "linear_weight"),
+    ],
+)
+def test_a_weight_that_zero3_has_split_is_named(function, name):
+    e, c, t = example()
+    split: Any = torch.nn.Parameter(torch.empty(0))
+    split.ds_shape = c.shape  # as DeepSpeed leaves it outside of the forward of its module
+    with pytest.raises(TypeError, match=rf"^{name} of shape \(0,\) is a weight .* DeepSpeed's ZeRO 3 has split"):
+        function(e, split, t)
 
 
 def test_a_tensor_of_a_type_that_is_not_understood_is_named():

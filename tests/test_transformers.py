@@ -30,7 +30,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from cce_torch import linear_cross_entropy
 from cce_torch.torch_alone import blocks
-from cce_torch.transformers import cce_patch, cce_unpatch, heads
+from cce_torch.transformers import cce_patch, cce_unpatch, forward, heads
+from cce_torch.transformers.lazy_logits import LazyLogits
 from cce_torch.transformers.settings import Settings
 from tests.call_torch import array
 from tests.causal_models import B, T, V, batch, small_config, small_model, step
@@ -133,14 +134,14 @@ def test_labels_without_a_name():
     torch.testing.assert_close(output.loss, model(GPT2Config)(**inputs).loss)
 
 
-def test_a_tuple_has_no_place_for_the_logits():
-    output = patched()(**batch(), return_dict=False, use_cache=False)
-    assert len(output) == 1
-    assert output[0].shape == ()
+def test_a_tuple_has_none_in_place_of_the_logits():
+    loss, logits = patched()(**batch(), return_dict=False, use_cache=False)
+    assert loss.shape == ()
+    assert logits is None
 
 
 def test_other_forwards_give_logits():
-    found, plain = patched(), model()
+    found, plain = patched(options={"evaluation": "logits"}), model()
     inputs = batch()
     tokens = inputs["input_ids"]
     assert torch.equal(found(tokens).logits, plain(tokens).logits), "training, no labels"
@@ -150,12 +151,29 @@ def test_other_forwards_give_logits():
     output = found(**inputs)
     assert torch.equal(output.logits, expected.logits), "evaluation"
     assert torch.equal(output.loss, expected.loss), "evaluation"
+    cce_patch(found, impl="torch_compile")
+    assert torch.equal(found(tokens).logits, plain(tokens).logits), "evaluation, no labels"
     written = found.generate(tokens, max_new_tokens=4, do_sample=False)
     assert torch.equal(written, plain.generate(tokens, max_new_tokens=4, do_sample=False))
 
 
-def test_the_loss_of_ignored_labels_is_0():
-    loss, gradients = step(patched(), input_ids=LABELS.clamp(3), labels=torch.full_like(LABELS, -100))
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_evaluation_has_a_loss_and_no_logits(family, mode):
+    config, changes = FAMILIES[family]
+    found, plain = patched(config, **changes).eval(), model(config, **changes).eval()
+    with mode():
+        output, (loss, *others) = found(**batch()), found(**batch(), return_dict=False)
+        torch.testing.assert_close(output.loss, plain(**batch()).loss)
+        assert torch.equal(loss, output.loss)
+    assert output.logits is None
+    assert not any(isinstance(x, LazyLogits) for x in (*output.values(), *others))
+
+
+@pytest.mark.parametrize("items", [None, 0, 0.0, torch.tensor(0), torch.tensor(0.0)])
+def test_the_loss_of_ignored_labels_is_0(items):
+    ignored = torch.full_like(LABELS, -100)
+    loss, gradients = step(patched(), input_ids=LABELS.clamp(3), labels=ignored, num_items_in_batch=items)
     assert loss == 0
     assert all(not x.any() for x in gradients.values())
 
@@ -239,6 +257,7 @@ def test_default_budget_on_a_gpu(monkeypatch, compiled):
         {"memory_budget": -1},
         {"precision": "low"},
         {"gradient_tolerance": 1.0},
+        {"evaluation": True},
     ],
 )
 def test_wrong_options(options):
@@ -265,6 +284,9 @@ def test_no_tensor_has_the_size_of_the_logits():
     inputs = batch(16)
     with _Largest() as largest:
         found(**inputs).loss.backward()
+    assert largest.found < 16 * T * 1000
+    with _Largest() as largest, torch.no_grad():
+        found.eval()(**inputs)
     assert largest.found < 16 * T * 1000
     with _Largest() as largest:
         cce_unpatch(found)(**inputs)
@@ -341,7 +363,35 @@ def test_a_resized_head_stays_patched():
     inputs = batch()
     output = found(**inputs)
     assert output.logits is None
-    torch.testing.assert_close(output.loss, found.eval()(**inputs).loss)
+    torch.testing.assert_close(output.loss, cce_unpatch(found)(**inputs).loss)
+
+
+@pytest.mark.parametrize("rows", [V - 7, V + 9])
+def test_the_weight_says_how_many_columns_the_logits_have(rows):
+    """Not out_features, which an assigned weight leaves as it was."""
+
+    def own(logits, labels, **_):
+        return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
+
+    plain = model()
+    plain.lm_head.weight = torch.nn.Parameter(torch.linspace(-1, 1, rows * 32).view(rows, 32).sin())
+    plain.loss_function = own
+    inputs = {name: x.clamp(max=rows - 1) for name, x in batch().items()}
+    expected, references = step(plain, **inputs)
+    loss, gradients = step(cce_patch(plain, impl="torch_compile"), **inputs)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradients, references)
+
+
+def test_a_weight_that_zero3_has_not_gathered_is_named():
+    found = patched()
+    weight: Any = torch.nn.Parameter(torch.empty(0))
+    weight.ds_shape = found.lm_head.weight.shape
+    found.lm_head.weight = weight
+    with pytest.raises(
+        TypeError, match=r"^the weight of the head of shape \(0,\) .* \(97, 32\) that DeepSpeed's ZeRO 3"
+    ):
+        found(**batch())
 
 
 def test_a_subclass_whose_forward_takes_no_other_arguments():
@@ -389,7 +439,7 @@ def test_outputs_inside_an_output_have_no_logits():
     loss, (inner, rest) = cce_patch(small_model(OwnForCausalLM.small(), Outer))(**batch()).to_tuple()
     assert loss.shape == ()
     assert inner.logits is None
-    assert rest == ((B, T, V),)
+    assert rest == (None, (B, T, V))
 
 
 def test_threads_that_share_a_model():
@@ -426,7 +476,11 @@ def test_hooks_on_the_head_run_once(name):
     torch.testing.assert_close(gradients, references)
 
 
-@pytest.mark.parametrize("change", [lambda x: x * 0.5, lambda x: x.mul_(0.5), lambda x: (x,)])
+def masked(z: torch.Tensor) -> torch.Tensor:
+    return z.index_fill(-1, torch.tensor([1, 2]), -torch.inf)
+
+
+@pytest.mark.parametrize("change", [lambda x: x * 0.5, lambda x: x.mul_(0.5), lambda x: (x,), lambda x: masked(x)])
 def test_a_hook_that_changes_what_the_head_returns_is_refused(change):
     found = patched()
     found.lm_head.register_forward_hook(lambda _, __, output: change(output))
@@ -512,6 +566,25 @@ def test_compiled_without_graph_breaks(gemma2):
     loss, references = step(gemma2, **inputs)
     torch.testing.assert_close(output.loss.detach(), loss)
     torch.testing.assert_close(gradients, references)
+
+
+def test_compiled_steps_in_a_fresh_process(monkeypatch):
+    """Before any other forward: so as threads meet it, nothing is recorded yet. Evaluation comes between."""
+    fresh = type(heads.recordings)()
+    for module in (heads, forward):
+        monkeypatch.setattr(module, "recordings", fresh)
+    found, inputs = patched(), batch()
+    compiled = whole(found)
+    steps = [step(compiled, **inputs) for _ in range(2)]
+    evaluated = compiled.eval()(**inputs).loss.detach()
+    compiled.train()
+    with ThreadPoolExecutor(1) as thread:
+        steps += [step(compiled, **inputs), thread.submit(step, compiled, **inputs).result(), step(compiled, **inputs)]
+    loss, gradients = step(model(), **inputs)
+    torch.testing.assert_close(evaluated, loss)
+    for found_loss, of_step in steps:
+        torch.testing.assert_close(found_loss, loss)
+        torch.testing.assert_close({name.removeprefix("_orig_mod."): x for name, x in of_step.items()}, gradients)
 
 
 def test_autocast():

@@ -1,5 +1,6 @@
 """cce_patch in two processes, which talk by gloo: DDP, both kinds of FSDP, tensor parallelism, and PEFT."""
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Gemma2Config
 
+from cce_torch import LinearCrossEntropyHead
 from cce_torch.transformers import cce_patch, cce_unpatch
 from tests.call_torch import array
 from tests.causal_models import batch, small_config, small_model
@@ -176,7 +179,7 @@ def check_unpatched_after_fsdp() -> None:
 
 
 def check_tensor_parallelism() -> None:
-    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -184,6 +187,16 @@ def check_tensor_parallelism() -> None:
     assert_as_in_one_process("columns of the head", made, gradients, split=False)
     made.lm_head.register_forward_hook(lambda *_: None)
     assert_as_in_one_process("and a hook", made, gradients, split=False)
+    for reduction in ("mean", "none"):
+        found = cce_patch(model(), impl="torch_compile", reduction=reduction)
+        head = LinearCrossEntropyHead(4, 8, reduction=reduction)
+        for style in (ColwiseParallel(), ColwiseParallel(output_layouts=Shard(0))):
+            made = parallelize_module(copy.deepcopy(found), mesh, {"lm_head": style})
+            with pytest.raises(ValueError, match=r"split .* ColwiseParallel\(output_layouts=Replicate\(\)\)"):
+                made(**batch(ROWS))
+            made = parallelize_module(nn.Sequential(copy.deepcopy(head)), mesh, {"0": style})
+            with pytest.raises(ValueError, match=r"split .* VocabParallelStyle\(\)"):
+                made[0](torch.ones(6, 4), torch.arange(6))
 
 
 def check_tensor_parallelism_of_transformers(folder: str) -> None:

@@ -46,7 +46,7 @@ class _Losses(TrainerCallback):
         self.found += [x for name, x in (logs or {}).items() if name in ("loss", "eval_loss")]
 
 
-def trained(x, folder):
+def trained(x, folder, with_metrics=True, **options):
     """The losses, and the parameters, after three steps of Trainer that accumulate batches with unequal counts."""
     whole = batch(12)
     rows = [{name: values[i] for name, values in whole.items()} for i in range(12)]
@@ -62,11 +62,12 @@ def trained(x, folder):
         use_cpu=True,
         disable_tqdm=True,
         eval_strategy="steps",
-        eval_steps=3,
+        eval_steps=1,
         seed=3,
         save_strategy="no",
         max_grad_norm=0.0,
         optim="sgd",
+        **options,
     )
     shapes = []
 
@@ -75,18 +76,28 @@ def trained(x, folder):
         return {}
 
     trainer = Trainer(
-        x, arguments, train_dataset=rows, eval_dataset=rows[:2], callbacks=[losses], compute_metrics=metrics
+        x,
+        arguments,
+        train_dataset=rows,
+        eval_dataset=rows[:2],
+        callbacks=[losses],
+        compute_metrics=metrics if with_metrics else None,
     )
     assert trainer.model_accepts_loss_kwargs
     trainer.train()
-    assert shapes == [(2, T, V)], "evaluation has logits"
+    assert shapes == 3 * with_metrics * [(2, T, V)], "evaluation has logits"
     return torch.tensor(losses.found), {name: p.detach() for name, p in x.named_parameters()}
 
 
-def test_trainer(tmp_path):
-    losses, parameters = trained(patch(model()), tmp_path)
+@pytest.mark.parametrize("how", ["logits", "loss", "compiled"])
+def test_trainer(tmp_path, how):
+    """Evaluation comes between the steps."""
+    torch._dynamo.reset()
+    options = {"torch_compile": True, "torch_compile_backend": "eager"} if how == "compiled" else {}
+    found = patch(model(), evaluation="logits" if how == "logits" else "loss")
+    losses, parameters = trained(found, tmp_path, how == "logits", **options)
     expected, references = trained(model(), tmp_path)
-    assert len(losses) == 4
+    assert len(losses) == 6
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=0.0)  # Trainer rounds what it logs
     torch.testing.assert_close(parameters, references)
 
@@ -160,16 +171,50 @@ def adapted(x, **options):
     return found.train()
 
 
-@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}], ids=["lora", "modules_to_save"])
+SAVED = {
+    "lora": {},
+    "modules_to_save": {"modules_to_save": ["lm_head"]},
+    "tied": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "tokens": {"trainable_token_indices": {"lm_head": [3, 5, 9]}},
+    "tied tokens": {"trainable_token_indices": [3, 5, 9]},
+}
+
+
+@pytest.mark.parametrize("saved", SAVED)
 @pytest.mark.parametrize("first", ["patch", "peft"])
-def test_peft(first, options):
-    found = adapted(patch(model()), **options) if first == "patch" else patch(adapted(model(), **options))
+def test_peft(first, saved):
+    options, tied = SAVED[saved], saved.startswith("tied")
+
+    def made():
+        return model(tie_word_embeddings=tied)
+
+    found, plain = adapted(patch(made()) if first == "patch" else made(), **options), adapted(made(), **options)
+    found = found if first == "patch" else patch(found)
+    with torch.no_grad():
+        for p in (*found.parameters(), *plain.parameters()):
+            p.mul_(1.0 + 0.5 * p.requires_grad)  # no longer what the head had before
     assert found(**batch()).logits is None
     loss, gradients = step(found, **batch())
-    expected, references = step(adapted(model(), **options), **batch())
+    expected, references = step(plain, **batch())
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(gradients, references)
-    assert any("lm_head" in name for name in gradients) == bool(options)
+    assert any("lm_head" in name or "embed_tokens" in name for name in gradients) == bool(options)
+    with found.disable_adapter():
+        torch.testing.assert_close(found(**batch()).loss, made()(**batch()).loss)
+
+
+def test_merged_tokens_of_peft():
+    found, plain = (
+        adapted(x, trainable_token_indices=[3, 5, 9])
+        for x in (patch(model(tie_word_embeddings=True)), model(tie_word_embeddings=True))
+    )
+    for x in (found, plain):
+        with torch.no_grad():
+            for name, p in x.named_parameters():
+                if "trainable_tokens" in name:
+                    p.mul_(1.5)
+        x.merge_adapter()
+    torch.testing.assert_close(found(**batch()).loss, plain(**batch()).loss)
 
 
 def test_an_adapter_on_the_head_needs_the_option():
@@ -178,7 +223,7 @@ def test_an_adapter_on_the_head_needs_the_option():
     found = adapted(patch(model()), target_modules=["lm_head"])
     with pytest.raises(ValueError, match="head_adapter=True"):
         found(**batch())
-    assert found.eval()(**batch()).logits is not None
+    assert found(batch()["input_ids"]).logits is not None
 
 
 @pytest.mark.parametrize("options", [{}, {"lora_dropout": 0.5}], ids=["", "dropout"])

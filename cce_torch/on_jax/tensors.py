@@ -19,6 +19,20 @@ ADVICE = (
 )
 
 
+def whole_shape(x: Any) -> torch.Size:
+    """The shape of x, or that of the whole weight where DeepSpeed's ZeRO 3 has left x empty."""
+    return getattr(x, "ds_shape", x.shape)
+
+
+def refuse_split(name: str, x: Tensor) -> None:
+    if whole_shape(x) != x.shape:
+        raise TypeError(
+            f"{name} of shape {tuple(x.shape)} is a weight of shape {tuple(whole_shape(x))} that DeepSpeed's ZeRO 3 "
+            "has split: compute the loss inside the forward of the module that has the weight, where DeepSpeed gathers "
+            "it, as cce_torch.LinearCrossEntropyHead does"
+        )
+
+
 def has_dtensor(tensors: dict[str, Tensor | None]) -> bool:
     """Whether one of the tensors is a DTensor."""
     if ORDINARY.issuperset(map(type, tensors.values())):  # nearly always
@@ -72,6 +86,7 @@ def check(tensors: dict[str, Tensor | None]) -> None:
                     f"plain tensor. If {name} is a weight that is sharded by FSDP, {ADVICE}. Of another DTensor pass "
                     f"{name}.full_tensor(), or its to_local() if each rank holds all of it"
                 )
+        refuse_split(name, x)
         if not wrapped and not _has_memory(x):
             raise TypeError(
                 f"{name} of shape {tuple(x.shape)} on {x.device} has no memory: it is on the device meta, or its "

@@ -1,6 +1,7 @@
 """The forward of a patched model: the model's own, while its head gives LazyLogits."""
 
 import inspect
+import math
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -15,7 +16,7 @@ from cce_torch.transformers.settings import Settings
 
 
 def recording(model_type: type) -> Callable:
-    """The forward of a class of models, with the loss computed without the logits in training, if there are labels.
+    """The forward of a class of models, with the loss computed without the logits if there are labels.
 
     Raises:
       ValueError: the forward takes no labels.
@@ -31,13 +32,17 @@ def recording(model_type: type) -> Callable:
     def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
         settings: Settings | None = getattr(self, "cce_settings", None)  # a wrapper of accelerate outlives the patch
         labels = args[position] if position < len(args) else kwargs.get("labels")
-        if settings is None or labels is None or not self.training:
+        if settings is None or labels is None or not (self.training or settings.evaluation == "loss"):
             return forward(self, *args, **kwargs)
         head, before = self.get_output_embeddings(), recordings.now
         if before is not None and before.head is head:  # another model, whose forward this one is a part of, records
             return forward(self, *args, **kwargs)
+        items = kwargs.get("num_items_in_batch")
         if settings.reduction != "mean":
             kwargs.pop("num_items_in_batch", None)
+        elif items is not None:  # the model divides by it; with no items the mean is 0
+            tensor = isinstance(items, torch.Tensor)
+            kwargs["num_items_in_batch"] = torch.where(items == 0, math.inf, items) if tensor else items or math.inf
         if settings.reduction == "none":
             _refuse_router_loss(self, kwargs)
         record = recordings.now = Recording(head, settings)
@@ -76,12 +81,12 @@ def _calls_loss_function(model_type: type) -> bool:
 
 
 def _without_logits(x: Any) -> Any:
-    """A model's output without LazyLogits, also in the outputs that are part of it."""
+    """A model's output with None in place of LazyLogits, also in the outputs that are part of it."""
     if isinstance(x, ModelOutput):
         return type(x)(**{name: _without_logits(y) for name, y in x.items() if not isinstance(y, LazyLogits)})
     if type(x) is tuple:
-        return tuple(_without_logits(y) for y in x if not isinstance(y, LazyLogits))
-    return x
+        return tuple(map(_without_logits, x))
+    return None if isinstance(x, LazyLogits) else x
 
 
 def _without_padding(output: Any, padded: torch.Size) -> Any:

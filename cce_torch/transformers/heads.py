@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from cce_torch.api import linear_cross_entropy
-from cce_torch.head import unfit
+from cce_torch.head import SPLIT, unfit
+from cce_torch.on_jax import tensors
 from cce_torch.transformers.classes import Swapped, origin, swap
 from cce_torch.transformers.lazy_logits import LazyLogits
 from cce_torch.transformers.settings import Settings
@@ -31,18 +32,26 @@ class Recording:
         self.settings = settings
         self.losses = 0
 
-    def logits(self, h: Tensor, vocabulary: int) -> LazyLogits:
+    def logits(self, h: Tensor, rows: int) -> LazyLogits:
+        """The logits of h by a head whose weight has so many rows."""
         autocast = _autocast_of(h)
-        return LazyLogits(h, vocabulary, autocast or h.dtype, partial(self.loss, autocast))
+        return LazyLogits(h, rows, autocast or h.dtype, partial(self.loss, autocast, rows))
 
-    def loss(self, autocast: torch.dtype | None, logits: LazyLogits, targets: Tensor, **options: Any) -> Tensor:
+    def loss(
+        self, autocast: torch.dtype | None, rows: int, logits: LazyLogits, targets: Tensor, **options: Any
+    ) -> Tensor:
         """The loss, computed by a call of the head, under the autocast that the model called its head with."""
         self.losses += 1
-        request, h = Request(logits, targets, options, self.settings), logits.h
+        request, h = Request(logits, rows, targets, options, self.settings), logits.h
         same = autocast == _autocast_of(h)
         with nullcontext() if same else torch.autocast(h.device.type, autocast, enabled=autocast is not None):
-            # By name: of the arguments without a name, hooks of tensor parallelism keep only the first.
-            loss = self.head(h, cce_request=request)
+            try:
+                # By name: of the arguments without a name, hooks of tensor parallelism keep only the first.
+                loss = self.head(h, cce_request=request)
+            except Exception as error:
+                if request.computed is None or not (_unknown_hooks(self.head) or isinstance(error, AssertionError)):
+                    raise  # no hook of a user's, nor DTensor, which cannot split a number
+                raise request.changed(self.head) from error
         request.check(loss, self.head)
         return loss
 
@@ -56,7 +65,8 @@ def _autocast_of(h: Tensor) -> torch.dtype | None:
 class _Recordings(threading.local):
     """The recording of each thread: threads may share a model."""
 
-    now: Recording | None = None
+    def __init__(self) -> None:  # of each thread. An attribute of the class would break the guards of torch.compile
+        self.now: Recording | None = None
 
 
 recordings = _Recordings()
@@ -65,20 +75,23 @@ recordings = _Recordings()
 class Request:
     """What a head needs for the loss. FSDP's mixed precision does not look into a Request, and casts nothing in it."""
 
-    computed: Tensor  # the loss, as the head's forward returns it
+    computed: Any = None  # the loss, as the head's forward returns it
     version: int  # how often it had been written in place
 
-    def __init__(self, logits: LazyLogits, targets: Tensor, options: dict[str, Any], settings: Settings) -> None:
-        self.logits, self.targets, self.options, self.settings = logits, targets, options, settings
+    def __init__(
+        self, logits: LazyLogits, rows: int, targets: Tensor, options: dict[str, Any], settings: Settings
+    ) -> None:
+        self.logits, self.rows, self.targets, self.options, self.settings = logits, rows, targets, options, settings
 
     def loss(self, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         logits, settings = self.logits, self.settings
         reduction = self.options["reduction"] if settings.reduction == "mean" else settings.reduction
         scale, softcap = logits.scale_and_softcap
-        if logits.vocabulary > weight.shape[0]:
+        tensors.refuse_split("the weight of the head", weight)
+        if self.rows != weight.shape[0]:
             raise ValueError(
-                f"the head has {weight.shape[0]} rows for {logits.vocabulary} columns of logits: cce_patch takes a "
-                "head that is split over processes only as a DTensor"
+                f"the head has {weight.shape[0]} rows for {self.rows} columns of logits: cce_patch takes a head that "
+                "is split over processes only as a DTensor"
             )
         if logits.vocabulary < weight.shape[0]:
             weight = weight[: logits.vocabulary]
@@ -102,13 +115,25 @@ class Request:
         written = self.version != _version(self.computed)
         if loss is self.computed and not written:
             return
-        hooks = [hook for module in head.modules() for hook in module._forward_hooks.values()]
-        unknown = [origin(hook) for hook in hooks if origin(hook).partition(".")[0] not in TRUSTED]
-        if unknown and (written or not _equal(loss, self.computed)):
-            raise ValueError(
-                f"a forward hook on the head ({', '.join(unknown)}) changed what the head returned. In training the "
-                "head of a patched model returns the loss, not the logits: remove the hook, or call cce_unpatch"
+        split = getattr(loss, "shape", None) != self.computed.shape
+        if split or (_unknown_hooks(head) and (written or not _equal(loss, self.computed))):
+            raise self.changed(head)
+
+    def changed(self, head: nn.Module) -> ValueError:
+        """The error for a forward hook on the head that failed, or changed the loss."""
+        hooks = _unknown_hooks(head)
+        if hooks:
+            return ValueError(
+                f"a forward hook on the head ({', '.join(hooks)}) changed what the head returned, or failed. With "
+                "labels the head of a patched model returns the loss, not the logits: remove the hook, or call "
+                "cce_unpatch"
             )
+        return ValueError(SPLIT)
+
+
+def _unknown_hooks(head: nn.Module) -> list[str]:
+    hooks = [origin(hook) for module in head.modules() for hook in module._forward_hooks.values()]
+    return [name for name in hooks if name.partition(".")[0] not in TRUSTED]
 
 
 def _equal(x: Any, y: Tensor) -> bool:
@@ -126,15 +151,21 @@ def _version(x: Tensor) -> int:
 class LazyCall(Swapped, nn.Module):
     """A head whose call gives LazyLogits while a model records."""
 
-    out_features: Any
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """LazyLogits while a model records; what wraps the head, and its hooks, run once: when it computes the loss."""
         record = recordings.now
         if record is None or "cce_request" in kwargs or not any(x is self for x in record.heads):
             return super().__call__(*args, **kwargs)
         h = args[0] if args else next(iter(kwargs.values()))
-        return record.logits(h, self.out_features)
+        return record.logits(h, _rows(self))
+
+
+def _rows(layer: Any) -> int:
+    """The rows of a head's weight. out_features may say otherwise: of tied copies of PEFT, of an assigned weight."""
+    for name in ("_fsdp_wrapped_module", "token_adapter", "base_layer"):
+        layer = layer._modules.get(name, layer)
+    shape = tensors.whole_shape(layer.weight)
+    return shape[0] if len(shape) == 2 else layer.out_features  # FSDP 1 shows a flat part outside of its forward
 
 
 class LazyHead(LazyCall):
@@ -153,6 +184,18 @@ class LazyHead(LazyCall):
         return h, self.weight, self.bias
 
 
+class LazyTokens(LazyHead):
+    """A head of which PEFT trains some rows, by trainable_token_indices."""
+
+    def cce_factors(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        layer: Any = self.token_adapter
+        base, active = layer.base_layer, layer.active_adapters
+        if _unused(layer) or not active:
+            return h, base.weight, base.bias
+        layer._check_overlapping_tokens(active)
+        return h, layer.get_merged_weights(active), None  # PEFT's own forward leaves out the bias too
+
+
 class LazyAdapter(LazyHead):
     """A LoRA layer of PEFT as a head.
 
@@ -163,9 +206,7 @@ class LazyAdapter(LazyHead):
     def cce_factors(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         layer: Any = self
         base = layer.base_layer
-        if layer.disable_adapters and layer.merged:
-            layer.unmerge()  # as PEFT's own forward does
-        if layer.disable_adapters or layer.merged:
+        if _unused(layer):
             return h, base.weight, base.bias
         left, right = [h], [base.weight]
         for name in layer.active_adapters:
@@ -174,6 +215,13 @@ class LazyAdapter(LazyHead):
                 left.append((a(dropout(h.to(a.weight.dtype))) * layer.scaling[name]).to(h.dtype))
                 right.append(b.weight.to(base.weight.dtype))
         return torch.cat(left, -1), torch.cat(right, -1), base.bias
+
+
+def _unused(layer: Any) -> bool:
+    """Whether the logits are those of the layer below an adapter of PEFT: it is disabled, or merged into that layer."""
+    if layer.disable_adapters and layer.merged:
+        layer.unmerge()  # as PEFT's own forward does
+    return layer.disable_adapters or bool(layer.merged)
 
 
 def lazy_heads(head: Any, settings: Settings) -> list[LazyCall]:
@@ -188,6 +236,13 @@ def lazy_heads(head: Any, settings: Settings) -> list[LazyCall]:
     if wrapped:
         found = [found for x in wrapped for found in lazy_heads(x, settings)]
         return [swap(head, LazyCall)] if "_fsdp_wrapped_module" in head._modules else found
+    if "token_adapter" in head._modules:
+        reason = _unfit_linear(head.token_adapter.base_layer)
+        if reason:
+            raise ValueError(
+                f"cce_patch cannot compute the loss of this head: PEFT trains rows of another layer: {reason}"
+            )
+        return [swap(head, LazyTokens)]
     adapter = hasattr(head, "base_layer") and hasattr(head, "active_adapters")
     if adapter and not settings.head_adapter:
         raise ValueError(

@@ -153,9 +153,9 @@ class LazyLogits:
 
 def refuse(operation: str) -> NoReturn:
     raise NotUnderstoodError(
-        f"a model that is patched by cce_patch must not hold its logits in training, and cce_patch does not understand "
+        f"a model that is patched by cce_patch computes its loss without the logits, and cce_patch does not understand "
         f"this operation on them: {operation}. It understands {UNDERSTOOD}. "
-        f"cce_torch.transformers.cce_unpatch(model) gives the logits back"
+        f'cce_patch(model, evaluation="logits") gives the logits back in evaluation, and cce_unpatch(model) everywhere'
     )
 
 

@@ -42,19 +42,21 @@ def cce_patch(
     precision: Literal["highest", "high", "medium"] | None = None,
     gradient_tolerance: float = 0.0,
     head_adapter: bool = False,
+    evaluation: Literal["loss", "logits"] = "loss",
 ) -> Any:
-    """Make a causal language model of transformers compute its training loss without the logits.
+    """Make a causal language model of transformers compute its loss without the logits.
 
         model = cce_patch(AutoModelForCausalLM.from_pretrained(name))
 
-    In training mode a forward with labels returns the same loss and gradients, to rounding, and logits=None: the output
-    has no logits then. In every other forward nothing changes: evaluation, generate() and calls without labels give the
-    logits as before.
+    A forward with labels returns the same loss and gradients, to rounding, and logits=None, in training and in
+    evaluation. With return_dict=False None stands where the logits were. In every other forward nothing changes:
+    generate() and calls without labels give the logits as before.
 
     The model's own forward runs. Its head gives an object that stands for the logits and records what the model does to
     them: a scale, a softcap, a slice. The model's own loss function receives the object, so labels, shift_labels,
     num_items_in_batch, ignore_index and logits_to_keep mean what they mean in the model that is not patched, with one
-    exception: if all labels are ignored the mean is 0, not NaN.
+    exception: if all labels are ignored, or num_items_in_batch is 0, the mean is 0, not NaN. A label outside [0, V)
+    that is not ignore_index makes the loss NaN.
 
     Args:
       model_or_type: a model, which is patched in place, also if PEFT, DDP or FSDP has wrapped it; or a type of models,
@@ -69,17 +71,21 @@ def cce_patch(
       head_adapter: compute the loss with the LoRA adapter that PEFT put on the head. It is an option since it costs a
         copy of the head's weight and, in the backward pass, a gradient of that size. Without it such a head is an
         error.
+      evaluation: "loss": a forward in evaluation mode with labels has a loss and no logits, as in training. "logits":
+        it has both, as the model that is not patched. Trainer's compute_metrics and predict() need the logits.
 
     Returns:
       The model that was given, or the class.
 
     Raises:
-      ValueError: the model cannot be patched; the message says why. For a type this error comes at the first training
-        step of a model. At a training step: a forward hook on the head changed the loss, which the head returns there.
-      TypeError: model_or_type is no model and no type of models. At a training step: the model does something with its
-        logits that cannot be done without them; the message names the operation.
+      ValueError: the model cannot be patched; the message says why. For a type this error comes at the first
+        forward of a model with labels. At such a forward: a hook on the head or a style of tensor parallelism changed
+        the loss, which the head returns there.
+      TypeError: model_or_type is no model and no type of models. At a forward with labels: the model does something
+        with its logits that cannot be done without them; the message names the operation. Or DeepSpeed's ZeRO 3 has not
+        gathered the head's weight.
     """
-    settings = Settings(reduction, impl, memory_budget, precision, gradient_tolerance, head_adapter)
+    settings = Settings(reduction, impl, memory_budget, precision, gradient_tolerance, head_adapter, evaluation)
     if isinstance(model_or_type, (str, type, PretrainedConfig)):
         return _patch_type(_class(model_or_type), settings)
     model: Any = _model(model_or_type)

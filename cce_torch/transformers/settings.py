@@ -24,11 +24,13 @@ class Settings:
     precision: Literal["highest", "high", "medium"] | None = None
     gradient_tolerance: float = 0.0
     head_adapter: bool = False
+    evaluation: Literal["loss", "logits"] = "loss"
 
     def __post_init__(self) -> None:
         contract.choice("reduction", self.reduction, contract.REDUCTIONS)
         contract.choice("impl", self.impl, IMPLS)
         contract.choice("precision", self.precision, (None, *PRECISIONS))
+        contract.choice("evaluation", self.evaluation, ("loss", "logits"))
         contract.memory_budget(self.memory_budget)
         contract.gradient_tolerance(self.gradient_tolerance)
 
