@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from cce_jax import devices, passes, rules, settings
-from cce_jax.devices import Held
 from cce_jax.plans import Core, Decided, on_platform, plan_for
 from cce_jax.reference import rounded
 from cce_jax.sharding import Layout
@@ -160,7 +159,7 @@ def _formed(
 
     def run(of: Summands, core: Core):
         numbers, left = _begin(of, core, how, wanted)
-        return numbers.total, numbers, rules.filled(Held(None, left, None))  # type: ignore[arg-type]
+        return numbers.total, numbers, rules.filled(left)
 
     if layout is not None:
         value, _, numbers, left = devices.sum_over_tokens(run, of, core, layout)
@@ -176,7 +175,7 @@ def _of_factor(
     """The gradients of factor · S, from what `_formed` left."""
 
     def run(given: Summands, of: tuple, left: Any, core: Core) -> Gradients:
-        residuals = rules.emptied(None, left).residuals  # type: ignore[arg-type]
+        residuals = rules.emptied(left)
         return passes.finish(given.inputs, residuals, of[0], core, wanted)
 
     if layout is not None:

@@ -53,7 +53,6 @@ class OfTokens(Protocol):
 class Columns(Protocol):
     """Which columns this process holds, and what it exchanges with those that hold the others."""
 
-
     def chunks(self, operands: Operands, wanted: Any, call: Call) -> Any:
         """cce_kernels.plan.Chunks, the same in all processes. None: the forward pass forms no gradients."""
         ...

@@ -14,7 +14,7 @@ from jax import lax
 from cce_kernels import given_ids
 from cce_kernels.engines.engine import Multiplying, Problem
 from cce_kernels.gradients import Products, fitted, unscaled, without_ignored
-from cce_kernels.mean import relative
+from cce_kernels.mean import cleared, relative
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Statistics, Wanted
 from cce_kernels.plan.plan import FEW_KEPT, Plan
 from cce_kernels.tokens import Kept
@@ -54,7 +54,9 @@ class Arranged(NamedTuple):
             missing = plan.rows - plan.call.tokens
             inputs, reference, cotangents = without_ignored(inputs, numbers.reference, cotangents, plan.rows)
             at_ids = jax.tree.map(lambda x: jnp.pad(x, [(0, missing), (0, 0)], constant_values=-1), at_ids)
-            numbers = jax.tree.map(lambda x: jnp.pad(x, (0, missing)), numbers)._replace(reference=reference)
+            live = inputs.targets[: plan.call.tokens] >= 0
+            numbers = jax.tree.map(lambda x: jnp.pad(cleared(x, live), (0, missing)), numbers)
+            numbers = numbers._replace(reference=reference)
         cotangents, unit = fitted(cotangents, numbers, inputs)
         if at_ids is not None and unit is not None:
             at_ids = at_ids._replace(dz=at_ids.dz / unit)

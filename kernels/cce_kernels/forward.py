@@ -102,7 +102,7 @@ def _of_parts(sums: Sums, problem: Problem, reference: jax.Array | None) -> Stat
     of_all = jax.nn.logsumexp(log_mass + further, axis=0)
     mean = None if mean is None else over_runs(log_mass + further, mean + further)
     numbers = Statistics(of_all, peak, sums.target, None, mean)
-    numbers = numbers.relative_to(jnp.where(of_all <= LARGEST, peak, peak + of_all))
+    numbers = numbers.relative_to(jnp.where((of_all <= LARGEST) & (peak == reference), peak, peak + of_all))
     if total is not None:
         weights = problem.inputs.weights
         weight = problem.call.vocabulary if weights is None else jnp.sum(weights)
