@@ -358,7 +358,7 @@ def test_full_logits_in_float32_are_within_a_third_of_the_bounds():
 PLAIN = Program(impl="chunked", leading=(64,), width=32, vocabulary=300, return_lse=True, reduction="none")
 FAULTY = {
     "nothing": {},
-    "lse off by 3e-4": {"statistics": lambda x: x._replace(lse=x.lse + 3e-4)},
+    "lse off by 3e-4": {"statistics": lambda x: x._replace(log_mass=x.log_mass + 3e-4)},
     "1 % of de": {"gradients": lambda x: x._replace(e=(0.99 * x.e).astype(x.e.dtype))},
     "1 % of dc": {"gradients": lambda x: x._replace(c=(0.99 * x.c).astype(x.c.dtype))},
     "64 columns of dc": {"gradients": lambda x: x._replace(c=x.c.at[100:164].set(0))},

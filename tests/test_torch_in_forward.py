@@ -168,7 +168,7 @@ def test_the_shapes_of_what_is_formed(dtype, wide, axis, wanted):
     wanted = Wanted(*map(bool, wanted))
 
     def begin(inputs):
-        return passes.begin(inputs, (), lambda numbers, _: Cotangents(*numbers), kind.static, wanted)[1]
+        return passes.begin(inputs, (), lambda numbers, _: Cotangents.of(numbers), kind.static, wanted)[1]
 
     expected = jax.tree.flatten(jax.eval_shape(begin, kind.shapes(500, with_bias=True)))
     found = jax.tree.flatten(programs.handover_of(kind, 500, True, wanted).shapes)
