@@ -206,7 +206,7 @@ class _Columns:
         """Numbers of the tokens, (N, ...), in the shape of targets after the shift."""
         kept = self.kept.reshape(-1, *[1] * (found.dim() - 1))
         axis = self.x.targets.dim() - 1
-        found = torch.where(kept, found, 0).reshape(*self.x.targets.shape, *found.shape[1:])
+        found = torch.where(kept, found, 0).reshape((*self.x.targets.shape, *found.shape[1:]))
         return found.narrow(axis, 0, found.shape[axis] - self.x.shift) if self.x.shift else found
 
 

@@ -291,6 +291,24 @@ def test_in_torch_the_gradient_of_lse_alone_is_finite_for_a_target_out_of_range(
     assert not failures(Call(program, Data(out_of_range=1)))
 
 
+def test_in_torch_one_token_has_numbers_of_shape_nothing():
+    """Its mean logit, and its likeliest ids, had no shape to be given."""
+    pytest.importorskip("torch")
+    program = Program("torch", "chunked", function="linear_log_probs", transformation="value", leading=(), top_k=2)
+    assert not failures(Call(replace(program, predicted=True, mean_logit=True, objective=("lse",)), Data()))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS[:3])
+def test_a_checkpoint_of_vocab_parallel(function):
+    """Saved tensors were read twice, which a checkpoint without reentrance refuses."""
+    pytest.importorskip("torch")
+    names = {"fn": "nll"} if function == "linear_token_loss" else {}
+    objective = ("lse",) if function == "linear_log_probs" else ("loss",)
+    program = Program("torch", "chunked", function, transformation="checkpoint", layout="processes", split="vocabulary")
+    program = replace(program, processes=2, leading=(8,), width=16, vocabulary=64, objective=objective, **names)
+    assert not failures(Call(replace(program, reduction="none" if not names else "mean"), Data()))
+
+
 @INTERPRETED
 def test_on_hopper_a_large_softcap_costs_no_digits(both):
     program = Program(leading=(256,), width=128, vocabulary=256, dtype="bfloat16", softcap=1e5, return_lse=True)

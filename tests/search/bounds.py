@@ -162,7 +162,7 @@ def _squares(found: np.ndarray, want: torch.Tensor) -> tuple[np.ndarray, np.ndar
     """Of each row the squares of its error and of its norm, and whether the truth is a number there.
 
     An error is infinite where only one of both is NaN. In float16 it is 0 where the type cannot hold what both are
-    beyond, or where sums of parts that it cannot hold are NaN; and inf stands for the least number that overflows.
+    beyond. inf stands for the least number that overflows, and NaN for the difference of two.
     """
     parts: list[np.ndarray] = []
     rows = max(1, 2**24 // max(want.shape[1], 1))
@@ -175,6 +175,7 @@ def _squares(found: np.ndarray, want: torch.Tensor) -> tuple[np.ndarray, np.ndar
             off = torch.where(here.isinf(), here.sign() * FLOAT16_OVERFLOWS - true, off)
             off = torch.where(here.isnan() & (true.abs() > 6e4), 0.0, off)
             off = torch.where((true.abs() > 6e4) & (here.abs() > 6e4) & (here.sign() == true.sign()), 0.0, off)
+            off = torch.where(here.isnan() & ~true.isnan(), 2 * FLOAT16_OVERFLOWS, off)
         off = torch.where(here.isnan() & true.isnan(), 0.0, off)
         off = torch.where(off.isnan(), torch.inf, off)
         size = torch.where(true.isnan(), 0.0, true)

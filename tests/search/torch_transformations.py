@@ -165,6 +165,8 @@ def second_derivative(x: Bound) -> Found:
     of = ("", *x.wanted)[x.drawn(len(x.wanted) + 1)]
     leaf = x.leaves[of] if of else factor
     (found,) = torch.autograd.grad(slope, leaf, retain_graph=True)  # type: ignore[arg-type]
+    if any(y.isinf().any() for y in gradients.values()):
+        return results, gradients  # float16 does not hold them, nor what follows from them
     if not of:
         want, size = _product(x, gradients, along)
         _agree(found.double(), want, size, "the derivative of the gradients in a factor of the loss")
