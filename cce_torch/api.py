@@ -11,7 +11,7 @@ from cce_torch import arguments, losses, ops, statistics
 from cce_torch.arguments import constant, flat, shifted
 from cce_torch.call import Call, Given, lse_of
 from cce_torch.on_jax import tensors
-from cce_torch.options import Impl, Options, OptionsOfTokens, Reduction
+from cce_torch.options import Impl, OptionsOfModule, OptionsOfTokens, Reduction
 from cce_torch.processes import vocab_in_forward
 from cce_torch.processes.vocab_parallel import Setting, VocabParallel
 
@@ -283,48 +283,23 @@ class LinearCrossEntropy(torch.nn.Module, Generic[Result]):
 
     @overload
     def __init__(
-        self: "LinearCrossEntropy[Tensor]",
-        *,
-        ignore_index: int = -100,
-        softcap: float | None = None,
-        reduction: Reduction = "mean",
-        shift: bool | int = False,
-        return_lse: Literal[False] = False,
-        **options: Unpack[Options],
+        self: "LinearCrossEntropy[Tensor]", *, return_lse: Literal[False] = False, **options: Unpack[OptionsOfModule]
     ) -> None: ...
     @overload
     def __init__(
         self: "LinearCrossEntropy[tuple[Tensor, Tensor]]",
         *,
-        ignore_index: int = -100,
-        softcap: float | None = None,
-        reduction: Reduction = "mean",
-        shift: bool | int = False,
         return_lse: Literal[True],
-        **options: Unpack[Options],
+        **options: Unpack[OptionsOfModule],
     ) -> None: ...
     @overload
     def __init__(
         self: "LinearCrossEntropy[Tensor | tuple[Tensor, Tensor]]",
         *,
-        ignore_index: int = -100,
-        softcap: float | None = None,
-        reduction: Reduction = "mean",
-        shift: bool | int = False,
         return_lse: bool = False,
-        **options: Unpack[Options],
+        **options: Unpack[OptionsOfModule],
     ) -> None: ...
-    def __init__(
-        self,
-        *unnamed: Any,
-        ignore_index: int = -100,
-        softcap: float | None = None,
-        reduction: Reduction = "mean",
-        shift: bool | int = False,
-        return_lse: bool = False,
-        class_weight: Tensor | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *unnamed: Any, class_weight: Tensor | None = None, **options: Any) -> None:
         super().__init__()
         self.class_weight: Tensor | None
         if unnamed:
@@ -338,11 +313,10 @@ class LinearCrossEntropy(torch.nn.Module, Generic[Result]):
                 f"{name} belongs to a batch, not to LinearCrossEntropy(...): give it to the call, as in "
                 f"LinearCrossEntropy()(e, c, targets, {name}={name})"
             )
-        own = dict(ignore_index=ignore_index, softcap=softcap, reduction=reduction, shift=shift, return_lse=return_lse)
         unknown = options.keys() - OPTIONS
         if unknown:
-            allowed = sorted({*own, "class_weight", *OPTIONS})
-            raise TypeError(f"unknown options {sorted(unknown)}; allowed: {', '.join(allowed)}")
+            raise TypeError(f"unknown options {sorted(unknown)}; allowed: {', '.join(sorted(OPTIONS))}")
+        own = dict(ignore_index=-100, softcap=None, reduction="mean", shift=False, return_lse=False)
         self.options: dict[str, Any] = own | options
         checked = {**cast(Any, linear_cross_entropy).__kwdefaults__, **self.options}
         arguments.checked(*(checked[name] for name in arguments.CHECKED))
@@ -377,4 +351,4 @@ class LinearCrossEntropy(torch.nn.Module, Generic[Result]):
 
 
 OF_CALL = {"bias", "token_weight", "num_items"}
-OPTIONS = Options.__annotations__.keys()
+OPTIONS = {*OptionsOfModule.__annotations__, "return_lse"}

@@ -32,3 +32,12 @@ class OptionsOfTokens(Options, total=False):
 
     token_weight: Tensor | None
     num_items: float | Tensor | None
+
+
+class OptionsOfModule(Options, total=False):
+    """Those of the module: it takes all but return_lse in one way."""
+
+    ignore_index: int
+    softcap: float | None
+    reduction: Reduction
+    shift: bool | int

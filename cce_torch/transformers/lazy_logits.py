@@ -1,6 +1,7 @@
 """An object that stands for the logits while a model's forward runs, and becomes the loss in its cross-entropy."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -12,13 +13,11 @@ UNDERSTOOD = (
 )
 
 
-FIELDS = ("h", "vocabulary", "dtype", "loss", "inner", "outer", "capped", "tokens")
-
-
 class NotUnderstoodError(TypeError, AttributeError):
     """A model does something with its logits that LazyLogits does not understand. hasattr needs an AttributeError."""
 
 
+@dataclass(eq=False, repr=False)
 class LazyLogits:
     """The logits (..., V) of embeddings h (..., D), which are not computed.
 
@@ -30,24 +29,17 @@ class LazyLogits:
     tokens before they were flattened.
     """
 
-    def __init__(
-        self,
-        h: Tensor,
-        vocabulary: int,
-        dtype: torch.dtype,
-        loss: Callable[..., Tensor],
-        inner: float = 1.0,
-        outer: float = 1.0,
-        capped: bool = False,
-        tokens: torch.Size | None = None,
-    ) -> None:
-        self.h, self.vocabulary, self.dtype, self.loss = h, vocabulary, dtype, loss
-        self.inner, self.outer, self.capped = inner, outer, capped
-        self.tokens = h.shape[:-1] if tokens is None else tokens
+    h: Tensor
+    vocabulary: int
+    dtype: torch.dtype
+    loss: Callable[..., Tensor]
+    inner: float = 1.0
+    outer: float = 1.0
+    capped: bool = False
+    tokens: Any = None
 
-    def _with(self, **changed: Any) -> "LazyLogits":
-        kept = {name: getattr(self, name) for name in FIELDS if name not in changed}
-        return LazyLogits(**kept, **changed)
+    def __post_init__(self) -> None:
+        self.tokens = self.h.shape[:-1] if self.tokens is None else self.tokens
 
     # What the loss needs.
 
@@ -82,8 +74,8 @@ class LazyLogits:
     def __mul__(self, other: Any) -> "LazyLogits":
         factor = _number("multiplication", other)
         if self.capped:
-            return self._with(outer=self.outer * factor)
-        return self._with(inner=self.inner * factor)
+            return replace(self, outer=self.outer * factor)
+        return replace(self, inner=self.inner * factor)
 
     __rmul__ = mul = multiply = __mul__
 
@@ -93,16 +85,16 @@ class LazyLogits:
     div = true_divide = __truediv__
 
     def tanh(self) -> "LazyLogits":
-        return refuse("a second tanh") if self.capped else self._with(capped=True)
+        return refuse("a second tanh") if self.capped else replace(self, capped=True)
 
     def float(self) -> "LazyLogits":
-        return self._with(dtype=torch.float32)
+        return replace(self, dtype=torch.float32)
 
     def to(self, *args: Any, **kwargs: Any) -> "LazyLogits":
         found = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
         if found.device != self.device or not found.dtype.is_floating_point:
             refuse(f"to({found.device}, {found.dtype})")
-        return self._with(dtype=found.dtype)
+        return replace(self, dtype=found.dtype)
 
     def contiguous(self) -> "LazyLogits":
         return self
@@ -119,20 +111,20 @@ class LazyLogits:
         if start or step != 1:
             refuse(f"a slice of the vocabulary from {start} in steps of {step}")
         h = self.h[index[:-1]]
-        return self._with(h=h, vocabulary=stop, tokens=h.shape[:-1])
+        return replace(self, h=h, vocabulary=stop, tokens=h.shape[:-1])
 
     def reshape(self, *shape: Any) -> "LazyLogits":
         shape = tuple(shape[0]) if isinstance(shape[0], (tuple, list)) else shape
         if shape[-1] not in (self.vocabulary, -1):
             refuse(f"the shape {shape}, whose last axis is not the vocabulary of {self.vocabulary}")
-        return self._with(h=self.h.reshape(*shape[:-1], self.h.shape[-1]))
+        return replace(self, h=self.h.reshape(*shape[:-1], self.h.shape[-1]))
 
     view = reshape
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "LazyLogits":
         if end_dim % self.ndim == self.ndim - 1:
             refuse("flatten of the vocabulary's axis")
-        return self._with(h=self.h.flatten(start_dim, end_dim % self.ndim))
+        return replace(self, h=self.h.flatten(start_dim, end_dim % self.ndim))
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -167,33 +159,8 @@ def _operator(name: str) -> Callable[..., NoReturn]:
 
 
 # Python looks for operators in the class and never asks __getattr__. Its own == and iteration would give nonsense.
-for _name in (
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "rtruediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "rpow",
-    "matmul",
-    "rmatmul",
-    "neg",
-    "abs",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "setitem",
-    "iter",
-    "len",
-    "bool",
-    "int",
-    "float",
-):
+_NAMES = "add radd sub rsub rtruediv floordiv mod pow rpow matmul rmatmul neg abs eq ne lt le gt ge"
+for _name in f"{_NAMES} setitem iter len bool int float".split():
     setattr(LazyLogits, f"__{_name}__", _operator(f"__{_name}__"))
 
 
