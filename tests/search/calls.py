@@ -540,7 +540,7 @@ def _shape(rng: np.random.Generator, where: str, for_hopper: bool) -> tuple[int,
     large = rng.uniform() < 0.03  # what float64 takes long for
     while tokens * vocabulary > 2**30 or (tokens > 256 and tokens * vocabulary * width > (2**40 if large else 2**36)):
         tokens = max(256, tokens * 3 // 4)
-    while vocabulary * width > (2**29 if large else 2**27):
+    while vocabulary * width > (2**28 if large else 2**27):
         vocabulary = max(128, vocabulary // 128 * 64)
     return tokens, width, vocabulary
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.search.calls import Program
 
-BLOCK = 2**23  # logits at a time
+BLOCK = 2**23  # logits at a time; on a GPU more, where the sums of all blocks take longest
 COLDEST = 2.0**-100  # a lower temperature counts as this
 
 
@@ -82,7 +82,7 @@ class Logits:
         return self.c.shape[0]
 
     def blocks(self) -> Iterator[slice]:
-        rows = max(1, BLOCK // self.vocabulary)
+        rows = max(1, (BLOCK if self.device == "cpu" else 4 * BLOCK) // self.vocabulary)
         return (slice(i, i + rows) for i in range(0, self.e.shape[0], rows))
 
     def of(self, rows: slice) -> Block:

@@ -245,7 +245,6 @@ def _gradients(x: Block, r: Rounding, t: Tokens, have: dict[str, Number], of: Na
     scaled = a[:, None] * p * common + d_a[:, None] * p
     deviation, stretched = _normalised(x, r)
     spread, drift = a[:, None] * deviation, a[:, None] * stretched
-    alike = []
     if "entropy" in of:
         h = of["entropy"][:, None]
         q = (log_p + have["entropy"].value[:, None]).abs()
@@ -257,11 +256,12 @@ def _gradients(x: Block, r: Rounding, t: Tokens, have: dict[str, Number], of: Na
         scaled = scaled + h.abs() * of_q * common
         spread = spread + h * (torch.where(p > 0, deviation * q, 0.0) + deviation)
         drift = drift + h * (torch.where(p > 0, stretched * q, 0.0) + stretched)
+    of_ones = torch.zeros_like(p)
     for index, name in of_targets:
         one = torch.zeros_like(p).scatter_(1, index[:, None], 1.0)
-        alike.append(of_off[name][:, None] * (p - one))
+        of_ones = of_ones + of_off[name][:, None] * (p - one)
         independent = independent + 4 * eps * one * of[name].abs()[:, None]
-    alike += [scaled, spread, drift]
+    alike = [of_ones, scaled, spread, drift]
     hit = torch.zeros_like(p)
     if "target" in have:
         hit.scatter_(1, t.targets[:, None], 1.0)
