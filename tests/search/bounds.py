@@ -24,6 +24,7 @@ cores each sum in an order of their own.
 """
 
 from dataclasses import dataclass
+
 import ml_dtypes
 import numpy as np
 import torch
