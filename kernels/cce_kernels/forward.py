@@ -17,7 +17,7 @@ from cce_kernels import given_ids
 from cce_kernels.engines.engine import Problem, Sums
 from cce_kernels.exponentials import LARGEST
 from cce_kernels.mean import over_runs
-from cce_kernels.numbers import FLOAT32_MAX, Inputs, Statistics
+from cce_kernels.numbers import FLOAT32_MAX, Inputs, Statistics, origin_of
 from cce_kernels.plan.plan import Forward, Plan
 from cce_kernels.tokens import Kept, Rows
 
@@ -106,7 +106,7 @@ def _of_parts(sums: Sums, problem: Problem, reference: jax.Array | None) -> Stat
     if total is not None:
         weights = problem.inputs.weights
         weight = problem.call.vocabulary if weights is None else jnp.sum(weights)
-        total += (reference - numbers.reference) * weight
+        total += (origin_of(reference) - numbers.reference) * weight
     return numbers._replace(sum=total)
 
 

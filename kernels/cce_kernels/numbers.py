@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 FLOAT32_MAX = 3e38  # replaces an infinite reference (forward.py): inf − inf would be NaN
 LOG2_E = 1.4426950408889634  # the hardware's exponential is base 2: exp(z) = exp2(z · log2 e)
@@ -81,6 +82,11 @@ class Statistics(NamedTuple):
         between = self.reference - reference
         mean = None if self.mean is None else self.mean + between
         return self._replace(log_mass=self.log_mass + between, reference=reference, sum=None, mean=mean)
+
+
+def origin_of(reference: jax.Array) -> jax.Array:
+    """What kernels subtract in `sum`: the reference, or 0 where it stands for a target that names no column."""
+    return jnp.where(jnp.abs(reference) < FLOAT32_MAX, reference, 0.0)
 
 
 class Cotangents(NamedTuple):

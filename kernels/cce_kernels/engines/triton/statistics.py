@@ -37,7 +37,7 @@ from cce_kernels.engines.triton.logits import divided, exp, load_inverse_tempera
 from cce_kernels.engines.triton.tiles import TileConfig
 from cce_kernels.exponentials import saved_shape
 from cce_kernels.mean import logarithm, quotient
-from cce_kernels.numbers import FLOAT32_MAX, LOG2_E, Inputs
+from cce_kernels.numbers import FLOAT32_MAX, LOG2_E, Inputs, origin_of
 from cce_kernels.tokens import Rows
 
 Kind = Literal["statistics", "rescue", "scattered"]
@@ -128,7 +128,7 @@ def _kernel(
         if sum_ref is not None:
             valid = jnp.ones_like(columns, jnp.float32) if columns_ok is None else columns_ok.astype(jnp.float32)
             weights = valid if inputs.weights is None else load_vector(inputs.weights, columns, columns_ok)
-            relative = weights[None, :] * (z - reference[:, None])
+            relative = weights[None, :] * (z - origin_of(reference)[:, None])
             weighted += jnp.sum(jnp.where(weights[None, :] == 0, 0.0, relative), axis=1)
         slope = None if saved_ref is None or head.softcap is None else head.slope(x)
         if columns_ok is not None:
