@@ -433,7 +433,7 @@ def check_which_way() -> None:
 
 def check_exchanged() -> None:
     """Of the tokens, 16 at a time; the third process has no column. No array has an element for each logit."""
-    numbers = [f"all_gather_into_tensor (2, {n}) float32" for n in (16, 16, 16, 2)]
+    numbers = [f"all_gather_into_tensor (3, {n}) float32" for n in (16, 16, 16, 2)]
     of_e = [f"all_reduce ({n}, 24) float32" for n in (16, 16, 16, 2)]
     both = [x for pair in zip(numbers, of_e, strict=True) for x in pair]
     of_targets = ["all_reduce (50,) float32"]
