@@ -281,7 +281,7 @@ def test_a_temperature_has_no_gradient():
     [
         (ValueError, {"temperature": 0.0}, r"temperature=0\.0 must be finite and positive"),
         (ValueError, {"entropy": "yes"}, "entropy"),
-        (TypeError, {"ids": np.zeros((2, 5, 3))}, "ids must be an array of an integer type, got float64"),
+        (TypeError, {"ids": np.zeros((2, 5, 3))}, "ids must be of an integer type, got ids float64"),
         (ValueError, {"ids": np.zeros((2, 5), int)}, r"ids \(2, 5\) must have the shape of e"),
         (ValueError, {"ids": np.zeros((2, 5, 300), int)}, r"ids \(2, 5, 300\) .* 1 to 256"),
         (ValueError, {"top_k": 68}, "top_k=68 must be from 0 to 67"),

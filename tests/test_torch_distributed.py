@@ -537,7 +537,7 @@ def check_collectives() -> None:
             with Collectives() as forward:
                 loss = linear_cross_entropy(e, c, targets, impl=impl, vocab_parallel=shard)
             of_targets = ["all_reduce (37,) float32"] if impl == "cce" else []  # whose sums take a reference
-            of_numbers, of_e = ["all_gather_into_tensor (2, 37) float32"], ["all_reduce (37, 20) float32"]
+            of_numbers, of_e = ["all_gather_into_tensor (3, 37) float32"], ["all_reduce (37, 20) float32"]
             formed = impl == "chunked"  # in the forward pass
             assert forward.seen == of_targets + of_numbers + of_e * formed, forward.seen
             with Collectives() as backward:

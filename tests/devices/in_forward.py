@@ -302,20 +302,20 @@ def test_devices_that_share_a_token_may_weight_it_differently(formed):
 # The gathers of two or three numbers a token are of one chunk: the program has them once, in its loop over the chunks.
 EXCHANGED = {
     "tokens": {"all-reduce f32[64,16]": 1},
-    "vocabulary": {"all-gather f32[8,16,2]": 1, "all-reduce f32[8,8,16]": 1},
-    "tokens and vocabulary": {"all-gather f32[4,8,2]": 1, "all-reduce f32[4,8,16]": 1, "all-reduce f32[16,16]": 1},
+    "vocabulary": {"all-gather f32[8,3,16]": 1, "all-reduce f32[8,8,16]": 1},
+    "tokens and vocabulary": {"all-gather f32[4,3,8]": 1, "all-reduce f32[4,8,16]": 1, "all-reduce f32[16,16]": 1},
     "c's width over data": {"all-gather f32[64,16]": 1, "reduce-scatter f32[64,2]": 1},
     "c's vocabulary over data": {"all-gather f32[64,16]": 1, "reduce-scatter f32[8,16]": 1},
     "width over fsdp, vocabulary over tensor": {
         "all-gather f32[32,16]": 1,
         "reduce-scatter f32[32,4]": 1,
-        "all-gather f32[2,4,2]": 1,
+        "all-gather f32[2,3,4]": 1,
         "all-reduce f32[2,8,16]": 1,
     },
     "sequence and vocabulary over tensor": {  # e is smaller than c; targets are gathered with it
         "all-gather f32[4,8,16]": 1,
         "all-gather s32[4,8]": 1,
-        "all-gather f32[4,8,2]": 1,
+        "all-gather f32[4,3,8]": 1,
         "reduce-scatter f32[4,2,16]": 1,
         "all-reduce f32[16,16]": 1,
     },
