@@ -613,11 +613,12 @@ def _with_options(x: _Picks, p: Program, where: str, hopper: bool) -> Program:
     if p.function == CROSS_ENTROPY:
         smoothing = not hopper and p.form != "hf" and x.chance(0.3)
         z_loss = not plain and p.form != "hf" and x.chance(0.3)
+        of_tolerances = [0.2, 0.2, 0.2, 0.2, 0.2] if where == "gpu" else [0.4, 0.15, 0.15, 0.15, 0.15]
         return replace(
             p,
             label_smoothing=float(rng.choice([0.01, 0.1, 0.5, 1.0])) if smoothing else 0.0,
             z_loss=round(_log_uniform(rng, 1e-5, 0.1), 6) if z_loss else 0.0,
-            gradient_tolerance=float(rng.choice(TOLERANCES, p=[0.4, 0.15, 0.15, 0.15, 0.15])) * (p.form == "function"),
+            gradient_tolerance=float(rng.choice(TOLERANCES, p=of_tolerances)) * (p.form == "function"),
         )
     heat = x.of("temperature", {"1": 0.4, "a number": 0.2, "small": 0.15, "each token's": 0.25})
     low, high = (1e-10, 0.1) if heat == "small" else (0.2, 5.0)
