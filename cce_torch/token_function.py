@@ -1,5 +1,7 @@
 """The user's function of linear_token_loss: what it gets, and the checks of what it gets, returns and closes over."""
 
+import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -8,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cce_kernels import contract
 from cce_torch import arguments
 from cce_torch.arguments import Prepared
 from cce_torch.call import log_p, lse_of
@@ -59,8 +62,7 @@ class TokenFunction:
 
     @classmethod
     def of(cls, fn: Callable[..., Tensor], given: Sequence[Any], x: Prepared, columns: Tensor) -> "TokenFunction":
-        if not callable(fn):
-            raise TypeError(f"fn must be a function of numbers and arguments, got {type(fn).__name__}")
+        contract.function(fn)
         return cls(fn, [_of_tokens(f"argument {k} of fn", y, x) for k, y in enumerate(given)], columns, x.vocabulary)
 
     def in_order(self, order: Tensor) -> "TokenFunction":
@@ -81,28 +83,52 @@ class TokenFunction:
             return numbers.lse
         nodes = set() if torch.compiler.is_compiling() else {x.grad_fn for x in numbers if x is not None}
         given = [x[span] for x in self.arguments]
+        self._try(numbers, given)
         versions = _versions(given)
-        found = self.fn(numbers, *given)
+        found = self._losses(numbers, given)
         for k, (before, after) in enumerate(zip(versions, _versions(given), strict=True)):
             if before != after:
                 raise ValueError(
                     f"fn must be pure, and it changed argument {k} in place: for example, write x.clamp(...) in place "
                     "of x.clamp_(...)"
                 )
+        if found.requires_grad and not torch.compiler.is_compiling():
+            _refuse_other_leaves(found, nodes)
+        return found.to(numbers.lse.dtype)
+
+    def _try(self, numbers: TokenNumbers, given: Sequence[Tensor]) -> None:
+        """Call fn, once in its life, for 2 and for 3 tokens that equal the first: no array of (N,) fits both."""
+        compiling = torch.compiler.is_compiling()  # nothing of a trial is left in a compiled program
+        if not compiling and _is_known(self.fn):
+            return
+        with torch.no_grad(), contextlib.nullcontext() if compiling else torch.compiler.set_stance("force_eager"):
+            for tokens in contract.TRIED:
+                repeated = [None if x is None else x[:1].repeat(tokens) for x in (*numbers, *given)]
+                self._losses(TokenNumbers(*repeated[:3]), repeated[3:])  # type: ignore[arg-type]
+        if not compiling:
+            with contextlib.suppress(TypeError):
+                KNOWN.add(self.fn)
+
+    def _losses(self, numbers: TokenNumbers, given: Sequence[Tensor]) -> Tensor:
+        """What fn returns, or an error unless it is a loss for each of these tokens."""
+        with contract.trial(len(numbers.lse), numbers.entropy is not None):
+            found = self.fn(numbers, *given)
         if not isinstance(found, Tensor):
             raise TypeError(
                 f"fn must return a torch.Tensor, the loss of each token; it returned {type(found).__name__}"
             )
-        if found.is_complex():
-            raise TypeError(f"fn must return real numbers, got {arguments.type_name(found)}")
-        if found.shape != numbers.lse.shape:
-            raise ValueError(
-                f"fn must return a loss for each token, of the shape of log_probs, {tuple(numbers.lse.shape)}; it "
-                f"returned one of shape {tuple(found.shape)}"
-            )
-        if found.requires_grad and not torch.compiler.is_compiling():
-            _refuse_other_leaves(found, nodes)
-        return found.to(numbers.lse.dtype)
+        contract.losses_of_tokens(arguments.type_name(found), tuple(found.shape), len(numbers.lse))
+        return found
+
+
+KNOWN = weakref.WeakSet()  # functions that were tried; one that has no hash or no weak references is tried each time
+
+
+def _is_known(fn: Any) -> bool:
+    try:
+        return fn in KNOWN
+    except TypeError:
+        return False
 
 
 def _versions(given: Sequence[Tensor]) -> list[int]:

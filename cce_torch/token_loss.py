@@ -59,7 +59,8 @@ def linear_token_loss(
       fn: `fn(numbers, *arguments)` returns a tensor of the shape of numbers.log_probs: the loss of each token, which
         depends on the numbers and arguments of that token alone. numbers has the fields log_probs, lse and entropy,
         float32 (float64 for float64 inputs). fn is pure, and is called on tensors (n,) of any number n of tokens, any
-        number of times. What it returns for ignored tokens is discarded.
+        number of times; first it is tried on 2 and on 3. What it returns for ignored tokens is discarded. It must not
+        close over a tensor with a number for each token: give that as an argument.
       arguments: numbers, and tensors that broadcast to the shape of targets after the shift. They have no gradient.
       entropy: whether numbers.entropy is computed; else it is None.
       temperature: as for `linear_log_probs`.
@@ -74,10 +75,10 @@ def linear_token_loss(
       The loss, float32 (float64 for float64 inputs): a scalar; for reduction="none" a tensor.
 
     Raises:
-      ValueError: shapes or devices do not fit, an option is out of its range, fn changes an argument in place, or, with
-        check_targets, a target is out of range.
-      TypeError: a tensor has a wrong type, fn is not callable, or an argument of fn, or a tensor that fn closes over,
-        requires a gradient.
+      ValueError: shapes or devices do not fit, fn does not return a loss for each of 2 and of 3 tokens, an option is
+        out of its range, fn changes an argument in place, or, with check_targets, a target is out of range.
+      TypeError: a tensor has a wrong type, fn is not callable or returns no real numbers of a floating type, or an
+        argument of fn, or a tensor that fn closes over, requires a gradient.
       NotImplementedError: the impl does not run on this device.
 
     Examples:
@@ -98,7 +99,7 @@ def linear_token_loss(
       >>> hidden.grad.shape, head.grad.shape
       (torch.Size([2, 16, 64]), torch.Size([1000, 64]))
     """
-    contract.choice("entropy", entropy, (False, True))
+    contract.of_token_loss(entropy)
     contract.choice("return_numbers", return_numbers, (False, True))
     of_call = dict(e=e, c=c, targets=targets, bias=bias)
     others = {f"argument {k} of fn": y for k, y in enumerate(arguments)} | {"temperature": temperature}

@@ -200,25 +200,29 @@ def log_prob(numbers):
     return numbers.log_probs
 
 
-SIX, TWO = np.ones(6, np.float32), np.ones(2, np.float32)
 LOSSES = {
-    "closes over a number for each token": (lambda x: x.log_probs * SIX, ValueError, "(6,).*"),
-    "closes over two numbers": (lambda x: x.log_probs * TWO, ValueError, "(2,).*"),
-    "sums": (lambda x: x.log_probs.sum(), ValueError, r"of the shape of log_probs, \(2,\).* of shape \(\)"),
-    "complex": (lambda x: x.log_probs * 1j, TypeError, "fn must return real numbers of a floating type, got complex64"),
-    "a comparison": (lambda x: x.log_probs > 0, TypeError, "fn must return .* got bool"),
-    "a tuple": (lambda x: (x.log_probs, 1), TypeError, "fn must return .* returned tuple"),
-    "the entropy": (lambda x: x.log_probs - 0.1 * x.entropy, TypeError, "which is None: give entropy=True"),
+    "closes over a number for each token": (lambda x, six, two: x.log_probs * six, ValueError, "6.*as an argument"),
+    "closes over two numbers": (lambda x, six, two: x.log_probs * two, ValueError, "2.*as an argument"),
+    "sums": (lambda x, six, two: x.log_probs.sum(), ValueError, r"of the shape of log_probs, \(2,\).* of shape \(\)"),
+    "complex": (lambda x, six, two: x.log_probs * 1j, TypeError, "fn must return real numbers of .*, got complex64"),
+    "a comparison": (lambda x, six, two: x.log_probs > 0, TypeError, "fn must return .* got bool"),
+    "a tuple": (lambda x, six, two: (x.log_probs, 1), TypeError, "fn must return .* returned tuple"),
+    "the entropy": (lambda x, six, two: x.log_probs - 0.1 * x.entropy, TypeError, "which is None: give entropy=True"),
 }
 
 
-@pytest.mark.parametrize("impl", contract.IMPLS)
+@pytest.mark.parametrize(("package", "impl"), [(p, i) for p in (cce_jax, cce_torch) for i in contract.IMPLS])
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_that_is_none_of_each_token_is_refused(name, impl):
+def test_a_loss_that_is_none_of_each_token_is_refused(name, package, impl):
     """By one rule, whatever the number of chunks: for all six tokens at once some of these would run, and be wrong."""
     fn, error, message = LOSSES[name]
-    with pytest.raises(error, match=message):
-        cce_jax.linear_token_loss(E, C, T, fn, impl=impl)
+    make = tensor if package is cce_torch else jnp.asarray
+    fn = partial(fn, six=make(np.ones(6, np.float32)), two=make(np.ones(2, np.float32)))
+    e, c, targets = map(make, (E, C, T))
+    e = e.requires_grad_() if package is cce_torch else e  # the forward pass forms its gradient
+    for _ in range(2):  # what was refused once is refused again
+        with pytest.raises(error, match=message):
+            package.linear_token_loss(e, c, targets, fn, impl=impl)
 
 
 def test_a_function_that_jax_cannot_look_up_is_named():
