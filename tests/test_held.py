@@ -18,6 +18,7 @@ from cce_kernels.call import ITEMSIZE
 from cce_kernels.call import Call as Planned
 from cce_kernels.default_budget import default_budget
 from cce_kernels.device import H200
+from cce_kernels.engines.xla import NUMBERS
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
 from cce_kernels.plan import Chunks, Plan, choose, plan_of
@@ -193,7 +194,7 @@ FOUND_BY_XLA = [
 ]
 MIXED = [
     (8192, 2304, 256000, {"mixed": True}),
-    (8192, 4096, 128256, {"mixed": True, "memory_budget": 2 * 8192 * 128256}),
+    (8192, 4096, 128256, {"mixed": True, "memory_budget": 2 * 8192 * (128256 + NUMBERS)}),
     (4096, 4096, 128256, {"mixed": True, "vocab_axis": 1, "bias": True, "memory_budget": 1024 * MIB}),
 ]
 
@@ -222,7 +223,7 @@ def test_calls_whose_forward_pass_forms_the_gradients_are_drawn_often():
 
 @pytest.mark.parametrize(
     ("reduction", "memory_budget", "mib"),
-    [("none", 300 * MIB, 276.2), ("mean", 300 * MIB, 286.0), ("mean", None, 554.0)],
+    [("none", 300 * MIB, 276.2), ("mean", 300 * MIB, 286.1), ("mean", None, 554.1)],
 )
 def test_what_a_real_head_holds(reduction, memory_budget, mib):
     """The first as measured on an H200."""
@@ -394,7 +395,7 @@ def test_no_fusion_gets_one_array_twice(program, monkeypatch):
     def objective(wanted, given, of_loss):
         named = wanted | given
         e, c, targets = (named.pop(x) for x in ("e", "c", "targets"))
-        loss, lse = linear_cross_entropy(e, c, targets, impl=program.impl, return_lse=True, **named, **options)
+        loss, lse = linear_cross_entropy(e, c, targets, impl=program.impl, **named, **options)
         weighted = loss * (of_loss.ravel()[0] if formed else of_loss[..., : loss.shape[-1]])
         return jnp.sum(weighted), (loss, lse)
 

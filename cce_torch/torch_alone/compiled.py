@@ -105,7 +105,8 @@ def run_statistics(
         if not e.shape[0]:
             return e.new_empty((3 + with_sum + with_mean, 0), dtype=accumulate)
         largest = e.new_full(columns.shape, -torch.inf, dtype=accumulate)
-        asked = True, True, with_sum, with_sum, with_mean  # each its own zeros: torch.compile compiles again for one twice
+        # Each zeros is its own: torch.compile compiles again where one tensor is given twice.
+        asked = True, True, with_sum, with_sum, with_mean
         rows: tuple[Any, ...] = (largest, *(torch.zeros_like(largest) if x else None for x in asked))
         operands = Operands(e.to(operand), c, bias, columns, weights, inverse_temperature)
         for _, _, block in blocks.each(operands, scale, softcap, memory_budget, e.dtype):

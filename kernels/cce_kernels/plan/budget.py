@@ -91,10 +91,13 @@ class Bytes:
         return 2 * math.prod(saved_shape(tokens, self.call.vocabulary))
 
     @property
-    def scaled_e(self) -> int:
-        """The scaled e beside saved exponentials; 0 where it is in the memory that de takes later, or not needed."""
-        wants = self.call.wants
-        return 2 * self.rows * self.call.width * (wants.c and not wants.e)
+    def besides_in_place(self) -> int:
+        """The scaled e beside saved exponentials, 0 where it is in the memory that de takes later, or not needed.
+
+        And numbers of the tokens, where XLA gives them no memory of a result: beside a c that is rounded.
+        """
+        call, wants = self.call, self.call.wants
+        return self.rows * (2 * call.width * (wants.c and not wants.e) + NUMBERS * call.wide_dc)
 
     @property
     def bytes_besides_matmuls(self) -> int:
@@ -120,7 +123,7 @@ class Bytes:
     def of_saved(self) -> int:
         """The bytes from which on the exponentials of all tokens are saved, besides `gathered`."""
         if self.in_place:
-            besides = self.scaled_e
+            besides = self.besides_in_place
         elif self.direct:
             besides = self.bytes_besides_matmuls
         else:

@@ -286,7 +286,7 @@ def _saved(x: _Setting) -> tuple[Saved, int]:
     count = x.bytes
     if count.direct:
         way = _of_exponentials(x)
-        besides = count.bytes_besides_matmuls if way.de is None else count.scaled_e
+        besides = count.bytes_besides_matmuls if way.de is None else count.besides_in_place
         return way, count.gathered + count.saved(x.rows) + besides
     besides = count.gathered + count.saved(x.rows) + count.bytes_besides_groups
     dz, room = x.step("form_dz_of_saved"), x.call.memory_budget - besides
