@@ -2,7 +2,7 @@
 
 The forward pass saves P (N, V), bfloat16, with the kept tokens first (cce_kernels/tokens.py):
 
-    P_iv = exp(z_iv − ρ_i) · u_iv     ρ_i = target_i;  ρ_i ≈ lse_i where lse_i − target_i > LARGEST or t_i is no column
+    P_iv = exp(z_iv − ρ_i) · u_iv     ρ_i = target_i; or max_v z_iv or lse_i: lse_i − ρ_i ≤ LARGEST (forward.py)
 
 ρ is the token's reference (numbers.Statistics). u = ∂z/∂y is the slope of the softcap at z, and 1 without one. Saving
 the exponential, not the logit, keeps a relative error of 2⁻⁹ however large the logit is; and u, which is 1 − (z/κ)²,
