@@ -207,8 +207,7 @@ def loss_of(given: Arrays, of: Static) -> tuple[jax.Array, losses.TokenNumbers]:
         targets, token_weight, inverse, *arguments = (layout.laid_out(x, layout.spec_of_tokens) for x in of_tokens)
         given = given._replace(arguments=tuple(arguments))
     columns = losses.columns(targets, of.ignore_index, vocabulary)
-    if core.impl != "reference":
-        e, c, bias = jax.tree.map(reverse_mode_only, (e, c, bias))
+    e, c, bias = reverse_mode_only((e, c, bias), core)
     inputs = Inputs(e, c, bias, columns, weights, scale, inverse)
     whole = weights if layout is None else whole_weights(weights, layout)
     terms = losses.terms(columns, whole, token_weight, vocabulary, wide, at)._replace(arguments=given.arguments)

@@ -108,7 +108,7 @@ def _statistics(core: Core, layout: Layout | None, asked: Asked, inputs: Inputs)
 def _statistics_fwd(core: Core, layout: Layout | None, asked: Asked, inputs):
     wanted, inputs = rules.wanted_of(inputs), rules.values(inputs)
     run = partial(_forward, core=core, layout=layout, asked=asked, wanted=wanted)
-    out, selected, held = rules.first_order_only(run)(inputs)
+    out, selected, held = rules.first_order_only(run, core.function)(inputs)
     return (out, selected), (rules.as_shape(wanted), inputs, out.log_mass, held)
 
 
@@ -121,7 +121,7 @@ def _statistics_bwd(core: Core, layout: Layout | None, asked: Asked, residuals, 
     ids = None if rules.is_symbolic_zero(cotangents.ids) else cotangents.ids
     of: Any = Cotangents._make(zeros if rules.is_symbolic_zero(x) else x for x in cotangents._replace(ids=ids))
     run = partial(_backward, core=core, layout=layout, wanted=rules.from_shape(shape_of_wanted))
-    found = rules.first_order_only(run)(inputs, held, of)
+    found = rules.first_order_only(run, core.function)(inputs, held, of)
     return (Inputs(found.e, found.c, found.bias, None, None, None),)  # type: ignore[arg-type]
 
 
@@ -220,7 +220,7 @@ def _summed(core: Core, loss: Loss, layout: Layout | None, of: Summands):
 def _summed_fwd(core: Core, loss: Loss, layout: Layout | None, of: Summands):
     wanted, given = rules.wanted_of(of.inputs), rules.values(of)
     run = partial(_formed, core=core, loss=loss, layout=layout, wanted=wanted)
-    value, total, shown, left = rules.first_order_only(run)(given)
+    value, total, shown, left = rules.first_order_only(run, core.function)(given)
     return (value, shown, total), (rules.as_shape(wanted), given, left)
 
 
@@ -231,7 +231,7 @@ def _summed_bwd(core: Core, loss: Loss, layout: Layout | None, residuals, cotang
     wanted, found = rules.from_shape(shape_of_wanted), Gradients(None, None, None)
     if wanted != NOTHING:
         run = partial(_gradients_of_sum, core=core, loss=loss, layout=layout, wanted=wanted)
-        found = rules.first_order_only(run)(given, (of_sum, of_lse), left)
+        found = rules.first_order_only(run, core.function)(given, (of_sum, of_lse), left)
     return (Summands(Inputs(found.e, found.c, found.bias, None, None, None), None, None),)  # type: ignore[arg-type]
 
 

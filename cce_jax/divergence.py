@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cce_jax import arguments, losses, passes, settings
-from cce_jax.divergence_core import NAME, Common, Summands, Terms, divergences
+from cce_jax.divergence_core import Common, Summands, Terms, divergences
 from cce_jax.options import Array
 from cce_jax.plans import Core, Impl
 from cce_jax.prepare import Arrays, Asked, Prepared, inverted, prepared
@@ -19,6 +19,8 @@ from cce_kernels import contract
 from cce_kernels.divergence import Divergence, Side
 from cce_kernels.divergence_terms import Kind
 from cce_kernels.numbers import Inputs
+
+NAME = "linear_divergence"
 
 
 def linear_divergence(
@@ -195,8 +197,7 @@ def _divergence(given: Arrays, teacher: Side, beta: Any, of: Static) -> tuple[ja
         teacher = teacher._replace(c=of_c, bias=of_bias)
     if not weight.size:
         return jnp.sum(weight) if summed else weight, weight if of.divergence.entropy else None
-    if core.impl != "reference":
-        e, c, bias = jax.tree.map(partial(reverse_mode_only, name=NAME), (e, c, bias))
+    e, c, bias = reverse_mode_only((e, c, bias), core)
     common = Common(teacher.c, teacher.bias, teacher.scale, None if beta is None else jnp.asarray(beta, wide))
     inputs = Inputs(e, c, bias, jnp.zeros(weight.shape, jnp.int32), None, given.scale, inverse)
     summands = Summands(inputs, Terms(weight, teacher.e), common).weighted(weight)

@@ -24,7 +24,6 @@ from cce_kernels.divergence_terms import entropy_terms
 from cce_kernels.numbers import Gradients, Inputs, Wanted
 from cce_kernels.residuals import Residuals
 
-NAME = "linear_divergence"
 NOTHING = Wanted(e=False, c=False, bias=False)
 
 
@@ -114,7 +113,7 @@ def _divergences(core: Core, how: Divergence, layout: Layout | None, summed: boo
 def _divergences_fwd(core: Core, how: Divergence, layout: Layout | None, summed: bool, of: Summands):
     wanted, given = rules.wanted_of(of.inputs), rules.values(of)
     run = partial(_formed, core=core, how=how, layout=layout, wanted=wanted if summed else NOTHING)
-    value, numbers, left = rules.first_order_only(run, NAME)(given)
+    value, numbers, left = rules.first_order_only(run, core.function)(given)
     if summed:  # the gradients are formed: the teacher is not needed any more
         given = given._replace(terms=given.terms._replace(teacher_e=None), common=None)
     return (value if summed else numbers.total, numbers), (rules.as_shape(wanted), given, left)
@@ -129,10 +128,10 @@ def _divergences_bwd(core: Core, how: Divergence, layout: Layout | None, summed:
         core = replace(core, with_mean=False)
         if summed:
             run = partial(_of_factor, core=core, layout=layout, wanted=wanted)
-            found = rules.first_order_only(run, NAME)(given, cotangent, left)
+            found = rules.first_order_only(run, core.function)(given, cotangent, left)
         else:
             run = partial(_of_cotangents, core=core, how=replace(how, entropy=False), layout=layout, wanted=wanted)
-            found = rules.first_order_only(run, NAME)(given, cotangent)
+            found = rules.first_order_only(run, core.function)(given, cotangent)
     return (Summands(Inputs(found.e, found.c, found.bias, None, None, None), None, None),)  # type: ignore[arg-type]
 
 

@@ -167,8 +167,7 @@ def _log_probs(given: Arrays, ids: jax.Array | None, of: Static) -> LogProbs:
         bias = layout.laid_out(bias, layout.spec_of_columns)
         targets, inverse = (layout.laid_out(x, layout.spec_of_tokens) for x in (targets, inverse))
     columns = losses.columns(targets, of.ignore_index, vocabulary) if of.named else jnp.full_like(targets, vocabulary)
-    if of.core.impl != "reference":
-        e, c, bias = jax.tree.map(reverse_mode_only, (e, c, bias))
+    e, c, bias = reverse_mode_only((e, c, bias), of.core)
     if ids is not None:
         ids = jnp.where((ids >= 0) & (ids < vocabulary), ids, -1)
         ids = ids if layout is None else layout.laid_out(ids, layout.spec_of_tokens)

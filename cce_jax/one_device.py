@@ -12,7 +12,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 
-def on_one_device(x: jax.Array, name: str = "linear_cross_entropy") -> jax.Array:
+def on_one_device(x: jax.Array, name: str) -> jax.Array:
     """x. NotImplementedError when a program is lowered in which XLA would have to split the kernels that read x.
 
     name: of the public function, for the error.

@@ -39,6 +39,7 @@ class Core:
     with_mean: bool = False  # whether the mean of the logits is asked for
     mean_is_detached: bool = False  # whether the mean gets no cotangent
     teacher_width: int = 0  # of the teacher of a divergence; 0: there is none
+    function: str = "linear_cross_entropy"  # the public function that was called, for errors
 
 
 class Decided(NamedTuple):
@@ -134,8 +135,7 @@ def on_platform(
 
     def on_cuda(inputs: Inputs, *others):
         if on_gpu.forward.sums.engine is not XLA:
-            name = "linear_divergence" if core.teacher_width else "linear_cross_entropy"
-            inputs = inputs._replace(targets=on_one_device(inputs.targets, name))
+            inputs = inputs._replace(targets=on_one_device(inputs.targets, core.function))
         return run(on_gpu, inputs, *others)
 
     branches = on_cuda, partial(run, elsewhere)

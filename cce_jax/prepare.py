@@ -96,7 +96,7 @@ def prepared(given: Arrays, asked: Asked, with_mean: bool = False) -> Prepared:
         vocabulary = c.shape[vocab_axis] if layout is None else layout.whole_vocabulary(c, vocab_axis)
         arguments.targets(given.targets, vocabulary, ignore_index, shift)
     if impl != "reference":
-        no_explicit_vmap()
+        no_explicit_vmap(asked.function)
     gpu = None if impl == "reference" else local_gpu()
     core = Core(
         head,
@@ -108,6 +108,7 @@ def prepared(given: Arrays, asked: Asked, with_mean: bool = False) -> Prepared:
         may_chunk=layout is not None or may_chunk(gpu),
         debug_nans=jax.config.jax_debug_nans,  # type: ignore[attr-defined]
         with_mean=with_mean,
+        function=asked.function,
     )
     with settings.defaults():
         targets, ignore_index = arguments.int32(given.targets, ignore_index)

@@ -56,7 +56,7 @@ def is_symbolic_zero(x) -> bool:
     return isinstance(x, jax.custom_derivatives.SymbolicZero)
 
 
-def first_order_only(function: Callable, name: str = "linear_cross_entropy") -> Callable:
+def first_order_only(function: Callable, name: str) -> Callable:
     """function, which raises a clear error if JAX differentiates it: that is a second derivative of the loss.
 
     name: of the public function.

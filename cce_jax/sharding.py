@@ -190,15 +190,17 @@ class Layout:
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec)) if self.mapped else x
 
 
-def no_explicit_vmap() -> None:
+def no_explicit_vmap(function: str) -> None:
     """NotImplementedError inside a jax.vmap over an axis of arrays that an Explicit mesh axis splits.
+
+    function: of the user, for the error.
 
     This mesh axis then stays Explicit in jax.shard_map, where JAX batches the operations of a pass with types that do
     not fit, such as those of lax.dynamic_update_slice.
     """
     if taken := tuple(get_axis_env().explicit_mesh_axis_names):
         raise NotImplementedError(
-            f"linear_cross_entropy inside a jax.vmap over an axis that the Explicit mesh axis {taken[0]!r} splits: "
+            f"{function} inside a jax.vmap over an axis that the Explicit mesh axis {taken[0]!r} splits: "
             "call it without jax.vmap, as e may have any number of axes and reduction='none' gives a loss for each "
             f"token; or give the mesh Auto axes and write jax.vmap(..., spmd_axis_name={taken[0]!r}); or use "
             "impl='reference'"

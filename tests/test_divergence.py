@@ -364,19 +364,6 @@ def test_a_new_temperature_or_beta_compiles_nothing():
     assert public._divergence._cache_size() == before
 
 
-def test_forward_mode_and_second_derivatives_say_what_works():
-    def of(e, **more):
-        return loss(e=e, **more)
-
-    e = FIXED.arrays["e"]
-    with pytest.raises(TypeError, match="linear_divergence has no forward-mode derivative"):
-        jax.jvp(of, (e,), (e,))
-    with pytest.raises((TypeError, NotImplementedError), match="linear_divergence has"):
-        jax.grad(lambda e: jnp.sum(jax.grad(of)(e) ** 2))(e)
-    tangent = jax.jvp(partial(of, impl="reference"), (e,), (e,))[1]
-    np.testing.assert_allclose(tangent, jnp.sum(jax.grad(of)(e) * e), rtol=1e-4)
-
-
 def test_inside_vmap():
     e, teacher_e = (FIXED.arrays[name].reshape(2, 20, -1) for name in ("e", "teacher_e"))
     value, found = jax.vmap(jax.value_and_grad(lambda e, t: loss(e=e, teacher_e=t, reduction="sum")))(e, teacher_e)
