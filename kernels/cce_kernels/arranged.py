@@ -39,24 +39,28 @@ class Arranged(NamedTuple):
         # passes, or make the copy in which ignored rows are 0 before the forward pass. The barrier makes such a copy
         # depend on the forward pass's result. No array of the caller's goes through it: XLA takes what comes out for
         # another array, and may write a result of the caller's over the array while kernels still read what came out.
+        # All that was gathered goes through it, so that no fusion reads the order under both its names.
         kept, at_ids, numbers = None, None, numbers._replace(sum=None)
         if cotangents.ids is not None:
             at_ids = given_ids.dz_at(inputs, numbers, cotangents, plan.call)
         inputs, numbers = inputs._replace(ids=None), numbers._replace(ids=None)
         if plan.finds_ignored:
             kept = Kept.of(inputs.targets, plan.rows)
-            reference = kept.gathered(numbers.reference, FLOAT32_MAX)
-            cotangents, numbers = kept.gathered((cotangents, numbers), 0)
+            reference, inputs = kept.gathered(numbers.reference, FLOAT32_MAX), kept.first(inputs)
+            cotangents, numbers = kept.gathered((cotangents, numbers._replace(reference=None)), 0)
             at_ids = kept.gathered(at_ids, -1)
-            inputs = kept.first(inputs)
-            kept, numbers = lax.optimization_barrier((kept, numbers._replace(reference=reference)))
+            of_tokens = inputs.targets, inputs.inverse_temperature
+            kept, numbers, cotangents, reference, at_ids, (targets, inverse) = lax.optimization_barrier(
+                (kept, numbers, cotangents, reference, at_ids, of_tokens)
+            )
+            inputs = inputs._replace(targets=targets, inverse_temperature=inverse)
         else:
             missing = plan.rows - plan.call.tokens
             inputs, reference, cotangents = without_ignored(inputs, numbers.reference, cotangents, plan.rows)
             at_ids = jax.tree.map(lambda x: jnp.pad(x, [(0, missing), (0, 0)], constant_values=-1), at_ids)
             live = inputs.targets[: plan.call.tokens] >= 0
             numbers = jax.tree.map(lambda x: jnp.pad(cleared(x, live), (0, missing)), numbers)
-            numbers = numbers._replace(reference=reference)
+        numbers = numbers._replace(reference=reference)
         cotangents, unit = fitted(cotangents, numbers, inputs)
         if at_ids is not None and unit is not None:
             at_ids = at_ids._replace(dz=at_ids.dz / unit)
