@@ -164,7 +164,7 @@ def _check_function(fn: Any, types: tuple[str, ...], entropy: bool, dtype: str) 
         with contract.trial(tokens, entropy):
             traced, found = jax.make_jaxpr(fn, return_shape=True)(numbers, *given)
         if not hasattr(found, "shape"):
-            raise TypeError(f"fn must return an array, the loss of each token; it returned {type(found).__name__}")
+            raise contract.no_losses("an array", found, entropy)
         contract.losses_of_tokens(found.dtype.name, found.shape, tokens)
         for const in traced.consts:
             if isinstance(const, Tracer):

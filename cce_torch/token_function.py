@@ -114,9 +114,7 @@ class TokenFunction:
         with contract.trial(len(numbers.lse), numbers.entropy is not None):
             found = self.fn(numbers, *given)
         if not isinstance(found, Tensor):
-            raise TypeError(
-                f"fn must return a torch.Tensor, the loss of each token; it returned {type(found).__name__}"
-            )
+            raise contract.no_losses("a torch.Tensor", found, numbers.entropy is not None)
         contract.losses_of_tokens(arguments.type_name(found), tuple(found.shape), len(numbers.lse))
         return found
 

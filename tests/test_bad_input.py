@@ -29,6 +29,8 @@ ROWS = [
     ({"c": np.ones((V, D + 1), np.float32)}, ValueError, r"e .*\(2, 3, 4\).*c \(9, 5\)"),
     ({"c": np.ones((D, V), np.float32)}, ValueError, r"e .*\(2, 3, 4\).*c \(4, 9\): did you mean vocab_axis=1\?"),
     ({"vocab_axis": 1}, ValueError, r"e .*\(2, 3, 4\).*c \(9, 4\): did you mean vocab_axis=0\?"),
+    ({"e": np.ones((2, 3, V), np.float32)}, ValueError, r"e \(2, 3, 9\) .*If e holds logits, give the hidden states"),
+    ({"impl": "cce_exact"}, ValueError, "impl='cce_exact' must be one of 'auto', 'cce', .*'cce' has exact gradients"),
     ({"c": np.ones((D + 1, V), np.float32)}, ValueError, r"e .*c \(5, 9\)$"),
     ({"c": np.ones((1, V, D), np.float32)}, ValueError, r"c must have shape \(V, D\).*\(1, 9, 4\)"),
     ({"c": np.ones((0, D), np.float32)}, ValueError, r"V, D >= 1.*\(0, 4\)"),
@@ -206,6 +208,7 @@ LOSSES = {
     "sums": (lambda x, six, two: x.log_probs.sum(), ValueError, r"of the shape of log_probs, \(2,\).* of shape \(\)"),
     "complex": (lambda x, six, two: x.log_probs * 1j, TypeError, "fn must return real numbers of .*, got complex64"),
     "a comparison": (lambda x, six, two: x.log_probs > 0, TypeError, "fn must return .* got bool"),
+    "nothing": (lambda x, six, two: None, TypeError, "returned NoneType: numbers.entropy is None without entropy=True"),
     "a tuple": (lambda x, six, two: (x.log_probs, 1), TypeError, "fn must return .* returned tuple"),
     "the entropy": (lambda x, six, two: x.log_probs - 0.1 * x.entropy, TypeError, "which is None: give entropy=True"),
 }
@@ -235,6 +238,11 @@ def test_a_function_that_jax_cannot_look_up_is_named():
 
     with pytest.raises(TypeError, match=r"fn must be hashable, .* Unhashable is not: define a function, and give"):
         cce_jax.linear_token_loss(E, C, T, Unhashable(1.0))
+
+
+def test_a_function_that_jax_cannot_trace_gets_jaxs_own_error():
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        cce_jax.linear_token_loss(E, C, T, lambda numbers: numbers.lse if numbers.lse.sum() > 0 else -numbers.lse)
 
 
 NO_ARRAYS = {
@@ -452,7 +460,7 @@ def test_check_targets_names_the_first_bad_position():
     for call in (linear_cross_entropy, in_torch):
         with pytest.raises(ValueError, match=r"targets\[1, 0\] = 9 is outside \[0, 9\)"):
             call(E, C, targets, check_targets=True)
-        with pytest.raises(ValueError, match=r"targets\[1, 2\] = -7 .*ignore_index=-100"):
+        with pytest.raises(ValueError, match=r"targets\[1, 2\] = -7 .*=-100: .* did you mean ignore_index=-7"):
             call(E, C, np.where(targets == 9, 0, targets), check_targets=True)
         assert np.isfinite(call(E, C, first, check_targets=True, shift=1))
     with pytest.raises(ValueError, match="outside jit"):

@@ -27,7 +27,8 @@ def choice(name: str, value: object, allowed: Sequence[object]) -> None:
         if value is one or (type(value) is str and value == one):
             return
     if not any(value is a or (type(value) is type(a) and value == a) for a in allowed):
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")
+        exact = "; impl='cce' has exact gradients" if name == "impl" and str(value).startswith("cce_") else ""
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}{exact}")
 
 
 LARGEST = sys.float_info.max
@@ -161,9 +162,15 @@ def trial(tokens: int, entropy: bool) -> Iterator[None]:
     except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
         if "NoneType" in str(error) and not entropy:
             raise TypeError(f"fn reads numbers.entropy, which is None: give entropy=True ({error})") from error
-        if not any(word in str(error) for word in ("broadcast", "size", "shape")):
+        if "traced array" in str(error) or not any(word in str(error) for word in ("broadcast", "size", "shape")):
             raise
         raise ValueError(f"fn fails for {tokens} tokens: {str(error).rstrip('.')}. {AS_ARGUMENT}") from error
+
+
+def no_losses(array: str, found: object, entropy: bool) -> TypeError:
+    """The error for an fn that returns no array. array: what it must return."""
+    hint = ": numbers.entropy is None without entropy=True" if found is None and not entropy else ""
+    return TypeError(f"fn must return {array}, the loss of each token; it returned {type(found).__name__}{hint}")
 
 
 def losses_of_tokens(dtype: str, shape: Shape, tokens: int) -> None:
@@ -204,7 +211,9 @@ def shapes(
         raise ValueError(f"c must have shape {layout} with V, D >= 1 for vocab_axis={vocab_axis}, got c {c}")
     vocabulary, width = c[vocab_axis], c[1 - vocab_axis]
     if not e or e[-1] != width:
-        transposed = "" if not e or e[-1] != vocabulary else f": did you mean vocab_axis={1 - vocab_axis}?"
+        transposed = ""
+        if e and e[-1] == vocabulary:
+            transposed = f": did you mean vocab_axis={1 - vocab_axis}? If e holds logits, give the hidden states"
         raise ValueError(
             f"e must have shape (..., D) with D = {width} as c's {layout} for vocab_axis={vocab_axis}, got e {e} and "
             f"c {c}{transposed}"
@@ -257,7 +266,11 @@ def not_integers(name: str, dtype: object, shape: Shape, e: Shape, cast: str) ->
 
 def bad_target(position: Sequence[int], value: int, vocabulary: int, ignore_index: int) -> ValueError:
     at = ", ".join(map(str, position))
-    return ValueError(f"targets[{at}] = {value} is outside [0, {vocabulary}) and is not ignore_index={ignore_index}")
+    ignored = f": only targets that equal ignore_index are left out; did you mean ignore_index={value}?"
+    return ValueError(
+        f"targets[{at}] = {value} is outside [0, {vocabulary}) and is not ignore_index={ignore_index}"
+        f"{ignored if value < 0 else ''}"
+    )
 
 
 def beta(value: object, divergence: str) -> float | None:
