@@ -1,8 +1,11 @@
-"""The error where XLA would have to split the kernels over devices. JAX's own error does not say what to write instead.
+"""Errors where XLA would have to split the kernels over devices, or JAX to lower them for several platforms.
+
+JAX's own errors do not say what to write instead.
 
 XLA splits a program over the devices of a mesh by Auto axes, and cannot split a kernel: it would gather the kernel's
 operands on every device, or fail. The number of devices is known only when the program is lowered. So an operand of the
-kernels passes through a primitive that is the identity. The lowering rule of the primitive looks at the devices.
+kernels passes through a primitive that is the identity. The lowering rule of the primitive looks at the devices. Of a
+program for several platforms, such as that of a multi-platform jax.export, JAX lowers every branch for every platform.
 """
 
 from typing import Any
@@ -13,7 +16,7 @@ from jax.interpreters import batching, mlir
 
 
 def on_one_device(x: jax.Array, name: str) -> jax.Array:
-    """x. NotImplementedError when a program is lowered in which XLA would have to split the kernels that read x.
+    """x. NotImplementedError when a program is lowered in which the kernels that read x cannot be.
 
     name: of the public function, for the error.
     """
@@ -21,7 +24,12 @@ def on_one_device(x: jax.Array, name: str) -> jax.Array:
 
 
 def _lowered(ctx: Any, x: Any, name: str) -> list[Any]:
-    where = ctx.module_context.axis_context
+    platforms, where = ctx.module_context.platforms, ctx.module_context.axis_context
+    if len(platforms) > 1:
+        raise NotImplementedError(
+            f"{name}: JAX lowers kernels for one platform at a time, and this program is for {', '.join(platforms)}: "
+            "export it for each platform, such as jax.export.export(..., platforms=['cuda']), or use impl='chunked'"
+        )
     mesh = getattr(where, "mesh", None)
     if mesh is not None:  # inside jax.shard_map
         manual = set(where.manual_axes) | set(getattr(mesh, "manual_axes", ()))

@@ -135,7 +135,8 @@ def on_platform(
 
     def on_cuda(inputs: Inputs, *others):
         if on_gpu.forward.sums.engine is not XLA:
-            inputs = inputs._replace(targets=on_one_device(inputs.targets, core.function))
+            e, targets = (on_one_device(x, core.function) for x in (inputs.e, inputs.targets))  # no step reads neither
+            inputs = inputs._replace(e=e, targets=targets)
         return run(on_gpu, inputs, *others)
 
     branches = on_cuda, partial(run, elsewhere)

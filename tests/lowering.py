@@ -77,6 +77,16 @@ def nested(eqn) -> list:
     return [p for p in (getattr(x, "jaxpr", x) for x in values) if hasattr(p, "eqns")]
 
 
+def exported(
+    function: Callable, *arguments: Any, platforms: tuple[str, ...], allowed: tuple[str, ...] = ()
+) -> set[str]:
+    """The custom calls of the function, exported for these platforms. allowed: those whose safety check is disabled."""
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in allowed]
+    with _gpu_at_hand():
+        found = jax.export.export(jax.jit(function), platforms=platforms, disabled_checks=checks)(*arguments)
+    return set(re.findall(r"custom_call @([\w$.]+)", found.mlir_module()))
+
+
 def for_hopper(function: Callable, *arguments: Any, mesh: Any = None) -> list[str]:
     """The names, without cce_, of those that the function, lowered for CUDA, launches through Mosaic GPU.
 

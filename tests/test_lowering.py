@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+import cce_jax
 from cce_jax import linear_cross_entropy, prepare
 from cce_kernels import backward, forward
 from cce_kernels.block_floats import block_of, steps_shape
@@ -32,6 +33,7 @@ from tests.lowering import (
     REGISTERS,
     Resources,
     accesses_of_two_bytes,
+    exported,
     kernels,
     resources,
     stack_accesses_in_loops,
@@ -116,6 +118,27 @@ def test_ragged_shapes_and_every_option_lower(shape, vocab_axis, memory_budget):
     options: dict[str, Any] = {"softcap": 30.0, "label_smoothing": 0.1, "logit_scale": 2.0, "arrays": True}
     found = gradient(jnp.bfloat16, *shape, vocab_axis, memory_budget=memory_budget, **options)
     assert set(FORWARD) < set(names(found))
+
+
+@pytest.mark.parametrize("impl", ["auto", "cce"])
+@pytest.mark.parametrize("name", ["linear_cross_entropy", "linear_log_probs", "linear_divergence"])
+def test_kernels_are_exported_for_one_platform_at_a_time(name, impl):
+    """JAX's own error for two is "Only interpret mode is supported on CPU backend"; docs/jax.md names the check."""
+    given = S((256, 128), jnp.bfloat16), S((512, 128), jnp.bfloat16), S((256,), jnp.int32)
+
+    def loss(e, c, targets, impl=impl):
+        others = (e, c) if name == "linear_divergence" else (targets,)
+        return sum(map(jnp.sum, jax.tree.leaves(getattr(cce_jax, name)(e, c, *others, impl=impl))))
+
+    gradient = jax.grad(loss, (0, 1))
+    with pytest.raises(NotImplementedError, match=rf"^{name}: .* one platform at a time.* for cpu, cuda: .*'chunked'"):
+        exported(gradient, *given, platforms=("cpu", "cuda"))
+    with pytest.raises(ValueError, match="compatibility guarantees"):
+        exported(gradient, *given, platforms=("cuda",))
+    calls = exported(gradient, *given, platforms=("cuda",), allowed=("__gpu$xla.gpu.triton",))
+    assert "__gpu$xla.gpu.triton" in calls
+    assert not exported(gradient, *given, platforms=("cpu",))
+    exported(partial(loss, impl="chunked"), *given, platforms=("cpu", "cuda"))
 
 
 @pytest.mark.parametrize("precision", ["highest", "default", "tensorfloat32"])
