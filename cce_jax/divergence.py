@@ -125,7 +125,7 @@ def linear_divergence(
     contract.choice("reduction", reduction, contract.REDUCTIONS)
     contract.choice("return_entropy", return_entropy, (False, True))
     arguments.known(beta=beta)
-    beta_or_none = contract.beta(beta, divergence)
+    share = contract.beta(beta, divergence)
     targets = np.zeros(np.shape(e)[:-1], np.int32)
     asked = Asked(NAME, -100, softcap, 0, logit_scale, vocab_axis, impl, memory_budget, precision, False, sharding)
     call = prepared(Arrays(e, c, bias, targets, None, None, num_items), asked)
@@ -145,7 +145,7 @@ def linear_divergence(
     with settings.defaults():
         given = given._replace(num_items=items, token_weight=weight, temperature=temperature)
         side = Side(teacher.e, teacher.c, teacher.bias, teacher.scale)
-        loss, entropy = _divergence(given, side, beta_or_none, of)
+        loss, entropy = _divergence(given, side, None if share is None else (share, 1 - share), of)
     return (loss, entropy) if return_entropy else loss
 
 
@@ -177,7 +177,7 @@ class Static:
 
 
 @partial(jax.jit, static_argnames="of")
-def _divergence(given: Arrays, teacher: Side, beta: Any, of: Static) -> tuple[jax.Array, jax.Array | None]:
+def _divergence(given: Arrays, teacher: Side, shares: Any, of: Static) -> tuple[jax.Array, jax.Array | None]:
     core, layout, axis = of.core, of.layout, of.core.head.vocab_axis
     (e, c, bias), wide = given[:3], jnp.promote_types(given.e.dtype, jnp.float32)
     weight, inverse = given.token_weight, given.temperature
@@ -198,7 +198,8 @@ def _divergence(given: Arrays, teacher: Side, beta: Any, of: Static) -> tuple[ja
     if not weight.size:
         return jnp.sum(weight) if summed else weight, weight if of.divergence.entropy else None
     e, c, bias = reverse_mode_only((e, c, bias), core)
-    common = Common(teacher.c, teacher.bias, teacher.scale, None if beta is None else jnp.asarray(beta, wide))
+    shares = None if shares is None else jnp.stack([jnp.asarray(x, wide) for x in shares])
+    common = Common(teacher.c, teacher.bias, teacher.scale, shares)
     inputs = Inputs(e, c, bias, jnp.zeros(weight.shape, jnp.int32), None, given.scale, inverse)
     summands = Summands(inputs, Terms(weight, teacher.e), common).weighted(weight)
     value, numbers = divergences(summands, core, of.divergence, layout, summed)

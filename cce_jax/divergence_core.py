@@ -40,7 +40,7 @@ class Common(NamedTuple):
     teacher_c: jax.Array
     teacher_bias: jax.Array | None
     teacher_scale: jax.Array | None  # (1,)
-    beta: jax.Array | None  # ()
+    shares: jax.Array | None  # (2,), as of divergence.Given
 
 
 class Summands(NamedTuple):
@@ -58,7 +58,7 @@ class Summands(NamedTuple):
         (e, c, bias, _, _, scale, inverse, _), (weight, teacher_e), of = self
         assert teacher_e is not None
         teacher = Side(teacher_e, of.teacher_c, of.teacher_bias, of.teacher_scale)
-        return Given(Side(e, c, bias, scale), teacher, weight, inverse, of.beta)
+        return Given(Side(e, c, bias, scale), teacher, weight, inverse, of.shares)
 
 
 def divergences(
@@ -90,17 +90,26 @@ def _reference(of: Summands, core: Core, how: Divergence) -> Numbers:
     log_s = log_p(Side(e.astype(c.dtype), c, bias, scale), core.head)
     log_t = log_p(Side(teacher_e, *common[:3]), how.teacher).astype(log_s.dtype)  # type: ignore[arg-type]
     s, t = jnp.exp(log_s), jnp.exp(log_t)
+    gap = jnp.where(log_s == log_t, 0, log_t - log_s)  # both may be −inf
 
-    def kl(p: jax.Array, log_p: jax.Array, log_q: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(p > 0, p * (log_p - log_q), 0), axis=1)
+    def kl(p: jax.Array, log_p_over_q: jax.Array) -> jax.Array:
+        return jnp.sum(p * jnp.where(p > 0, log_p_over_q, 0), axis=1)  # the derivative of 0 times infinity is NaN
 
     if how.kind == "jsd":
-        log_m = jnp.logaddexp(jnp.log(common.beta) + log_t, jnp.log1p(-common.beta) + log_s)
-        total = common.beta * kl(t, log_t, log_m) + (1 - common.beta) * kl(s, log_s, log_m)
+        of_t, of_s = common.shares  # type: ignore[misc]
+        total = of_t * kl(t, -_log_mixed(-gap, of_s, of_t)) + of_s * kl(s, -_log_mixed(gap, of_t, of_s))
     else:
-        total = kl(t, log_t, log_s) if how.kind == "forward_kl" else kl(s, log_s, log_t)
+        total = kl(t, gap) if how.kind == "forward_kl" else kl(s, -gap)
     entropy = jnp.sum(entropy_terms(log_s), axis=1) if how.entropy else None
     return jax.tree.map(lambda x: jnp.where(live, x.reshape(live.shape), 0), Numbers(total, entropy))
+
+
+def _log_mixed(x: jax.Array, share: jax.Array, rest: jax.Array) -> jax.Array:
+    """log(rest + share·exp(x)), where share + rest = 1. It keeps its digits where share is close to 0 or to 1."""
+    x = jnp.minimum(x, 80)  # where it is more, the probability that the result belongs to is below exp(−80)
+    less = share * jnp.expm1(x)
+    near = less > -0.5
+    return jnp.where(near, jnp.log1p(jnp.where(near, less, 0)), jnp.log(rest + share * jnp.exp(x)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))

@@ -303,6 +303,44 @@ def test_equal_distributions_have_no_divergence_and_near_ones_a_positive_one(kin
         np.testing.assert_allclose(each, want, rtol=rounding)
 
 
+BETAS = 1e-12, 1e-6, 0.5, 1 - 1e-6
+
+
+def jsd(beta: float) -> tuple[float, np.ndarray]:
+    """The jsd of FIXED in float64 and its gradient by e, without differences of numbers of the size of 1."""
+    e, c, *teacher = (np.float64(x) for x in FIXED.arrays.values())
+    logs = [z - np.logaddexp.reduce(z, axis=1, keepdims=True) for z in (e @ c.T, teacher[0] @ teacher[1].T)]
+    s, t = np.exp(logs)
+    of_s = -np.log1p(beta * np.expm1(logs[1] - logs[0]))
+    of_t = -np.log1p((1 - beta) * np.expm1(logs[0] - logs[1]))
+    of_student = np.sum(s * of_s, axis=1)
+    total = beta * np.sum(t * of_t, axis=1) + (1 - beta) * of_student
+    dz = (1 - beta) * s * (of_s - of_student[:, None])
+    return total.mean(), dz @ c / len(e)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("impl", ["reference", "chunked", "cce"])
+def test_a_jsd_keeps_its_digits_as_beta_goes_to_0_or_1(impl, beta):
+    """It goes to 0 itself."""
+    value, gradient = jax.value_and_grad(lambda e: loss(e=e, beta=beta, impl=impl))(FIXED.arrays["e"])
+    want, of_e = jsd(beta)
+    np.testing.assert_allclose(value, want, rtol=2e-6)
+    assert error(gradient, of_e) < 1e-5
+
+
+def test_a_jsd_close_to_0_keeps_its_digits_in_float16():
+    """dz is divided by the size of what it can be, which goes to 0 with beta."""
+    e, c, *teacher = (x.astype(jnp.float16) for x in FIXED.arrays.values())
+
+    def gradient(beta: float, impl: str) -> np.ndarray:
+        loss = partial(linear_divergence, divergence="jsd", beta=beta, num_items=min(beta, 1 - beta), impl=impl)
+        return np.asarray(jax.grad(lambda c: loss(e, c, *teacher))(c), np.float64)
+
+    for beta in BETAS[1:]:
+        assert error(gradient(beta, "chunked"), gradient(beta, "reference")) < 2 * roundoff(np.float16)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [40.0, 3000.0])
 def test_far_distributions_are_finite(kind, size):
@@ -323,6 +361,11 @@ def test_ids_that_neither_has_count_nothing():
         found, want = run(FIXED.arrays["e"], bias=bias, teacher_bias=bias), run(FIXED.arrays["e"], **few)
         np.testing.assert_allclose(found[0], want[0], rtol=1e-5)
         np.testing.assert_allclose(found[1], want[1], rtol=1e-4, atol=1e-6)
+        for of_teacher in (None, bias) if kind != "forward_kl" else (bias,):  # it would be infinite
+            of = {"bias": bias, "teacher_bias": of_teacher}
+            found, want = (run(FIXED.arrays["e"], **of, impl=impl) for impl in ("reference", "chunked"))
+            np.testing.assert_allclose(found[0], want[0], rtol=1e-5)
+            np.testing.assert_allclose(found[1], want[1], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -459,7 +502,7 @@ def given_of(call: Call, of_teacher: Head, seed: int = 0, make: Any = None) -> G
 
     student, teacher = side(call.width, call.head.vocab_axis), side(call.teacher_width, of_teacher.vocab_axis)
     weight = jnp.asarray(rng.uniform(size=call.tokens) * (rng.random(call.tokens) < 0.8), "float32")
-    return Given(student, teacher, weight, None, jnp.float32(0.3))
+    return Given(student, teacher, weight, None, jnp.float32([0.3, 0.7]))
 
 
 def test_the_function_for_other_frameworks():

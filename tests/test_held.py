@@ -473,9 +473,11 @@ class Distilled:
 
         student = side(self.width, self.dtype, self.axes[0], self.bias)
         teacher = side(self.of_teacher, self.type_of_teacher, self.axes[1], False)
-        weight, beta = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((self.tokens,), ()))
+        weight, shares = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((self.tokens,), (2,)))
         how = divergence.Divergence(self.kind, Head(30.0, self.axes[1]), entropy=True)
-        return held(partial(function, of=how, plan=plan), divergence.Given(student, teacher, weight, None, beta)).bytes
+        return held(
+            partial(function, of=how, plan=plan), divergence.Given(student, teacher, weight, None, shares)
+        ).bytes
 
 
 OF_TEACHER = Distilled(bias=True), Distilled(dtype="float16", kind="reverse_kl", memory_budget=640 * MIB)

@@ -131,6 +131,17 @@ def test_float64(impl, kind):
     assert linear_divergence(**{**x, "impl": "auto"}).dtype == torch.float64
 
 
+@pytest.mark.parametrize("beta", of_jax.BETAS)
+@pytest.mark.parametrize("impl", ["reference", "torch_compile"])
+def test_a_jsd_keeps_its_digits_as_beta_goes_to_0_or_1(impl, beta):
+    x = {name: tensor(y) for name, y in of_jax.FIXED.arrays.items()}
+    value = linear_divergence(**x | {"e": x["e"].requires_grad_()}, divergence="jsd", beta=beta, impl=impl)
+    value.backward()
+    want, of_e = of_jax.jsd(beta)
+    np.testing.assert_allclose(value.item(), want, rtol=2e-6)
+    np.testing.assert_allclose(x["e"].grad, of_e, rtol=1e-5, atol=1e-5 * np.abs(of_e).max())
+
+
 def test_a_teacher_of_float64_beside_a_student_of_float32():
     x = given(impl="auto")
     wide = x | {name: x[name].double() for name in ("teacher_e", "teacher_c")}

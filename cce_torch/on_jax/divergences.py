@@ -85,7 +85,7 @@ class Problem:
         student = self.tokens.padded(e, 0), self.kind.in_memory(c), programs.dense(bias)
         teacher = self.tokens.padded(teacher_e, 0), programs.dense(teacher_c), programs.dense(teacher_bias)
         weight, inverse = self.tokens.padded(weight, 0), self.tokens.padded(inverse, 1)
-        return [*student, *teacher, weight, inverse, beta, *map(programs.scale_of, scales)]
+        return [*student, *teacher, weight, inverse, beta, 1 - beta, *map(programs.scale_of, scales)]
 
     def numbers(self, given: Given) -> list[Tensor]:
         """Memory for the numbers of each token."""
@@ -185,11 +185,11 @@ def _de_program(way: Way, in_place: bool) -> Callable:
 
 
 def _given(arrays: Sequence[Any]) -> divergence.Given:
-    e, c, bias, teacher_e, teacher_c, teacher_bias, weight, inverse, beta, *scales = arrays
+    e, c, bias, teacher_e, teacher_c, teacher_bias, weight, inverse, beta, rest, *scales = arrays
     scale, teacher_scale = (None if x is None else x.reshape(1) for x in scales)
     student = divergence.Side(e, c, bias, scale)
     teacher = divergence.Side(teacher_e, teacher_c, teacher_bias, teacher_scale)
-    return divergence.Given(student, teacher, weight, inverse, beta)
+    return divergence.Given(student, teacher, weight, inverse, jnp.stack([beta, rest]))
 
 
 def _start(key: Distilled, given: divergence.Given) -> tuple[Any, Any, Any]:

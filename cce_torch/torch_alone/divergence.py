@@ -9,7 +9,7 @@ memory budget.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -180,11 +180,16 @@ def of_logs(log_s: Tensor, log_t: Tensor, measure: Measure) -> tuple[Tensor, Ten
 
 
 def _logs_of_mixture(delta: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """log(s/m) and log(t/m)."""
-    down, up = delta.clamp(max=0), delta.clamp(min=0)
-    of_s = -torch.log1p(beta * torch.expm1(down))
-    of_t = -torch.log1p((1 - beta) * torch.expm1(-up))
-    return torch.where(delta > 0, of_t - up, of_s), torch.where(delta > 0, of_t, of_s + down)
+    """log(s/m) and log(t/m), where delta is log(t/s). They keep their digits where beta is close to 0 or to 1."""
+
+    def log_mixed(x: Tensor, share: float, rest: float) -> Tensor:
+        """log(rest + share·exp(x))."""
+        x = x.clamp(max=80)  # where it is more, the probability that the result belongs to is below exp(−80)
+        less = share * torch.expm1(x)
+        near = less > -0.5
+        return torch.where(near, torch.log1p(torch.where(near, less, 0)), torch.log(rest + share * torch.exp(x)))
+
+    return -log_mixed(delta, beta, 1 - beta), -log_mixed(-delta, 1 - beta, beta)
 
 
 def _terms(p: Tensor, x: Tensor, q: Tensor) -> Tensor:
@@ -216,14 +221,15 @@ def reference(z: tuple[Tensor, Tensor], weight: Tensor, measure: Measure) -> tup
     log_s, log_t = torch.log_softmax(z[0], 1), torch.log_softmax(z[1].detach(), 1).to(z[0].dtype)
     (kind, beta), s, t = measure, torch.exp(log_s), torch.exp(log_t)
 
-    def kl(p: Tensor, log_p: Any, log_q: Tensor) -> Tensor:
-        return (p * torch.where(p > 0, log_p - log_q, 0)).sum(1)
+    delta = torch.where(log_s == log_t, 0, log_t - log_s)  # both may be −inf
+
+    def kl(p: Tensor, log_p_over_q: Tensor) -> Tensor:
+        return (p * torch.where(p > 0, log_p_over_q, 0)).sum(1)
 
     if kind == "jsd":
-        m = beta * t + (1 - beta) * s
-        log_m = torch.log(torch.where(m > 0, m, 1))
-        total = beta * kl(t, log_t, log_m) + (1 - beta) * kl(s, log_s, log_m)
+        of_s, of_t = _logs_of_mixture(delta, beta)
+        total = beta * kl(t, of_t) + (1 - beta) * kl(s, of_s)
     else:
-        total = kl(t, log_t, log_s) if kind == "forward_kl" else kl(s, log_s, log_t)
+        total = kl(t, delta) if kind == "forward_kl" else kl(s, -delta)
     live = weight != 0
     return torch.where(live, total, 0), torch.where(live, entropy_of(log_s.detach()), 0)

@@ -66,7 +66,7 @@ class Given(NamedTuple):
     teacher: Side
     weight: jax.Array  # (N,) at least float32
     inverse_temperature: jax.Array | None = None  # (N,) at least float32: multiplies both logits; None: 1
-    beta: jax.Array | None = None  # (), of a jsd
+    shares: jax.Array | None = None  # (2,), of a jsd: the teacher's and the student's in the mixture, β and 1 − β
 
     @property
     def inputs(self) -> Inputs:
@@ -114,10 +114,10 @@ def begin(given: Given, of: Divergence, plan: Plan, cleared: bool = False) -> tu
         live = of_student.live
         own = Tokens(of_student.inputs, teacher._replace(e=jnp.where(live[:, None], e, 0)), jnp.where(live, weight, 0))
         if way.passes is None:
-            numbers, dz, unit = _by_xla(own, given.beta, of, plan)
+            numbers, dz, unit = _by_xla(own, given.shares, of, plan)
             dz = dz.astype(inputs.e.dtype)
         else:
-            (numbers, dz), unit = _by_kernels(own, of_student.count[0], given.beta, of, plan), None
+            (numbers, dz), unit = _by_kernels(own, of_student.count[0], given.shares, of, plan), None
         dbias = _dbias_of(dz, plan.call) if plan.call.wants.bias else None
         return Formed(numbers, *of_dz(of_student, dz, dbias, unit, plan))
 
@@ -162,7 +162,7 @@ def _logits_of_teacher(own: Tokens, way: InForward, of: Divergence, plan: Plan) 
 
 
 def _by_kernels(
-    own: Tokens, count: jax.Array, beta: jax.Array | None, of: Divergence, plan: Plan
+    own: Tokens, count: jax.Array, shares: jax.Array | None, of: Divergence, plan: Plan
 ) -> tuple[Numbers, jax.Array]:
     """The numbers of a chunk's tokens, and dz, (n, columns of saved_shape).
 
@@ -172,7 +172,6 @@ def _by_kernels(
     assert way is not None
     assert way.passes is not None
     passes, size, dz_wanted = way.passes, way.logits_of(tokens), call.wanted is not None
-    beta = None if of.kind != "jsd" or beta is None else beta.reshape(1)
     assert way.logits is not None
     logits = (way.logits, call), _logits_of_teacher(own, way, of, plan)
 
@@ -184,12 +183,12 @@ def _by_kernels(
             by.engine.whole_logits(by, Problem(replace(of_side, tokens=size), plan.gpu, inputs), here)
             for (by, of_side), inputs in zip(logits, (part.inputs, part.of_teacher), strict=True)
         )
-        given = Pass(sides[0], sides[1], part.inputs.inverse_temperature, None, part.size, beta)
+        given = Pass(sides[0], sides[1], part.inputs.inverse_temperature, None, part.size, shares)
         static, problem = Static(of.kind, True, of.entropy, dz_wanted), Problem(call, plan.gpu, part.inputs)
         at = (dz, start) if dz_wanted else None
         sums, formed = passes.engine.divergence_pass(passes, problem, given, here, at, static)
         dz = dz if formed is None else formed
-        total = sums[0] if beta is None else beta * sums[1] + (1 - beta) * sums[0]
+        total = _total(of, shares, sums)
         own_numbers = Numbers(total, sums[-1] if of.entropy else None)
         return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), numbers, own_numbers), dz
 
@@ -202,10 +201,10 @@ def _by_kernels(
 
 
 def _by_xla(
-    own: Tokens, beta: jax.Array | None, of: Divergence, plan: Plan
+    own: Tokens, shares: jax.Array | None, of: Divergence, plan: Plan
 ) -> tuple[Numbers, jax.Array, jax.Array | None]:
     """The numbers of some tokens, (n,); dz, (n, V), at least float32, divided by a unit; the unit, or None for 1."""
-    head, beta, teacher = plan.call.head, None if of.kind != "jsd" else beta, own.of_teacher
+    head, teacher = plan.call.head, own.of_teacher
     x = head.whole_logits(own.inputs.e, own.inputs.c, own.inputs.bias, own.inputs.scale)
     y = of.teacher.whole_logits(teacher.e, teacher.c, teacher.bias, teacher.scale).astype(x.dtype)
     divided = own.inputs.divided
@@ -214,7 +213,7 @@ def _by_xla(
     peaks = [jnp.where(jnp.isfinite(peak), peak, 0) for peak in found]
     masses = _sums(*(jnp.exp(divided(x) - peak[:, None]) for x, peak in zip(both, peaks, strict=True)))
     sides = [Whole(x, peak, jnp.log(mass)) for x, peak, mass in zip(both, peaks, masses, strict=True)]
-    given = lax.optimization_barrier(Pass(sides[0], sides[1], own.inputs.inverse_temperature, None, None, beta))
+    given = lax.optimization_barrier(Pass(sides[0], sides[1], own.inputs.inverse_temperature, None, None, shares))
     sums: list[jax.Array] = []
     for k in range(2 if of.kind == "jsd" else 1):  # one after the other: XLA would store what both are made from
         terms = [given.terms(Static(of.kind, True, False))[k]]
@@ -222,15 +221,17 @@ def _by_xla(
             terms += given.terms(Static(of.kind, False, True))
         given, found = lax.optimization_barrier((given, _sums(*terms)))
         sums += found
-    total = of_student = sums[0]
-    if beta is not None:
-        total = beta * sums[-1] + (1 - beta) * of_student
     size, unit = own.size, None
     if plan.call.dtype == "float16":
-        unit = _unit(size * (1 + of_student))
+        unit = _unit(size * _largest_derivative(of, shares, sums[0]))
         size = size / unit
-    dz = given._replace(of_student=of_student, size=size).dz(of.kind, head)
-    return Numbers(total, sums[1] if of.entropy else None), dz, unit
+    dz = given._replace(of_student=sums[0], size=size).dz(of.kind, head)
+    return Numbers(_total(of, shares, [sums[0], sums[-1]]), sums[1] if of.entropy else None), dz, unit
+
+
+def _total(of: Divergence, shares: Any, sums: list[jax.Array]) -> jax.Array:
+    """The divergence, from the sum of its terms; of a jsd from KL(s‖m) and KL(t‖m)."""
+    return sums[0] if of.kind != "jsd" else shares[0] * sums[1] + shares[1] * sums[0]
 
 
 def _largest(*arrays: jax.Array) -> list[jax.Array]:
@@ -258,12 +259,20 @@ def _dbias_of(dz: jax.Array, call: Call) -> jax.Array:
     return lax.dot(ones, dz, preferred_element_type=jnp.float32)[0, : call.vocabulary]
 
 
+def _largest_derivative(of: Divergence, shares: Any, of_student: jax.Array) -> jax.Array:
+    """A bound of the derivative by a logit, (n,), where of_student is KL(s‖t), or of a jsd KL(s‖m).
+
+    It is 1 for the forward KL. For the reverse KL s·(log(s/t) − KL(s‖t)) is at most 1 + KL(s‖t): the negative terms of
+    KL(s‖t) are the s·log(t/s) ≤ t − s of some ids, and their sum is at most 1. For a jsd the s·log(m/s) ≤ m − s are
+    β·(t − s), and their sum is at most β.
+    """
+    return shares[1] * (shares[0] + of_student) if of.kind == "jsd" else 1 + of_student
+
+
 def _unit(bound: jax.Array) -> jax.Array:
     """What dz of a chunk is divided by in float16, so that no element is above FLOAT16_LARGEST.
 
-    An element is at most 1 of the forward KL. Of the others s·(log(s/q) − KL(s‖q)) is at most 1 + KL(s‖q): the negative
-    terms of KL(s‖q) are the s·log(q/s) ≤ q − s of some ids, and their sum is at most 1. bound: that for each token,
-    (n,), times its weight and the factor of the inputs.
+    bound: of the elements of dz of each token, (n,).
     """
     size = jnp.abs(bound)
     largest = jnp.max(jnp.where(jnp.isfinite(size), size, 0))

@@ -25,14 +25,14 @@ divergences are then
     M·h                          where p is the larger one
     M·(E² − (1 + E)·h)           where p is the smaller one
 
-For the jsd let r be the share of the smaller one in m, β or 1 − β, w = r·E, so that m = M·(1 + w), and
-g = w − log(1 + w). The terms are
+For the jsd let p be s_v or t_v and q the other one, r the share of q in m, β or 1 − β, and w = r·(q/p − 1), where
+q/p − 1 is E if p is the larger one and −E / (1 + E) if it is the smaller one. So m = p·(1 + w), log(p/m) = −log(1 + w),
+and the terms are p·(w − log(1 + w)). As β goes to 0 or 1 the divergence goes to 0 as β or 1 − β does, and one of the
+two w with it: no number of the size of 1 may be subtracted from another. Hence both shares are given, and a large
+1 + w is (1 − r) + r·q/p.
 
-    M·g                                        of the larger one, whose log(p/m) is −log(1 + w)
-    M·((1 − r)·E² − (1 + E)·(h − g))           of the smaller one, whose log(p/m) is −log(1 + w) − d
-
-h and g are about d²/2 and w²/2 where d is small. Polynomials give them there. ∂L/∂z_v needs none: log s_v − log t_v
-itself has the rounding errors of the logits. Of the jsd log(s_v / m_v) = −log(1 − β + β·exp(log t_v − log s_v)).
+h and w − log(1 + w) are about d²/2 and w²/2 where d and w are small. Polynomials give them there. ∂L/∂z_v of the KL
+divergences needs none: log s_v − log t_v itself has the rounding errors of the logits.
 """
 
 import math
@@ -114,7 +114,7 @@ class Pass(NamedTuple):
     inverse_temperature: Any  # (n,); None: 1
     of_student: jax.Array | None  # (n,): KL(s‖t), or of a jsd KL(s‖m), which their dz needs; None where it is not known
     size: jax.Array | None  # (n,): what multiplies the derivative, without the softcap's slope
-    beta: jax.Array | None  # (1,), of a jsd
+    shares: Any  # of a jsd, (2,): the teacher's and the student's share of the mixture, β and 1 − β
 
     @property
     def logs(self) -> tuple[jax.Array, jax.Array]:
@@ -124,7 +124,7 @@ class Pass(NamedTuple):
     def terms(self, static: Static, f: Functions = FUNCTIONS) -> list[jax.Array]:
         """The terms (n, columns) of the sums."""
         log_s, log_t = self.logs
-        found = list(terms_of(log_s, log_t, static.kind, self.beta, f)) if static.divergence else []
+        found = list(terms_of(log_s, log_t, static.kind, self.shares, f)) if static.divergence else []
         return [*found, entropy_terms(log_s, f)] if static.entropy else found
 
     def dz(self, kind: Kind, head: Head, f: Functions = FUNCTIONS) -> jax.Array:
@@ -142,9 +142,7 @@ class Pass(NamedTuple):
         assert self.of_student is not None
         s, ratio = f.exp(log_s), log_s - log_t
         if kind == "jsd":
-            assert self.beta is not None
-            t_over_s = f.exp(jnp.minimum(-ratio, LARGE_EXPONENT))
-            ratio, size = -f.log(1 - self.beta + self.beta * t_over_s), (1 - self.beta) * size
+            ratio, size = -Mixed.of(Gap.of(log_s, log_t, f), True, self.shares, f).log, self.shares[1] * size
         return jnp.where(s > 0, s * (size * (ratio - self.of_student[:, None])), 0)
 
 
@@ -152,7 +150,7 @@ class Gap(NamedTuple):
     """How far the student's and the teacher's probability of an id are apart, (n, columns) each."""
 
     larger: jax.Array  # M: the larger of the two
-    distance: jax.Array  # d, at least 0
+    ratio: jax.Array  # exp(−d): the smaller of the two over M
     e: jax.Array  # E: the smaller of the two is M·(1 + E)
     h: jax.Array  # d + E
     of_student: jax.Array  # whether s is the larger one
@@ -160,26 +158,39 @@ class Gap(NamedTuple):
     @classmethod
     def of(cls, log_s: jax.Array, log_t: jax.Array, f: Functions) -> "Gap":
         d = jnp.where(log_s == log_t, 0, jnp.abs(log_s - log_t))  # both may be −inf
+        ratio = f.exp(-d)
         if d.dtype == jnp.float64:
             e = jnp.expm1(-d)
             h = d + e
         else:
-            near, far = d < NEAR_D, f.exp(-d) - 1
+            near, far = d < NEAR_D, ratio - 1
             h = jnp.where(near, d * d * _polynomial(d, OF_EXP), d + far)
             e = jnp.where(near, h - d, far)
-        return cls(f.exp(jnp.maximum(log_s, log_t)), d, e, h, log_s >= log_t)
+        return cls(f.exp(jnp.maximum(log_s, log_t)), ratio, e, h, log_s >= log_t)
 
-    def share(self, beta: jax.Array) -> jax.Array:
-        """r: the share of the smaller one in m."""
-        return jnp.where(self.of_student, beta, 1 - beta)
 
-    def of_smaller(self, r: Any = 0.0, g: Any = 0.0) -> jax.Array:
-        """The term of the smaller one, over M; 1 where the smaller one is 0, and h is infinite."""
-        return (1 - r) * self.e * self.e - (1 + self.e) * (jnp.minimum(self.h, LARGE) - g)
+class Mixed(NamedTuple):
+    """The mixture m beside one of the two distributions, p, (n, columns) each."""
+
+    log: jax.Array  # log(m/p) = log(1 + w); where p is 0, some finite number
+    term: jax.Array  # p·(w − log(1 + w))
+
+    @classmethod
+    def of(cls, gap: Gap, of_student: bool, shares: Any, f: Functions) -> "Mixed":
+        """of_student: whether p is the student's, else it is the teacher's."""
+        own, r = shares[int(of_student)], shares[int(not of_student)]
+        is_larger = gap.of_student if of_student else ~gap.of_student
+        p, q, to_q = (
+            jnp.where(is_larger, x, y) for x, y in ((1, gap.ratio), (gap.ratio, 1), (gap.e, -gap.e))
+        )  # over M
+        over_p = 1 / jnp.maximum(p, jnp.finfo(p.dtype).tiny)
+        w = r * (to_q * over_p)
+        near, far = (w > NEAR_W[0]) & (w < NEAR_W[1]), f.log(own + r * (q * over_p))
+        less = w - jnp.log1p(jnp.where(near, w, 0)) if w.dtype == jnp.float64 else w * w * _polynomial(w, OF_LOG)
+        return cls(jnp.where(near, w - less, far), gap.larger * jnp.where(near, p * less, r * to_q - p * far))
 
 
 LARGE = 1e30
-LARGE_EXPONENT = 80.0  # where log t − log s is above it, s is below exp(−80): dz is next to 0 if log(t / s) is finite
 
 
 def _fitted(series: list[float], domain: tuple[float, float], degree: int) -> list[float]:
@@ -189,9 +200,9 @@ def _fitted(series: list[float], domain: tuple[float, float], degree: int) -> li
 
 
 # exp(−d) − 1 + d = d²·(1/2 − d/6 + d²/24 − …) and w − log(1 + w) = w²·(1/2 − w/3 + w²/4 − …), to a relative 1e-7
-NEAR_D, NEAR_W = 0.5, -0.25
+NEAR_D, NEAR_W = 0.5, (-0.25, 0.3)
 OF_EXP = _fitted([(-1) ** n / math.factorial(n + 2) for n in range(20)], (0, NEAR_D), 4)
-OF_LOG = _fitted([(-1) ** n / (n + 2) for n in range(40)], (NEAR_W, 0), 5)
+OF_LOG = _fitted([(-1) ** n / (n + 2) for n in range(40)], NEAR_W, 7)
 
 
 def _polynomial(x: jax.Array, factors: list[float]) -> jax.Array:
@@ -208,21 +219,14 @@ def entropy_terms(log_p: jax.Array, f: Functions = FUNCTIONS) -> jax.Array:
 
 
 def terms_of(
-    log_s: jax.Array, log_t: jax.Array, kind: Kind, beta: jax.Array | None, f: Functions = FUNCTIONS
+    log_s: jax.Array, log_t: jax.Array, kind: Kind, shares: Any, f: Functions = FUNCTIONS
 ) -> tuple[jax.Array] | tuple[jax.Array, jax.Array]:
     """The terms (n, columns) whose sum is the divergence; of a jsd those of KL(s‖m) and of KL(t‖m)."""
     gap = Gap.of(log_s, log_t, f)
     if kind != "jsd":
         first = gap.of_student if kind == "reverse_kl" else ~gap.of_student
-        term = gap.larger * jnp.where(first, gap.h, gap.of_smaller())
+        of_smaller = gap.e * gap.e - (1 + gap.e) * jnp.minimum(gap.h, LARGE)  # 1 where the smaller one is 0
+        term = gap.larger * jnp.where(first, gap.h, of_smaller)
         return (jnp.where(gap.larger > 0, term, 0),)  # 0 times an infinite h
-    assert beta is not None
-    r = gap.share(beta)
-    w = r * gap.e
-    if w.dtype == jnp.float64:
-        g = w - jnp.log1p(w)
-    else:
-        g = jnp.where(w > NEAR_W, w * w * _polynomial(w, OF_LOG), w - f.log(1 + w))
-    of_larger, of_smaller = gap.larger * g, gap.larger * gap.of_smaller(r, g)
-    of_s, of_t = (jnp.where(first, of_larger, of_smaller) for first in (gap.of_student, ~gap.of_student))
+    of_s, of_t = (Mixed.of(gap, of_student, shares, f).term for of_student in (True, False))
     return of_s, of_t

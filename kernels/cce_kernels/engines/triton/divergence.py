@@ -110,9 +110,9 @@ def _pass_kernel(how: How, of: Pass, count_ref, start_ref, _, *found_refs, stati
     def norms(x: Whole) -> Whole:
         return Whole(None, loaded(x.largest), loaded(x.log_mass))
 
-    beta = None if of.beta is None else of.beta[0]
+    shares = None if of.shares is None else (of.shares[0], of.shares[1])
     inverse, token_size = loaded(of.inverse_temperature), loaded(of.size)
-    of_token = Pass(norms(of.student), norms(of.teacher), inverse, None, token_size, beta)
+    of_token = Pass(norms(of.student), norms(of.teacher), inverse, None, token_size, shares)
 
     def store_dz(dz) -> None:
         assert dz_ref is not None
