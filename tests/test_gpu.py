@@ -65,7 +65,7 @@ def test_edges():
 
 
 def test_vmap():
-    transforms.test_vmap_and_its_gradients("cce")
+    transforms.test_reverse_mode("vmap of grad of scan of checkpoint", "c", "cce")
 
 
 def test_rows_whose_target_is_far_below_the_largest_logit_are_rescued():
