@@ -14,6 +14,7 @@ tests() {
   echo "git tree: ${CCE_GIT_TREE:-$(git rev-parse 'HEAD^{tree}')}"
   nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
   timeout 400 $gpu_tests -n 8 --durations=5 -k "not classifier_of_more and not alone" 2>&1
+  timeout 900 $python -m tests.search --shapes gpu --seed 1 --cases 240 --processes 12 --shrink 0 2>&1
 }
 # These take all of the memory, one of them 60 GB of float64, which its process keeps: by themselves.
 alone() {

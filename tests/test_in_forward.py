@@ -151,7 +151,7 @@ def test_dc_summed_by_xla(vocabulary, width, chunks, axis, dtype, columns, block
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_xla_takes_no_integer_from_the_bits_of_a_sum(axis):
-    """On an H200 it stored −1 for them with axis 1. tests/test_gpu_divergence.py draws such sums on a GPU."""
+    """On an H200 it stored −1 for them with axis 1. `python -m tests.search --shapes gpu` draws such sums."""
     step, shape = Step(XLA, 128, groups=Groups(300, 128)), (300, 64) if axis == 0 else (64, 300)
     call = Call(24, 64, 300, "bfloat16", Head(vocab_axis=axis), False, False, BOTH, 0)
     left = Left(jnp.zeros((24, 300), "bfloat16"), jnp.zeros((24, 64), "bfloat16"), None, None)

@@ -3,14 +3,11 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-import cce_jax
 from cce_torch import linear_log_probs, ops
 from cce_torch.call import Call
 from cce_torch.on_jax import bridge
@@ -71,59 +68,6 @@ def test_one_product_gives_all_numbers(impl, compiled, products):
     assert products == [pytest.approx(1), pytest.approx(3)] or impl == "cce"  # whose kernels are not counted
 
 
-def test_the_numbers_are_those_of_jax():
-    for tokens in ((3, 7), (2, 5), (4, 9), (2, 11), (3, 100), (6,)):  # some of them padded
-        e, c, targets = drawn(*tokens)
-        temperature = torch.linspace(0.5, 2, targets.numel()).reshape(targets.shape)
-        options = {**ASKED, "shift": 1, "softcap": 4.0, "impl": "chunked"}
-        found = linear_log_probs(e, c, targets, temperature=temperature, precision="highest", **options)
-        arrays = (jnp.asarray(x.detach().numpy()) for x in (e, c, targets, temperature))
-        *arrays, by = arrays
-        want = cce_jax.linear_log_probs(*arrays, temperature=by, precision="highest", **options)
-        for name, x in found._asdict().items():
-            y = getattr(want, name)
-            assert (x is None) == (y is None)
-            if x is not None:
-                np.testing.assert_allclose(x.detach().numpy(), np.asarray(y), rtol=1e-5, atol=1e-6, err_msg=name)
-        assert found.predicted.dtype == found.top_ids.dtype == torch.int64
-        assert not any(x.requires_grad for x in (found.top_log_probs, found.mean_logit, found.top_ids))
-
-
-@pytest.mark.parametrize("asked", [{"top_k": 3}, {"predicted": True}, {"mean_logit": True}])
-def test_each_alone_and_its_gradients(asked):
-    e, c, targets = drawn(3, 7)
-    found, plain = (linear_log_probs(e, c, targets, entropy=True, impl="chunked", **x) for x in (asked, {}))
-    for name, x in linear_log_probs(e, c, targets, impl="chunked", **ASKED)._asdict().items():
-        if name in ("top_ids", "top_log_probs"):
-            x = x[..., :3]
-        if getattr(found, name) is not None:
-            torch.testing.assert_close(getattr(found, name), x)
-    names = {"top_k": ("top_ids", "top_log_probs"), "predicted": ("predicted",), "mean_logit": ("mean_logit",)}
-    selections = ("predicted", "top_ids", "top_log_probs", "mean_logit")
-    given = next(iter(asked))
-    assert tuple(name for name in selections if getattr(found, name) is not None) == names[given]
-    gradients = (torch.autograd.grad(total(x), (e, c)) for x in (found, plain))
-    torch.testing.assert_close(*gradients)
-
-
-def test_under_checkpoints():
-    e, c, targets = drawn(3, 7)
-
-    def run(e, c):
-        found = linear_log_probs(e, c, targets, impl="chunked", **ASKED)
-        return total(found), found.top_ids, found.top_log_probs, found.mean_logit
-
-    plain, *selected = run(e, c)
-    want = torch.autograd.grad(plain, (e, c))
-    for reentrant in (False, True):
-        value, *others = checkpoint(run, e, c, use_reentrant=reentrant)
-        torch.testing.assert_close(others, selected)
-        leaves = [x.detach().requires_grad_() for x in (e, c)]
-        value, *_ = checkpoint(run, *leaves, use_reentrant=reentrant)
-        value.backward()
-        torch.testing.assert_close([x.grad for x in leaves], list(want))
-
-
 def test_compiled_for_any_k():
     torch._dynamo.reset()
     e, c, targets = drawn(3, 7)
@@ -138,22 +82,6 @@ def test_compiled_for_any_k():
             value, *others = call(e, c, k)
             results.append([*others, *torch.autograd.grad(value, (e, c))])
         torch.testing.assert_close(*results)
-
-
-def test_transforms_of_functions():
-    e, c, targets = (x.detach() for x in drawn(3, 7))
-
-    def run(e, c, targets):
-        found = linear_log_probs(e, c, targets, impl="chunked", **ASKED)
-        return total(found), (found.top_ids, found.top_log_probs, found.mean_logit)
-
-    leaves = [x.clone().requires_grad_() for x in (e, c)]
-    value, selected = run(*leaves, targets)
-    want = torch.autograd.grad(value, leaves)
-    gradients, others = torch.func.grad(run, (0, 1), has_aux=True)(e, c, targets)
-    torch.testing.assert_close((gradients, others), (want, selected))
-    each = torch.func.vmap(torch.func.grad(run, has_aux=True), (0, None, 0))
-    torch.testing.assert_close(each(e, c, targets), (want[0], selected))
 
 
 def test_opcheck():
