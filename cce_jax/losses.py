@@ -121,9 +121,9 @@ def totals(
 
 
 def token_numbers(numbers: Statistics, columns: jax.Array, vocabulary: int) -> TokenNumbers:
-    kept, mean = columns >= 0, numbers.mean
+    kept = columns >= 0
     log_probs = _poison(columns, vocabulary, numbers.target.dtype) * numbers.log_p(numbers.target)
-    of_tokens = log_probs, numbers.lse, None if mean is None else numbers.log_mass - mean
+    of_tokens = log_probs, numbers.lse, None if numbers.mean is None else numbers.entropy
     return TokenNumbers(*[None if x is None else jnp.where(kept, x, 0) for x in of_tokens])  # type: ignore[arg-type]
 
 

@@ -84,9 +84,10 @@ def lse_of(statistics: Tensor) -> Tensor:
 
 
 def log_p(z: Tensor, statistics: Tensor) -> Tensor:
-    """z − lse, of logits z of the tokens, (N,) or (N, K)."""
+    """z − lse, of logits z of the tokens, (N,) or (N, K). At most 0: z may be another product than those summed."""
     log_mass, reference = (x if z.dim() == 1 else x[:, None] for x in statistics[:2])
-    return (z - reference) - log_mass
+    log_p = (z - reference) - log_mass
+    return log_p - log_p.detach().clamp(min=0)
 
 
 class Selections(NamedTuple):

@@ -42,6 +42,8 @@ def kept(numbers: TokenNumbers, columns: Tensor) -> TokenNumbers:
 def _numbers(statistics: Tensor, poison: Tensor) -> TokenNumbers:
     log_mass, _, target, *mean = statistics
     entropy = log_mass - mean[0] if mean else None
+    if entropy is not None:
+        entropy = entropy - entropy.detach().clamp(max=0)
     return TokenNumbers(poison * log_p(target, statistics), lse_of(statistics), entropy)
 
 

@@ -152,8 +152,7 @@ def fitted(cotangents: Cotangents, numbers: Statistics, inputs: Inputs) -> tuple
     factor, of_tokens = 1.0 if inputs.factor is None else inputs.factor, cotangents
     if cotangents.mean is not None:
         assert numbers.mean is not None
-        entropy = numbers.log_mass - numbers.mean
-        of_tokens = cotangents._replace(lse=cotangents.lse + cotangents.mean + cotangents.mean * entropy)
+        of_tokens = cotangents._replace(lse=cotangents.lse + cotangents.mean + cotangents.mean * numbers.entropy)
     if cotangents.ids is not None:  # they add where all ids of a token are one
         of_tokens = of_tokens._replace(ids=jnp.sum(jnp.abs(cotangents.ids), axis=1))
     sizes = jax.tree.map(lambda x: jnp.abs(x * factor), of_tokens)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 FLOAT32_MAX = 3e38  # replaces an infinite reference (forward.py): inf − inf would be NaN
 LOG2_E = 1.4426950408889634  # the hardware's exponential is base 2: exp(z) = exp2(z · log2 e)
@@ -72,10 +73,18 @@ class Statistics(NamedTuple):
         return self.reference + self.log_mass
 
     def log_p(self, z: jax.Array) -> jax.Array:
-        """z − lse, of logits z of the tokens, (N,) or (N, K)."""
+        """z − lse, of logits z of the tokens, (N,) or (N, K). At most 0: z may be another product than those summed."""
         numbers = self.reference, self.log_mass
         reference, log_mass = (x if x.ndim == z.ndim else x[..., None] for x in numbers)
-        return (z - reference) - log_mass
+        log_p = (z - reference) - log_mass
+        return log_p - lax.stop_gradient(jnp.maximum(log_p, 0))
+
+    @property
+    def entropy(self) -> jax.Array:
+        """−Σ_v p_v log p_v, at least 0."""
+        assert self.mean is not None
+        entropy = self.log_mass - self.mean
+        return entropy - lax.stop_gradient(jnp.minimum(entropy, 0))
 
     def relative_to(self, reference: jax.Array) -> "Statistics":
         """The same numbers relative to another reference, without the sum."""

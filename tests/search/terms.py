@@ -17,6 +17,8 @@ from tests.search.logits import Block
 Named = dict[str, Tensor]
 LINEAR = 0.05  # where a logit may be off by more, what follows from it is bounded without a derivative
 MOST = 1e300
+ONE_TILE = 64  # of e's width, which every kernel multiplies at once
+RESCUED = 30.0  # nats below lse: the references of targets that are lower are another number
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,11 @@ class Rounding:
         return torch.where(self.linear[:, 0], found, otherwise)
 
 
-def numbers(x: Block, r: Rounding, t: Tokens, asked: tuple[str, ...]) -> dict[str, Number]:
-    """Those asked for: target, lse, entropy, smooth, and ids, of which each is one, "id 0" and so on."""
+def numbers(x: Block, r: Rounding, t: Tokens, asked: tuple[str, ...], apart: bool = False) -> dict[str, Number]:
+    """Those asked for: target, lse, entropy, smooth, and ids, of which each is one, "id 0" and so on.
+
+    apart: whether the target's logit is another product than those that are summed. The ids' logits always are.
+    """
     z, eps = x.z, r.eps
     lse = torch.logsumexp(z, 1)
     log_p = z - lse[:, None]
@@ -103,14 +108,15 @@ def numbers(x: Block, r: Rounding, t: Tokens, asked: tuple[str, ...]) -> dict[st
     own: Named = {}  # what the rounding of the number itself costs
     far: Named = {}  # the error where errors are large
     every = (r.p * torch.nan_to_num(x.log_p, neginf=0).abs() + (x.p + r.p).clamp(max=1) * r.sigma).sum(1)
-    if "target" in asked:
-        made["target"] = log_p.gather(1, t.targets[:, None])[:, 0]
-        far["target"] = r.sigma.gather(1, t.targets[:, None])[:, 0]
-    for k in range(0 if t.ids is None else t.ids.shape[1]):
-        if f"id {k}" in asked:
-            one = t.column(k, x)[:, None]
-            made[f"id {k}"], far[f"id {k}"] = log_p.gather(1, one)[:, 0], r.sigma.gather(1, one)[:, 0]
-    own = {name: r.tiles + eps * value.detach().abs() for name, value in made.items()}
+    columns = {"target": t.targets} | {f"id {k}": t.column(k, x) for k in range(0 if t.ids is None else t.ids.shape[1])}
+    for name, of in columns.items():
+        if name not in asked:
+            continue
+        one = of[:, None]
+        made[name], far[name] = log_p.gather(1, one)[:, 0], r.sigma.gather(1, one)[:, 0]
+        own[name] = r.tiles + eps * made[name].detach().abs()
+        if apart or name != "target":
+            own[name] = own[name] + (x.p * r.most).gather(1, one)[:, 0]
     if "lse" in asked:
         made["lse"], own["lse"] = lse, r.tiles + 2 * eps * x.lse.abs()
         far["lse"] = torch.logsumexp(x.log_p + r.most, 1).clamp(min=0)
@@ -118,6 +124,8 @@ def numbers(x: Block, r: Rounding, t: Tokens, asked: tuple[str, ...]) -> dict[st
         terms = torch.where(p > 0, p * torch.where(p > 0, log_p, 0.0), 0.0)
         made["entropy"] = -terms.sum(1)
         own["entropy"] = 2 * r.tiles * (1 + made["entropy"].detach())
+        if t.targets.numel():
+            own["entropy"] += 2 * eps * x.log_p.gather(1, t.targets[:, None])[:, 0].abs().clamp(max=RESCUED)
         far["entropy"] = every
     if "smooth" in asked:
         made["smooth"] = -(t.weights * log_p).sum(1)
@@ -165,7 +173,7 @@ class _Shown:
 def of_numbers(x: Block, p: Program, t: Tokens, eps: float, gradients: bool) -> Found:
     """Of linear_cross_entropy, linear_log_probs and linear_token_loss."""
     r = Rounding(x, eps)
-    have = numbers(x, r, t, asked_of(p))
+    have = numbers(x, r, t, asked_of(p), p.impl in ("auto", "cce") and p.width > ONE_TILE)
     poison = torch.where(t.valid, 1.0, torch.nan) if t.named else torch.ones_like(x.lse)
     at = {name: y.value.clone().requires_grad_() for name, y in have.items()}
     results = results_of(p, at, t)

@@ -29,7 +29,7 @@ from cce_kernels.engines.hopper.registers import (
 )
 from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS
 from cce_kernels.engines.order import cdiv, grouped_order, row_group
-from cce_kernels.exponentials import saved_shape
+from cce_kernels.exponentials import LARGEST, saved_shape
 from cce_kernels.mean import logarithm
 from cce_kernels.mean import quotient as mean_of
 from cce_kernels.numbers import LOG2_E
@@ -137,5 +137,5 @@ def sums(step: Step, problem: Problem, at: Rows, reference: jax.Array, save: boo
     if moment is not None:
         moment = moment[:, :tokens]
         mean = mean_of(moment, total)
-        log_mass = jnp.where(moment < jnp.inf, log_mass, jnp.inf)
+        log_mass = jnp.where(log_mass < LARGEST, log_mass, jnp.inf)
     return Sums(log_mass, None, None, p, masses, mean)

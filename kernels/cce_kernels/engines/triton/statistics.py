@@ -3,7 +3,8 @@
     log_mass_i = log Σ_v exp(z_iv − ρ_i)        sum_i = Σ_v w_v (z_iv − ρ_i)        mean_i = Σ_v p_iv (z_iv − ρ_i)
 
 The kernel needs no maximum: ρ is the target's logit, so that a sum overflows float32 only where a logit exceeds the
-target's by 88, or for the mean by 82. Such a row gets log_mass = inf. The rescue kernel, made of the same code,
+target's by 88. Such a row gets log_mass = inf; with a mean one above LARGEST does, as log_mass − mean, the entropy,
+would lose the digits of both. The rescue kernel, made of the same code,
 computes blocks with such rows again, with a running maximum, which becomes their ρ. Its programs that have nothing to
 rescue read 4 bytes a token and end.
 The scattered kernel exists where e is not copied with the kept tokens first. It computes the blocks whose tokens are
@@ -35,7 +36,7 @@ from cce_kernels.engines.triton.launch import How, launch
 from cce_kernels.engines.triton.loads import indices, inside, load_vector, tile_index, tile_mask, token_rows
 from cce_kernels.engines.triton.logits import divided, exp, load_inverse_temperature, logits_tile
 from cce_kernels.engines.triton.tiles import TileConfig
-from cce_kernels.exponentials import saved_shape
+from cce_kernels.exponentials import LARGEST, saved_shape
 from cce_kernels.mean import logarithm, quotient
 from cce_kernels.numbers import FLOAT32_MAX, LOG2_E, Inputs, origin_of
 from cce_kernels.tokens import Rows
@@ -157,7 +158,7 @@ def _kernel(
     if mean_ref is not None:
         plgpu.store(mean_ref.at[slot], quotient(moment, total), mask=written)
         if not rescue:
-            log_mass = jnp.where(moment < jnp.inf, log_mass, jnp.inf)
+            log_mass = jnp.where(log_mass < LARGEST, log_mass, jnp.inf)
     plgpu.store(mass_ref.at[slot], log_mass, mask=written)
     if peak_ref is not None:
         plgpu.store(peak_ref.at[slot], reference, mask=written)
