@@ -5,24 +5,20 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-import cce_jax
 from cce_kernels.plan import choose
-from cce_torch import VocabParallel, linear_cross_entropy, linear_token_loss
+from cce_torch import linear_token_loss
 from cce_torch.on_jax import bridge
 from tests.call_torch import array, small_blocks
-from tests.test_torch_distributed import assert_same_everywhere, in_processes
 from tests.test_torch_vocab_in_forward import in_chunks
 from tests.tolerance import assert_close
 
@@ -173,48 +169,6 @@ def test_loss_numbers_and_gradients(x, impl, size, frozen):
         assert (FORMED[1] in ran) == (x.get("reduction") != "none"), ran
 
 
-@pytest.mark.parametrize(
-    ("dtype", "softcap", "shift"), [("float32", 4.0, 0), ("bfloat16", None, 2), ("float16", None, 1)]
-)
-def test_the_loss_by_itself_is_cross_entropy(dtype, softcap, shift):
-    leaves, call = made((3, 50), dtype=dtype)
-    own = [x.requires_grad_() for x in leaves.values()]
-    options = {"softcap": softcap, "shift": shift, "impl": "chunked"}
-    with in_chunks(64):
-        for reduction, items in (("mean", None), ("sum", None), ("mean", torch.tensor(11)), ("mean", 0)):
-            options |= {"reduction": reduction, "num_items": items}
-            value = linear_token_loss(*own, call["targets"], nll, **options)
-            want = linear_cross_entropy(*own, call["targets"], **options)
-            torch.testing.assert_close(value, want, rtol=1e-6, atol=0)
-            for x, y in zip(*(torch.autograd.grad(z, own) for z in (value, want)), strict=True):
-                eps = torch.finfo(x.dtype).eps
-                torch.testing.assert_close(x, y, rtol=eps, atol=eps * float(y.abs().max()))
-
-
-@pytest.mark.parametrize("shift", [0, 2])
-def test_jax_has_the_same_loss(shift):
-    leaves, call = made((3, 9), entropy=True, softcap=6.0, temperature="each", shift=shift, bias=True)
-    options = {k: x for k, x in call.items() if k not in ("targets", "arguments")}
-    arguments = [jnp.asarray(x) for x in call["arguments"]]
-    options["temperature"] = jnp.asarray(options["temperature"])
-
-    def of_jax(numbers, old, advantage, beta):
-        return -jnp.exp(0.3 * (numbers.log_probs - old)) * advantage - 0.1 * numbers.entropy + beta * numbers.lse**2
-
-    def there(e, c, bias):
-        targets = jnp.asarray(call["targets"])
-        return cce_jax.linear_token_loss(e, c, targets, of_jax, *arguments, bias=bias, return_numbers=True, **options)
-
-    given_ = [jnp.asarray(x) for x in leaves.values()]
-    (value, numbers), gradients = jax.value_and_grad(there, (0, 1, 2), has_aux=True)(*given_)
-    found = results(ours, leaves, call)
-    gradients = [-2 * x for x in gradients]  # the weight of a loss that is a scalar, in `results`
-    want = {"loss": value, **numbers._asdict(), **dict(zip(leaves, gradients, strict=True))}
-    assert list(found) == list(want)
-    for name, x in found.items():
-        np.testing.assert_allclose(x, want[name], atol=1e-5 * max(1, np.abs(want[name]).max()), err_msg=name)
-
-
 def test_fn_is_called_in_chunks_and_the_backward_pass_computes_no_logits(monkeypatch):
     """With an entropy bonus too. No array has an element for each logit."""
     leaves, call = made((4, 25), vocabulary=300, dtype="bfloat16", entropy=True, ignored=0.0)
@@ -308,16 +262,6 @@ def test_every_way_through_autograd_gives_the_same_bits(dtype):
     assert want[0].any()
 
 
-def test_compiled_and_transformed():
-    torch._dynamo.reset()
-    leaves, call = made((3, 9), entropy=True, shift=1, temperature=0.7)
-    loss, own = policy_loss(leaves, call), [leaves["e"].requires_grad_(), leaves["c"].requires_grad_()]
-    want = torch.autograd.grad(loss(*own), own)
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(torch.autograd.grad(compiled(*own), own), want)
-    torch.testing.assert_close(torch.func.grad(loss, (0, 1))(*(x.detach() for x in own)), want)
-
-
 @pytest.mark.parametrize("impl", ["chunked", "torch_compile"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_nothing_of_an_ignored_token_gets_out(impl, reduction):
@@ -336,60 +280,6 @@ def test_nothing_of_an_ignored_token_gets_out(impl, reduction):
         assert np.isfinite(x).all(), name
         np.testing.assert_array_equal(x, clean[name], err_msg=name)
     assert not found["e"][ignored.numpy()].any()
-
-
-@pytest.mark.parametrize("impl", ["chunked", "torch_compile"])
-def test_a_target_out_of_range_is_nan_and_reaches_no_other_row(impl):
-    leaves, call = made((20,), ignored=0.0)
-    call["targets"][7] = 61
-    with small_blocks(), in_chunks(8):
-        found = results(ours, leaves, call, impl=impl)
-    assert np.isnan(found["loss"])
-    assert np.flatnonzero(np.isnan(found["log_probs"])).tolist() == [7]
-    assert np.flatnonzero(np.isnan(found["e"]).any(-1)).tolist() == [7]
-
-
-@pytest.mark.parametrize("impl", ["chunked", "torch_compile", "reference"])
-def test_no_tokens_and_all_ignored(impl):
-    for shape, ignored in (((0,), 0.0), ((3, 0), 0.0), ((12,), 1.0)):
-        with small_blocks(), in_chunks(8):
-            found = results(ours, *made(shape, ignored=ignored, entropy=True), impl=impl)
-        assert found["log_probs"].shape == shape
-        assert not any(x.any() for x in found.values())
-
-
-def test_a_loss_that_depends_on_no_number():
-    leaves, call = made((20,))
-    with in_chunks(8):
-        value = ours({k: x.requires_grad_() for k, x in leaves.items()}, call, lambda n, *_: torch.ones_like(n.lse))[0]
-        assert value == 1
-        assert not any(x.any() for x in torch.autograd.grad(value, list(leaves.values())))
-
-
-def test_autocast():
-    leaves, call = made((40,), wide=True)
-    own = {k: x.float().requires_grad_() for k, x in leaves.items()}
-    cast = {"e": own["e"].bfloat16(), "c": own["c"]}
-    with in_chunks(16) as ran:
-        with torch.autocast("cpu", torch.bfloat16):
-            value = ours(own, call)[0]
-        found = torch.autograd.grad(value, list(own.values()))
-        want = torch.autograd.grad(ours(cast, call)[0], list(own.values()))
-    assert ran.count(FORMED[1]) == 6
-    for x, y in zip(found, want, strict=True):
-        assert x.dtype == torch.float32
-        torch.testing.assert_close(x, y, rtol=2**-7, atol=2**-7 * float(y.abs().max()))
-
-
-@pytest.mark.parametrize("impl", ["torch_compile", "reference"])
-def test_float64(impl):
-    leaves, call = made(entropy=True, bias=True)
-    leaves = {k: x.double() for k, x in leaves.items()}
-    with small_blocks():
-        found, exact = results(ours, leaves, call, impl=impl), results(truth, leaves, call)
-    for name, x in found.items():
-        assert x.dtype == np.float64
-        np.testing.assert_allclose(x, exact[name], rtol=1e-9, atol=1e-9, err_msg=name)
 
 
 E, C, T = torch.ones(2, 3, 4), torch.ones(9, 4), torch.zeros(2, 3, dtype=torch.int64)
@@ -471,40 +361,6 @@ def test_a_tensor_that_fn_closes_over_must_need_no_gradient(leaf, reduction):
         assert linear_token_loss(e, C, T, lambda n: n.log_probs * leaf.detach()).requires_grad
 
 
-def check_split() -> None:
-    """Each process of a vocabulary split has the loss, the numbers and the gradients of one process."""
-    stop = (30, 61)[dist.get_rank()]
-    rows = slice((0, 30)[dist.get_rank()], stop)
-    shard = VocabParallel(None, rows.start, stop)
-    for seed, (dtype, options) in enumerate(
-        [
-            ("float32", {"entropy": True, "softcap": 4.0, "temperature": "each", "bias": True, "reduction": "sum"}),
-            ("bfloat16", {"entropy": True, "temperature": 0.7, "num_items": 9.0}),
-            ("bfloat16", {"shift": 1, "reduction": "none"}),
-        ]
-    ):
-        leaves, call = made((3, 9), dtype=dtype, seed=seed, **options)
-        own = {k: x if k == "e" else x[rows].clone() for k, x in leaves.items()}
-        with in_chunks(8) as ran:
-            found = results(ours, own, call, impl="chunked", vocab_parallel=shard)
-        assert (FORMED[1] in ran) == (options.get("reduction") != "none"), ran
-        rounded = results(ours, leaves, call, impl="reference")
-        exact = results(truth, {k: x.double() for k, x in leaves.items()}, call)
-        for name, x in found.items():
-            part = rows if name in ("c", "bias") else slice(None)
-            if name in ("c", "bias", "e", "lse"):
-                assert_close(x, exact[name][part], rounded[name][part], name)
-            else:
-                np.testing.assert_allclose(x, exact[name], rtol=1e-4, atol=1e-4, err_msg=name)
-            if name == "loss":
-                assert_same_everywhere(torch.tensor(x), name)
-
-
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
-def test_a_vocabulary_that_processes_split():
-    in_processes(2, check_split)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("softcap", [None, 20.0])
 def test_kernels_on_a_gpu_and_a_host_that_does_not_wait(softcap):
@@ -532,56 +388,6 @@ def test_kernels_on_a_gpu_and_a_host_that_does_not_wait(softcap):
             np.testing.assert_allclose(x, exact[name], rtol=1e-4, atol=1e-4, err_msg=name)
 
 
-def clipped(numbers, old, advantage, weight):
-    """Of GRPO and PPO."""
-    ratio = torch.exp(numbers.log_probs - old)
-    return -weight * torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-
-
-def with_a_bonus(numbers, old, advantage, weight):
-    return -weight * (numbers.log_probs * advantage + 0.1 * numbers.entropy)
-
-
-def focal(numbers, old, advantage, weight):
-    return -weight * (1 - torch.exp(numbers.log_probs)) ** 2 * numbers.log_probs
-
-
-def drawn(seed: int, tokens: int = 2500, width: int = 512, vocabulary: int = 20_000, device: str = "cuda") -> tuple:
-    """The arguments of `check` and those that it passes on: a call of at most these sizes. Some weights are 0."""
-    rng = np.random.default_rng(seed)
-
-    def pick(*values):
-        return values[rng.integers(len(values))]
-
-    size, shift, fn = int(rng.integers(3, tokens)), pick(0, 0, 2), (clipped, with_a_bonus, focal)[seed % 3]
-    options = {
-        "dtype": pick("float32", "float16", "bfloat16", "bfloat16"),
-        "entropy": fn is with_a_bonus or pick(False, True),
-        "softcap": pick(None, 4.0),
-        "logit_scale": pick(1.0, 1.3),
-        "vocab_axis": pick(0, 1),
-        "temperature": pick(1.0, 0.7, "each"),
-        "reduction": pick("mean", "sum", "none"),
-        "bias": pick(False, True),
-    }
-    options |= {"wide": options["dtype"] != "float32" and pick(False, True), "shift": shift, "seed": seed}
-    shape = pick((size,), (2, 1 + size // 2))
-    width, vocabulary = width // pick(1, 2, 4) - pick(0, 0, 1), int(rng.integers(vocabulary // 20, vocabulary))
-    leaves, call = on_device(made(shape, width, vocabulary - pick(0, 1) * (vocabulary % 64), **options), device)
-    exact = {k: x.double() for k, x in leaves.items()}
-    log_probs = truth(exact, {**call, "arguments": ()}, nll)[1][0]
-
-    def normal(*values):
-        """Normal numbers of the shape of the results around some of these values."""
-        found = rng.choice(values, log_probs.shape) + 0.02 * rng.standard_normal(log_probs.shape)
-        return torch.tensor(found, dtype=torch.float32, device=device)
-
-    old = log_probs.float() - normal(-0.5, -0.1, 0.1, 0.5)  # no ratio is near a bound of the clip
-    weight = torch.tensor(rng.uniform(0, 2, log_probs.shape) * (rng.random(log_probs.shape) < 0.7)).to(old)
-    call = {**call, "arguments": (old, normal(-1, 1, 2), weight)}
-    return (leaves, call, pick("auto", "cce", "chunked")), {"fn": fn, "memory_budget": pick(0, 2**22, None, "all")}
-
-
 @pytest.mark.parametrize(
     ("device", "impl", "backend"),
     [("cpu", "chunked", "aot_eager"), pytest.param("cuda", "cce", "inductor", marks=pytest.mark.gpu)],
@@ -603,13 +409,6 @@ def test_a_compiled_function(device, impl, backend):
     for name, x in want.items():
         eps = 2.0**-7 if name in leaves else 2.0**-20
         np.testing.assert_allclose(found[name], x, rtol=eps, atol=eps * np.abs(x).max(), err_msg=name)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(12))
-def test_drawn_calls_on_a_gpu(seed):
-    arguments, more = drawn(seed)
-    check(*arguments, **more)
 
 
 @pytest.mark.parametrize(
