@@ -17,7 +17,7 @@ Numbers that people change from step to step (label_smoothing, z_loss, scale) re
 tensor: as constants, torch.compile would compile a graph for each value. Calls that bypass the dispatcher pass a tuple.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -37,13 +37,6 @@ LEFT = 9  # the most tensors that `loss` leaves: in float16, with units of de an
 
 _library = torch.library.Library("cce_torch", "FRAGMENT")
 _tags = [torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe]
-_library.define(f"loss({GIVEN}, bool[] saving_for, bool compiled, {SCHEMA}) -> (Tensor, Tensor, Tensor[])", tags=_tags)
-_library.define(  # no list of tensors, which torch.autograd.grad(is_grads_batched=True) does not take
-    f"gradients(Tensor? of_loss, Tensor? of_statistics, {GIVEN}, Tensor statistics, "
-    f"{', '.join(f'Tensor? left_{k}' for k in range(LEFT))}, bool[] saving_for, bool[] wanted, bool compiled, "
-    f"{SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
-    tags=_tags,
-)
 
 
 def loss(given: Given, call: Call, lse_is_returned: bool) -> tuple[Tensor, ...]:
@@ -429,10 +422,23 @@ def _row_major(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-for _name, _run, _fake in (("loss", _called_loss, _fake_loss), ("gradients", _called_gradients, _fake_gradients)):
-    for _key in ("CPU", "CUDA"):
-        _library.impl(_name, _run, _key)
-    torch.library.register_fake(f"cce_torch::{_name}", _fake, lib=_library)
+def define(name: str, takes: str, results: str, run: Callable, fake: Callable) -> None:
+    """An operator of JAX's programs. takes: its arguments before those of the call (call.SCHEMA)."""
+    _library.define(f"{name}({takes}, {SCHEMA}) -> {results}", tags=_tags)
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, run, key)
+    torch.library.register_fake(f"cce_torch::{name}", fake, lib=_library)
+
+
+define("loss", f"{GIVEN}, bool[] saving_for, bool compiled", "(Tensor, Tensor, Tensor[])", _called_loss, _fake_loss)
+define(  # no list of tensors, which torch.autograd.grad(is_grads_batched=True) does not take
+    "gradients",
+    f"Tensor? of_loss, Tensor? of_statistics, {GIVEN}, Tensor statistics, "
+    f"{', '.join(f'Tensor? left_{k}' for k in range(LEFT))}, bool[] saving_for, bool[] wanted, bool compiled",
+    "(Tensor, Tensor, Tensor, Tensor)",
+    _called_gradients,
+    _fake_gradients,
+)
 
 
 @torch.library.register_vmap("cce_torch::loss", lib=_library)  # type: ignore[arg-type]

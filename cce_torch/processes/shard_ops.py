@@ -12,7 +12,7 @@ from torch import Tensor
 from cce_torch import ops
 from cce_torch.call import ENCODED, Call, Operands, decoded
 
-TAGS = (torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe)
+OPERANDS = "Tensor e, Tensor c, Tensor? bias, Tensor columns, Tensor? weights, Tensor? inverse_temperature"
 
 
 def programs() -> Any:
@@ -25,7 +25,7 @@ def programs() -> Any:
 def target(operands: Operands, saving_for: tuple[bool, ...], call: Call, scale: float) -> Tensor:
     if not torch.compiler.is_compiling():
         return programs().target(operands, saving_for, call, scale)
-    return shard_target(*operands[:4], operands.inverse_temperature, saving_for, scale, *call.encoded())
+    return torch.ops.cce_torch.shard_target.default(*operands, saving_for, scale, *call.encoded())
 
 
 def statistics(
@@ -33,7 +33,8 @@ def statistics(
 ) -> tuple[Tensor, Tensor | None]:
     if not torch.compiler.is_compiling():
         return programs().statistics(operands, reference, saving_for, call, scale)
-    found, saved = shard_statistics(*operands, reference, saving_for, scale, *call.encoded())
+    of_call = reference, saving_for, scale, *call.encoded()
+    found, saved = torch.ops.cce_torch.shard_statistics.default(*operands, *of_call)
     return found, saved if saved.numel() else None
 
 
@@ -42,88 +43,62 @@ def gradients(
 ) -> Sequence[Tensor]:
     """de, dc and dbias; one that is not wanted has no elements. kind: of the forward pass, if it saved something."""
     if torch.compiler.is_compiling():
-        return shard_gradients(cotangents, *operands, *held, wanted, scale, *call.encoded())
+        of_call = *held, wanted, scale, *call.encoded()
+        return torch.ops.cce_torch.shard_gradients.default(cotangents, *operands, *of_call)
     kind = kind or programs().kind_of_tensors(operands.e, operands.c, call)
     found = iter(programs().gradients(kind, cotangents, operands, programs().Held(*held), wanted, scale))
     return [next(found) if w else operands.e.new_empty(0) for w in wanted]
 
 
-@torch.library.custom_op("cce_torch::shard_target", mutates_args=(), tags=TAGS)
-def shard_target(
-    e: Tensor,
-    c: Tensor,
-    bias: Tensor | None,
-    columns: Tensor,
-    inverse_temperature: Tensor | None,
-    saving_for: Sequence[bool],
-    scale: float,
-    options: str,
-    softcap: float | None,
-    memory_budget: int | None,
-    gradient_tolerance: float,
-) -> Tensor:
-    call = decoded(options, softcap, memory_budget, gradient_tolerance)
-    return target(Operands(e, c, bias, columns, None, inverse_temperature), tuple(saving_for), call, scale)
+def _read(given: tuple) -> tuple[Operands, tuple, Call]:
+    """The arguments of an operator: the operands, what follows them, and the call."""
+    of_operands, call = len(Operands._fields), decoded(*given[-ENCODED:])
+    return Operands(*given[:of_operands]), given[of_operands:-ENCODED], call
 
 
-@torch.library.custom_op("cce_torch::shard_statistics", mutates_args=(), tags=TAGS)
-def shard_statistics(
-    e: Tensor,
-    c: Tensor,
-    bias: Tensor | None,
-    columns: Tensor,
-    weights: Tensor | None,
-    inverse_temperature: Tensor | None,
-    reference: Tensor | None,
-    saving_for: Sequence[bool],
-    scale: float,
-    options: str,
-    softcap: float | None,
-    memory_budget: int | None,
-    gradient_tolerance: float,
-) -> tuple[Tensor, Tensor]:
+def _target(*given: Any) -> Tensor:
+    operands, (saving_for, scale), call = _read(given)
+    return target(operands, tuple(saving_for), call, scale)
+
+
+def _statistics(*given: Any) -> tuple[Tensor, Tensor]:
     """The statistics, and the saved exponentials, which have no elements if nothing is saved."""
-    operands = Operands(e, c, bias, columns, weights, inverse_temperature)
-    call = decoded(options, softcap, memory_budget, gradient_tolerance)
+    operands, (reference, saving_for, scale), call = _read(given)
     found, saved = statistics(operands, reference, tuple(saving_for), call, scale)
-    return found, e.new_empty(0) if saved is None else saved
+    return found, operands.e.new_empty(0) if saved is None else saved
 
 
-@torch.library.custom_op("cce_torch::shard_gradients", mutates_args=(), tags=TAGS)
-def shard_gradients(
-    cotangents: Tensor,
-    e: Tensor,
-    c: Tensor,
-    bias: Tensor | None,
-    columns: Tensor,
-    weights: Tensor | None,
-    inverse_temperature: Tensor | None,
-    numbers: Tensor,
-    saved: Tensor | None,
-    wanted: Sequence[bool],
-    scale: float,
-    options: str,
-    softcap: float | None,
-    memory_budget: int | None,
-    gradient_tolerance: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    operands = Operands(e, c, bias, columns, weights, inverse_temperature)
-    call = decoded(options, softcap, memory_budget, gradient_tolerance)
-    de, dc, dbias = gradients(cotangents, operands, (numbers, saved), tuple(wanted), call, scale, None)
-    return de, dc, dbias
+def _fake_statistics(*given: Any) -> tuple[Tensor, Tensor]:
+    (e, *_), _, call = _read(given)
+    return e.new_empty((call.rows, e.shape[0]), dtype=torch.float32), e.new_empty(0)
 
 
-@shard_target.register_fake
-def _(e, *others):
+def _gradients(cotangents: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    operands, (numbers, saved, wanted, scale), call = _read(given)
+    return tuple(gradients(cotangents, operands, (numbers, saved), tuple(wanted), call, scale, None))
+
+
+def _fake_gradients(_: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    operands, (_, _, wanted, _), call = _read(given)
+    return tuple(ops.new_gradients(operands[:3], wanted, torch.float32, call))
+
+
+def _fake_target(e: Tensor, *_: Any) -> Tensor:
     return e.new_empty(e.shape[0], dtype=torch.float32)
 
 
-@shard_statistics.register_fake
-def _(e, *others):
-    return e.new_empty((decoded(*others[-ENCODED:]).rows, e.shape[0]), dtype=torch.float32), e.new_empty(0)
-
-
-@shard_gradients.register_fake
-def _(cotangents, e, c, bias, *others):
-    de, dc, dbias = ops.new_gradients((e, c, bias), others[5], torch.float32, decoded(*others[-ENCODED:]))
-    return de, dc, dbias
+ops.define("shard_target", f"{OPERANDS}, bool[] saving_for, float scale", "Tensor", _target, _fake_target)
+ops.define(
+    "shard_statistics",
+    f"{OPERANDS}, Tensor? reference, bool[] saving_for, float scale",
+    "(Tensor, Tensor)",
+    _statistics,
+    _fake_statistics,
+)
+ops.define(
+    "shard_gradients",
+    f"Tensor cotangents, {OPERANDS}, Tensor numbers, Tensor? saved, bool[] wanted, float scale",
+    "(Tensor, Tensor, Tensor)",
+    _gradients,
+    _fake_gradients,
+)
