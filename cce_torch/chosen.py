@@ -189,7 +189,7 @@ def id_gradients(
                 de[part] = torch.bmm(dz[part][:, None], rows)[:, 0].to(de.dtype)
         if dbias.numel():
             sums = dbias.new_zeros(len(c) + 1, dtype=accumulate)  # the last is of no column
-            dbias.copy_(sums.index_add_(0, _named(ids, len(c)), dz.flatten())[:-1])
+            dbias.copy_(_add_at(sums, _named(ids, len(c)), dz.flatten())[:-1])
         if want_c:
             _write_dc(dc, dz, e, ids, room)
         return de, dc, dbias
@@ -205,6 +205,11 @@ def _named(ids: Tensor, rows: int) -> Tensor:
     return torch.where(ids < 0, rows, ids).flatten()
 
 
+def _add_at(sums: Tensor, at: Tensor, values: Tensor) -> Tensor:
+    """sums, with values added to the rows `at`, in the same order each time: on CUDA index_add_ has none."""
+    return sums.index_put_((at,), values, accumulate=True) if sums.is_cuda else sums.index_add_(0, at, values)
+
+
 def _write_dc(dc: Tensor, dz: Tensor, e: Tensor, ids: Tensor, room: int) -> None:
     """dc, (V, D), in float32 sums of one group of the vocabulary after another."""
     (vocabulary, width), accumulate, each = dc.shape, dz.dtype, ids.shape[1]
@@ -217,7 +222,7 @@ def _write_dc(dc: Tensor, dz: Tensor, e: Tensor, ids: Tensor, room: int) -> None
         for part in _runs(last - first, room // (4 * accumulate.itemsize * width)):
             pairs = order[first:last][part]
             values = e[pairs // each].to(accumulate) * dz.flatten()[pairs, None]
-            sums.index_add_(0, named[first:last][part] - start, values)
+            _add_at(sums, named[first:last][part] - start, values)
         dc[start:stop] = sums
 
 
