@@ -170,7 +170,8 @@ def check_tensors(given: dict[str, Tensor | None], one: dict[str, Any], function
 
 def check_number(name: str, x: Any, function: str) -> None:
     """Raise if x is an array of JAX, where a number or a tensor is asked for."""
-    jax = sys.modules.get("jax")  # a module not imported has no arrays
+    # Of a number sys.modules is not looked at: a graph of torch.compile would depend on what it holds.
+    jax = None if isinstance(x, (int, float)) else sys.modules.get("jax")  # a module not imported has no arrays
     if jax is not None and isinstance(x, getattr(jax, "Array", ())):
         raise TypeError(f"{name} is a jax.Array: cce_jax.{function} takes those; or write torch.from_dlpack({name})")
 

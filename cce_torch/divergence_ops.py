@@ -68,8 +68,10 @@ def loss(given: Given, how: How, per_token: bool) -> tuple[Tensor, Tensor]:
     problem = _programs().Problem(given, how, forming) if in_programs else None
     if problem is None:  # a loss scale that follows must count
         how = how._replace(wide=any(forming) and given.e.dtype == torch.float16)
-    rule = _Divergence if compiling else _DivergenceOfFunctions
-    return rule.apply(*given, how, per_token, forming, problem)[:2]  # type: ignore[return-value]
+    # torch.compile would give a forward of *arguments a ctx too where no gradient is wanted
+    alone = _Divergence.apply if any(wanted) else _Divergence.forward
+    rule = alone if compiling else _DivergenceOfFunctions.apply
+    return rule(*given, how, per_token, forming, problem)[:2]  # type: ignore[return-value]
 
 
 class _Divergence(torch.autograd.Function):

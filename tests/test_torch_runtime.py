@@ -456,6 +456,20 @@ def test_a_number_that_is_scheduled_compiles_no_graph_for_each_value(backend, na
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
+FRESH = """
+import sys, torch, cce_torch
+assert "jax" not in sys.modules
+e, c, t = torch.ones(5, 4, requires_grad=True), torch.ones(9, 4), torch.arange(5)
+step = torch.compile(lambda: cce_torch.linear_cross_entropy(e, c, t, num_items=7), backend="aot_eager", fullgraph=True)
+step().backward()
+assert "jax" in sys.modules
+"""
+
+
+def test_a_number_of_items_compiles_before_jax_is_imported():
+    run(FRESH)
+
+
 DELETED = """
 import jax, torch, cce_torch
 e, c, t = torch.ones(5, 4), torch.ones(9, 4), torch.arange(5)

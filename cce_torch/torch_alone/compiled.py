@@ -25,8 +25,6 @@ from cce_torch.call import Call, Operands
 from cce_torch.reverse_mode import Guarded, first_order, refusal
 from cce_torch.torch_alone import blocks
 
-OPERANDS = len(Operands._fields)
-
 
 def statistics(operands: Operands, call: Call, scale: float) -> Tensor:
     """The statistics of cce_torch.torch_alone.reference, without holding the logits.
@@ -40,7 +38,7 @@ def statistics(operands: Operands, call: Call, scale: float) -> Tensor:
     NotImplementedError if a second derivative is asked for.
     """
     function = _StatisticsOfFunctions if torch._C._are_functorch_transforms_active() else _Statistics
-    return function.apply(*operands, call, *options(call, scale))  # type: ignore[no-any-return]
+    return function.apply(*operands, call, scale)  # type: ignore[no-any-return]
 
 
 def options(call: Call, scale: float) -> tuple:
@@ -50,12 +48,13 @@ def options(call: Call, scale: float) -> tuple:
 
 class _Statistics(torch.autograd.Function):
     @staticmethod
-    def forward(*arguments: Any) -> Tensor:
-        return run_statistics(*arguments[:OPERANDS], *arguments[OPERANDS + 1 :])
+    def forward(e, c, bias, columns, weights, inverse_temperature, call: Call, scale: float) -> Tensor:
+        # Parameters with names: of *arguments torch.compile makes a ctx the first where no gradient is wanted.
+        return run_statistics(e, c, bias, columns, weights, inverse_temperature, *options(call, scale))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        (*tensors, call), (scale, *_) = inputs[: OPERANDS + 1], inputs[OPERANDS + 1 :]
+        *tensors, call, scale = inputs
         ctx.rows, ctx.options = call.of_backward.rows, options(call.of_backward, scale)
         ctx.save_for_backward(*tensors, output)
 
@@ -68,7 +67,7 @@ class _Statistics(torch.autograd.Function):
             return run_gradients(*arrays, *options, *wanted)
 
         gradients = first_order(_Guarded, run, (cotangents[: ctx.rows], *tensors, output[: ctx.rows]))
-        return (*(g if w else None for g, w in zip(gradients, wanted, strict=True)), *[None] * 9)
+        return (*(g if w else None for g, w in zip(gradients, wanted, strict=True)), *[None] * 5)
 
 
 _refuse = refusal("linear_cross_entropy", "'torch_compile'")
