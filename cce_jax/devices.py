@@ -245,7 +245,8 @@ def of_columns(inputs: Inputs, core: Core, layout: Layout, wanted: Wanted | None
     of_shard = replace(core, wide_de=True)  # de is a part of a sum over devices
     of_own, residuals = passes.forward_pass(own, of_shard, wanted, reference)
     numbers = _of_all_columns(of_own, layout, _weight(own, core))
-    return numbers, Held(numbers.relative_to(of_own.reference), residuals)
+    # The value of the sum is in no gradient, but a loss with label smoothing asks for its cotangent.
+    return numbers, Held(numbers.relative_to(of_own.reference)._replace(sum=numbers.sum), residuals)
 
 
 def _own_columns(inputs: Inputs, core: Core, layout: Layout, wanted: Wanted | None) -> tuple[Inputs, jax.Array | None]:

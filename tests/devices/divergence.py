@@ -23,11 +23,6 @@ ARRAYS = {name: jnp.asarray(x, jnp.float32) for name, x in ARRAYS.items()}
 WEIGHTS = jnp.asarray(RNG.normal(size=(B, T)), jnp.float32)
 STUDENT = "e", "c", "bias"
 OPTIONS = {"divergence": "jsd", "beta": 0.3, "memory_budget": 0, "return_entropy": True, "precision": "highest"}
-LAYOUTS = {
-    "data": (P("data"), P()),
-    "data and fsdp": (P(("data", "fsdp")), P("fsdp")),
-    "width": (P("fsdp"), P(None, "fsdp")),
-}
 
 
 def run(arrays: dict, reduction: str, **options):
@@ -49,52 +44,11 @@ def placed(of_e: P, of_c: P, mesh) -> dict:
     return {name: jax.device_put(x, NamedSharding(mesh, specs.get(name, P()))) for name, x in ARRAYS.items()}
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("mode", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_over_devices(name, mode, reduction):
-    of_e, of_c = LAYOUTS[name]
-    mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(mode, mode), devices=jax.devices()[:4])
-    with jax.set_mesh(mesh):
-        arrays = placed(of_e, of_c, mesh)
-        options = {"sharding": (of_e, of_c)} if mode is AxisType.Auto else {}
-        (value, entropy), found = run(arrays, reduction, **options)
-    close(((value, entropy), found), run(ARRAYS, reduction))
-    for key in STUDENT:
-        assert found[key].sharding.is_equivalent_to(arrays[key].sharding, found[key].ndim), key
-
-
 @pytest.mark.parametrize("impl", ["chunked", "reference"])
 def test_xla_splits_the_program_by_itself(impl):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     arrays = placed(P("data"), P(), mesh)
     close(run(arrays, "mean", impl=impl), run(ARRAYS, "mean"))
-
-
-@pytest.mark.parametrize("typed", [True, False])
-@pytest.mark.parametrize("impl", ["chunked", "reference"])
-def test_inside_shard_map(typed, impl):
-    """Each device computes its own tokens; num_items is of the whole."""
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    items = jnp.sum(ARRAYS["token_weight"])
-
-    def on_device(e, teacher_e, weight, c, bias, teacher_c):
-        value, entropy = linear_divergence(
-            e, c, teacher_e, teacher_c, bias=bias, token_weight=weight, num_items=items, impl=impl, **OPTIONS
-        )
-        return jax.lax.psum(value, "data"), entropy
-
-    of = P("data")
-    whole = jax.shard_map(
-        on_device, mesh=mesh, in_specs=(of, of, of, P(), P(), P()), out_specs=(P(), of), check_vma=typed
-    )
-
-    def objective(own):
-        x = {**ARRAYS, **own}
-        return whole(x["e"], x["teacher_e"], x["token_weight"], x["c"], x["bias"], x["teacher_c"])
-
-    found = jax.jit(jax.value_and_grad(objective, has_aux=True))({name: ARRAYS[name] for name in STUDENT})
-    close(found, run(ARRAYS, "mean"))
 
 
 def test_what_is_not_supported_says_so():

@@ -29,7 +29,7 @@ from tests.devices.meshes import (
     uneven,
 )
 from tests.lowering import nested
-from tests.test_settings import SETTINGS
+from tests.search.run_jax import SETS
 from tests.tolerance import error, roundoff
 from tests.wrapped import Wrapped
 
@@ -201,9 +201,7 @@ def test_vmap_over_an_axis_that_an_explicit_mesh_axis_splits():
             mapped_over_data("explicit", impl)
 
 
-@pytest.mark.parametrize(
-    ("setting", "mode", "impl"), list(zip(cycle(SETTINGS), MODES, cycle(["chunked", "cce"]), strict=False))
-)
+@pytest.mark.parametrize(("setting", "mode", "impl"), list(zip(SETS, MODES, cycle(["chunked", "cce"]), strict=False)))
 def test_settings_of_jax(setting, mode, impl):
     """Without jax.jit where that is quick: JAX then checks what the forward pass leaves for the backward pass."""
     given = uneven(EVERYTHING, "bfloat16")
@@ -211,7 +209,7 @@ def test_settings_of_jax(setting, mode, impl):
     leaves, others = leaves_of(arrays(given, BOTH, mesh))
     run = gradient_of(BOTH, mode, impl=impl, **EVERYTHING.options)
     want, wanted = on_one_device(given, **EVERYTHING.options)
-    with jax.set_mesh(mesh), SETTINGS[setting]():
+    with jax.set_mesh(mesh), SETS[setting]():
         loss, gradients = (jax.jit(run) if BOTH.manual(mode) else run)(leaves, others)
     assert error(loss, want) < ROUNDING
     for name, x in gradients.items():
