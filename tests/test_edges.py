@@ -4,8 +4,10 @@ In every implementation of both packages. Random calls (tests/search) have the r
 all ignored, targets just out of range, and that the same call has the same bits.
 """
 
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +16,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_leaves
 
 import cce_torch
 from cce_jax import linear_cross_entropy
+from cce_torch import in_forward
 from tests import both, call, call_torch
 from tests.cases import DTYPES, Case, inputs
+from tests.search.torch_transformations import Nothing
 from tests.tolerance import assert_rounded, error
 from tests.truth import truth
 from tests.wrapped import Wrapped
 
-CASE = Case("edge", leading=(24,), width=16, vocabulary=70, arrays=("bias",))
+CASE = Case("edge", leading=(24,), width=16, vocabulary=70, arrays=("bias", "class_weight", "token_weight"))
 GIVEN = inputs(CASE)
 BIAS = GIVEN.optional["bias"]
 OTHERS = np.arange(24) != 5
@@ -276,21 +281,81 @@ def test_float64_keeps_its_digits_and_those_of_weights(package, impl):
         assert error(gradient, exact[name]) < 1e-13, name
 
 
-@pytest.mark.parametrize("impl", ["chunked", "reference", "torch_compile"])
-def test_pytorchs_default_dtype_changes_nothing(impl):
-    made = inputs(Case("edge", (24,), 16, 70, arrays=("class_weight",)), "bfloat16")
-    e, c, weight = (call_torch.tensor(x) for x in (made.e, made.c, made.optional["class_weight"]))
-    e.requires_grad_(), c.requires_grad_()
+@contextmanager
+def default_dtype(dtype: torch.dtype):
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        for options in ({"reduction": "none"}, {"label_smoothing": 0.1, "softcap": 3.0, "class_weight": weight}):
-            run = partial(cce_torch.linear_cross_entropy, impl=impl, return_lse=True, **options)
-            loss, lse = run(e, c, torch.tensor(made.targets))
-            assert loss.dtype == lse.dtype == torch.float32
-            assert [g.dtype for g in torch.autograd.grad(loss.sum() + lse.sum(), (e, c))] == [e.dtype, c.dtype]
-    finally:
-        torch.set_default_dtype(before)
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)
+
+
+SURROUNDINGS = {
+    "the default device meta": lambda: torch.device("meta"),
+    "the default dtype float64": lambda: default_dtype(torch.float64),
+    "the default dtype bfloat16": lambda: default_dtype(torch.bfloat16),
+    "a dispatch mode": Nothing,
+    "a profiler": torch.profiler.profile,
+    "a dispatch mode, and the default device meta": lambda: _both(Nothing(), torch.device("meta")),
+}
+
+
+@contextmanager
+def _both(first, second):
+    with first, second:
+        yield
+
+
+def policy(numbers, advantage):
+    return -numbers.log_probs * advantage - 0.1 * numbers.entropy
+
+
+def calls_in_torch(impl: str):
+    """Each function with nearly all that it has, (e, c, bias) -> its results."""
+    weights = (call_torch.tensor(GIVEN.optional[k]) for k in ("class_weight", "token_weight"))
+    weights = dict(zip(("class_weight", "token_weight"), weights, strict=True))
+    targets, ids = torch.tensor(GIVEN.targets), torch.arange(24)[:, None]
+    tokens, student = {"impl": impl, "targets": targets}, {"impl": impl, "temperature": 0.7}
+    selected = {"predicted": True, "top_k": 2, "mean_logit": True}
+    losses, numbers = cce_torch.linear_cross_entropy, cce_torch.linear_log_probs
+    yield partial(losses, **tokens, reduction="none", return_lse=True, token_weight=weights["token_weight"])
+    yield partial(losses, **tokens, label_smoothing=0.1, z_loss=0.1, softcap=3.0, logit_scale=1.5, **weights)
+    yield partial(losses, **tokens, num_items=7, shift=1)
+    yield partial(numbers, **tokens, entropy=True, ids=ids, temperature=0.7, **selected)
+    yield partial(numbers, impl=impl, entropy="detached")
+    for reduction in ("none", "sum"):
+        yield lambda e, c, bias, r=reduction: cce_torch.linear_token_loss(
+            e, c, targets, policy, 0.3, bias=bias, entropy=True, reduction=r, impl=impl, return_numbers=True
+        )
+        yield lambda e, c, bias, r=reduction: cce_torch.linear_divergence(
+            *(e, c, e.detach().flip(0), c.detach()), bias=bias, **student, divergence="jsd", beta=0.3, reduction=r
+        )
+    yield lambda e, c, bias: cce_torch.linear_divergence(e, c, 2 * e.detach(), c.detach(), bias=bias, impl=impl)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "impl"),
+    [("bfloat16", "cce"), *(("float32", impl) for impl in ("chunked", "reference", "torch_compile"))],
+)
+def test_pytorchs_defaults_and_who_looks_on_change_no_bit(dtype, impl):
+    """Every tensor is made with the type and device of the call's. A dispatch mode sees no chunks of in_forward.py."""
+    leaves = [call_torch.tensor(x).to(getattr(torch, dtype)) for x in (GIVEN.e, GIVEN.c, BIAS)]
+    leaves = [x.requires_grad_() for x in leaves]
+
+    def bits(run) -> list[torch.Tensor]:
+        found = [x for x in tree_leaves(run(*leaves[:2], bias=leaves[2])) if x is not None]
+        total = sum(x.double().sum() for x in found if x.requires_grad)
+        return [*found, *torch.autograd.grad(total, leaves)]
+
+    for k, run in enumerate(calls_in_torch(impl)):
+        with mock.patch.object(in_forward, "planned", return_value=None):
+            without_chunks = bits(run)
+        want = bits(run)
+        for name, surrounding in SURROUNDINGS.items():
+            with surrounding():
+                found = bits(run)
+            for x, y in zip(found, without_chunks if "mode" in name else want, strict=True):
+                assert x.dtype == y.dtype, (k, name)
+                assert x.equal(y), (k, name)
 
 
 @pytest.mark.parametrize("impl", ["chunked", "reference"])

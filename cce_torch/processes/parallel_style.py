@@ -97,7 +97,7 @@ class VocabParallelStyle(ParallelStyle):
         dist.all_gather(sizes, own, mesh.get_group())
         parts = torch.stack(sizes).tolist()
         shape[axis] = sum(parts)
-        of_chunk = [len(x) for x in torch.arange(shape[axis]).chunk(len(parts))]
+        of_chunk = [len(x) for x in torch.arange(shape[axis], device="cpu").chunk(len(parts))]
         if parts != of_chunk + [0] * (len(parts) - len(of_chunk)):
             raise ValueError(
                 f"h must be split along axis {axis} over the processes in the parts of torch.chunk, of sizes "
