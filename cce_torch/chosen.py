@@ -29,7 +29,7 @@ from cce_torch.processes.collectives import gathered, reduced, summed, whole
 from cce_torch.processes.vocab_parallel import VocabParallel
 from cce_torch.reverse_mode import Guarded, first_order
 from cce_torch.torch_alone import blocks, reference
-from cce_torch.torch_alone.compiled import new_gradients, plainly
+from cce_torch.torch_alone.compiled import new_gradients, one_by_one, plainly
 
 ROOM = 256 * 2**20
 LEAST_ROOM = 8 * 2**20
@@ -62,6 +62,8 @@ def logits(operands: Operands, ids: Tensor, chosen: Chosen) -> Tensor:
 
 
 class _Logits(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(e, c, bias, ids, inverse_temperature, chosen: Chosen) -> Tensor:
         shard = chosen.shard
@@ -281,6 +283,9 @@ def _(e, c, bias, inverse_temperature, count, *others):
         e.new_empty(shape, dtype=torch.int64),
         e.new_empty(e.shape[0], dtype=accumulate),
     )
+
+
+one_by_one(id_logits, id_gradients, largest_logits)
 
 
 def _largest(z: Tensor, count: int) -> tuple[Tensor, Tensor]:

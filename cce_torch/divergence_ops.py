@@ -23,7 +23,7 @@ from cce_torch import in_forward, ops
 from cce_torch.arguments import OF_TORCH
 from cce_torch.reverse_mode import Guarded, first_order, refusal
 from cce_torch.torch_alone import divergence
-from cce_torch.torch_alone.compiled import plainly
+from cce_torch.torch_alone.compiled import one_by_one, plainly
 
 PIECE_BYTES = 64 * 2**20  # of float32 numbers that exist at a time while 16-bit gradients are multiplied
 
@@ -275,10 +275,4 @@ def _(e, c, bias, *others):
     return new(()), new(e.shape[0]), new(e.shape[0] if how.entropy else 0), *gradients
 
 
-@run.register_vmap
-def _(info, in_dims, *arguments):
-    each = [
-        run(*(x if axis is None else x.select(axis, i) for x, axis in zip(arguments, in_dims, strict=True)))
-        for i in range(info.batch_size)
-    ]
-    return tuple(torch.stack(x) for x in zip(*each, strict=True)), (0,) * 6
+one_by_one(run)

@@ -206,21 +206,24 @@ def _(
     return new_gradients(e, c, bias, want_e, want_c, want_bias, wide_e)
 
 
-@run_statistics.register_vmap
-def _(info, in_dims, *arguments):
-    return torch.stack([run_statistics(*one) for one in _examples(info, in_dims, arguments)]), 0
+def one_by_one(*operators: Any) -> None:
+    """torch.vmap of these operators runs them for one example after another."""
+
+    def register(operator: Any) -> None:
+        @operator.register_vmap
+        def _(info, in_dims, *arguments):
+            each = []
+            for i in range(info.batch_size):
+                found = operator(*(x if k is None else x.select(k, i) for x, k in zip(arguments, in_dims, strict=True)))
+                each.append((found,) if isinstance(found, Tensor) else found)
+            stacked = tuple(map(torch.stack, zip(*each, strict=True)))
+            return (stacked[0], 0) if len(stacked) == 1 else (stacked, (0,) * len(stacked))
+
+    for operator in operators:
+        register(operator)
 
 
-@run_gradients.register_vmap
-def _(info, in_dims, *arguments):
-    found = zip(*(run_gradients(*one) for one in _examples(info, in_dims, arguments)), strict=True)
-    return tuple(torch.stack(each) for each in found), (0, 0, 0)
-
-
-def _examples(info: Any, in_dims: tuple[int | None, ...], arguments: tuple) -> Iterator[list]:
-    """The arguments of one example after another of a torch.vmap."""
-    for i in range(info.batch_size):
-        yield [x if axis is None else x.select(axis, i) for x, axis in zip(arguments, in_dims, strict=True)]
+one_by_one(run_statistics, run_gradients)
 
 
 def new_gradients(
