@@ -21,7 +21,7 @@ from cce_jax.sharding import Layout
 from cce_kernels import divergence
 from cce_kernels.divergence import Divergence, Given, Numbers, Side
 from cce_kernels.divergence_terms import entropy_terms
-from cce_kernels.numbers import Gradients, Inputs, Wanted
+from cce_kernels.numbers import Gradients, Inputs, Wanted, divided
 from cce_kernels.residuals import Residuals
 
 NOTHING = Wanted(e=False, c=False, bias=False)
@@ -85,7 +85,7 @@ def _reference(of: Summands, core: Core, how: Divergence) -> Numbers:
     def log_p(side: Side, head: Any) -> jax.Array:
         flat = jnp.where(live.reshape(-1)[:, None], side.e.reshape(-1, side.e.shape[-1]), 0)
         z = head.whole_logits(*side._replace(e=flat))
-        return jax.nn.log_softmax(z if inverse is None else z * jnp.where(live, inverse, 1).reshape(-1)[:, None])
+        return jax.nn.log_softmax(divided(z, None if inverse is None else jnp.where(live, inverse, 1).reshape(-1)))
 
     log_s = log_p(Side(e.astype(c.dtype), c, bias, scale), core.head)
     log_t = log_p(Side(teacher_e, *common[:3]), how.teacher).astype(log_s.dtype)  # type: ignore[arg-type]

@@ -132,9 +132,14 @@ def inverse_temperature(given: Arrays, core: Core) -> tuple[Any, Any]:
 
 
 def inverted(temperature: Any, dtype: Any) -> jax.Array:
-    """1 / temperature, at least float32, without a gradient; NaN where it is not positive. dtype: of e."""
+    """1 / temperature, at least float32, without a gradient; NaN where it is not positive. dtype: of e.
+
+    A temperature below contract.COLDEST is raised to it, as a number is.
+    """
     temperature = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.promote_types(dtype, jnp.float32)))
-    return jnp.where(temperature > 0, 1 / temperature, jnp.nan)
+    bits = jax.lax.bitcast_convert_type(temperature, f"int{8 * temperature.itemsize}")
+    is_positive = bits > 0  # XLA takes numbers below the least normal one for 0
+    return jnp.where(is_positive, 1 / jnp.maximum(temperature, contract.COLDEST), jnp.nan)
 
 
 def may_chunk(gpu: Gpu | None) -> bool:

@@ -23,8 +23,8 @@ def statistics(inputs: Inputs, core: Core, over: tuple[str, ...] = ()) -> Statis
     e = jnp.where(targets[:, None] < 0, 0, e)  # a NaN in an ignored token must not reach c's gradient
     raw = head.product(e.astype(c.dtype), c, 1 - head.vocab_axis)
     z = head.logits(raw, None if bias is None else bias.astype(raw.dtype), scale)
-    if inverse is not None:
-        z = z * jnp.where(targets < 0, 1, inverse)[:, None]
+    inverse = None if inverse is None else jnp.where(targets < 0, 1, inverse)
+    z = inputs._replace(inverse_temperature=inverse).divided(z)
     is_target = targets[:, None] == jnp.arange(head.vocabulary(c))
     peak = lax.stop_gradient(jnp.max(z, axis=1))
     peak = finite(lax.pmax(peak, over) if over else peak)

@@ -193,7 +193,10 @@ def check_other(name: str, x: Any, function: str) -> None:
 
 
 def inverse_temperature(temperature: Any, x: Prepared, function: str) -> Tensor | None:
-    """1 / temperature of each token, (N,) at least float32; None for the number 1."""
+    """1 / temperature of each token, (N,) at least float32; None for the number 1. NaN where it is not positive.
+
+    A temperature below contract.COLDEST is raised to it, as a number is.
+    """
     tokens, dtype = x.targets.shape, torch.promote_types(x.e.dtype, torch.float32)
     number = contract.temperature(temperature, tuple(tokens), type_name(x.e))
     if number is not None:
@@ -205,7 +208,8 @@ def inverse_temperature(temperature: Any, x: Prepared, function: str) -> Tensor 
         raise TypeError("temperature gets no gradient, but requires one: pass temperature.detach()")
     if temperature.device != x.e.device and temperature.numel() != 1:
         raise ValueError(f"all tensors must be on one device, got e {x.e.device}, temperature {temperature.device}")
-    inverse = 1 / temperature.to(x.e.device, dtype)
+    temperature = temperature.to(x.e.device, dtype)
+    inverse = torch.where(temperature > 0, 1 / temperature.clamp(min=contract.COLDEST), torch.nan)
     return inverse.expand(tokens).reshape(-1)
 
 

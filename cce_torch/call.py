@@ -86,8 +86,17 @@ def lse_of(statistics: Tensor) -> Tensor:
 def log_p(z: Tensor, statistics: Tensor) -> Tensor:
     """z − lse, of logits z of the tokens, (N,) or (N, K). At most 0: z may be another product than those summed."""
     log_mass, reference = (x if z.dim() == 1 else x[:, None] for x in statistics[:2])
-    log_p = (z - reference) - log_mass
-    return log_p - log_p.detach().clamp(min=0)
+    return _at_most_0((z - reference) - log_mass)
+
+
+def entropy_of(log_mass: Tensor, mean: Tensor) -> Tensor:
+    """The entropy of each token, (N,), at least 0, from two of the statistics."""
+    return 0 - _at_most_0(mean - log_mass)
+
+
+def _at_most_0(x: Tensor) -> Tensor:
+    """x, or 0 with the derivative of x where that is above 0."""
+    return x - x.detach().clamp(min=0)
 
 
 class Selections(NamedTuple):

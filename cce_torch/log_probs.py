@@ -8,7 +8,7 @@ from torch import Tensor
 from cce_kernels import contract
 from cce_torch import arguments, chosen, numbers, statistics
 from cce_torch.arguments import Prepared
-from cce_torch.call import Call, Selections, log_p, lse_of
+from cce_torch.call import Call, Selections, entropy_of, log_p, lse_of
 from cce_torch.on_jax import tensors
 from cce_torch.options import Impl
 from cce_torch.processes.vocab_parallel import VocabParallel
@@ -162,7 +162,7 @@ def linear_log_probs(
     log_probs, found, *tensors = numbers.of_tokens(x, call, inverse, scale)
     of_entropy = None
     if call.with_mean:
-        of_entropy = x.unshifted(found[0] - found[3])
+        of_entropy = x.unshifted(entropy_of(found[0], found[3]))
         of_entropy = of_entropy.detach() if entropy == "detached" else of_entropy
     result = LogProbs(None if targets is None else x.unshifted(log_probs), x.unshifted(lse_of(found)), of_entropy)
     if ids is None and not (count or mean_logit):

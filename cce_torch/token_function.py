@@ -13,7 +13,7 @@ from torch import Tensor
 from cce_kernels import contract
 from cce_torch import arguments
 from cce_torch.arguments import Prepared
-from cce_torch.call import log_p, lse_of
+from cce_torch.call import entropy_of, log_p, lse_of
 from cce_torch.on_jax import tensors
 
 NAME = "linear_token_loss"
@@ -41,9 +41,7 @@ def kept(numbers: TokenNumbers, columns: Tensor) -> TokenNumbers:
 
 def _numbers(statistics: Tensor, poison: Tensor) -> TokenNumbers:
     log_mass, _, target, *mean = statistics
-    entropy = log_mass - mean[0] if mean else None
-    if entropy is not None:
-        entropy = entropy - entropy.detach().clamp(max=0)
+    entropy = entropy_of(log_mass, mean[0]) if mean else None
     return TokenNumbers(poison * log_p(target, statistics), lse_of(statistics), entropy)
 
 

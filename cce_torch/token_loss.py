@@ -10,7 +10,7 @@ from cce_kernels import contract
 from cce_torch import arguments as checks
 from cce_torch import in_forward, losses, numbers, statistics
 from cce_torch.arguments import Prepared
-from cce_torch.call import Call, Operands, lse_of
+from cce_torch.call import Call, Operands, entropy_of, lse_of
 from cce_torch.options import Impl, Reduction
 from cce_torch.processes.vocab_in_forward import OwnColumns
 from cce_torch.processes.vocab_parallel import Setting, VocabParallel
@@ -133,7 +133,7 @@ def linear_token_loss(
     if formed is None:
         of_numbers = call._replace(ignore_index=ignore_index, shift=x.shift) if x.alone else call
         log_probs, found = numbers.of_tokens(x, of_numbers, operands.inverse_temperature, scale)
-        entropies = found[0] - found[3] if entropy else None
+        entropies = entropy_of(found[0], found[3]) if entropy else None
         value = of_tokens(kept(TokenNumbers(log_probs, lse_of(found), entropies), operands.columns))
         # log_probs is 0 for ignored tokens. Through it a loss that reads no number still has gradients, which are 0.
         value = torch.where(operands.columns >= 0, value, log_probs)

@@ -333,8 +333,7 @@ def calls_in_torch(impl: str):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "impl"),
-    [("bfloat16", "cce"), *(("float32", impl) for impl in ("chunked", "reference", "torch_compile"))],
+    ("dtype", "impl"), [("bfloat16", "cce"), *(("float32", impl) for impl in ("chunked", "reference", "torch_compile"))]
 )
 def test_pytorchs_defaults_and_who_looks_on_change_no_bit(dtype, impl):
     """Every tensor is made with the type and device of the call's. A dispatch mode sees no chunks of in_forward.py."""

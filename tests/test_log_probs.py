@@ -56,6 +56,52 @@ def test_new_temperatures_compile_nothing():
     assert len(traced) == 1
 
 
+COLD = 1e-2, 1e-3, 1e-6, 1e-10, 1e-36, 1e-40  # float32 holds the last one in few digits, XLA takes it for 0
+
+
+def cold(temperature: float) -> tuple[tuple[np.ndarray, ...], dict[str, np.ndarray]]:
+    """e, c and targets, some of which are the likeliest or the second one; and the numbers of float64."""
+    rng = np.random.default_rng(0)
+    e, c = (rng.standard_normal(shape).astype(np.float32) / scale for shape, scale in (((24, 32), 1), ((300, 32), 6)))
+    order = np.argsort(e @ c.T, axis=1)
+    targets = np.where(np.arange(24) < 8, order[:, -1], np.where(np.arange(24) < 16, order[:, -2], order[:, 0]))
+    temperature = max(temperature, 2.0**-100)
+    z = np.float64(e) @ np.float64(c).T / temperature
+    log_p = z - np.logaddexp.reduce(z, axis=1, keepdims=True)
+    dz = (np.exp(log_p) - (np.arange(300) == targets[:, None])) / temperature
+    found = {"log_probs": log_p[np.arange(24), targets], "entropy": -np.sum(np.exp(log_p) * log_p, axis=1)}
+    return (e, c, targets), found | {"ids": log_p[:, :3], "e": dz @ c, "c": dz.T @ e}
+
+
+def held_cold(found: dict[str, Any], want: dict[str, np.ndarray]) -> None:
+    for name, y in want.items():
+        x = np.asarray(found[name], np.float64)
+        assert np.linalg.norm(x - y) <= 1e-5 * max(np.linalg.norm(y), 1), name
+    assert np.max(found["log_probs"]) <= 0
+    assert np.max(found["ids"]) <= 0
+    assert np.min(found["entropy"]) >= 0
+
+
+@pytest.mark.parametrize("impl", ["cce", "chunked", "reference"])
+@pytest.mark.parametrize("temperature", COLD)
+@pytest.mark.parametrize("kind", ["a number", "an array", "a scale"])
+def test_small_temperatures_keep_the_digits(impl, temperature, kind):
+    """The logits are large, their differences are not: a reference is subtracted from logits that are rounded alike."""
+    (e, c, targets), want = cold(temperature)
+    of_kind = {"a number": temperature, "an array": np.full(24, temperature, np.float32), "a scale": 1.0}[kind]
+    scale = 1 / max(temperature, 2.0**-100) if kind == "a scale" else None
+
+    def loss(e, c):
+        options = {"temperature": of_kind, "logit_scale": scale, "entropy": True, "impl": impl}
+        found = linear_log_probs(e, c, targets, ids=np.tile(np.arange(3), (24, 1)), **options)
+        return -jnp.sum(found.log_probs), found
+
+    (of_e, of_c), found = jax.grad(loss, (0, 1), has_aux=True)(e, c)
+    held_cold(
+        {"log_probs": found.log_probs, "entropy": found.entropy, "ids": found.id_log_probs, "e": of_e, "c": of_c}, want
+    )
+
+
 def test_a_temperature_has_no_gradient():
     e, c, targets = inputs()
     of = jax.grad(lambda t: jnp.sum(linear_log_probs(e, c, targets, temperature=t, softcap=3.0).log_probs))

@@ -17,6 +17,7 @@ import cce_torch
 from cce_torch import chosen, linear_log_probs, ops
 from cce_torch.on_jax import programs
 from tests.call_torch import small_blocks
+from tests.test_log_probs import COLD, cold, held_cold
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 IGNORED = -100
@@ -325,3 +326,18 @@ def test_no_tensor_has_the_size_of_the_logits(monkeypatch):
         chosen.id_logits._init_fn(*operands[:3], ids, None, 1.0, None, 2**20)
         chosen.id_gradients._init_fn(torch.randn(2000, 8), *operands[:3], ids, 2**20, True, True, False, False)
     assert 0 < seen.largest < 2**20 < 4 * 2000 * 3000
+
+
+@pytest.mark.parametrize("impl", ["torch_compile", "reference", "chunked"])
+@pytest.mark.parametrize("temperature", COLD)
+@pytest.mark.parametrize("each", [False, True])
+def test_small_temperatures_keep_the_digits(impl, temperature, each):
+    arrays, want = cold(temperature)
+    e, c, targets = (torch.tensor(x) for x in arrays)
+    of_kind = torch.full((24,), temperature) if each else temperature
+    options: Any = {"temperature": of_kind, "entropy": True, "impl": impl, "ids": torch.arange(3).expand(24, 3)}
+    found = linear_log_probs(e.requires_grad_(), c.requires_grad_(), targets, **options)
+    assert found.log_probs is not None
+    of_e, of_c = torch.autograd.grad(-found.log_probs.sum(), (e, c))
+    tensors = {"log_probs": found.log_probs, "entropy": found.entropy, "ids": found.id_log_probs, "e": of_e, "c": of_c}
+    held_cold({name: x.detach().numpy() for name, x in tensors.items()}, want)  # type: ignore[union-attr]

@@ -193,9 +193,12 @@ def _capped(block: Block) -> Tensor:
 
 
 def _divided(capped: Tensor, block: Block) -> Tensor:
-    """The logits."""
+    """The logits, each rounded before a reference is subtracted, as cce_kernels.numbers.divided explains."""
     inverse = block.inverse_temperature
-    return capped if inverse is None else capped * inverse[:, None]
+    if inverse is None:
+        return capped
+    z = capped * inverse[:, None]
+    return torch.where(capped < torch.inf, z.clamp(max=torch.finfo(z.dtype).max), z)
 
 
 def mean_of(z: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ from jax import lax
 from numpy.polynomial import Chebyshev, Polynomial
 
 from cce_kernels.head import Head
+from cce_kernels.numbers import divided
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
 
@@ -82,8 +83,7 @@ class Whole(NamedTuple):
 
     def log_p(self, inverse_temperature: Any) -> jax.Array:
         """The largest logit is subtracted first: the rounding of a large log-sum-exp would be in all of them."""
-        z, inverse = self.logits, inverse_temperature
-        z = z if inverse is None else z * inverse[:, None]
+        z = self.logits if inverse_temperature is None else divided(self.logits, inverse_temperature)
         return (z - self.largest[:, None]) - self.log_mass[:, None]
 
 

@@ -146,6 +146,11 @@ def _sums(problem: Problem, at: Rows, reference: jax.Array | None, how: Forward,
         return sums
     sums = sums._replace(reference=jnp.broadcast_to(reference, sums.log_mass.shape), target=reference)
     for step, relative_to, where in ((how.scattered, reference, at), (how.rescue, None, at._replace(starts=None))):
-        if step is not None:
-            sums = step.engine.recomputed(step, problem, where, relative_to, sums)
+        if step is None:
+            continue
+        if relative_to is None and problem.inputs.factor is not None:
+            # The target's logit is of another matmul. The roundings of two very large ones can make every term 0.
+            lost = _named(problem) & (jnp.max(sums.log_mass, axis=0) < -LARGEST)
+            sums = sums._replace(log_mass=jnp.where(lost, jnp.inf, sums.log_mass))
+        sums = step.engine.recomputed(step, problem, where, relative_to, sums)
     return sums

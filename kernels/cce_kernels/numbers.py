@@ -46,11 +46,22 @@ class Inputs(NamedTuple):
 
     def divided(self, x: jax.Array) -> jax.Array:
         """Logits (N, V), divided by the temperature of each token."""
-        return x if self.inverse_temperature is None else x * self.inverse_temperature[:, None]
+        return x if self.scale is None and self.inverse_temperature is None else divided(x, self.inverse_temperature)
 
     def capped(self, z: jax.Array) -> jax.Array:
         """Logits of the tokens, (N,), before inverse_temperature multiplied them."""
         return z if self.inverse_temperature is None else z / self.inverse_temperature
+
+
+def divided(x: jax.Array, inverse_temperature: jax.Array | None) -> jax.Array:
+    """Logits (N, V), divided by the temperature of each token, (N,), in plain XLA; None: 1.
+
+    Each is rounded, as the reference is that is subtracted from it. A compiler may multiply and subtract in one
+    operation, which rounds once: of two equal logits the difference would be the rounding of one, which grows with the
+    logit, and its exponential may be any number. There is no such operation for the least of a product and a number.
+    """
+    z = x if inverse_temperature is None else x * inverse_temperature[:, None]
+    return jnp.where(x < jnp.inf, jnp.minimum(z, jnp.finfo(x.dtype).max), z)
 
 
 class Statistics(NamedTuple):

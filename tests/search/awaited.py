@@ -8,7 +8,7 @@ What they wait for:
 """
 
 AWAITED: dict[str, frozenset[int]] = {
-    "jax": frozenset((81, 83)),
+    "jax": frozenset((83,)),
     "torch": frozenset((45, 46, 47)),
     "processes": frozenset((18, 19, 20, 21)),
 }

@@ -11,6 +11,8 @@ from cce_kernels.engines.triton.tiles import TileConfig
 from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs
 
+LEAST = float(jnp.finfo(jnp.float32).min)
+
 
 def load_inverse_temperature(inputs: Inputs, rows: jax.Array, rows_ok: jax.Array | None) -> jax.Array | None:
     """The inverse temperatures of these tokens as a column, (rows, 1); None for 1. inputs: refs."""
@@ -19,14 +21,17 @@ def load_inverse_temperature(inputs: Inputs, rows: jax.Array, rows_ok: jax.Array
 
 
 def divided(x: jax.Array, inverse: jax.Array | None) -> jax.Array:
-    """Logits divided by the temperatures of their tokens."""
-    return x if inverse is None else x * inverse
+    """Logits divided by the temperatures of their tokens, each rounded, as cce_kernels.numbers.divided explains.
+
+    −inf becomes the least finite number, whose exponential is 0 as well; inf stays, so that its token has no numbers.
+    """
+    return x if inverse is None else jnp.maximum(x * inverse, LEAST)
 
 
 def factor_of(inputs: Inputs, inverse: jax.Array | None):
     """numbers.Inputs.factor, to broadcast against a tile. inputs: refs."""
     scale = load_scalar(inputs.scale)
-    return inverse if scale is None else divided(scale, inverse)
+    return inverse if scale is None else scale if inverse is None else scale * inverse
 
 
 def exp(x: jax.Array, interpret: bool) -> jax.Array:
