@@ -25,7 +25,7 @@ from torch import Tensor
 
 from cce_kernels.default_budget import default_budget
 from cce_torch.call import Call, Operands, Selections
-from cce_torch.processes.collectives import gathered, reduced, summed, whole
+from cce_torch.processes.collectives import gathered, one_cotangent, reduced, summed, whole
 from cce_torch.processes.vocab_parallel import VocabParallel
 from cce_torch.reverse_mode import Guarded, first_order
 from cce_torch.torch_alone import blocks, reference
@@ -80,6 +80,7 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_logits: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         chosen, wanted = ctx.chosen, ctx.needs_input_grad[:3]
+        of_logits = of_logits if chosen.shard is None else one_cotangent(of_logits)
 
         def run(of_logits: Tensor, e: Tensor, c: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
             bias, ids, inverse_temperature, z = others

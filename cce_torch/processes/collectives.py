@@ -58,6 +58,20 @@ def being_summed(x: Tensor, shard: VocabParallel) -> Tensor:
     return reduce(x, "sum", shard.name)
 
 
+def one_cotangent(of: Tensor) -> Tensor:
+    """of, a cotangent. Every process raises the same error for batched ones: PyTorch batches no collective.
+
+    Raises:
+      NotImplementedError: torch.autograd.grad(is_grads_batched=True) maps over it.
+    """
+    if torch._C._functorch.is_legacy_batchedtensor(of):  # type: ignore[attr-defined]
+        raise NotImplementedError(
+            "is_grads_batched=True does not work where processes share a vocabulary or a DTensor: call "
+            "torch.autograd.grad once for each cotangent, with retain_graph=True"
+        )
+    return of
+
+
 def gathered(x: Tensor, shard: VocabParallel) -> Tensor:
     """x of each process of the group, along a new first axis."""
     found = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), shard.size, shard.name)

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from cce_kernels import contract
 from cce_torch import losses
 from cce_torch.on_jax import tensors
+from cce_torch.processes.collectives import one_cotangent
 from cce_torch.processes.vocab_parallel import VocabParallel
 
 OF_TOKENS = "targets", "token_weight"
@@ -105,6 +106,10 @@ def loss(function: Callable, given: dict[str, Any], num_items: Any, options: dic
         value, lse = called(num_items=num_items)
         if token_axes and options["reduction"] == "sum":
             value = summed(value)
+
+    for x in (value, lse):
+        if x is not None and x.requires_grad:
+            x.register_hook(one_cotangent)  # before PyTorch sums a gradient over the processes, which it does not batch
 
     def of_each_token(x: Tensor) -> Tensor:
         *leading, last = (*given["targets"].shape,) or (0,)

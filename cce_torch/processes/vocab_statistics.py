@@ -26,7 +26,7 @@ from torch import Tensor
 
 from cce_torch.call import Operands
 from cce_torch.processes import shards
-from cce_torch.processes.collectives import gathered, reduced, summed, whole
+from cce_torch.processes.collectives import gathered, one_cotangent, reduced, summed, whole
 from cce_torch.processes.vocab_parallel import Setting
 from cce_torch.reverse_mode import Guarded, first_order
 from cce_torch.torch_alone import blocks
@@ -73,7 +73,7 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangents: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (call, (_, _, scale), tokens, shard), wanted = ctx.setting, ctx.needs_input_grad[:3]
-        kind, part, dtype = ctx.kind, ctx.part, ctx.dtype
+        kind, part, dtype, cotangents = ctx.kind, ctx.part, ctx.dtype, one_cotangent(cotangents)
 
         def run(cotangents: Tensor, *arrays: Any) -> tuple[Tensor | None, ...]:
             """de, summed over the group, dc and dbias. None where not wanted."""

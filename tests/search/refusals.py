@@ -21,6 +21,7 @@ from tests.search.calls import (
 class Refusal(NamedTuple):
     errors: tuple[type[Exception], ...]
     words: tuple[str, ...]  # all of them are in the message
+    may_run: bool = False  # it depends on the plan, and a call that runs is right
 
 
 def refusal(call: Call) -> Refusal | None:
@@ -109,7 +110,15 @@ def _first_derivatives(function: str) -> Row:
     )
 
 
+def _batched(p: Program, split: str) -> bool:
+    return p.processes > 1 and p.transformation == "batched cotangents" and p.split == split
+
+
+BATCHED = Refusal((NotImplementedError,), ("is_grads_batched=True", "once for each cotangent"))
+
 IN_TORCH: list[Row] = [
+    (lambda p: _batched(p, "tokens") and p.function == CROSS_ENTROPY and bool(p.wanted), BATCHED),
+    (lambda p: _batched(p, "vocabulary") and bool({"e", "c", "bias"} & {*p.wanted}), BATCHED._replace(may_run=True)),
     (  # torch.compile with fullgraph=True raises an error of its own, with the words of ours
         lambda p: _of_jax_alone(p) and "compile" in p.transformation,
         Refusal((RuntimeError,), ("float64",)),
