@@ -320,7 +320,7 @@ class LinearCrossEntropy(torch.nn.Module, Generic[Result]):
         self.options: dict[str, Any] = own | options
         checked = {**cast(Any, linear_cross_entropy).__kwdefaults__, **self.options}
         arguments.checked(*(checked[name] for name in arguments.CHECKED))
-        if not isinstance(class_weight, Tensor):
+        if class_weight is not None and not isinstance(class_weight, Tensor):
             arguments.check_other("class_weight", class_weight, "linear_cross_entropy")
         self.register_buffer("class_weight", class_weight)
 

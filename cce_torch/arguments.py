@@ -2,7 +2,7 @@
 
 import sys
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -152,20 +152,31 @@ def shard_of(vocab_parallel: VocabParallel | None, options: Any) -> VocabParalle
 def check_tensors(given: dict[str, Tensor | None], one: dict[str, Any], function: str) -> None:
     """Raises an error for a tensor that no impl takes. As for `prepared`."""
     present: dict[str, Any] = {name: x for name, x in given.items() if x is not None or name in REQUIRED}
-    for name, x in (present | one).items():
-        if not isinstance(x, Tensor):
-            (check_number if name in one else check_other)(name, x, function)
-        elif x.layout is not torch.strided:
-            raise TypeError(f"{name} is a sparse tensor of layout {x.layout}: pass {name}.to_dense()")
+    for name, x in present.items():
+        check_tensor(name, x, function)
     for name, x in one.items():
-        if isinstance(x, Tensor):
-            tensors.check({name: x})
-            if x.numel() != 1:
-                raise ValueError(f"{name} must be a number or a tensor of one element, got shape {tuple(x.shape)}")
-    tensors.check(present)
+        (check_tensor if isinstance(x, Tensor) else check_number)(name, x, function)
+        if not isinstance(x, (int, float)) and torch.Size(getattr(x, "shape", ())).numel() != 1:
+            raise ValueError(f"{name} must be a number or a tensor of one element, got shape {tuple(x.shape)}")
     if len({x.device for x in present.values()}) > 1:
         found = ", ".join(f"{name} {x.device}" for name, x in present.items())
         raise ValueError(f"all tensors must be on one device, got {found}")
+
+
+def check_tensor(name: str, x: Any, function: str) -> None:
+    """Raise unless x is a plain, dense tensor in memory. All tensors of the user are checked here.
+
+    name: of the argument. function: the public one's name.
+    """
+    if not isinstance(x, Tensor):
+        check_other(name, x, function)
+    if x.is_nested:
+        raise TypeError(
+            f"{name} is a nested tensor: pass torch.nested.to_padded_tensor({name}, ...) or {name}.values()"
+        )
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name} is a sparse tensor of layout {x.layout}: pass {name}.to_dense()")
+    tensors.check({name: x})
 
 
 def check_number(name: str, x: Any, function: str) -> None:
@@ -176,10 +187,8 @@ def check_number(name: str, x: Any, function: str) -> None:
         raise TypeError(f"{name} is a jax.Array: cce_jax.{function} takes those; or write torch.from_dlpack({name})")
 
 
-def check_other(name: str, x: Any, function: str) -> None:
-    """Raise unless x, which is no tensor, is allowed for the argument `name` of the function."""
-    if x is None and name not in REQUIRED:
-        return
+def check_other(name: str, x: Any, function: str) -> NoReturn:
+    """Raise the error for x, which is no tensor."""
     check_number(name, x, function)
     remedy, numpy = "", sys.modules.get("numpy")
     if numpy is not None and isinstance(x, numpy.ndarray):
@@ -198,12 +207,13 @@ def inverse_temperature(temperature: Any, x: Prepared, function: str) -> Tensor 
     A temperature below contract.COLDEST is raised to it, as a number is.
     """
     tokens, dtype = x.targets.shape, torch.promote_types(x.e.dtype, torch.float32)
+    if isinstance(temperature, Tensor):
+        check_tensor("temperature", temperature, function)
     number = contract.temperature(temperature, tuple(tokens), type_name(x.e))
     if number is not None:
         return None if constant(number == 1) else x.e.new_ones(tokens.numel(), dtype=dtype) * (1 / number)
     if not isinstance(temperature, Tensor):
         check_other("temperature", temperature, function)
-    tensors.check({"temperature": temperature})
     if temperature.requires_grad:
         raise TypeError("temperature gets no gradient, but requires one: pass temperature.detach()")
     if temperature.device != x.e.device and temperature.numel() != 1:
@@ -226,9 +236,7 @@ def weight_of_tokens(token_weight: Any, x: Prepared, function: str) -> Tensor:
     dtype, tokens = torch.promote_types(x.e.dtype, torch.float32), tuple(x.targets.shape)
     if token_weight is None:
         return x.e.new_ones(x.targets.numel(), dtype=dtype)
-    if not isinstance(token_weight, Tensor):
-        check_other("token_weight", token_weight, function)
-    tensors.check({"token_weight": token_weight})
+    check_tensor("token_weight", token_weight, function)
     if token_weight.requires_grad:
         raise TypeError("token_weight gets no gradient, but requires one: pass token_weight.detach()")
     if token_weight.is_complex():

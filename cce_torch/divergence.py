@@ -169,7 +169,8 @@ def _side(given: dict[str, Any], options: _Options, vocab_axis: Any, numbers: tu
     (reduction, impl, precision, memory_budget), (scale, softcap), e = options, numbers, given["e"]
     checked = reduction, impl, vocab_axis, precision, scale, softcap, 0.0, 0.0, -100, memory_budget, 0.0, 0
     scale, softcap, _, _, _, budget, _, _ = arguments.options(*checked)
-    given["targets"] = e.new_empty(e.shape[:-1], dtype=torch.int64) if isinstance(e, Tensor) else e  # shapes alone
+    arguments.check_tensor("e", e, NAME)
+    given["targets"] = e.new_empty(e.shape[:-1], dtype=torch.int64)  # its shape alone is read
     asked = Asked(NAME, vocab_axis, 0, -100, impl, False, None, {"logit_scale": scale, **one})
     return _Side(arguments.prepared(given, asked, one), scale, softcap, budget)
 

@@ -4,8 +4,7 @@ from typing import Any, Literal, cast
 
 from torch import Tensor
 
-from cce_torch import api
-from cce_torch.on_jax import tensors
+from cce_torch import api, arguments
 from cce_torch.options import Reduction
 
 IGNORE_INDEX = -100
@@ -88,10 +87,8 @@ def _check_tensors(
     """Raise what this function does not take, in the words of its own arguments."""
     given = dict(input=input, linear_weight=linear_weight, target=target, linear_bias=linear_bias, weight=weight)
     for name, x in given.items():
-        if not isinstance(x, Tensor) and not (x is None and name in ("linear_bias", "weight")):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x is not None:
-            tensors.refuse_split(name, x)
+        if (x is not None or name not in ("linear_bias", "weight")) and type(x).__name__ != "DTensor":
+            arguments.check_tensor(name, x, "linear_cross_entropy")
     tokens, width, classes = tuple(input.shape[:-1]), tuple(input.shape[-1:]), tuple(linear_weight.shape[:-1])
     if input.ndim > 2:
         raise NotImplementedError(

@@ -9,7 +9,6 @@ from cce_kernels import contract
 from cce_torch import arguments, chosen, numbers, statistics
 from cce_torch.arguments import Prepared
 from cce_torch.call import Call, Selections, entropy_of, log_p, lse_of
-from cce_torch.on_jax import tensors
 from cce_torch.options import Impl
 from cce_torch.processes.vocab_parallel import VocabParallel
 
@@ -136,7 +135,8 @@ def linear_log_probs(
     if targets is None:
         _check_without_targets(shift, shard)
         ignore_index, check_targets = -100, False
-        given["targets"] = e.new_zeros(e.shape[:-1], dtype=torch.int64) if isinstance(e, Tensor) else e
+        arguments.check_tensor("e", e, NAME)
+        given["targets"] = e.new_zeros(e.shape[:-1], dtype=torch.int64)
     asked = arguments.Asked(NAME, vocab_axis, shift, ignore_index, impl, check_targets, shard, {"logit_scale": scale})
     x = arguments.prepared(given, asked, {})
     _check_ids(ids, x)
@@ -213,9 +213,7 @@ class _Columns:
 def _check_ids(ids: Any, x: Prepared) -> None:
     if ids is None:
         return
-    if not isinstance(ids, Tensor):
-        arguments.check_other("ids", ids, NAME)
-    tensors.check({"ids": ids})
+    arguments.check_tensor("ids", ids, NAME)
     if ids.dtype not in arguments.INTEGERS:
         raise TypeError(f"ids must be of an integer type, got ids {arguments.type_name(ids)}: write ids.long()")
     tokens, shape = tuple(x.targets.shape), tuple(ids.shape)

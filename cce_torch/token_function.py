@@ -14,7 +14,6 @@ from cce_kernels import contract
 from cce_torch import arguments
 from cce_torch.arguments import Prepared
 from cce_torch.call import entropy_of, log_p, lse_of
-from cce_torch.on_jax import tensors
 
 NAME = "linear_token_loss"
 INSTEAD = f"which {NAME} does not form: pass its detach(), or compute the loss from linear_log_probs"
@@ -154,9 +153,7 @@ def _of_tokens(name: str, given: Any, x: Prepared) -> Tensor:
     if isinstance(given, (bool, int, float)):
         dtype = torch.promote_types(x.e.dtype, torch.float32) if isinstance(given, float) else None
         given = torch.full((), given, dtype=dtype, device=x.e.device)
-    if not isinstance(given, Tensor):
-        arguments.check_other(name, given, NAME)
-    tensors.check({name: given})
+    arguments.check_tensor(name, given, NAME)
     if given.requires_grad:
         raise TypeError(f"{name} requires a gradient, {INSTEAD}")
     if given.device != x.e.device and given.numel() != 1:

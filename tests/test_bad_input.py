@@ -282,6 +282,37 @@ def test_what_is_no_array_is_named_in_every_function_of_jax(function, name, kind
     assert not others
 
 
+NO_TENSORS = {
+    "None": None,
+    "an array of NumPy": np.ones((2, 3), np.float32),
+    "a list": [1.0],
+    "a string": "abc",
+    "a sparse tensor": torch.ones(2, 3).to_sparse(),
+    "a nested tensor": torch.nested.nested_tensor([torch.ones(3), torch.ones(2)]),
+    "a jagged tensor": torch.nested.nested_tensor([torch.ones(3), torch.ones(2)], layout=torch.jagged),
+    "an array of JAX": jnp.ones(3),
+    "a tensor without memory": torch.ones(2, 3, device="meta"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_TENSORS)
+@pytest.mark.parametrize(("function", "name"), [(f, name) for f, names in ARRAYS_OF.items() for name in names])
+def test_what_is_no_tensor_is_named_in_every_function_of_torch(function, name, kind):
+    call, bad = getattr(cce_torch, function), NO_TENSORS[kind]
+    e, c, targets = map(tensor, (E, C, T))
+    given = {"e": e, "c": c, **({} if function == "linear_divergence" else {"targets": targets})}
+    given |= {"teacher_e": e, "teacher_c": c} if function == "linear_divergence" else {}
+    given |= {"fn": log_prob} if function == "linear_token_loss" else {}
+    if bad is None and (name in MAY_BE_NONE or (function, name) == ("linear_log_probs", "targets")):
+        return
+    run = partial(call, **given | {name: bad})
+    if name == "argument 0 of fn":
+        run = partial(call, e, c, targets, lambda numbers, x: numbers.log_probs * x, bad)
+    with pytest.raises((TypeError, ValueError), match=rf"^{name} (must be|is a|of shape)") as raised:
+        run()
+    assert not {f for f in ARRAYS_OF if f in str(raised.value)} - {function}
+
+
 @pytest.mark.parametrize("kind", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
 def test_ids_of_every_integer_type_are_compared_before_they_are_narrowed(kind):
     """A vocabulary that 8 bits do not hold, and ids that would wrap into it."""

@@ -56,7 +56,7 @@ def are_usual(*tensors: Tensor | None) -> bool:
     for x in tensors:
         if x is None:
             continue
-        if type(x) not in PLAIN or x.layout is not torch.strided or not x.is_contiguous():
+        if type(x) not in PLAIN or x.layout is not torch.strided or x.is_nested or not x.is_contiguous():
             return False
         if not x.data_ptr() or x.untyped_storage().nbytes() < (x.storage_offset() + x.numel()) * x.itemsize:
             return False
