@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cce_jax import api, linear_cross_entropy
+from cce_jax import api, linear_cross_entropy, linear_token_loss
 from cce_kernels.block_floats import steps_shape
 from cce_kernels.device import H200, INTERPRETER
 from cce_kernels.plan import plan_of
@@ -86,6 +86,21 @@ def test_chunked_holds_one_bounded_block(argnums):
         temporary = compiled("chunked", argnums, memory_budget=memory_budget).memory_analysis().temp_size_in_bytes
         assert temporary < min(memory_budget or 2**40, (2 if argnums is None else 5) * BOUND) + 2 * 4 * V * D
     assert compiled("reference", argnums).memory_analysis().temp_size_in_bytes > 4 * temporary
+
+
+@pytest.mark.parametrize("megabytes", [100, 200])
+def test_a_loss_with_the_entropy_is_within_the_budget_on_a_cpu(megabytes):
+    """XLA's CPU compiler stores the products for the mean of a chunk's logits."""
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 512), (40000, 512))]
+
+    def loss(e, c, targets):
+        options = {"entropy": True, "memory_budget": megabytes * 10**6, "impl": "chunked"}
+        return linear_token_loss(e, c, targets, lambda x: -x.log_probs - 0.1 * x.entropy, **options)
+
+    run = jax.jit(jax.grad(loss, (0, 1))).lower(*shapes, jax.ShapeDtypeStruct((4096,), jnp.int32))
+    memory = run.compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes <= megabytes * 10**6
 
 
 def flops(jaxpr) -> float:

@@ -39,9 +39,10 @@ class Xla(Engine):
     def chunk_bytes(self, call: Call, tokens: int, columns: int, gpu: Gpu | None) -> int:
         """What a token of a chunk of so many tokens holds, with dz of so many columns.
 
-        The logits and dz, and on a CPU the exponentials; partial sums of de, e and de.
+        The logits and dz, and on a CPU the exponentials, and for a mean their products with logarithms, which XLA's CPU
+        compiler does not fuse; partial sums of de, e and de.
         """
-        blocks = 3 if gpu is None else 2 + self.pads_de(call, tokens, call.vocabulary, gpu)
+        blocks = 3 + call.with_mean if gpu is None else 2 + self.pads_de(call, tokens, call.vocabulary, gpu)
         parts = self.parts_of_de(call, tokens, call.vocabulary, gpu)
         return call.sum_itemsize * (blocks * columns + (2 + parts) * call.width)
 
