@@ -15,7 +15,7 @@ from cce_jax.options import Array, Options
 from cce_jax.plans import Core, Impl
 from cce_jax.prepare import Arrays, Asked, inverse_temperature, numbers_of, prepared, shifted, unshifted
 from cce_jax.reverse_mode import reverse_mode_only
-from cce_jax.sharding import Layout
+from cce_jax.sharding import Layout, vocabulary_of
 from cce_kernels import contract
 from cce_kernels.numbers import Inputs
 
@@ -180,17 +180,13 @@ class Static:
     ignore_index: int
     shift: int
 
-    def vocabulary(self, c: jax.Array) -> int:
-        axis = self.core.head.vocab_axis
-        return c.shape[axis] if self.layout is None else self.layout.whole_vocabulary(c, axis)
-
 
 @partial(jax.jit, static_argnames="of")
 def loss_of(given: Arrays, of: Static) -> tuple[jax.Array, losses.TokenNumbers]:
     """The loss, and the numbers of each token, of which only lse has a derivative."""
     core, layout, shift = of.core, of.layout, of.shift
     e, c, bias, targets, weights, token_weight = given[:6]
-    vocabulary, wide = of.vocabulary(c), jnp.promote_types(e.dtype, jnp.float32)
+    vocabulary, wide = vocabulary_of(c, core.head.vocab_axis, layout), jnp.promote_types(e.dtype, jnp.float32)
     if shift:
         targets = shifted(targets, shift, of.ignore_index, layout)
         token_weight = None if token_weight is None else shifted(token_weight, shift, 0, layout)

@@ -96,7 +96,8 @@ def with_selections(inputs: Inputs, core: Core, layout: Layout | None, asked: As
         selected = _forward(constants, core, layout, asked, None)[1]
     if layout is not None:
         return devices.whole_numbers(inputs, core, layout), selected
-    return _shaped(reference.statistics(passes.flat(inputs), core), inputs), selected
+    numbers = reference.statistics(passes.flat(inputs), core)
+    return jax.tree.map(lambda x: passes.shaped_tokens(x, inputs), numbers), selected
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -158,10 +159,6 @@ def _backward(
 def _on_one_device(inputs: Inputs, core: Core, wanted: Wanted | None) -> tuple[Statistics, Held]:
     numbers, residuals = passes.forward_pass(inputs, core, wanted)
     return numbers, Held(numbers, residuals)
-
-
-def _shaped(numbers: Statistics, inputs: Inputs) -> Statistics:
-    return jax.tree.map(lambda x: passes.shaped_tokens(x, inputs), numbers)
 
 
 class Summands(NamedTuple):

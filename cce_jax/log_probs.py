@@ -14,7 +14,7 @@ from cce_jax.options import Array
 from cce_jax.plans import Core, Impl
 from cce_jax.prepare import Arrays, Asked, inverse_temperature, numbers_of, prepared, shifted, unshifted
 from cce_jax.reverse_mode import reverse_mode_only
-from cce_jax.sharding import Layout
+from cce_jax.sharding import Layout, vocabulary_of
 from cce_kernels import contract
 from cce_kernels.numbers import Inputs, Statistics
 from cce_kernels.selections import Asked as Chosen
@@ -127,7 +127,7 @@ def linear_log_probs(
     call.needs_whole_sequences(NAME)
     given = call.given._replace(temperature=arguments.temperature(temperature, call.given.e, NAME))
     ids = arguments.ids(ids, given.e, NAME)
-    most = min(MOST_IDS, call.vocabulary)
+    most = min(MOST_IDS, vocabulary_of(given.c, vocab_axis, call.layout))
     if not 0 <= top_k <= most:
         raise ValueError(f"top_k={top_k} must be from 0 to {most}: at most {MOST_IDS}, and the size of the vocabulary")
     chosen = Chosen(max(top_k, int(bool(predicted))), bool(mean_logit))
@@ -157,7 +157,7 @@ class Static:
 def _log_probs(given: Arrays, ids: jax.Array | None, of: Static) -> LogProbs:
     layout, shift, axis = of.layout, of.shift, of.core.head.vocab_axis
     e, c, bias, targets = given[:4]
-    vocabulary = of.core.head.vocabulary(c) if layout is None else layout.whole_vocabulary(c, axis)
+    vocabulary = vocabulary_of(c, axis, layout)
     if shift:
         targets = shifted(targets, shift, of.ignore_index, layout)
     scale, inverse = inverse_temperature(given, of.core)

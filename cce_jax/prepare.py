@@ -9,7 +9,7 @@ import numpy as np
 from cce_jax import arguments, settings
 from cce_jax.core import with_selections
 from cce_jax.plans import Core
-from cce_jax.sharding import Layout, layout_of, no_explicit_vmap
+from cce_jax.sharding import Layout, layout_of, no_explicit_vmap, vocabulary_of
 from cce_kernels import contract, selections
 from cce_kernels.device import Gpu, local_gpu
 from cce_kernels.head import Head
@@ -58,11 +58,6 @@ class Prepared(NamedTuple):
     ignore_index: int
     shift: int
 
-    @property
-    def vocabulary(self) -> int:
-        c, axis = self.given.c, self.core.head.vocab_axis
-        return c.shape[axis] if self.layout is None else self.layout.whole_vocabulary(c, axis)
-
     def needs_whole_sequences(self, what: str) -> None:
         """ValueError if the call shifts sequences that are split inside jax.shard_map."""
         shift, layout = self.shift, self.layout
@@ -93,8 +88,7 @@ def prepared(given: Arrays, asked: Asked, with_mean: bool = False) -> Prepared:
     layout = layout_of(e, c, vocab_axis, asked.sharding) if e.ndim > 0 and c.ndim == 2 else None
     arguments.shapes(given, layout, vocab_axis, shift)
     if asked.check_targets:
-        vocabulary = c.shape[vocab_axis] if layout is None else layout.whole_vocabulary(c, vocab_axis)
-        arguments.targets(given.targets, vocabulary, ignore_index, shift)
+        arguments.targets(given.targets, vocabulary_of(c, vocab_axis, layout), ignore_index, shift)
     if impl != "reference":
         no_explicit_vmap(asked.function)
     gpu = None if impl == "reference" else local_gpu()

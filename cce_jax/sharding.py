@@ -207,6 +207,11 @@ def no_explicit_vmap(function: str) -> None:
         )
 
 
+def vocabulary_of(c: Any, vocab_axis: int, layout: Layout | None) -> int:
+    """V, of the whole."""
+    return c.shape[vocab_axis] if layout is None else layout.whole_vocabulary(c, vocab_axis)
+
+
 def varying(x: Any) -> frozenset[str]:
     """The Manual axes over which x varies, by its type."""
     return jax.typeof(x).manual_axis_type.varying
