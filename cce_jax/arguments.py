@@ -196,7 +196,7 @@ def teacher(given: Any, asked: Any) -> tuple[Any, Any]:
 
     TypeError, or ValueError unless they fit together.
     """
-    with contract.of_teacher():
+    with contract.named():
         contract.choice("vocab_axis", asked.vocab_axis, (0, 1))
         known(softcap=asked.softcap, logit_scale=asked.logit_scale)
         head = Head(contract.softcap(asked.softcap), asked.vocab_axis, asked.precision)

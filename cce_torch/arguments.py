@@ -250,7 +250,7 @@ def weight_of_tokens(token_weight: Any, x: Prepared, function: str) -> Tensor:
 def _check_types(given: dict[str, Any]) -> None:
     e, c, targets, bias = (given[name] for name in (*REQUIRED, "bias"))
     if targets.dtype not in INTEGERS:
-        raise TypeError(f"targets must be of an integer type, got targets {type_name(targets)}: write targets.long()")
+        raise contract.not_integers("targets", targets.dtype, targets.shape, e.shape, "long()")
     for name in WEIGHTS:
         x = given.get(name)
         if x is not None and x.is_complex():

@@ -121,7 +121,7 @@ def linear_divergence(
     one = {} if num_items is None else {"num_items": num_items}
     options = _Options(reduction, impl, precision, memory_budget)
     x = _side(student, options, vocab_axis, (logit_scale, softcap), one)
-    with contract.of_teacher():
+    with contract.named():
         options = options._replace(memory_budget=None)
         y = _side(teacher, options, teacher_vocab_axis, (teacher_logit_scale, teacher_softcap), {})
     contract.pair(tuple(e.shape), tuple(c.shape), tuple(teacher_e.shape), tuple(teacher_c.shape), axes)

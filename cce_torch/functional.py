@@ -4,10 +4,12 @@ from typing import Any, Literal, cast
 
 from torch import Tensor
 
+from cce_kernels import contract
 from cce_torch import api, arguments
 from cce_torch.options import Reduction
 
 IGNORE_INDEX = -100
+NAMES = {"e": "input", "c": "linear_weight", "targets": "target", "bias": "linear_bias", "class_weight": "weight"}
 
 
 def linear_cross_entropy(
@@ -50,8 +52,7 @@ def linear_cross_entropy(
       NotImplementedError: target holds probabilities, linear_weight has several axes of classes, (V, d_1, ..., D), or
         input has more than two axes.
       ValueError: shapes do not fit, or an option is out of its range.
-      TypeError: an argument has a wrong type. Where the types of several do not fit together, the message is that of
-        `cce_torch.linear_cross_entropy`: e is input there, c is linear_weight, and bias is linear_bias.
+      TypeError: an argument has a wrong type, or the types of several do not fit together.
 
     Examples:
       >>> import torch
@@ -69,16 +70,17 @@ def linear_cross_entropy(
             f"options must be a torch.nn.LinearCrossEntropyOptions or None, got {type(options).__name__}: the options "
             "of this package are arguments of cce_torch.linear_cross_entropy"
         )
-    return api.linear_cross_entropy(
-        input,
-        linear_weight,
-        target,
-        linear_bias,
-        ignore_index=IGNORE_INDEX if ignore_index is None else ignore_index,
-        reduction=cast(Reduction, reduction),
-        class_weight=weight,
-        label_smoothing=label_smoothing,
-    )
+    with contract.named(NAMES):
+        return api.linear_cross_entropy(
+            input,
+            linear_weight,
+            target,
+            linear_bias,
+            ignore_index=IGNORE_INDEX if ignore_index is None else ignore_index,
+            reduction=cast(Reduction, reduction),
+            class_weight=weight,
+            label_smoothing=label_smoothing,
+        )
 
 
 def _check_tensors(

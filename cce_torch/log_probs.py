@@ -215,7 +215,7 @@ def _check_ids(ids: Any, x: Prepared) -> None:
         return
     arguments.check_tensor("ids", ids, NAME)
     if ids.dtype not in arguments.INTEGERS:
-        raise TypeError(f"ids must be of an integer type, got ids {arguments.type_name(ids)}: write ids.long()")
+        raise contract.not_integers("ids", ids.dtype, ids.shape, (), "long()")
     tokens, shape = tuple(x.targets.shape), tuple(ids.shape)
     if shape[:-1] != tokens or len(shape) != len(tokens) + 1 or shape[-1] > MOST_IDS:
         raise ValueError(f"ids must have shape (..., K) with ... = {tokens} as e and K <= {MOST_IDS}, got ids {shape}")

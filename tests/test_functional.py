@@ -126,6 +126,8 @@ E, C, T = torch.zeros(6, 4), torch.zeros(9, 4), torch.zeros(6, dtype=torch.int64
         ((E, C, T[:, None]), {}, ValueError, r"target must be \(6,\), .* got \(6, 1\)"),
         ((E, C, T.float()), {}, TypeError, "target must be integers, got float32"),
         ((E, C, [0] * 6), {}, TypeError, "target must be a torch.Tensor, got list"),
+        ((E, C.half(), T), {}, TypeError, r"^linear_weight must be of input's type, .*: write linear_weight\.to"),
+        ((E.int(), C, T), {}, TypeError, "^input must be one of .*, got input int32"),
         ((E, C, T), {"linear_bias": torch.zeros(8)}, ValueError, r"linear_bias must be \(V,\) = \(9,\), got \(8,\)"),
         ((E, C, T), {"weight": torch.zeros(9, 1)}, ValueError, r"weight must be \(V,\) = \(9,\), got \(9, 1\)"),
         ((E, C, T), {"options": {"impl": "chunked"}}, TypeError, "options must be .*got dict"),

@@ -294,16 +294,17 @@ def weight_of_tokens(token_weight: Shape, e: Shape) -> None:
         )
 
 
-OF_TEACHER = re.compile(r"\b(e|c|bias|softcap|logit_scale|vocab_axis)\b(?!/)")
+TEACHERS = {name: f"teacher_{name}" for name in ("e", "c", "bias", "softcap", "logit_scale", "vocab_axis")}
 
 
 @contextmanager
-def of_teacher() -> Iterator[None]:
-    """Errors about e, c and the like become errors about teacher_e, teacher_c and the like."""
+def named(names: dict[str, str] = TEACHERS) -> Iterator[None]:
+    """Errors about these arguments become errors about what the called function names them, such as teacher_e."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise type(error)(OF_TEACHER.sub(r"teacher_\1", str(error))) from None
+        words = re.compile(rf"\b({'|'.join(names)})\b(?!/)")
+        raise type(error)(words.sub(lambda found: names[found[1]], str(error))) from None
 
 
 def pair(e: Shape, c: Shape, teacher_e: Shape, teacher_c: Shape, axes: tuple[int, int]) -> None:
