@@ -50,10 +50,14 @@ def compare(
             assert x.sharding.is_equivalent_to(at, x.ndim), f"{name}: {x.sharding.spec} is not {at.spec}"
 
 
-@pytest.mark.parametrize("mode", ["auto", "unchecked"])
-def test_a_shard_whose_exponentials_underflow(mode):
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("vocabulary", "auto"), ("vocabulary", "unchecked"), ("width over fsdp, vocabulary over tensor", "auto")],
+)
+def test_a_shard_whose_exponentials_underflow(name, mode):
+    """And the gradient of a bias, which is not scattered where c's width is."""
     case = Case("bias", leading=(8, 8), width=16, vocabulary=64, arrays=("bias",))
-    compare(case, BY_NAME["vocabulary"], mode)
+    compare(case, BY_NAME[name], mode)
 
 
 # What is exchanged for B = T = 8, D = 16, V = 64 beside the sums of the loss: e is f32[8,8,16], c f32[64,16]. Both
