@@ -225,6 +225,7 @@ def layout_of(e: Any, c: Any, vocab_axis: int, sharding: Any) -> Layout | None:
     mesh = next((m for m in (jax.sharding.get_abstract_mesh(), _mesh(e), _mesh(c)) if not m.empty), None)
     if mesh is None:
         if sharding is not None:
+            _pair(sharding)
             raise ValueError("sharding names the axes of a mesh, but no mesh is in context: call jax.set_mesh(mesh)")
         return None
     manual = frozenset(mesh.manual_axes)

@@ -260,7 +260,8 @@ def _check_types(given: dict[str, Any]) -> None:
     for name, x in (("e", e), ("c", c), ("bias", bias)):
         if x is not None and x.dtype not in FLOATING:
             allowed = ", ".join((*contract.KERNEL_TYPES, "float64"))
-            raise TypeError(f"{name} must be one of {allowed}, got {name} {type_name(x)}")
+            hint = ": give the hidden states, the classifier and the targets, not logits" if x.dtype in INTEGERS else ""
+            raise TypeError(f"{name} must be one of {allowed}, got {name} {type_name(x)}{hint}")
     contract.types(type_name(e), type_name(c), None if bias is None else type_name(bias), "to")
 
 

@@ -146,6 +146,7 @@ class Layer:
 
 
 OF_JAX = [
+    ({"sharding": "data"}, TypeError, r"sharding must be a pair of jax\.sharding\.PartitionSpec.*data"),
     ({"c": Layer()}, TypeError, r"c must be an array, got Layer: pass its weight, with vocab_axis=0 if .* \(V, D\)"),
     ({"c": {"kernel": C.T}}, TypeError, r"c must .* got dict: pass its kernel, with vocab_axis=1 if .* \(D, V\)"),
     ({"c": {"embedding": C}}, TypeError, r"c must .* got dict: pass its embedding, with vocab_axis=0"),
