@@ -247,7 +247,7 @@ def linear_cross_entropy(
         weights = class_weight, flat(token_weight), num_items, None
         row_length = x.targets.shape[-1] if x.shift else 1
         flattened = Given(flat(x.e, 1), x.c, x.bias, flat(x.targets), *weights, scheduled, row_length)
-        loss, found = ops.loss(flattened, call, return_lse)
+        loss, found = ops.loss(flattened, call, return_lse, x.called)
         lse = lse_of(found) if return_lse else None
     else:
         if x.shift:

@@ -86,6 +86,7 @@ class Prepared(NamedTuple):
     ignore_index: int
     impl: Any  # not "auto" unless the plan decides
     shard: VocabParallel | None
+    called: str  # the public function
 
     @property
     def alone(self) -> bool:
@@ -131,7 +132,7 @@ def prepared(given: dict[str, Any], asked: Asked, one: dict[str, Any]) -> Prepar
         raise NotImplementedError(
             f"torch.jit.trace cannot record the JAX programs of impl={impl!r}: give impl='torch_compile'"
         )
-    return Prepared(e, c, bias, targets, vocabulary, shift, asked.ignore_index, impl, shard)
+    return Prepared(e, c, bias, targets, vocabulary, shift, asked.ignore_index, impl, shard, asked.function)
 
 
 def shard_of(vocab_parallel: VocabParallel | None, options: Any) -> VocabParallel | None:

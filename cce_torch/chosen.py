@@ -27,7 +27,7 @@ from cce_kernels.default_budget import default_budget
 from cce_torch.call import Call, Operands, Selections
 from cce_torch.processes.collectives import gathered, one_cotangent, reduced, summed, whole
 from cce_torch.processes.vocab_parallel import VocabParallel
-from cce_torch.reverse_mode import Guarded, first_order
+from cce_torch.reverse_mode import applied, first_order
 from cce_torch.torch_alone import blocks, reference
 from cce_torch.torch_alone.compiled import new_gradients, one_by_one, plainly
 
@@ -58,12 +58,10 @@ def logits(operands: Operands, ids: Tensor, chosen: Chosen) -> Tensor:
         z = reference.logits(operands, chosen.call, chosen.scale)
         return z.gather(1, ids.clamp(min=0))
     e, c, bias, _, _, inverse_temperature = operands
-    return _Logits.apply(e, c, bias, ids, inverse_temperature, chosen)  # type: ignore[no-any-return]
+    return applied(_Logits, e, c, bias, ids, inverse_temperature, chosen)  # type: ignore[no-any-return]
 
 
 class _Logits(torch.autograd.Function):
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(e, c, bias, ids, inverse_temperature, chosen: Chosen) -> Tensor:
         shard = chosen.shard
@@ -74,7 +72,7 @@ class _Logits(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        *tensors, ctx.chosen = inputs
+        (*tensors, ctx.chosen), ctx.called = inputs, "linear_log_probs"
         ctx.save_for_backward(*tensors, output)
 
     @staticmethod
@@ -92,7 +90,7 @@ class _Logits(torch.autograd.Function):
                 de = reduced(de, part, chosen.tokens, shard).to(e.dtype)
             return tuple(x if w else None for x, w in zip((de, dc, dbias), wanted, strict=True))
 
-        found = first_order(Guarded, run, (of_logits, *ctx.saved_tensors))
+        found = first_order(ctx.called, run, (of_logits, *ctx.saved_tensors))
         return tuple(found) + (None,) * 3
 
 

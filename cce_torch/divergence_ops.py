@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cce_torch import in_forward, ops
 from cce_torch.arguments import OF_TORCH
-from cce_torch.reverse_mode import Guarded, first_order, refusal
+from cce_torch.reverse_mode import applied, first_order
 from cce_torch.torch_alone import divergence
 from cce_torch.torch_alone.compiled import one_by_one, plainly
 
@@ -69,9 +69,9 @@ def loss(given: Given, how: How, per_token: bool) -> tuple[Tensor, Tensor]:
     if problem is None:  # a loss scale that follows must count
         how = how._replace(wide=any(forming) and given.e.dtype == torch.float16)
     # torch.compile would give a forward of *arguments a ctx too where no gradient is wanted
-    alone = _Divergence.apply if any(wanted) else _Divergence.forward
-    rule = alone if compiling else _DivergenceOfFunctions.apply
-    return rule(*given, how, per_token, forming, problem)[:2]  # type: ignore[return-value]
+    if compiling and not any(wanted):
+        return _Divergence.forward(*given, how, per_token, forming, problem)[:2]  # type: ignore[return-value]
+    return applied(_Divergence, *given, how, per_token, forming, problem)[:2]  # type: ignore[return-value]
 
 
 class _Divergence(torch.autograd.Function):
@@ -93,6 +93,7 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         given, (ctx.how, ctx.per_token, ctx.forming, problem) = Given(*inputs[:FIELDS]), inputs[FIELDS:]
+        ctx.called = "linear_divergence"
         ctx.way = None if problem is None else problem.way
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
@@ -118,22 +119,8 @@ class _Divergence(torch.autograd.Function):
         def run_backward(of_value: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
             return apply(of_value, saved, options, in_place)
 
-        found = first_order(_Guarded, run_backward, (of_value, *saved))
+        found = first_order(ctx.called, run_backward, (of_value, *saved))
         return *found, *nothing[3:]
-
-
-_refuse = refusal("linear_divergence")
-
-
-class _DivergenceOfFunctions(_Divergence):
-    """_Divergence with an error for forward mode, and for torch.func; torch.compile refuses a jvp."""
-
-    generate_vmap_rule = True
-    jvp = staticmethod(_refuse)
-
-
-class _Guarded(Guarded):
-    backward = jvp = staticmethod(_refuse)
 
 
 def _start(given: Given, problem: Any) -> tuple[Tensor, ...]:

@@ -27,11 +27,16 @@ from cce_torch.arguments import OF_TORCH
 from cce_torch.call import Call, Operands
 from cce_torch.on_jax import tensors
 from cce_torch.processes import shards
-from cce_torch.reverse_mode import Guarded, first_order
+from cce_torch.reverse_mode import applied, first_order
 
 
 class OfTokens(Protocol):
     """The loss of each token."""
+
+    @property
+    def called(self) -> str:
+        """The public function's name."""
+        ...
 
     @property
     def weight(self) -> Tensor | None:
@@ -184,14 +189,14 @@ def planned(operands: Operands, call: Call, scale: float, columns: Columns) -> P
 
 def total(operands: Operands, of_tokens: OfTokens, how: Planned) -> tuple[Tensor, Tensor]:
     """S, differentiable once in e, c, bias and the tokens' weights; and the statistics, (rows, N), which are not."""
-    return _Total.apply(*operands, of_tokens.weight, of_tokens, how)  # type: ignore[no-any-return]
+    return applied(_Total, *operands, of_tokens.weight, of_tokens, how)  # type: ignore[no-any-return]
 
 
 class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         operands, (weight, of_tokens, how) = Operands(*arguments[:6]), arguments[6:]
-        run = _Run(operands, of_tokens, how)
+        run, ctx.called = _Run(operands, of_tokens, how), of_tokens.called
         drops = ops.drops_what_is_saved()  # the gradients are formed when the forward pass runs again
         statistics, totals, de, formed = (run.evaluated if drops else run.formed)(operands.e.shape)
         ctx.way, ctx.types = run.way, [y is not None and y.dtype for y in (operands.bias, weight)]
@@ -225,7 +230,7 @@ class _Total(torch.autograd.Function):
         (*saved, e, weight), factors = ctx.saved_tensors, factor if ops.is_batched(factor) else None
         if factors is not None:  # the programs take no such tensor, and the gradients are linear in it
             factor, in_place = torch.ones((), dtype=factor.dtype, device=saved[0].device), False
-        found = first_order(Guarded, run, (factor, *saved), (e, weight))
+        found = first_order(ctx.called, run, (factor, *saved), (e, weight))
         if factors is not None:
             found = tuple(None if x is None else (factors * x).to(x.dtype) for x in found)
         de, dc, dbias, dweight = found

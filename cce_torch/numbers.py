@@ -16,7 +16,8 @@ def of_tokens(x: Prepared, call: Call, inverse: Tensor | None, scale: float) -> 
     if x.alone:
         row_length = x.targets.shape[-1] if x.shift else 1
         tokens = flat(x.targets), None, None, None, inverse
-        nll, found, *selected = ops.loss(Given(flat(x.e, 1), x.c, x.bias, *tokens, scheduled, row_length), call, True)
+        given = Given(flat(x.e, 1), x.c, x.bias, *tokens, scheduled, row_length)
+        nll, found, *selected = ops.loss(given, call, True, x.called)
         return 0 - nll, found, *selected
     operands = statistics.operands_of(x)._replace(inverse_temperature=inverse)
     found = statistics.statistics(x, operands, call, scheduled)

@@ -19,6 +19,7 @@ tensor: as constants, torch.compile would compile a graph for each value. Calls 
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from torch.autograd import forward_ad
 
 from cce_torch.call import FIELDS, SCHEMA, TENSORS, Call, Given, decoded
 from cce_torch.on_jax import tensors
-from cce_torch.reverse_mode import Guarded, first_order, refusal
+from cce_torch.reverse_mode import first_order, refuse
 
 GIVEN = (
     "Tensor e, Tensor c, Tensor? bias, Tensor targets, Tensor? class_weight, Tensor? token_weight, Tensor? num_items, "
@@ -39,10 +40,11 @@ _library = torch.library.Library("cce_torch", "FRAGMENT")
 _tags = [torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe]
 
 
-def loss(given: Given, call: Call, lse_is_returned: bool) -> tuple[Tensor, ...]:
+def loss(given: Given, call: Call, lse_is_returned: bool, called: str) -> tuple[Tensor, ...]:
     """The loss, () or (N,), and the statistics, float32, differentiable in e, c, bias and token_weight; the selections.
 
     c and bias of e's type, or float32 beside a 16-bit e. lse_is_returned: whether the statistics may get a cotangent.
+    called: the public function.
     """
     functions, compiling = torch._C._are_functorch_transforms_active(), torch.compiler.is_compiling()
     wanted = [x is not None and x.requires_grad for x in given[:3]]
@@ -53,13 +55,13 @@ def loss(given: Given, call: Call, lse_is_returned: bool) -> tuple[Tensor, ...]:
         factors = [torch.ones((), dtype=torch.float64, device="cpu") * x for x in given.scheduled]
         given = Given(*given[:TENSORS], torch.stack(factors), given.row_length)
     if functions:
-        return _LossOfFunctions.apply(*given, saving_for, call)
+        return _LossOfFunctions.apply(*given, saving_for, call, called)
     if not compiling and _has_tangent(given.e, given.c, given.bias, token_weight):
-        _refuse(None)
+        refuse(SimpleNamespace(called=called))
     if saving_for and not _may_save(given, call, lse_is_returned):
         saving_for = []
     if gradients or compiling:
-        return _Loss.apply(*given, saving_for, call)  # type: ignore[no-any-return]
+        return _Loss.apply(*given, saving_for, call, called)  # type: ignore[no-any-return]
     value, statistics, selected = _loss_operator(_in_type_of_e(given), saving_for, call)
     return value, statistics, *selected  # a Function would take 8 µs more
 
@@ -93,7 +95,7 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        given, (saving_for, call) = Given(*arguments[:-2]), arguments[-2:]
+        given, (saving_for, call, ctx.called) = Given(*arguments[:-3]), arguments[-3:]
         compiling, kind = torch.compiler.is_compiling(), None
         handover = None
         rounded = _in_type_of_e(given)
@@ -122,7 +124,7 @@ class _Loss(torch.autograd.Function):
         if torch.compiler.is_compiling() and ctx.saving_for:  # zeros, as lse is not returned
             of_statistics = None
         if of_loss is None and of_statistics is None:
-            return (None,) * (FIELDS + 2)
+            return (None,) * (FIELDS + 3)
         saved: Any = ctx.saved_tensors
         arrays, statistics, left = saved[: TENSORS + 1], saved[TENSORS + 1], saved[TENSORS + 2 :]
         left, inputs = left[: len(left) - ctx.inputs], left[len(left) - ctx.inputs :]
@@ -134,10 +136,10 @@ class _Loss(torch.autograd.Function):
             left = ()
         found = _gradients(ctx, (of_loss, of_statistics), given, statistics, left, wanted, inputs)
         de, dc, dbias, dweight = (x if w else None for x, w in zip(found, wanted, strict=True))
-        return de, dc, dbias, None, None, dweight, *[None] * (FIELDS - 4)
+        return de, dc, dbias, None, None, dweight, *[None] * (FIELDS - 3)
 
 
-def _save(ctx: Any, inputs: Given, given: Given, options: tuple, statistics: Tensor, left: Sequence[Tensor]) -> None:
+def _save(ctx: Any, inputs: Given, given: Given, options: Sequence, statistics: Tensor, left: Sequence[Tensor]) -> None:
     """given: inputs, or c and bias rounded to e's type. Then c and bias are saved too: first_order needs them."""
     inputs_saved = () if given.c is inputs.c else (inputs.c, inputs.bias)
     ctx.inputs = len(inputs_saved)
@@ -182,7 +184,7 @@ def _gradients(
         )
 
     arguments: Any = *of, statistics, *given.tensors, *left
-    return first_order(Guarded, run, arguments, inputs)
+    return first_order(ctx.called, run, arguments, inputs)
 
 
 def drops_what_is_saved() -> bool:
@@ -265,26 +267,23 @@ def is_usual(given: Iterable[Tensor | None]) -> bool:
     )
 
 
-_refuse = refusal("linear_cross_entropy")
-
-
 class _LossOfFunctions(_Loss):
     """_Loss in the form that torch.func needs. _Loss takes less time a call; torch.compile refuses a jvp."""
 
     generate_vmap_rule = True
-    jvp = staticmethod(_refuse)
+    jvp = staticmethod(refuse)
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
-        value, statistics, selected = _loss_operator(_in_type_of_e(Given(*arguments[:-2])), *arguments[-2:])
+        value, statistics, selected = _loss_operator(_in_type_of_e(Given(*arguments[:-3])), *arguments[-3:-1])
         return value, statistics, *selected
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         ctx.mark_non_differentiable(*output[2:])
         ctx.formed, ctx.kind, ctx.in_place = False, None, False
-        given = Given(*inputs[:-2])
-        _save(ctx, given, _in_type_of_e(given), inputs[-2:], output[1], [])
+        given, (*options, ctx.called) = Given(*inputs[:-3]), inputs[-3:]
+        _save(ctx, given, _in_type_of_e(given), options, output[1], [])
 
 
 @cache

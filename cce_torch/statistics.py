@@ -20,6 +20,7 @@ def operands_of(x: Prepared) -> Operands:
 def statistics(x: Prepared, operands: Operands, call: Call, scheduled: tuple[float, float, float]) -> Tensor:
     """The statistics, differentiable. scheduled: label_smoothing, z_loss and scale."""
     if x.shard is not None:
-        return vocab_statistics.statistics(operands, Setting(call, scheduled, x.targets.shape, x.shard))
-    run = compiled.statistics if x.impl == "torch_compile" else reference.statistics
-    return run(operands, call, scheduled[2])
+        return vocab_statistics.statistics(operands, Setting(call, scheduled, x.targets.shape, x.shard), x.called)
+    if x.impl == "torch_compile":
+        return compiled.statistics(operands, call, scheduled[2], x.called)
+    return reference.statistics(operands, call, scheduled[2])

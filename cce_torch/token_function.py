@@ -58,6 +58,7 @@ class TokenFunction:
     columns: Tensor  # (N,), as in losses.py
     vocabulary: int
     weight: Tensor | None = None  # of the tokens
+    called: str = NAME
 
     @classmethod
     def of(cls, fn: Callable[..., Tensor], given: Sequence[Any], x: Prepared, columns: Tensor) -> "TokenFunction":

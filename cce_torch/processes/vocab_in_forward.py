@@ -36,6 +36,8 @@ def total(operands: Operands, terms: losses.Terms, setting: Setting) -> Tensor |
 class _BuiltIn:
     """The built-in loss of each token."""
 
+    called = "linear_cross_entropy"
+
     def __init__(self, terms: losses.Terms, scheduled: tuple[float, float, float]) -> None:
         self.terms, self.scheduled, self.weight = terms, scheduled, terms.token_weight
 

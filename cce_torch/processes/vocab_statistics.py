@@ -28,26 +28,27 @@ from cce_torch.call import Operands
 from cce_torch.processes import shards
 from cce_torch.processes.collectives import gathered, one_cotangent, reduced, summed, whole
 from cce_torch.processes.vocab_parallel import Setting
-from cce_torch.reverse_mode import Guarded, first_order
+from cce_torch.reverse_mode import applied, first_order
 from cce_torch.torch_alone import blocks
 
 
-def statistics(operands: Operands, setting: Setting) -> Tensor:
+def statistics(operands: Operands, setting: Setting, called: str) -> Tensor:
     """The statistics of each token over the whole vocabulary, (Call.rows, N), equal on all processes.
 
     Differentiable once in e, c and bias. The cotangents must be equal on all processes too.
     operands: e (*tokens, D), or its part under sequence parallelism; c (stop - start, D); bias (stop - start,); columns
-    (N,) of the whole vocabulary; weights (V,).
+    (N,) of the whole vocabulary; weights (V,). called: the public function.
     """
     saving = torch.is_grad_enabled() and not torch.compiler.is_compiling()  # whose graph would need the saved size
     saving_for = tuple(saving and x is not None and x.requires_grad for x in operands[:3])
     call = setting.call._replace(reduction="none", has_z_loss=False)  # PyTorch computes the loss from the statistics
-    return _Statistics.apply(*operands, saving_for, setting._replace(call=call))  # type: ignore[no-any-return]
+    return applied(_Statistics, *operands, saving_for, setting._replace(call=call), called)  # type: ignore[no-any-return]
 
 
 class _Statistics(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, e, c, bias, columns, weights, inverse_temperature, saving_for, setting: Setting):
+    def forward(ctx: Any, e, c, bias, columns, weights, inverse_temperature, saving_for, *others):
+        setting, ctx.called = others
         (call, (_, _, scale), tokens, shard), kept = setting, columns >= 0
         ctx.part, ctx.dtype, ctx.setting = e.shape, e.dtype, setting._replace(call=call.of_backward)
         inputs = e, c, bias
@@ -83,7 +84,7 @@ class _Statistics(torch.autograd.Function):
 
         saved: Any = ctx.saved_tensors  # a checkpoint lets them be read once
         inputs, arrays = saved[: ctx.inputs], saved[ctx.inputs :]
-        return *first_order(Guarded, run, (cotangents[: call.rows], *arrays), inputs), *[None] * 5
+        return *first_order(ctx.called, run, (cotangents[: call.rows], *arrays), inputs), *[None] * 6
 
 
 def references(operands: Operands, columns: Tensor, saving_for: tuple[bool, ...], setting: Setting) -> Tensor | None:

@@ -22,23 +22,22 @@ import torch
 from torch import Tensor
 
 from cce_torch.call import Call, Operands
-from cce_torch.reverse_mode import Guarded, first_order, refusal
+from cce_torch.reverse_mode import applied, first_order
 from cce_torch.torch_alone import blocks
 
 
-def statistics(operands: Operands, call: Call, scale: float) -> Tensor:
+def statistics(operands: Operands, call: Call, scale: float, called: str) -> Tensor:
     """The statistics of cce_torch.torch_alone.reference, without holding the logits.
 
     Differentiable once in e, c and bias.
     c with any strides, which its gradient gets too. c and bias have e's type, or are float32 and are rounded to it, one
     group at a time. Logits and sums are float32 (float64 for float64). On CUDA from PyTorch 2.8 on, 16-bit inputs are
     multiplied in their own type, and dz is rounded to it. Elsewhere they are widened to float32, c one group at a time.
-    Saved for the backward pass: inputs and result.
+    Saved for the backward pass: inputs and result. called: the public function.
 
     NotImplementedError if a second derivative is asked for.
     """
-    function = _StatisticsOfFunctions if torch._C._are_functorch_transforms_active() else _Statistics
-    return function.apply(*operands, call, scale)  # type: ignore[no-any-return]
+    return applied(_Statistics, *operands, call, (scale, called))  # type: ignore[no-any-return]
 
 
 def options(call: Call, scale: float) -> tuple:
@@ -48,13 +47,13 @@ def options(call: Call, scale: float) -> tuple:
 
 class _Statistics(torch.autograd.Function):
     @staticmethod
-    def forward(e, c, bias, columns, weights, inverse_temperature, call: Call, scale: float) -> Tensor:
+    def forward(e, c, bias, columns, weights, inverse_temperature, call: Call, how: tuple) -> Tensor:
         # Parameters with names: of *arguments torch.compile makes a ctx the first where no gradient is wanted.
-        return run_statistics(e, c, bias, columns, weights, inverse_temperature, *options(call, scale))
+        return run_statistics(e, c, bias, columns, weights, inverse_temperature, *options(call, how[0]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        *tensors, call, scale = inputs
+        *tensors, call, (scale, ctx.called) = inputs
         ctx.rows, ctx.options = call.of_backward.rows, options(call.of_backward, scale)
         ctx.save_for_backward(*tensors, output)
 
@@ -66,22 +65,8 @@ class _Statistics(torch.autograd.Function):
         def run(*arrays: Tensor) -> tuple[Tensor, ...]:
             return run_gradients(*arrays, *options, *wanted)
 
-        gradients = first_order(_Guarded, run, (cotangents[: ctx.rows], *tensors, output[: ctx.rows]))
+        gradients = first_order(ctx.called, run, (cotangents[: ctx.rows], *tensors, output[: ctx.rows]))
         return (*(g if w else None for g, w in zip(gradients, wanted, strict=True)), *[None] * 5)
-
-
-_refuse = refusal("linear_cross_entropy", "'torch_compile'")
-
-
-class _StatisticsOfFunctions(_Statistics):
-    """_Statistics in the form that torch.func needs: with a jvp, which torch.compile refuses."""
-
-    generate_vmap_rule = True
-    jvp = staticmethod(_refuse)
-
-
-class _Guarded(Guarded):
-    backward = jvp = staticmethod(_refuse)
 
 
 @torch.library.custom_op("cce_torch::compiled_statistics", mutates_args=())

@@ -1,7 +1,6 @@
 """Drawn calls of tests/test_search.py (seed 1) that are known to fail, until what makes them fail is mended.
 
-What they wait for: in PyTorch names in the errors of second derivatives.
 `python -m tests.search --seed 1 --shapes W --only N…` says whether they still do. Numbers that pass are taken out.
 """
 
-AWAITED: dict[str, frozenset[int]] = {"torch": frozenset((45, 46, 47))}
+AWAITED: dict[str, frozenset[int]] = {}
