@@ -511,3 +511,14 @@ def test_an_old_gpu_is_named_and_so_is_what_works(monkeypatch):
     monkeypatch.setattr(prepare, "local_gpu", lambda: Gpu("gfx942", 304))
     with pytest.raises(NotImplementedError, match="gfx942"):
         linear_cross_entropy(E, C, T, impl="cce")
+
+
+@pytest.mark.parametrize("package", [cce_jax, cce_torch])
+def test_a_memory_budget_below_a_mebibyte_was_meant_in_mebibytes(package, monkeypatch):
+    monkeypatch.setattr(contract, "LEAST_BUDGET", 2**20)
+    arrays = (E, C, T) if package is cce_jax else tuple(torch.tensor(np.asarray(x)) for x in (E, C, T))
+    for size in (1, 640, 2.0**20 - 1):
+        with pytest.raises(ValueError, match=rf"memory_budget={size!r} is in bytes: for MiB write {size!r} \* 2\*\*20"):
+            package.linear_cross_entropy(*arrays, memory_budget=size)
+    for size in (0, 2**20):
+        package.linear_cross_entropy(*arrays, memory_budget=size)

@@ -34,6 +34,7 @@ def choice(name: str, value: object, allowed: Sequence[object]) -> None:
 LARGEST = sys.float_info.max
 LARGEST_FLOAT32 = (2 - 2.0**-23) * 2.0**127
 COLDEST = 2.0**-100  # a temperature below it is raised to it: float32 does not hold the inverse of a smaller one
+LEAST_BUDGET = 2**20  # bytes: a smaller memory_budget was surely meant in MiB
 LARGEST_SOFTCAP = 2.0**100  # a softcap this large changes no logit: softcap · tanh(z / softcap) rounds to z
 
 
@@ -77,6 +78,8 @@ def memory_budget(value: object) -> int | None:
     size = value if type(value) is int else float(value)
     if not 0 <= size < float("inf") or size != int(size):  # NaN is in no interval
         raise ValueError(f"memory_budget={value!r} {allowed}")
+    if 0 < size < LEAST_BUDGET:
+        raise ValueError(f"memory_budget={value!r} is in bytes: for MiB write {value!r} * 2**20; 0 is the least plan")
     return min(int(size), EVERYTHING)
 
 
