@@ -64,6 +64,8 @@ def one_cotangent(of: Tensor) -> Tensor:
     Raises:
       NotImplementedError: torch.autograd.grad(is_grads_batched=True) maps over it.
     """
+    if torch.compiler.is_compiling():  # which cannot trace the question
+        return of
     if torch._C._functorch.is_legacy_batchedtensor(of):  # type: ignore[attr-defined]
         raise NotImplementedError(
             "is_grads_batched=True does not work where processes share a vocabulary or a DTensor: call "
