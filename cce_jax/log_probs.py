@@ -183,7 +183,7 @@ def _log_probs(given: Arrays, ids: jax.Array | None, of: Static) -> LogProbs:
     top_logits, top_ids, mean_logit = jax.tree.map(lambda x: of_tokens(jax.lax.stop_gradient(x)), selected)
     top_log_probs = None
     if top_logits is not None:  # 0 where a token is ignored
-        top_log_probs = top_logits - jax.lax.stop_gradient(lse)[..., None]
+        top_log_probs = jnp.minimum(top_logits - jax.lax.stop_gradient(lse)[..., None], 0)  # lse is rounded
         top_log_probs = jnp.where(of_tokens(columns >= 0)[..., None], top_log_probs, 0)
     found = LogProbs(log_probs if of.named else None, lse, entropy, id_log_probs)
     return found._replace(top_ids=top_ids, top_log_probs=top_log_probs, mean_logit=mean_logit)

@@ -64,11 +64,17 @@ def _needs_whole_sequences(p: Program) -> bool:
 Row = tuple[Callable[[Program], bool], Refusal]
 
 
-def _in_reverse_once(function: str) -> Row:
-    return (
-        lambda p: p.function == function and _one_derivative(p),
-        Refusal((NotImplementedError, TypeError), (function, "derivative", "impl='reference'")),
-    )
+def _in_reverse_once(function: str) -> list[Row]:
+    """Of weights of the tokens JAX may find the second derivative itself: the loss is linear in them."""
+    refused = Refusal((NotImplementedError, TypeError), (function, "derivative", "impl='reference'"))
+
+    def in_weights(p: Program) -> bool:
+        return bool(p.wanted) and p.wanted[p.vocabulary % len(p.wanted)] == "token_weight"  # run_jax.second_derivative
+
+    def holds(p: Program) -> bool:
+        return p.function == function and _one_derivative(p)
+
+    return [(lambda p: holds(p) and in_weights(p), refused._replace(may_run=True)), (holds, refused)]
 
 
 IN_JAX: list[Row] = [
@@ -90,7 +96,7 @@ IN_JAX: list[Row] = [
         Refusal((NotImplementedError,), ("linear_divergence", "impl='reference'", "impl='chunked'")),
     ),
     (_needs_whole_sequences, Refusal((ValueError,), ("needs whole sequences", "before jax.shard_map"))),
-    *map(_in_reverse_once, FUNCTIONS),
+    *(row for function in FUNCTIONS for row in _in_reverse_once(function)),
 ]
 
 

@@ -17,7 +17,6 @@ from tests.search.logits import Block
 Named = dict[str, Tensor]
 LINEAR = 0.05  # where a logit may be off by more, what follows from it is bounded without a derivative
 MOST = 1e300
-ONE_TILE = 64  # of e's width, which every kernel multiplies at once
 RESCUED = 30.0  # nats below lse: the references of targets that are lower are another number
 
 
@@ -173,7 +172,7 @@ class _Shown:
 def of_numbers(x: Block, p: Program, t: Tokens, eps: float, gradients: bool) -> Found:
     """Of linear_cross_entropy, linear_log_probs and linear_token_loss."""
     r = Rounding(x, eps)
-    have = numbers(x, r, t, asked_of(p), p.impl in ("auto", "cce") and p.width > ONE_TILE)
+    have = numbers(x, r, t, asked_of(p), p.impl in ("auto", "cce"))
     poison = torch.where(t.valid, 1.0, torch.nan) if t.named else torch.ones_like(x.lse)
     at = {name: y.value.clone().requires_grad_() for name, y in have.items()}
     results = results_of(p, at, t)

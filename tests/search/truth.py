@@ -32,8 +32,8 @@ of the number itself: with τ = ε·(4 + √V/32), as the sum over V goes in til
     ρ(log p) = τ + ε·|log p|     ρ(lse) = τ + 2ε·|lse|     ρ(Σ w·(lse − z)) = 2τ·Σ w·|log p|
     ρ(H) = 2τ·(1 + H) + 2ε·min(|log p_t|, 30)              H is a difference of numbers relative to the target's logit
 
-The logits of ids, and in kernels of more than one tile of D that of the target, are not the products that are summed:
-their log p is off by p·δz more, up to the rounding of the logit itself where p is about 1.
+The logits of ids, and in kernels that of the target, are not the products that are summed: their log p is off by p·δz
+more, up to the rounding of the logit itself where p is about 1.
 
 Where a δz of a token is above 0.05 (small temperatures) there are no derivatives: log p_v may be off by
 σ_v = δz_v + log Σ_u p_u·exp(δz_u), p_v by p_v·(exp σ_v − 1) and no more than 1, and n by what these give.
