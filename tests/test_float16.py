@@ -18,6 +18,9 @@ from hypothesis import strategies as st
 
 import cce_jax
 import cce_torch
+from cce_kernels.float16 import FLOAT16_LARGEST
+from cce_kernels.gradients import fitted
+from cce_kernels.numbers import Cotangents, Inputs, Statistics
 from tests.test_in_forward import in_forward as on  # noqa: F401  # for all tests of this file
 from tests.test_torch_in_forward import budget_of
 from tests.test_torch_in_forward import decided_again as again  # noqa: F401
@@ -150,3 +153,14 @@ def test_a_loss_scale_changes_no_bit_of_a_sum(package, function):
     for factor in (2.0**-24, 2.0**24):
         for x, y in zip(run(factor * weight, scale=1 / factor), want, strict=True):
             np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-45, 1e-41, 1e-30, 1.0])
+def test_cotangents_of_any_size_have_a_unit_that_no_gpu_takes_for_0(size):
+    """Some GPU programs take numbers below the least normal one for 0: a unit of 1e-45 made gradients inf."""
+    of = jnp.full(3, size, jnp.float32)
+    inputs = Inputs(jnp.ones((3, 2), jnp.float16), jnp.ones((5, 2), jnp.float16), None, jnp.zeros(3, jnp.int32))
+    divided, unit = fitted(Cotangents(of, -of, None), Statistics(of, of, of), inputs)
+    assert unit is not None
+    assert unit >= 100 * jnp.finfo(jnp.float32).tiny
+    assert jnp.all(jnp.abs(divided.lse) <= FLOAT16_LARGEST)

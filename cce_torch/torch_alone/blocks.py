@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cce_kernels.default_budget import default_budget
-from cce_kernels.float16 import FLOAT16_LARGEST
+from cce_kernels.float16 import FLOAT16_LARGEST, SMALLEST_ROW
 from cce_kernels.windows import vocabulary_groups
 from cce_torch.call import Operands
 
@@ -139,7 +139,7 @@ def fit_float16(factors: Tensor, numbers: Tensor, weights: Tensor | None, with_m
         sizes[2] = sizes[2] * weights.abs().amax()
     bound = torch.stack(sizes).sum(0)
     largest = torch.where(bound.isfinite(), bound, 0).amax()
-    unit = torch.where(largest > 0, largest, 1) / FLOAT16_LARGEST
+    unit = largest.clamp(min=SMALLEST_ROW) / FLOAT16_LARGEST
     return factors / unit, unit
 
 

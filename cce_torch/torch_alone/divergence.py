@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cce_kernels.default_budget import default_budget
-from cce_kernels.float16 import FLOAT16_LARGEST
+from cce_kernels.float16 import FLOAT16_LARGEST, SMALLEST_ROW
 from cce_torch.torch_alone import blocks
 
 LEAST_TOKENS = 16  # of a chunk, however small the budget is
@@ -203,7 +203,7 @@ def _fitted(dz: Tensor) -> tuple[Tensor, Tensor]:
     """dz divided by a unit, so that its largest element is FLOAT16_LARGEST, and the unit."""
     size = dz.abs()
     largest = torch.where(size.isfinite(), size, 0).amax()
-    unit = torch.where(largest > 0, largest, 1) / FLOAT16_LARGEST
+    unit = largest.clamp(min=SMALLEST_ROW) / FLOAT16_LARGEST
     return dz / unit, unit
 
 

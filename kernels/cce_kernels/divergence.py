@@ -30,7 +30,7 @@ from cce_kernels.call import Call
 from cce_kernels.divergence_terms import Kind, Pass, Static, Whole
 from cce_kernels.engines.engine import Problem, Step
 from cce_kernels.exponentials import saved_shape
-from cce_kernels.float16 import FLOAT16_LARGEST
+from cce_kernels.float16 import FLOAT16_LARGEST, SMALLEST_ROW
 from cce_kernels.head import Head
 from cce_kernels.in_forward import Formed, finish, of_dz, over_chunks, taken
 from cce_kernels.numbers import Inputs
@@ -276,4 +276,4 @@ def _unit(bound: jax.Array) -> jax.Array:
     """
     size = jnp.abs(bound)
     largest = jnp.max(jnp.where(jnp.isfinite(size), size, 0))
-    return jnp.where(largest > 0, largest, 1.0) / FLOAT16_LARGEST
+    return jnp.maximum(largest, SMALLEST_ROW) / FLOAT16_LARGEST

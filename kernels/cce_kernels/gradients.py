@@ -160,5 +160,5 @@ def fitted(cotangents: Cotangents, numbers: Statistics, inputs: Inputs) -> tuple
         sizes = sizes._replace(sum=sizes.sum * jnp.max(jnp.abs(inputs.weights)))
     bound = sum(jax.tree.leaves(sizes))
     largest = jnp.max(jnp.where(jnp.isfinite(bound), bound, 0.0), initial=0.0)
-    unit = jnp.where(largest > 0, largest, 1.0) / FLOAT16_LARGEST
+    unit = jnp.maximum(largest, SMALLEST_ROW) / FLOAT16_LARGEST
     return jax.tree.map(lambda x: x / unit, cotangents), unit

@@ -344,9 +344,11 @@ def forward_mode(p: Program, step: Step) -> Callable[..., tuple[Named, Named]]:
         _, gradients = _gradient(step)(wanted, others, cotangents)
         found, _ = _inner({name: cotangents[name] for name in cotangents}, tangents)
         want, size = _inner(gradients, along)
-        unit = max(float(jnp.finfo(x.dtype).eps) for x in wanted.values())
+        unit = max(2.0**-19, *(float(jnp.finfo(x.dtype).eps) for x in wanted.values()))  # sums of float32 at least
+        least = max(float(jnp.finfo(x.dtype).tiny) for x in wanted.values())  # a smaller element of a gradient is 0
+        least *= sum(float(jnp.sum(abs(x.astype(jnp.float32)))) for x in along.values())
         if np.isfinite(want) and np.isfinite(size):
-            assert abs(found - want) <= 4 * unit * size + 1e-30, f"the tangent is {found}, not {want}"
+            assert abs(found - want) <= 4 * unit * size + least, f"the tangent is {found}, not {want}"
         return results, gradients
 
     return of
