@@ -5,8 +5,8 @@
 
 The logits of given ids are computed apart from these steps (cce_kernels/given_ids.py).
 The reference ρ is the target's logit. Where a sum of exp(z − ρ) overflows, the rescue step computes it again, and the
-mean with it, relative to a running maximum, which becomes the reference. So it does where there is no target. Where lse
-exceeds the target's logit by more than LARGEST without an overflow, the token's numbers are given relative to its lse.
+mean with it, relative to a running maximum. So it does where there is no target. With a mean that maximum becomes the
+reference; else, and where lse exceeds the reference by more than LARGEST, the token's numbers are given relative to lse.
 (The xla engine finds the target's logit and a running maximum in one pass. The maximum is its reference: it needs no
 rescue.)
 """
@@ -103,7 +103,10 @@ def _of_parts(sums: Sums, problem: Problem, reference: jax.Array | None) -> Stat
     of_all = jax.nn.logsumexp(log_mass + further, axis=0)
     mean = None if mean is None else over_runs(log_mass + further, mean + further)
     numbers = Statistics(of_all, peak, sums.target, None, mean)
-    numbers = numbers.relative_to(jnp.where(of_all <= LARGEST, peak, peak + of_all))
+    near = of_all <= LARGEST
+    if mean is None:  # relative to lse a rescued token's e is scaled by about 1: its dz is not rounded once more
+        near &= peak == reference
+    numbers = numbers.relative_to(jnp.where(near, peak, peak + of_all))
     if total is not None:
         weights = problem.inputs.weights
         weight = problem.call.vocabulary if weights is None else jnp.sum(weights)
