@@ -23,7 +23,7 @@ from cce_kernels.engines.engine import Multiplying, Problem, Step
 from cce_kernels.engines.hopper import HOPPER, matmul
 from cce_kernels.engines.hopper.every_tile import spread
 from cce_kernels.engines.hopper.tiles import DC, DE, LOGITS, SAVED_DE, SUMMED
-from cce_kernels.exponentials import saved_shape
+from cce_kernels.exponentials import LARGEST, saved_shape
 from cce_kernels.gradients import ALL_COLUMNS, Left
 from cce_kernels.head import Head
 from cce_kernels.mean import over_runs, relative
@@ -265,10 +265,14 @@ def test_the_mean_of_the_logits_with_temperatures(vocab_axis, softcap, save):
     target, lse = z[np.arange(TOKENS), inputs.targets], np.logaddexp.reduce(z, axis=1)
     of = problem_of(given, head, with_mean=True)
     found = HOPPER.sums(Step(HOPPER, LOGITS, 2), of, Rows(), jnp.float32(target), save)
-    np.testing.assert_allclose(jax.nn.logsumexp(found.log_mass, axis=0) + target, lse, rtol=2e-6)
+    near = lse - target < LARGEST  # the others are to be computed again
+    assert np.isinf(np.max(found.log_mass, axis=0))[lse - target > LARGEST + 1].all()
+    whole = jax.nn.logsumexp(found.log_mass, axis=0) + target
+    np.testing.assert_allclose(whole[near], lse[near], rtol=2e-6)
     assert found.mean.shape == (2, TOKENS)
     mean = np.sum(np.exp(z - lse[:, None]) * z, axis=1)
-    np.testing.assert_allclose(over_runs(found.log_mass, found.mean) + target, mean, rtol=4e-6, atol=4e-6)
+    of_all = over_runs(found.log_mass, found.mean) + target
+    np.testing.assert_allclose(of_all[near], mean[near], rtol=4e-6, atol=4e-6)
     if save:
         exponentials = np.exp(z - target[:, None]) * (1 - (x / softcap) ** 2)
         assert error(found.saved[:, : VOCABULARIES[vocab_axis]], exponentials) < 2.0**-9

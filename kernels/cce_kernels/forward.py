@@ -6,7 +6,7 @@
 The logits of given ids are computed apart from these steps (cce_kernels/given_ids.py).
 The reference ρ is the target's logit. Where a sum of exp(z − ρ) overflows, the rescue step computes it again, and the
 mean with it, relative to a running maximum. So it does where there is no target. With a mean that maximum becomes the
-reference; else, and where lse exceeds the reference by more than LARGEST, the token's numbers are given relative to lse.
+reference. Else, and where lse exceeds the reference by more than LARGEST, lse does.
 (The xla engine finds the target's logit and a running maximum in one pass. The maximum is its reference: it needs no
 rescue.)
 """
