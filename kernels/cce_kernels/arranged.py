@@ -39,7 +39,8 @@ class Arranged(NamedTuple):
         # passes, or make the copy in which ignored rows are 0 before the forward pass. The barrier makes such a copy
         # depend on the forward pass's result. No array of the caller's goes through it: XLA takes what comes out for
         # another array, and may write a result of the caller's over the array while kernels still read what came out.
-        # All that was gathered goes through it, so that no fusion reads the order under both its names.
+        # All that was gathered goes through it: else one fusion would read the order of the tokens twice, under its
+        # names before and after the barrier, and XLA may write that fusion's result over the order.
         kept, at_ids, numbers = None, None, numbers._replace(sum=None)
         if cotangents.ids is not None:
             at_ids = given_ids.dz_at(inputs, numbers, cotangents, plan.call)

@@ -94,7 +94,7 @@ def num_items(value: object, reduction: str) -> None:
         )
     if type(value) in (int, float) or isinstance(value, Real):
         number("num_items", value, low=0.0)
-    elif not any(hasattr(value, name) for name in ("__float__", "__index__", "shape")):
+    elif not any(hasattr(value, name) for name in ("__float__", "__index__", "shape")):  # a nested tensor has no shape
         raise TypeError(f"num_items must be a number or a scalar array, got {type(value).__name__}")
     elif "complex" in str(getattr(value, "dtype", "")):
         raise TypeError(f"num_items must be real, got {str(value.dtype).removeprefix('torch.')}")  # type: ignore

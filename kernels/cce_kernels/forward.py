@@ -4,9 +4,11 @@
     mean_i = Σ_v p_iv (z_iv − ρ_i)
 
 The logits of given ids are computed apart from these steps (cce_kernels/given_ids.py).
-The reference ρ is the target's logit. Where a sum of exp(z − ρ) overflows, the rescue step computes it again, and the
-mean with it, relative to a running maximum. So it does where there is no target. With a mean that maximum becomes the
-reference. Else, and where lse exceeds the reference by more than LARGEST, lse does.
+The reference ρ is the target's logit. Where a sum of exp(z − ρ) overflows, or there is no target, the rescue step
+computes the token again, relative to a running maximum. With a mean, a token whose lse is more than LARGEST above the
+target's logit is rescued too. At the end these references become others:
+    of a rescued token      the maximum with a mean, lse without one
+    of any other token      lse, where it is more than LARGEST above the target's logit
 (The xla engine finds the target's logit and a running maximum in one pass. The maximum is its reference: it needs no
 rescue.)
 """

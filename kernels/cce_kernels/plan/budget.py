@@ -92,9 +92,10 @@ class Bytes:
 
     @property
     def besides_in_place(self) -> int:
-        """The scaled e beside saved exponentials, 0 where it is in the memory that de takes later, or not needed.
+        """What is held beside saved exponentials that the engine multiplies: the scaled e, and numbers of the tokens.
 
-        And numbers of the tokens, where XLA gives them no memory of a result: beside a c that is rounded.
+        The scaled e counts 0 where it is in the memory that de takes later, or is not needed. The numbers count where
+        c is rounded: elsewhere XLA keeps them in the memory of a result.
         """
         call, wants = self.call, self.call.wants
         return self.rows * (2 * call.width * (wants.c and not wants.e) + NUMBERS * call.wide_dc)

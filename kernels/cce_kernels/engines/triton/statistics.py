@@ -3,8 +3,8 @@
     log_mass_i = log Σ_v exp(z_iv − ρ_i)        sum_i = Σ_v w_v (z_iv − ρ_i)        mean_i = Σ_v p_iv (z_iv − ρ_i)
 
 The kernel needs no maximum: ρ is the target's logit, so that a sum overflows float32 only where a logit exceeds the
-target's by 88. Such a row gets log_mass = inf; with a mean one above LARGEST does, as log_mass − mean, the entropy,
-would lose the digits of both. The rescue kernel, made of the same code,
+target's by 88. Such a row gets log_mass = inf. With a mean, a row whose log_mass is above LARGEST gets it too: the
+entropy is log_mass − mean, and a difference of large numbers has few digits. The rescue kernel, made of the same code,
 computes blocks with such rows again, with a running maximum, which becomes their ρ. Its programs that have nothing to
 rescue read 4 bytes a token and end.
 The scattered kernel exists where e is not copied with the kept tokens first. It computes the blocks whose tokens are
