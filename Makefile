@@ -65,6 +65,7 @@ $(VENV)/docs: $(VENV)/python pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/hopper: $(VENV)/python pyproject.toml constraints.txt
+	$(say_what_torch_brings)
 	$(BIN)/pip install -q -c constraints.txt -e ".[hopper-test]"
 	touch $@
 
