@@ -25,11 +25,12 @@ from torch import Tensor
 
 from cce_kernels.default_budget import default_budget
 from cce_torch.call import Call, Operands, Selections
+from cce_torch.operators import operator
 from cce_torch.processes.collectives import gathered, one_cotangent, reduced, summed, whole
 from cce_torch.processes.vocab_parallel import VocabParallel
 from cce_torch.reverse_mode import applied, first_order
 from cce_torch.torch_alone import blocks, reference
-from cce_torch.torch_alone.compiled import new_gradients, one_by_one, plainly
+from cce_torch.torch_alone.compiled import WANTED, fake_gradients, new_gradients
 
 ROOM = 256 * 2**20
 LEAST_ROOM = 8 * 2**20
@@ -132,73 +133,56 @@ def _runs(count: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
-@torch.library.custom_op("cce_torch::id_logits", mutates_args=())
-def id_logits(
-    e: Tensor,
-    c: Tensor,
-    bias: Tensor | None,
-    ids: Tensor,
-    inverse_temperature: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    memory_budget: int | None,
-) -> Tensor:
-    """The logits of ids, (N, K). e: (N, D). Arbitrary where an id is negative; 0 if c has no rows."""
-    with plainly(e):
-        accumulate = torch.promote_types(e.dtype, torch.float32)
-        found = e.new_zeros(ids.shape, dtype=accumulate)
-        if not len(c):
-            return found
-        row = 3 * accumulate.itemsize * ids.shape[1] * e.shape[1]  # bytes: the rows of c, rounded, and wide
-        for part in _runs(len(e), _room(e, memory_budget) // max(row, 1)):
-            at = ids[part].clamp(min=0)
-            raw = torch.bmm(c[at].to(e.dtype).to(accumulate), e[part].to(accumulate)[:, :, None])[:, :, 0]
-            raw = raw if bias is None else raw + bias[at].to(e.dtype).to(accumulate)
-            inverse = None if inverse_temperature is None else inverse_temperature[part]
-            found[part] = _divided(raw, inverse, scale, softcap)
-        return found
+PARAMETERS = "Tensor e, Tensor c, Tensor? bias"
+OPTIONS = "float scale, float? softcap, SymInt? memory_budget"  # as Chosen.options
 
 
-@id_logits.register_fake
-def _(e, c, bias, ids, *others):
+def _fake_logits(e: Tensor, _c: Tensor, _bias: Tensor | None, ids: Tensor, *_: Any) -> Tensor:
     return e.new_empty(ids.shape, dtype=torch.promote_types(e.dtype, torch.float32))
 
 
-@torch.library.custom_op("cce_torch::id_gradients", mutates_args=())
-def id_gradients(
-    dz: Tensor,
-    e: Tensor,
-    c: Tensor,
-    bias: Tensor | None,
-    ids: Tensor,
-    memory_budget: int | None,
-    want_e: bool,
-    want_c: bool,
-    want_bias: bool,
-    wide_e: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+@operator("id_logits", f"{PARAMETERS}, Tensor ids, Tensor? inverse_temperature, {OPTIONS}", "Tensor", _fake_logits)
+def id_logits(*arguments: Any) -> Tensor:
+    """The logits of ids, (N, K). e: (N, D). Arbitrary where an id is negative; 0 if c has no rows."""
+    e, c, bias, ids, inverse_temperature, scale, softcap, memory_budget = arguments
+    accumulate = torch.promote_types(e.dtype, torch.float32)
+    found = e.new_zeros(ids.shape, dtype=accumulate)
+    if not len(c):
+        return found
+    row = 3 * accumulate.itemsize * ids.shape[1] * e.shape[1]  # bytes: the rows of c, rounded, and wide
+    for part in _runs(len(e), _room(e, memory_budget) // max(row, 1)):
+        at = ids[part].clamp(min=0)
+        raw = torch.bmm(c[at].to(e.dtype).to(accumulate), e[part].to(accumulate)[:, :, None])[:, :, 0]
+        raw = raw if bias is None else raw + bias[at].to(e.dtype).to(accumulate)
+        inverse = None if inverse_temperature is None else inverse_temperature[part]
+        found[part] = _divided(raw, inverse, scale, softcap)
+    return found
+
+
+@operator(
+    "id_gradients",
+    f"Tensor dz, {PARAMETERS}, Tensor ids, SymInt? memory_budget, {WANTED}",
+    "(Tensor, Tensor, Tensor)",
+    fake_gradients,
+)
+def id_gradients(dz: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """de, dc and dbias; one that is not wanted has no elements. dz: (N, K), 0 where an id is negative."""
-    with plainly(e):
-        wanted, room = (want_e, want_c, want_bias), _room(e, memory_budget)
-        de, dc, dbias = new_gradients(e, c, bias, *wanted, wide_e)
-        accumulate = dz.dtype
-        if want_e:
-            de.zero_()
-            row = 3 * accumulate.itemsize * ids.shape[1] * e.shape[1]
-            for part in _runs(len(e) if len(c) else 0, room // max(row, 1)):
-                rows = c[ids[part].clamp(min=0)].to(e.dtype).to(accumulate)
-                de[part] = torch.bmm(dz[part][:, None], rows)[:, 0].to(de.dtype)
-        if dbias.numel():
-            sums = dbias.new_zeros(len(c) + 1, dtype=accumulate)  # the last is of no column
-            dbias.copy_(_add_at(sums, _named(ids, len(c)), dz.flatten())[:-1])
-        if want_c:
-            _write_dc(dc, dz, e, ids, room)
-        return de, dc, dbias
-
-
-@id_gradients.register_fake
-def _(dz, e, c, bias, ids, memory_budget, want_e, want_c, want_bias, wide_e):
-    return new_gradients(e, c, bias, want_e, want_c, want_bias, wide_e)
+    e, c, bias, ids, memory_budget, *wanted = arguments
+    want_e, want_c, *_ = wanted
+    room, accumulate = _room(e, memory_budget), dz.dtype
+    de, dc, dbias = new_gradients(e, c, bias, *wanted)
+    if want_e:
+        de.zero_()
+        row = 3 * accumulate.itemsize * ids.shape[1] * e.shape[1]
+        for part in _runs(len(e) if len(c) else 0, room // max(row, 1)):
+            rows = c[ids[part].clamp(min=0)].to(e.dtype).to(accumulate)
+            de[part] = torch.bmm(dz[part][:, None], rows)[:, 0].to(de.dtype)
+    if dbias.numel():
+        sums = dbias.new_zeros(len(c) + 1, dtype=accumulate)  # the last is of no column
+        dbias.copy_(_add_at(sums, _named(ids, len(c)), dz.flatten())[:-1])
+    if want_c:
+        _write_dc(dc, dz, e, ids, room)
+    return de, dc, dbias
 
 
 def _named(ids: Tensor, rows: int) -> Tensor:
@@ -242,49 +226,38 @@ def largest(operands: Operands, count: int, chosen: Chosen) -> Selections:
     return Selections(*_merged(values, ids, count), summed(total, shard) / shard.vocabulary)
 
 
-@torch.library.custom_op("cce_torch::largest_logits", mutates_args=())
-def largest_logits(
-    e: Tensor,
-    c: Tensor,
-    bias: Tensor | None,
-    inverse_temperature: Tensor | None,
-    count: int,
-    scale: float,
-    softcap: float | None,
-    memory_budget: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_largest(e: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    accumulate, shape = torch.promote_types(e.dtype, torch.float32), (e.shape[0], others[3])
+    new = e.new_empty
+    return new(shape, dtype=accumulate), new(shape, dtype=torch.int64), new(e.shape[0], dtype=accumulate)
+
+
+@operator(
+    "largest_logits",
+    f"{PARAMETERS}, Tensor? inverse_temperature, SymInt count, {OPTIONS}",
+    "(Tensor, Tensor, Tensor)",
+    _fake_largest,
+)
+def largest_logits(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The largest logits and their ids, (N, count), and the sum of the logits, (N,). Fewer than count: -inf."""
-    with plainly(e):
-        (accumulate, operand), room = blocks.types(e), _room(e, memory_budget)
-        values = e.new_full((len(e), count), -torch.inf, dtype=accumulate)
-        ids, total = torch.full_like(values, len(c), dtype=torch.int64), values.new_zeros(len(e))
-        columns = max(min(room // (4 * accumulate.itemsize * max(e.shape[1], 1)), MOST_COLUMNS), 1)
-        for part in _runs(len(e), room // (BYTES_OF_LOGIT * min(columns, max(len(c), 1)))):
-            of_part = e[part].to(operand)
-            inverse = None if inverse_temperature is None else inverse_temperature[part]
-            for group in _runs(len(c), columns):
-                raw = blocks.product(of_part, c[group].to(e.dtype).to(operand).t(), accumulate)
-                raw = raw if bias is None else raw + bias[group].to(e.dtype).to(accumulate)
-                z = _divided(raw, inverse, scale, softcap)
-                total[part] += z.sum(1)
-                if count:
-                    more, where = _largest(z, min(count, z.shape[1]))
-                    both = torch.cat([values[part], more], 1), torch.cat([ids[part], where + group.start], 1)
-                    values[part], ids[part] = _merged(*both, count)
-        return values, ids, total
-
-
-@largest_logits.register_fake
-def _(e, c, bias, inverse_temperature, count, *others):
-    accumulate, shape = torch.promote_types(e.dtype, torch.float32), (e.shape[0], count)
-    return (
-        e.new_empty(shape, dtype=accumulate),
-        e.new_empty(shape, dtype=torch.int64),
-        e.new_empty(e.shape[0], dtype=accumulate),
-    )
-
-
-one_by_one(id_logits, id_gradients, largest_logits)
+    e, c, bias, inverse_temperature, count, scale, softcap, memory_budget = arguments
+    (accumulate, operand), room = blocks.types(e), _room(e, memory_budget)
+    values = e.new_full((len(e), count), -torch.inf, dtype=accumulate)
+    ids, total = torch.full_like(values, len(c), dtype=torch.int64), values.new_zeros(len(e))
+    columns = max(min(room // (4 * accumulate.itemsize * max(e.shape[1], 1)), MOST_COLUMNS), 1)
+    for part in _runs(len(e), room // (BYTES_OF_LOGIT * min(columns, max(len(c), 1)))):
+        of_part = e[part].to(operand)
+        inverse = None if inverse_temperature is None else inverse_temperature[part]
+        for group in _runs(len(c), columns):
+            raw = blocks.product(of_part, c[group].to(e.dtype).to(operand).t(), accumulate)
+            raw = raw if bias is None else raw + bias[group].to(e.dtype).to(accumulate)
+            z = _divided(raw, inverse, scale, softcap)
+            total[part] += z.sum(1)
+            if count:
+                more, where = _largest(z, min(count, z.shape[1]))
+                both = torch.cat([values[part], more], 1), torch.cat([ids[part], where + group.start], 1)
+                values[part], ids[part] = _merged(*both, count)
+    return values, ids, total
 
 
 def _largest(z: Tensor, count: int) -> tuple[Tensor, Tensor]:

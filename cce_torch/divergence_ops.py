@@ -21,9 +21,9 @@ from torch import Tensor
 
 from cce_torch import in_forward, ops
 from cce_torch.arguments import OF_TORCH
+from cce_torch.operators import operator
 from cce_torch.reverse_mode import applied, first_order
 from cce_torch.torch_alone import divergence
-from cce_torch.torch_alone.compiled import one_by_one, plainly
 
 PIECE_BYTES = 64 * 2**20  # of float32 numbers that exist at a time while 16-bit gradients are multiplied
 
@@ -206,32 +206,34 @@ def _types(given: Given, how: How) -> list[torch.dtype]:
     return [torch.promote_types(x, torch.float32) if how.wide else x for x in found]
 
 
-@torch.library.custom_op("cce_torch::divergence", mutates_args=())
-def run(
-    e: Tensor,
-    c: Tensor,
-    bias: Tensor | None,
-    teacher_e: Tensor,
-    teacher_c: Tensor,
-    teacher_bias: Tensor | None,
-    weight: Tensor,
-    inverse_temperature: Tensor | None,
-    scheduled: Tensor,
-    factor: Tensor,
-    options: str,
-    want_e: bool,
-    want_c: bool,
-    want_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+TAKES = (
+    "Tensor e, Tensor c, Tensor? bias, Tensor teacher_e, Tensor teacher_c, Tensor? teacher_bias, Tensor weight, "
+    "Tensor? inverse_temperature, Tensor scheduled, Tensor factor, str how, bool want_e, bool want_c, bool want_bias"
+)
+
+
+def _read(arguments: tuple) -> tuple[Given, How, Sequence[bool]]:
+    how, *wanted = arguments[FIELDS:]
+    return Given(*arguments[:FIELDS]), How(*literal_eval(how)), wanted
+
+
+def _fake(*arguments: Any) -> tuple[Tensor, ...]:
+    given, how, wanted = _read(arguments)
+    e, new = given.e, given.weight.new_empty
+    found = zip(given[:3], wanted, _types(given, how), strict=True)
+    gradients = [e.new_empty(0) if x is None or not w else torch.empty_like(x, dtype=t) for x, w, t in found]
+    return new(()), new(e.shape[0]), new(e.shape[0] if how.entropy else 0), *gradients
+
+
+@operator("divergence", TAKES, "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", _fake)
+def run(*arguments: Any) -> tuple[Tensor, ...]:
     """Σ weight · divergence, (); divergences and entropies, (N,); the gradients of factor times the sum.
 
     What is not asked for has no elements.
     """
-    given = Given(e, c, bias, teacher_e, teacher_c, teacher_bias, weight, inverse_temperature, scheduled, factor)
-    how, wanted = How(*literal_eval(options)), (want_e, want_c, want_bias)
-    with plainly(e):
-        found = (_alone if how.impl in OF_TORCH or not len(e) else _programs().formed)(given, how, wanted)
-        return tuple(e.new_empty(0) if x is None else x for x in found)  # type: ignore[return-value]
+    given, how, wanted = _read(arguments)
+    found = (_alone if how.impl in OF_TORCH or not len(given.e) else _programs().formed)(given, how, wanted)
+    return tuple(given.e.new_empty(0) if x is None else x for x in found)
 
 
 def _alone(given: Given, how: How, wanted: Sequence[bool]) -> divergence.Found:
@@ -250,16 +252,3 @@ def _programs() -> Any:
     from cce_torch.on_jax import divergences
 
     return divergences
-
-
-@run.register_fake
-def _(e, c, bias, *others):
-    weight, options, wanted = others[3], others[7], others[8:]
-    given, how = Given(e, c, bias, *others[:7]), How(*literal_eval(options))
-    new = weight.new_empty
-    found = zip((e, c, bias), wanted, _types(given, how), strict=True)
-    gradients = [e.new_empty(0) if x is None or not w else torch.empty_like(x, dtype=t) for x, w, t in found]
-    return new(()), new(e.shape[0]), new(e.shape[0] if how.entropy else 0), *gradients
-
-
-one_by_one(run)

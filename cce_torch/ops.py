@@ -17,7 +17,7 @@ Numbers that people change from step to step (label_smoothing, z_loss, scale) re
 tensor: as constants, torch.compile would compile a graph for each value. Calls that bypass the dispatcher pass a tuple.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cce_torch.call import FIELDS, SCHEMA, TENSORS, Call, Given, decoded
+from cce_torch.call import FIELDS, TENSORS, Call, Given, decoded
 from cce_torch.on_jax import tensors
+from cce_torch.operators import define, one_by_one
 from cce_torch.reverse_mode import first_order, refuse
 
 GIVEN = (
@@ -35,9 +36,6 @@ GIVEN = (
     "Tensor? inverse_temperature, Tensor scheduled, SymInt row_length"
 )
 LEFT = 9  # the most tensors that `loss` leaves: in float16, with units of de and of Left, and without blocks
-
-_library = torch.library.Library("cce_torch", "FRAGMENT")
-_tags = [torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe]
 
 
 def loss(given: Given, call: Call, lse_is_returned: bool, called: str) -> tuple[Tensor, ...]:
@@ -421,14 +419,6 @@ def _row_major(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def define(name: str, takes: str, results: str, run: Callable, fake: Callable) -> None:
-    """An operator of JAX's programs. takes: its arguments before those of the call (call.SCHEMA)."""
-    _library.define(f"{name}({takes}, {SCHEMA}) -> {results}", tags=_tags)
-    for key in ("CPU", "CUDA"):
-        _library.impl(name, run, key)
-    torch.library.register_fake(f"cce_torch::{name}", fake, lib=_library)
-
-
 define("loss", f"{GIVEN}, bool[] saving_for, bool compiled", "(Tensor, Tensor, Tensor[])", _called_loss, _fake_loss)
 define(  # no list of tensors, which torch.autograd.grad(is_grads_batched=True) does not take
     "gradients",
@@ -438,17 +428,5 @@ define(  # no list of tensors, which torch.autograd.grad(is_grads_batched=True) 
     _called_gradients,
     _fake_gradients,
 )
-
-
-@torch.library.register_vmap("cce_torch::loss", lib=_library)  # type: ignore[arg-type]
-def _(info: Any, in_dims: tuple, *arguments: Any) -> tuple:
-    """PyTorch's own rule takes no operator that returns a list."""
-    each = [
-        torch.ops.cce_torch.loss.default(
-            *(x.select(axis, i) if isinstance(axis, int) else x for x, axis in zip(arguments, in_dims, strict=True))
-        )
-        for i in range(info.batch_size)
-    ]
-    value, statistics, listed = zip(*each, strict=True)
-    selected = [torch.stack(x) for x in zip(*listed, strict=True)]
-    return (torch.stack(value), torch.stack(statistics), selected), (0, 0, [0] * len(selected))
+# PyTorch's own rule takes no operator that returns a list.
+torch.library.register_vmap("cce_torch::loss", one_by_one(torch.ops.cce_torch.loss.default))

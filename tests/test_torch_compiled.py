@@ -196,7 +196,7 @@ def test_the_operators_are_what_they_say(wanted, transposed, plain):
     torch.library.opcheck(compiled.run_statistics, (*arguments, *options))
     output = compiled.run_statistics(*arguments, *options)
     cotangents = torch.tensor(np.random.default_rng(0).standard_normal((4, 37)), dtype=torch.float32)
-    torch.library.opcheck(compiled.run_gradients, (cotangents, *arguments, output, *options, *wanted))
+    torch.library.opcheck(compiled.run_gradients, (cotangents, *arguments, output, *options, *wanted, False))
 
 
 def test_needs_no_jax_and_imports_no_compiler():

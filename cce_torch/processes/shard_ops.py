@@ -11,8 +11,7 @@ from torch import Tensor
 
 from cce_torch import ops
 from cce_torch.call import ENCODED, Call, Operands, decoded
-
-OPERANDS = "Tensor e, Tensor c, Tensor? bias, Tensor columns, Tensor? weights, Tensor? inverse_temperature"
+from cce_torch.operators import OPERANDS, define
 
 
 def programs() -> Any:
@@ -87,15 +86,15 @@ def _fake_target(e: Tensor, *_: Any) -> Tensor:
     return e.new_empty(e.shape[0], dtype=torch.float32)
 
 
-ops.define("shard_target", f"{OPERANDS}, bool[] saving_for, float scale", "Tensor", _target, _fake_target)
-ops.define(
+define("shard_target", f"{OPERANDS}, bool[] saving_for, float scale", "Tensor", _target, _fake_target)
+define(
     "shard_statistics",
     f"{OPERANDS}, Tensor? reference, bool[] saving_for, float scale",
     "(Tensor, Tensor)",
     _statistics,
     _fake_statistics,
 )
-ops.define(
+define(
     "shard_gradients",
     f"Tensor cotangents, {OPERANDS}, Tensor numbers, Tensor? saved, bool[] wanted, float scale",
     "(Tensor, Tensor, Tensor)",

@@ -93,9 +93,8 @@ def gradients(
         with torch.autocast(e.device.type, enabled=False):
             found = _gradients_of_reference(cotangents, operands, held, call, scale)
     elif call.impl == "torch_compile":
-        found = compiled.run_gradients(
-            cotangents, *operands, held.numbers, *compiled.options(call, scale), *wanted, wide_e=True
-        )
+        options = *compiled.options(call, scale), *wanted, True
+        found = compiled.run_gradients(cotangents, *operands, held.numbers, *options)
     else:
         found = shard_ops.gradients(cotangents, operands, held, wanted, call, scale, kind)
     return tuple(x if w else None for x, w in zip(found, wanted, strict=True))

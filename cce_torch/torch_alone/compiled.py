@@ -14,14 +14,13 @@ backend), the same functions run operation by operation, after one warning. The 
 rounding, but it is slower and holds up to six blocks.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cce_torch.call import Call, Operands
+from cce_torch.operators import OPERANDS, operator
 from cce_torch.reverse_mode import applied, first_order
 from cce_torch.torch_alone import blocks
 
@@ -63,152 +62,95 @@ class _Statistics(torch.autograd.Function):
         *tensors, output = ctx.saved_tensors
 
         def run(*arrays: Tensor) -> tuple[Tensor, ...]:
-            return run_gradients(*arrays, *options, *wanted)
+            return run_gradients(*arrays, *options, *wanted, False)
 
         gradients = first_order(ctx.called, run, (cotangents[: ctx.rows], *tensors, output[: ctx.rows]))
         return (*(g if w else None for g, w in zip(gradients, wanted, strict=True)), *[None] * 5)
 
 
-@torch.library.custom_op("cce_torch::compiled_statistics", mutates_args=())
-def run_statistics(
-    e: Tensor,
-    c: Tensor,
-    bias: Tensor | None,
-    columns: Tensor,
-    weights: Tensor | None,
-    inverse_temperature: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    with_sum: bool,
-    with_mean: bool,
-    memory_budget: int | None,
-) -> Tensor:
+OPTIONS = "float scale, float? softcap, bool with_sum, bool with_mean, SymInt? memory_budget"
+WANTED = "bool want_e, bool want_c, bool want_bias, bool wide_e"  # of new_gradients
+
+
+def _fake_statistics(e: Tensor, *others: Any) -> Tensor:
+    *_, with_sum, with_mean, _ = others
+    return e.new_empty((3 + with_sum + with_mean, e.shape[0]), dtype=torch.promote_types(e.dtype, torch.float32))
+
+
+@operator("compiled_statistics", f"{OPERANDS}, {OPTIONS}", "Tensor", _fake_statistics)
+def run_statistics(*arguments: Any) -> Tensor:
     """Equations (1), (2), with_sum (3), and with_mean (3')."""
-    with plainly(e):
-        accumulate, operand = blocks.types(e)
-        if not e.shape[0]:
-            return e.new_empty((3 + with_sum + with_mean, 0), dtype=accumulate)
-        largest = e.new_full(columns.shape, -torch.inf, dtype=accumulate)
-        # Each zeros is its own: torch.compile compiles again where one tensor is given twice.
-        asked = True, True, with_sum, with_sum, with_mean
-        rows: tuple[Any, ...] = (largest, *(torch.zeros_like(largest) if x else None for x in asked))
-        operands = Operands(e.to(operand), c, bias, columns, weights, inverse_temperature)
-        for _, _, block in blocks.each(operands, scale, softcap, memory_budget, e.dtype):
-            rows = blocks.fused(blocks.reduced, block, rows)
-            del block
-        largest, mass, target, total, _, moment = rows
-        mean = None if moment is None else moment / torch.where(mass == 0, 1, mass)
-        found = torch.log(mass), blocks.finite(largest), target, total, mean
-        return torch.where(columns >= 0, torch.stack([x for x in found if x is not None]), 0)
+    *tensors, scale, softcap, with_sum, with_mean, memory_budget = arguments
+    operands = Operands(*tensors)
+    e, columns = operands.e, operands.columns
+    accumulate, operand = blocks.types(e)
+    if not e.shape[0]:
+        return e.new_empty((3 + with_sum + with_mean, 0), dtype=accumulate)
+    largest = e.new_full(columns.shape, -torch.inf, dtype=accumulate)
+    # Each zeros is its own: torch.compile compiles again where one tensor is given twice.
+    asked = True, True, with_sum, with_sum, with_mean
+    rows: tuple[Any, ...] = (largest, *(torch.zeros_like(largest) if x else None for x in asked))
+    operands = operands._replace(e=e.to(operand))
+    for _, _, block in blocks.each(operands, scale, softcap, memory_budget, e.dtype):
+        rows = blocks.fused(blocks.reduced, block, rows)
+        del block
+    largest, mass, target, total, _, moment = rows
+    mean = None if moment is None else moment / torch.where(mass == 0, 1, mass)
+    found = torch.log(mass), blocks.finite(largest), target, total, mean
+    return torch.where(columns >= 0, torch.stack([x for x in found if x is not None]), 0)
 
 
-@torch.library.custom_op("cce_torch::compiled_gradients", mutates_args=())
-def run_gradients(
-    cotangents: Tensor,
-    e: Tensor,
-    c: Tensor,
-    bias: Tensor | None,
-    columns: Tensor,
-    weights: Tensor | None,
-    inverse_temperature: Tensor | None,
-    output: Tensor,
-    scale: float,
-    softcap: float | None,
-    with_sum: bool,
-    with_mean: bool,
-    memory_budget: int | None,
-    want_e: bool,
-    want_c: bool,
-    want_bias: bool,
-    wide_e: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+def fake_gradients(_: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return new_gradients(*others[:3], *others[-4:])
+
+
+@operator(
+    "compiled_gradients",
+    f"Tensor cotangents, {OPERANDS}, Tensor output, {OPTIONS}, {WANTED}",
+    "(Tensor, Tensor, Tensor)",
+    fake_gradients,
+)
+def run_gradients(cotangents: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Equations (6) and (7): de, dc and dbias. A gradient that is not wanted has no elements. dc is written once.
 
     output: the statistics. wide_e: de is not rounded to e's type.
     """
-    with plainly(e):
-        accumulate, operand = blocks.types(e)
-        de, dc, dbias = new_gradients(e, c, bias, want_e, want_c, want_bias, wide_e)
-        if not e.shape[0]:
-            return de, dc.zero_(), dbias.zero_()
-        live = columns >= 0
-        inverse = blocks.of_kept(inverse_temperature, live, 1)
-        # a, t̂, s and μ, each times scale and the inverse of the temperature
-        factors = torch.where(live, cotangents, 0).contiguous() * scale
-        factors = factors if inverse is None else factors * inverse
-        unit = None
-        if operand == torch.float16:
-            factors, unit = blocks.fit_float16(factors, output, weights, with_mean)
-        of = blocks.Cotangents.of(output, factors, live, with_mean)
-        sums = torch.zeros_like(de, dtype=accumulate)
-        e_live = torch.where(live[:, None], e, 0).to(operand)  # dz = 0 is not enough: 0 · NaN is NaN
-        operands = Operands(e_live, c, bias, columns, weights, inverse)
-        for group, c_g, block in blocks.each(operands, scale, softcap, memory_budget, e.dtype):
-            if want_bias:
-                dbias[group] = blocks.times(blocks.fused(blocks.sums, block, of), unit)
-            if not want_e and not want_c:
-                continue
-            dz = blocks.fused(blocks.cotangents, block, of, operand)
-            del block
-            if want_e and operand == accumulate:
-                sums.addmm_(dz, c_g)
-            elif want_e:
-                sums += blocks.product(dz, c_g, accumulate)  # addmm cannot add 16-bit products to float32 everywhere
-            if want_c and dc.dtype == operand == accumulate:
-                torch.mm(dz.t(), e_live, out=dc[group])
-            elif want_c:
-                dc[group] = blocks.times(blocks.product(dz.t(), e_live, accumulate), unit)
-            del dz
-        return blocks.times(sums, unit).to(de.dtype), dc, dbias
-
-
-@run_statistics.register_fake
-def _(e, c, bias, columns, weights, inverse_temperature, scale, softcap, with_sum, with_mean, memory_budget):
-    rows = 3 + with_sum + with_mean
-    return e.new_empty((rows, e.shape[0]), dtype=torch.promote_types(e.dtype, torch.float32))
-
-
-@run_gradients.register_fake
-def _(
-    cotangents,
-    e,
-    c,
-    bias,
-    columns,
-    weights,
-    inverse_temperature,
-    output,
-    scale,
-    softcap,
-    with_sum,
-    with_mean,
-    memory_budget,
-    want_e,
-    want_c,
-    want_bias,
-    wide_e=False,
-):
-    return new_gradients(e, c, bias, want_e, want_c, want_bias, wide_e)
-
-
-def one_by_one(*operators: Any) -> None:
-    """torch.vmap of these operators runs them for one example after another."""
-
-    def register(operator: Any) -> None:
-        @operator.register_vmap
-        def _(info, in_dims, *arguments):
-            each = []
-            for i in range(info.batch_size):
-                found = operator(*(x if k is None else x.select(k, i) for x, k in zip(arguments, in_dims, strict=True)))
-                each.append((found,) if isinstance(found, Tensor) else found)
-            stacked = tuple(map(torch.stack, zip(*each, strict=True)))
-            return (stacked[0], 0) if len(stacked) == 1 else (stacked, (0,) * len(stacked))
-
-    for operator in operators:
-        register(operator)
-
-
-one_by_one(run_statistics, run_gradients)
+    operands, (output, scale, softcap, _, with_mean, memory_budget, *wanted) = Operands(*arguments[:6]), arguments[6:]
+    e, c, bias, columns, weights, inverse = operands
+    want_e, want_c, want_bias, _ = wanted
+    accumulate, operand = blocks.types(e)
+    de, dc, dbias = new_gradients(e, c, bias, *wanted)
+    if not e.shape[0]:
+        return de, dc.zero_(), dbias.zero_()
+    live = columns >= 0
+    inverse = blocks.of_kept(inverse, live, 1)
+    # a, t̂, s and μ, each times scale and the inverse of the temperature
+    factors = torch.where(live, cotangents, 0).contiguous() * scale
+    factors = factors if inverse is None else factors * inverse
+    unit = None
+    if operand == torch.float16:
+        factors, unit = blocks.fit_float16(factors, output, weights, with_mean)
+    of = blocks.Cotangents.of(output, factors, live, with_mean)
+    sums = torch.zeros_like(de, dtype=accumulate)
+    e_live = torch.where(live[:, None], e, 0).to(operand)  # dz = 0 is not enough: 0 · NaN is NaN
+    operands = operands._replace(e=e_live, inverse_temperature=inverse)
+    for group, c_g, block in blocks.each(operands, scale, softcap, memory_budget, e.dtype):
+        if want_bias:
+            dbias[group] = blocks.times(blocks.fused(blocks.sums, block, of), unit)
+        if not want_e and not want_c:
+            continue
+        dz = blocks.fused(blocks.cotangents, block, of, operand)
+        del block
+        if want_e and operand == accumulate:
+            sums.addmm_(dz, c_g)
+        elif want_e:
+            sums += blocks.product(dz, c_g, accumulate)  # addmm cannot add 16-bit products to float32 everywhere
+        if want_c and dc.dtype == operand == accumulate:
+            torch.mm(dz.t(), e_live, out=dc[group])
+        elif want_c:
+            dc[group] = blocks.times(blocks.product(dz.t(), e_live, accumulate), unit)
+        del dz
+    return blocks.times(sums, unit).to(de.dtype), dc, dbias
 
 
 def new_gradients(
@@ -218,10 +160,3 @@ def new_gradients(
     de = e.new_empty(e.shape if want_e else 0, dtype=torch.promote_types(e.dtype, torch.float32) if wide_e else e.dtype)
     dc = torch.empty_like(c) if want_c else c.new_empty(0)
     return de, dc, e.new_empty(0) if bias is None or not want_bias else bias.new_empty(bias.shape)
-
-
-@contextmanager
-def plainly(x: Tensor) -> Iterator[None]:
-    """Switches off autograd, and autocast, which would change the types."""
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        yield
