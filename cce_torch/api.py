@@ -194,39 +194,22 @@ def linear_cross_entropy(
       (torch.Size([]), torch.Size([2, 16, 64]), torch.Size([1000, 64]))
     """
     given = dict(e=e, c=c, targets=targets, bias=bias, class_weight=class_weight, token_weight=token_weight)
+    options = (reduction, impl, vocab_axis, precision, logit_scale, softcap, label_smoothing, z_loss)
+    options = *options, ignore_index, memory_budget, gradient_tolerance, shift
     if tensors.has_dtensor(given):
         from cce_torch.processes import dtensors
 
-        options = {
-            "ignore_index": ignore_index,
-            "softcap": softcap,
-            "reduction": reduction,
-            "shift": shift,
-            "return_lse": return_lse,
-            "logit_scale": logit_scale,
-            "label_smoothing": label_smoothing,
-            "z_loss": z_loss,
-            "vocab_axis": vocab_axis,
-            "impl": impl,
-            "memory_budget": memory_budget,
-            "precision": precision,
-            "check_targets": check_targets,
-            "gradient_tolerance": gradient_tolerance,
-            "vocab_parallel": vocab_parallel,
-            "vocab_parallel_options": vocab_parallel_options,
-        }
-        return dtensors.loss(linear_cross_entropy, given, num_items, options)  # type: ignore[call-arg]
-    options = (reduction, impl, vocab_axis, precision, logit_scale, softcap, label_smoothing, z_loss)
-    options = *options, ignore_index, memory_budget, gradient_tolerance, shift
+        shared = dict(vocab_parallel=vocab_parallel, vocab_parallel_options=vocab_parallel_options)
+        named = dict(zip(arguments.CHECKED, options, strict=True), **shared)
+        named |= dict(check_targets=check_targets, return_lse=return_lse)
+        return dtensors.loss(linear_cross_entropy, given, num_items, named)  # type: ignore[call-arg]
     scale, softcap, label_smoothing, z_loss, ignore_index, budget, tolerance, shift = arguments.options(*options)
     contract.num_items(num_items, reduction)
     shard = arguments.shard_of(vocab_parallel, vocab_parallel_options)
     numbers = {"logit_scale": scale, "z_loss": z_loss, "num_items": num_items}
     name = "linear_cross_entropy"
     asked = arguments.Asked(name, vocab_axis, shift, ignore_index, impl, check_targets, shard, numbers)
-    x = arguments.prepared(given, asked, {} if num_items is None else {"num_items": num_items})
-    if num_items is not None:
-        num_items = arguments.scalar(num_items, x.e)
+    x = arguments.prepared(given, asked, num_items)
     class_weight = None if class_weight is None else class_weight.detach()
     call = Call(
         softcap,
@@ -244,7 +227,7 @@ def linear_cross_entropy(
     )
     scheduled = label_smoothing, z_loss, scale
     if x.alone:
-        weights = class_weight, flat(token_weight), num_items, None
+        weights = class_weight, flat(token_weight), x.num_items, None
         row_length = x.targets.shape[-1] if x.shift else 1
         flattened = Given(flat(x.e, 1), x.c, x.bias, flat(x.targets), *weights, scheduled, row_length)
         loss, found = ops.loss(flattened, call, return_lse, x.called)
@@ -259,9 +242,9 @@ def linear_cross_entropy(
             setting = Setting(call, scheduled, x.targets.shape, shard)
             summed = vocab_in_forward.total(operands, terms, setting)
             if summed is not None:
-                return losses.reduced(summed, terms, num_items, reduction)
+                return losses.reduced(summed, terms, x.num_items, reduction)
         found = statistics.statistics(x, operands, call, scheduled)
-        loss, lse = losses.loss(found, terms, num_items, reduction, scheduled)
+        loss, lse = losses.loss(found, terms, x.num_items, reduction, scheduled)
     if reduction == "none":
         loss = x.unshifted(loss)
     return (loss, x.unshifted(lse)) if return_lse else loss  # type: ignore[arg-type]

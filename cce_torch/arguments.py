@@ -87,6 +87,7 @@ class Prepared(NamedTuple):
     impl: Any  # not "auto" unless the plan decides
     shard: VocabParallel | None
     called: str  # the public function
+    num_items: Tensor | None  # ()
 
     @property
     def alone(self) -> bool:
@@ -99,15 +100,15 @@ class Prepared(NamedTuple):
         return x[..., : -self.shift] if self.shift else x
 
 
-def prepared(given: dict[str, Any], asked: Asked, one: dict[str, Any]) -> Prepared:
+def prepared(given: dict[str, Any], asked: Asked, num_items: Any = None) -> Prepared:
     """The arguments for a call, or an error that names one.
 
-    given: all tensors by name; one: arguments that are numbers or tensors of one element, by name, not None.
+    given: all tensors by name. num_items: a number or a tensor of one element.
     """
     e, c, targets, bias = (given[name] for name in (*REQUIRED, "bias"))
     complete = all(given[name] is not None for name in REQUIRED)
-    if not complete or one or not tensors.are_usual(*given.values()):
-        check_tensors(given, one, asked.function)
+    if not complete or num_items is not None or not tensors.are_usual(*given.values()):
+        check_tensors(given, num_items, asked.function)
     if torch.is_autocast_enabled(e.device.type):
         e, c, bias = _autocast(e, c, bias)
     _check_types(given | {"e": e, "c": c, "bias": bias})
@@ -132,7 +133,8 @@ def prepared(given: dict[str, Any], asked: Asked, one: dict[str, Any]) -> Prepar
         raise NotImplementedError(
             f"torch.jit.trace cannot record the JAX programs of impl={impl!r}: give impl='torch_compile'"
         )
-    return Prepared(e, c, bias, targets, vocabulary, shift, asked.ignore_index, impl, shard, asked.function)
+    items = None if num_items is None else scalar(num_items, e)
+    return Prepared(e, c, bias, targets, vocabulary, shift, asked.ignore_index, impl, shard, asked.function, items)
 
 
 def shard_of(vocab_parallel: VocabParallel | None, options: Any) -> VocabParallel | None:
@@ -150,15 +152,16 @@ def shard_of(vocab_parallel: VocabParallel | None, options: Any) -> VocabParalle
     return vocab_parallel
 
 
-def check_tensors(given: dict[str, Tensor | None], one: dict[str, Any], function: str) -> None:
+def check_tensors(given: dict[str, Tensor | None], num_items: Any, function: str) -> None:
     """Raises an error for a tensor that no impl takes. As for `prepared`."""
     present: dict[str, Any] = {name: x for name, x in given.items() if x is not None or name in REQUIRED}
     for name, x in present.items():
         check_tensor(name, x, function)
-    for name, x in one.items():
-        (check_tensor if isinstance(x, Tensor) else check_number)(name, x, function)
-        if not isinstance(x, (int, float)) and torch.Size(getattr(x, "shape", ())).numel() != 1:
-            raise ValueError(f"{name} must be a number or a tensor of one element, got shape {tuple(x.shape)}")
+    if num_items is not None:
+        (check_tensor if isinstance(num_items, Tensor) else check_number)("num_items", num_items, function)
+        shape = () if isinstance(num_items, (int, float)) else tuple(getattr(num_items, "shape", ()))
+        if torch.Size(shape).numel() != 1:
+            raise ValueError(f"num_items must be a number or a tensor of one element, got shape {shape}")
     if len({x.device for x in present.values()}) > 1:
         found = ", ".join(f"{name} {x.device}" for name, x in present.items())
         raise ValueError(f"all tensors must be on one device, got {found}")
@@ -215,13 +218,22 @@ def inverse_temperature(temperature: Any, x: Prepared, function: str) -> Tensor 
         return None if constant(number == 1) else x.e.new_ones(tokens.numel(), dtype=dtype) * (1 / number)
     if not isinstance(temperature, Tensor):
         check_other("temperature", temperature, function)
-    if temperature.requires_grad:
-        raise TypeError("temperature gets no gradient, but requires one: pass temperature.detach()")
-    if temperature.device != x.e.device and temperature.numel() != 1:
-        raise ValueError(f"all tensors must be on one device, got e {x.e.device}, temperature {temperature.device}")
+    check_constant("temperature", temperature)
+    if temperature.numel() != 1:
+        check_device("temperature", temperature, x.e)
     temperature = temperature.to(x.e.device, dtype)
     inverse = torch.where(temperature > 0, 1 / temperature.clamp(min=contract.COLDEST), torch.nan)
     return inverse.expand(tokens).reshape(-1)
+
+
+def check_constant(name: str, x: Tensor) -> None:
+    if x.requires_grad:
+        raise TypeError(f"{name} gets no gradient, but requires one: pass {name}.detach()")
+
+
+def check_device(name: str, x: Tensor, e: Tensor) -> None:
+    if x.device != e.device:
+        raise ValueError(f"all tensors must be on one device, got e {e.device}, {name} {x.device}")
 
 
 def refuse_dtensors(given: dict[str, Any], function: str, remedy: str = "") -> None:
@@ -238,13 +250,11 @@ def weight_of_tokens(token_weight: Any, x: Prepared, function: str) -> Tensor:
     if token_weight is None:
         return x.e.new_ones(x.targets.numel(), dtype=dtype)
     check_tensor("token_weight", token_weight, function)
-    if token_weight.requires_grad:
-        raise TypeError("token_weight gets no gradient, but requires one: pass token_weight.detach()")
+    check_constant("token_weight", token_weight)
     if token_weight.is_complex():
         raise TypeError(f"token_weight must be real, got token_weight {type_name(token_weight)}")
     contract.weight_of_tokens(tuple(token_weight.shape), (*tokens, x.e.shape[-1]))
-    if token_weight.device != x.e.device:
-        raise ValueError(f"all tensors must be on one device, got e {x.e.device}, token_weight {token_weight.device}")
+    check_device("token_weight", token_weight, x.e)
     return token_weight.reshape(-1).to(dtype)
 
 

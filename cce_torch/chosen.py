@@ -17,17 +17,16 @@ Each takes at most ROOM bytes at a time, or the memory budget if that is less. A
 LEAST_ROOM: with less, PyTorch's loop over tokens and columns would have millions of steps. One token is always taken.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cce_kernels.default_budget import default_budget
-from cce_torch.call import Call, Operands, Selections
+from cce_torch.call import Operands, Selections
 from cce_torch.operators import operator
 from cce_torch.processes.collectives import gathered, one_cotangent, reduced, summed, whole
-from cce_torch.processes.vocab_parallel import VocabParallel
+from cce_torch.processes.vocab_parallel import Setting, VocabParallel
 from cce_torch.reverse_mode import applied, first_order
 from cce_torch.torch_alone import blocks, reference
 from cce_torch.torch_alone.compiled import WANTED, fake_gradients, new_gradients
@@ -38,57 +37,50 @@ MOST_COLUMNS = 16384  # of a group: wide enough for a fast matmul
 BYTES_OF_LOGIT = 32  # of a logit among which the largest are looked for: the logit, copies, an integer key, and sorted
 
 
-class Chosen(NamedTuple):
-    """What is common to a call: its options besides the operands."""
-
-    call: Call
-    scale: float
-    tokens: torch.Size  # the shape of targets
-    shard: VocabParallel | None
-
-    def options(self) -> tuple[float, float | None, int | None]:
-        return self.scale, self.call.softcap, self.call.memory_budget
+def _options(setting: Setting) -> tuple[float, float | None, int | None]:
+    """OPTIONS of an operator."""
+    return setting.scheduled[2], setting.call.softcap, setting.call.memory_budget
 
 
-def logits(operands: Operands, ids: Tensor, chosen: Chosen) -> Tensor:
+def logits(operands: Operands, ids: Tensor, setting: Setting) -> Tensor:
     """The logits of ids, (N, K), at least float32, differentiable in e, c and bias. Arbitrary where an id is negative.
 
     ids: (N, K) int64, less than V. Where processes split the vocabulary, c has the rows of this process.
     """
-    if chosen.call.impl == "reference" and chosen.shard is None:
-        z = reference.logits(operands, chosen.call, chosen.scale)
+    if setting.call.impl == "reference" and setting.shard is None:
+        z = reference.logits(operands, setting.call, setting.scheduled[2])
         return z.gather(1, ids.clamp(min=0))
     e, c, bias, _, _, inverse_temperature = operands
-    return applied(_Logits, e, c, bias, ids, inverse_temperature, chosen)  # type: ignore[no-any-return]
+    return applied(_Logits, e, c, bias, ids, inverse_temperature, setting)  # type: ignore[no-any-return]
 
 
 class _Logits(torch.autograd.Function):
     @staticmethod
-    def forward(e, c, bias, ids, inverse_temperature, chosen: Chosen) -> Tensor:
-        shard = chosen.shard
+    def forward(e, c, bias, ids, inverse_temperature, setting: Setting) -> Tensor:
+        shard = setting.shard
         own = _own(ids, shard)
-        e = _whole(e, chosen)
-        z = id_logits(e, c, bias, own, inverse_temperature, *chosen.options())
+        e = _whole(e, setting)
+        z = id_logits(e, c, bias, own, inverse_temperature, *_options(setting))
         return z if shard is None else summed(torch.where(own >= 0, z, 0), shard)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        (*tensors, ctx.chosen), ctx.called = inputs, "linear_log_probs"
+        (*tensors, ctx.setting), ctx.called = inputs, "linear_log_probs"
         ctx.save_for_backward(*tensors, output)
 
     @staticmethod
     def backward(ctx: Any, of_logits: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        chosen, wanted = ctx.chosen, ctx.needs_input_grad[:3]
-        of_logits = of_logits if chosen.shard is None else one_cotangent(of_logits)
+        setting, wanted = ctx.setting, ctx.needs_input_grad[:3]
+        of_logits = of_logits if setting.shard is None else one_cotangent(of_logits)
 
         def run(of_logits: Tensor, e: Tensor, c: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
             bias, ids, inverse_temperature, z = others
-            own, shard, part, wide = _own(ids, chosen.shard), chosen.shard, e.shape, chosen.shard is not None
-            dz = _of_products(of_logits, z, inverse_temperature, chosen)
-            dz, e, budget = torch.where(own >= 0, dz, 0), _whole(e, chosen), chosen.call.memory_budget
+            own, shard, part, wide = _own(ids, setting.shard), setting.shard, e.shape, setting.shard is not None
+            dz = _of_products(of_logits, z, inverse_temperature, setting)
+            dz, e, budget = torch.where(own >= 0, dz, 0), _whole(e, setting), setting.call.memory_budget
             de, dc, dbias = id_gradients(dz, e, c, bias, own, budget, *wanted, wide)
             if wanted[0] and shard is not None:
-                de = reduced(de, part, chosen.tokens, shard).to(e.dtype)
+                de = reduced(de, part, setting.tokens, shard).to(e.dtype)
             return tuple(x if w else None for x, w in zip((de, dc, dbias), wanted, strict=True))
 
         found = first_order(ctx.called, run, (of_logits, *ctx.saved_tensors))
@@ -102,25 +94,18 @@ def _own(ids: Tensor, shard: VocabParallel | None) -> Tensor:
     return torch.where((ids >= shard.start) & (ids < shard.stop), ids - shard.start, -1)
 
 
-def _whole(e: Tensor, chosen: Chosen) -> Tensor:
+def _whole(e: Tensor, setting: Setting) -> Tensor:
     """e of all tokens, (N, D)."""
-    e = e if chosen.shard is None else whole(e, chosen.tokens, chosen.shard)
+    e = e if setting.shard is None else whole(e, setting.tokens, setting.shard)
     return e.reshape(-1, e.shape[-1])
 
 
-def _of_products(of_logits: Tensor, z: Tensor, inverse_temperature: Tensor | None, chosen: Chosen) -> Tensor:
+def _of_products(of_logits: Tensor, z: Tensor, inverse_temperature: Tensor | None, setting: Setting) -> Tensor:
     """dz, (N, K), from the cotangents of the logits z."""
-    dz, softcap = of_logits * chosen.scale, chosen.call.softcap
+    dz, softcap = of_logits * setting.scheduled[2], setting.call.softcap
     if inverse_temperature is not None:
         dz, z = dz * inverse_temperature[:, None], z / inverse_temperature[:, None]
     return dz if softcap is None else dz * (1 - (z / softcap) ** 2)
-
-
-def _divided(raw: Tensor, inverse_temperature: Tensor | None, scale: float, softcap: float | None) -> Tensor:
-    """Logits from e·c + b, (n, ...)."""
-    z = scale * raw
-    z = z if softcap is None else softcap * torch.tanh(z / softcap)
-    return z if inverse_temperature is None else z * inverse_temperature[:, None]
 
 
 def _room(e: Tensor, memory_budget: int | None) -> int:
@@ -128,13 +113,8 @@ def _room(e: Tensor, memory_budget: int | None) -> int:
     return min(max(budget, LEAST_ROOM), ROOM)
 
 
-def _runs(count: int, size: int) -> Iterator[slice]:
-    size = max(size, 1)
-    return (slice(start, min(start + size, count)) for start in range(0, count, size))
-
-
 PARAMETERS = "Tensor e, Tensor c, Tensor? bias"
-OPTIONS = "float scale, float? softcap, SymInt? memory_budget"  # as Chosen.options
+OPTIONS = "float scale, float? softcap, SymInt? memory_budget"
 
 
 def _fake_logits(e: Tensor, _c: Tensor, _bias: Tensor | None, ids: Tensor, *_: Any) -> Tensor:
@@ -150,12 +130,13 @@ def id_logits(*arguments: Any) -> Tensor:
     if not len(c):
         return found
     row = 3 * accumulate.itemsize * ids.shape[1] * e.shape[1]  # bytes: the rows of c, rounded, and wide
-    for part in _runs(len(e), _room(e, memory_budget) // max(row, 1)):
+    for part in blocks.runs(len(e), _room(e, memory_budget) // max(row, 1)):
         at = ids[part].clamp(min=0)
         raw = torch.bmm(c[at].to(e.dtype).to(accumulate), e[part].to(accumulate)[:, :, None])[:, :, 0]
         raw = raw if bias is None else raw + bias[at].to(e.dtype).to(accumulate)
         inverse = None if inverse_temperature is None else inverse_temperature[part]
-        found[part] = _divided(raw, inverse, scale, softcap)
+        z = blocks.capped(raw, scale, softcap)
+        found[part] = z if inverse is None else z * inverse[:, None]
     return found
 
 
@@ -174,7 +155,7 @@ def id_gradients(dz: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     if want_e:
         de.zero_()
         row = 3 * accumulate.itemsize * ids.shape[1] * e.shape[1]
-        for part in _runs(len(e) if len(c) else 0, room // max(row, 1)):
+        for part in blocks.runs(len(e) if len(c) else 0, room // max(row, 1)):
             rows = c[ids[part].clamp(min=0)].to(e.dtype).to(accumulate)
             de[part] = torch.bmm(dz[part][:, None], rows)[:, 0].to(de.dtype)
     if dbias.numel():
@@ -204,21 +185,21 @@ def _write_dc(dc: Tensor, dz: Tensor, e: Tensor, ids: Tensor, room: int) -> None
     bounds = torch.searchsorted(named, torch.tensor(starts, device=named.device)).tolist()  # waits for the GPU
     for start, stop, first, last in zip(starts[:-1], starts[1:], bounds[:-1], bounds[1:], strict=True):
         sums = dz.new_zeros((stop - start, width))
-        for part in _runs(last - first, room // (4 * accumulate.itemsize * width)):
+        for part in blocks.runs(last - first, room // (4 * accumulate.itemsize * width)):
             pairs = order[first:last][part]
             values = e[pairs // each].to(accumulate) * dz.flatten()[pairs, None]
             _add_at(sums, named[first:last][part] - start, values)
         dc[start:stop] = sums
 
 
-def largest(operands: Operands, count: int, chosen: Chosen) -> Selections:
+def largest(operands: Operands, count: int, setting: Setting) -> Selections:
     """The `count` largest logits of each token and their ids, and the mean logit. Arbitrary for an ignored token.
 
     The lowest id comes first among equal logits. A count of 0 gives the mean alone.
     """
-    (bias, _, _, inverse_temperature), shard = operands[2:], chosen.shard
-    e, c, bias = _whole(operands.e.detach(), chosen), operands.c.detach(), None if bias is None else bias.detach()
-    values, ids, total = largest_logits(e, c, bias, inverse_temperature, count, *chosen.options())
+    (bias, _, _, inverse_temperature), shard = operands[2:], setting.shard
+    e, c, bias = _whole(operands.e.detach(), setting), operands.c.detach(), None if bias is None else bias.detach()
+    values, ids, total = largest_logits(e, c, bias, inverse_temperature, count, *_options(setting))
     if shard is None:
         return Selections(values, ids, total / len(c))
     values = gathered(values, shard).transpose(0, 1).flatten(1)
@@ -245,13 +226,14 @@ def largest_logits(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     values = e.new_full((len(e), count), -torch.inf, dtype=accumulate)
     ids, total = torch.full_like(values, len(c), dtype=torch.int64), values.new_zeros(len(e))
     columns = max(min(room // (4 * accumulate.itemsize * max(e.shape[1], 1)), MOST_COLUMNS), 1)
-    for part in _runs(len(e), room // (BYTES_OF_LOGIT * min(columns, max(len(c), 1)))):
+    for part in blocks.runs(len(e), room // (BYTES_OF_LOGIT * min(columns, max(len(c), 1)))):
         of_part = e[part].to(operand)
         inverse = None if inverse_temperature is None else inverse_temperature[part]
-        for group in _runs(len(c), columns):
+        for group in blocks.runs(len(c), columns):
             raw = blocks.product(of_part, c[group].to(e.dtype).to(operand).t(), accumulate)
             raw = raw if bias is None else raw + bias[group].to(e.dtype).to(accumulate)
-            z = _divided(raw, inverse, scale, softcap)
+            z = blocks.capped(raw, scale, softcap)
+            z = z if inverse is None else z * inverse[:, None]
             total[part] += z.sum(1)
             if count:
                 more, where = _largest(z, min(count, z.shape[1]))

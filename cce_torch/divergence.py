@@ -118,18 +118,16 @@ def linear_divergence(
     arguments.refuse_dtensors({name: x for name, x in every.items() if isinstance(x, Tensor)}, NAME)
     axes = vocab_axis, teacher_vocab_axis
     contract.num_items(num_items, reduction)
-    one = {} if num_items is None else {"num_items": num_items}
     options = _Options(reduction, impl, precision, memory_budget)
-    x = _side(student, options, vocab_axis, (logit_scale, softcap), one)
+    x = _side(student, options, vocab_axis, (logit_scale, softcap), num_items)
     with contract.named():
         options = options._replace(memory_budget=None)
-        y = _side(teacher, options, teacher_vocab_axis, (teacher_logit_scale, teacher_softcap), {})
+        y = _side(teacher, options, teacher_vocab_axis, (teacher_logit_scale, teacher_softcap))
     contract.pair(tuple(e.shape), tuple(c.shape), tuple(teacher_e.shape), tuple(teacher_c.shape), axes)
-    if x.of.e.device != y.of.e.device:
-        raise ValueError(f"all tensors must be on one device, got e {x.of.e.device}, teacher_e {y.of.e.device}")
+    arguments.check_device("teacher_e", y.of.e, x.of.e)
     inverse = arguments.inverse_temperature(temperature, x.of, NAME)
     weight = arguments.weight_of_tokens(token_weight, x.of, NAME)
-    factor = _factor(num_items, reduction, None if token_weight is None else weight, x.of)
+    factor = _factor(reduction, None if token_weight is None else weight, x.of)
     impl = next((z.of.impl for z in (x, y) if z.of.impl in OF_TORCH), x.of.impl)  # "auto": either may be float64
     how = How(divergence, x.softcap, y.softcap, x.memory_budget, precision, impl, return_entropy)
     numbers = 0.5 if share is None else share, x.scale, y.scale
@@ -164,24 +162,24 @@ class _Side(NamedTuple):
     memory_budget: int | None
 
 
-def _side(given: dict[str, Any], options: _Options, vocab_axis: Any, numbers: tuple, one: dict[str, Any]) -> _Side:
-    """given: e, c and bias. numbers: logit_scale and softcap. one: as in arguments.prepared."""
+def _side(given: dict[str, Any], options: _Options, vocab_axis: Any, numbers: tuple, num_items: Any = None) -> _Side:
+    """given: e, c and bias. numbers: logit_scale and softcap."""
     (reduction, impl, precision, memory_budget), (scale, softcap), e = options, numbers, given["e"]
     checked = reduction, impl, vocab_axis, precision, scale, softcap, 0.0, 0.0, -100, memory_budget, 0.0, 0
     scale, softcap, _, _, _, budget, _, _ = arguments.options(*checked)
     arguments.check_tensor("e", e, NAME)
     given["targets"] = e.new_empty(e.shape[:-1], dtype=torch.int64)  # its shape alone is read
-    asked = Asked(NAME, vocab_axis, 0, -100, impl, False, None, {"logit_scale": scale, **one})
-    return _Side(arguments.prepared(given, asked, one), scale, softcap, budget)
+    asked = Asked(NAME, vocab_axis, 0, -100, impl, False, None, {"logit_scale": scale, "num_items": num_items})
+    return _Side(arguments.prepared(given, asked, num_items), scale, softcap, budget)
 
 
-def _factor(num_items: Any, reduction: str, weight: Tensor | None, of: Prepared) -> Tensor:
+def _factor(reduction: str, weight: Tensor | None, of: Prepared) -> Tensor:
     """By what the sum over the tokens is multiplied, (). weight: None for 1."""
     if reduction != "mean":
         return arguments.scalar(1.0, of.e)
-    if num_items is None and weight is None:
+    if of.num_items is None and weight is None:
         return arguments.scalar(1 / max(of.targets.numel(), 1), of.e)
-    items = weight.sum() if num_items is None else arguments.scalar(num_items, of.e)  # type: ignore[union-attr]
+    items = weight.sum() if of.num_items is None else of.num_items  # type: ignore[union-attr]
     return torch.where(items == 0, 0, 1 / items)  # has no gradient, so 1 / 0 does no harm
 
 

@@ -55,34 +55,6 @@ class OfTokens(Protocol):
         ...
 
 
-class Columns(Protocol):
-    """Which columns this process holds, and what it exchanges with those that hold the others."""
-
-    def chunks(self, operands: Operands, wanted: Any, call: Call) -> Any:
-        """cce_kernels.plan.Chunks, the same in all processes. None: the forward pass forms no gradients."""
-        ...
-
-    def own(self, operands: Operands) -> Operands:
-        """The operands of this process' columns, with e of all tokens, (N, D)."""
-        ...
-
-    def references(self, own: Operands, columns: Tensor, saving_for: tuple[bool, ...], call: Call) -> Tensor | None:
-        """The logits of the targets, (N,): -inf where a target names no column. None where no chunk needs them."""
-        ...
-
-    def of_all(self, own: Tensor, kept: Tensor, weights: Tensor | None) -> Tensor:
-        """The statistics over all columns, 0 where a token is ignored. weights: of this process' columns."""
-        ...
-
-    def rows(self, e: Tensor) -> Any:
-        """Where de of all tokens is put together: as `Rows`."""
-        ...
-
-    def own_tokens(self, x: Tensor) -> Tensor:
-        """x, (N,), of the tokens of e as it is given to `total`, in e's shape without D."""
-        ...
-
-
 class De(NamedTuple):
     """de as values · units. The last axis of values is D."""
 
@@ -129,27 +101,34 @@ class Rows:
         return self.de
 
 
-class AllColumns:
-    """This process holds the whole vocabulary."""
+class Columns:
+    """Which columns this process holds, and what it exchanges with those that hold the others: here it holds all.
+
+    processes/vocab_in_forward.py has the same for some of the columns.
+    """
 
     def chunks(self, operands: Operands, wanted: Any, call: Call) -> Any:
-        if not ops.is_usual(operands):
-            return None
-        return programs().chunks_of(operands, None, wanted, call)
+        """cce_kernels.plan.Chunks, the same in all processes. None: the forward pass forms no gradients."""
+        return programs().chunks_of(operands, None, wanted, call) if ops.is_usual(operands) else None
 
     def own(self, operands: Operands) -> Operands:
+        """The operands of this process' columns, with e of all tokens, (N, D)."""
         return operands
 
     def references(self, own: Operands, columns: Tensor, saving_for: tuple[bool, ...], call: Call) -> Tensor | None:
+        """The logits of the targets, (N,): -inf where a target names no column. None where no chunk needs them."""
         return None  # the programs of each chunk find them
 
     def of_all(self, own: Tensor, kept: Tensor, weights: Tensor | None) -> Tensor:
+        """The statistics over all columns, 0 where a token is ignored. weights: of this process' columns."""
         return torch.where(kept, own, 0)
 
-    def rows(self, e: Tensor) -> Rows:
+    def rows(self, e: Tensor) -> Any:
+        """Where de of all tokens is put together: as `Rows`."""
         return Rows(e)
 
     def own_tokens(self, x: Tensor) -> Tensor:
+        """x, (N,), of the tokens of e as it is given to `total`, in e's shape without D."""
         return x
 
 

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from cce_kernels import contract
-from cce_torch import arguments, chosen, numbers, statistics
+from cce_torch import arguments, chosen, statistics
 from cce_torch.arguments import Prepared
 from cce_torch.call import Call, Selections, entropy_of, log_p, lse_of
 from cce_torch.options import Impl
-from cce_torch.processes.vocab_parallel import VocabParallel
+from cce_torch.processes.vocab_parallel import Setting, VocabParallel
 
 NAME = "linear_log_probs"
 MOST_IDS = 256
@@ -138,7 +138,7 @@ def linear_log_probs(
         arguments.check_tensor("e", e, NAME)
         given["targets"] = e.new_zeros(e.shape[:-1], dtype=torch.int64)
     asked = arguments.Asked(NAME, vocab_axis, shift, ignore_index, impl, check_targets, shard, {"logit_scale": scale})
-    x = arguments.prepared(given, asked, {})
+    x = arguments.prepared(given, asked)
     _check_ids(ids, x)
     if not 0 <= top_k <= min(MOST_IDS, x.vocabulary):
         raise ValueError(f"top_k={top_k} must be in [0, {min(MOST_IDS, x.vocabulary)}], for V = {x.vocabulary}")
@@ -159,7 +159,7 @@ def linear_log_probs(
         top_k=count if x.alone else 0,
         mean_logit=mean_logit and x.alone,
     )
-    log_probs, found, *tensors = numbers.of_tokens(x, call, inverse, scale)
+    log_probs, found, *tensors = statistics.of_tokens(x, call, inverse, scale)
     of_entropy = None
     if call.with_mean:
         of_entropy = x.unshifted(entropy_of(found[0], found[3]))
@@ -167,7 +167,7 @@ def linear_log_probs(
     result = LogProbs(None if targets is None else x.unshifted(log_probs), x.unshifted(lse_of(found)), of_entropy)
     if ids is None and not (count or mean_logit):
         return result
-    columns = _Columns(x, inverse, chosen.Chosen(call, scale, x.targets.shape, shard))
+    columns = _Columns(x, inverse, Setting(call, (0.0, 0.0, scale), x.targets.shape, shard))
     if ids is not None:
         result = result._replace(id_log_probs=columns.of_ids(ids, found))
     if count or mean_logit:
@@ -187,7 +187,7 @@ def linear_log_probs(
 class _Columns:
     """The numbers of chosen columns of the logits, 0 for ignored tokens."""
 
-    def __init__(self, x: Prepared, inverse: Tensor | None, how: chosen.Chosen) -> None:
+    def __init__(self, x: Prepared, inverse: Tensor | None, how: Setting) -> None:
         self.x, self.how = x, how
         self.operands = statistics.operands_of(x)._replace(inverse_temperature=inverse)
         self.kept = self.operands.columns >= 0
@@ -219,8 +219,7 @@ def _check_ids(ids: Any, x: Prepared) -> None:
     tokens, shape = tuple(x.targets.shape), tuple(ids.shape)
     if shape[:-1] != tokens or len(shape) != len(tokens) + 1 or shape[-1] > MOST_IDS:
         raise ValueError(f"ids must have shape (..., K) with ... = {tokens} as e and K <= {MOST_IDS}, got ids {shape}")
-    if ids.device != x.e.device:
-        raise ValueError(f"all tensors must be on one device, got e {x.e.device}, ids {ids.device}")
+    arguments.check_device("ids", ids, x.e)
 
 
 def _check_without_targets(shift: int, shard: VocabParallel | None) -> None:

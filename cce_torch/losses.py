@@ -75,18 +75,17 @@ def weights(columns: Tensor, token_weight: Tensor | None, dtype: torch.dtype) ->
 def reduced(value: Tensor, terms: Terms, num_items: Tensor | None, reduction: str) -> Tensor:
     """The "mean" or "sum", from the sum over the tokens. num_items: None for the default."""
     if reduction == "mean":
-        columns, class_weight, token_weight, _ = terms
-        if num_items is None:
-            num_items = items(columns >= 0, columns, weights(columns, token_weight, value.dtype), class_weight)
-        value = quotient(value, num_items)
+        value = quotient(value, items(terms, value.dtype) if num_items is None else num_items)
     return value
 
 
-def items(kept: Tensor, columns: Tensor, weight: Tensor, class_weight: Tensor | None) -> Tensor:
-    """The default of num_items, by which "mean" divides. kept, columns, weight: of each token, weight 0 if not kept."""
+def items(terms: Terms, dtype: torch.dtype) -> Tensor:
+    """The default of num_items, by which "mean" divides."""
+    columns, class_weight, token_weight, _ = terms
+    weight = weights(columns, token_weight, dtype)
     if class_weight is not None:
         of_target: Any = target_weights(columns, class_weight)
-        weight = torch.where(kept, weight * of_target.to(weight.dtype), 0)
+        weight = torch.where(columns >= 0, weight * of_target.to(weight.dtype), 0)
     return weight.sum()
 
 

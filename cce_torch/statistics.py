@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from cce_torch import losses
+from cce_torch import losses, ops
 from cce_torch.arguments import Prepared, flat, shifted
-from cce_torch.call import Call, Operands
+from cce_torch.call import Call, Given, Operands
 from cce_torch.processes import vocab_statistics
 from cce_torch.processes.vocab_parallel import Setting
 from cce_torch.torch_alone import compiled, reference
@@ -24,3 +24,21 @@ def statistics(x: Prepared, operands: Operands, call: Call, scheduled: tuple[flo
     if x.impl == "torch_compile":
         return compiled.statistics(operands, call, scheduled[2], x.called)
     return reference.statistics(operands, call, scheduled[2])
+
+
+def of_tokens(x: Prepared, call: Call, inverse: Tensor | None, scale: float) -> tuple[Tensor, ...]:
+    """The log-probabilities of the targets, (N,), 0 for ignored tokens; the statistics; the selections (call.py).
+
+    By whichever impl, JAX programs too. Only if x.alone may the call ask for selections.
+    """
+    scheduled = 0.0, 0.0, scale
+    if x.alone:
+        row_length = x.targets.shape[-1] if x.shift else 1
+        tokens = flat(x.targets), None, None, None, inverse
+        given = Given(flat(x.e, 1), x.c, x.bias, *tokens, scheduled, row_length)
+        nll, found, *selected = ops.loss(given, call, True, x.called)
+        return 0 - nll, found, *selected
+    operands = operands_of(x)._replace(inverse_temperature=inverse)
+    found = statistics(x, operands, call, scheduled)
+    terms = losses.Terms(operands.columns, None, None, x.vocabulary)
+    return 0 - losses.loss(found[:3], terms, None, "none", scheduled)[0], found

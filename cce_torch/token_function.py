@@ -157,8 +157,8 @@ def _of_tokens(name: str, given: Any, x: Prepared) -> Tensor:
     arguments.check_tensor(name, given, NAME)
     if given.requires_grad:
         raise TypeError(f"{name} requires a gradient, {INSTEAD}")
-    if given.device != x.e.device and given.numel() != 1:
-        raise ValueError(f"all tensors must be on one device, got e {x.e.device}, {name} {given.device}")
+    if given.numel() != 1:
+        arguments.check_device(name, given, x.e)
     sizes = tuple(given.shape)
     if len(sizes) > len(shape) or any(n not in (1, m) for n, m in zip(sizes[::-1], shape[::-1], strict=False)):
         raise ValueError(f"{name} {sizes} must broadcast to the shape of targets after the shift, {tuple(shape)}")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cce_kernels import contract
 from cce_torch import arguments as checks
-from cce_torch import in_forward, losses, numbers, statistics
+from cce_torch import in_forward, losses, statistics
 from cce_torch.arguments import Prepared
 from cce_torch.call import Call, Operands, entropy_of, lse_of
 from cce_torch.options import Impl, Reduction
@@ -111,9 +111,7 @@ def linear_token_loss(
     shard = checks.shard_of(vocab_parallel, None)
     finite = {"logit_scale": scale, "num_items": num_items}
     asked = checks.Asked(NAME, vocab_axis, shift, ignore_index, impl, check_targets, shard, finite)
-    x = checks.prepared(of_call, asked, {} if num_items is None else {"num_items": num_items})
-    if num_items is not None:
-        num_items = checks.scalar(num_items, x.e)
+    x = checks.prepared(of_call, asked, num_items)
     operands = statistics.operands_of(x)
     operands = operands._replace(inverse_temperature=checks.inverse_temperature(temperature, x, NAME))
     of_tokens = TokenFunction.of(fn, arguments, x, operands.columns)
@@ -132,7 +130,7 @@ def linear_token_loss(
     formed = None if reduction == "none" else _formed(x, operands, of_tokens, call, scale)
     if formed is None:
         of_numbers = call._replace(ignore_index=ignore_index, shift=x.shift) if x.alone else call
-        log_probs, found = numbers.of_tokens(x, of_numbers, operands.inverse_temperature, scale)
+        log_probs, found = statistics.of_tokens(x, of_numbers, operands.inverse_temperature, scale)
         entropies = entropy_of(found[0], found[3]) if entropy else None
         value = of_tokens(kept(TokenNumbers(log_probs, lse_of(found), entropies), operands.columns))
         # log_probs is 0 for ignored tokens. Through it a loss that reads no number still has gradients, which are 0.
@@ -141,7 +139,7 @@ def linear_token_loss(
     else:
         value, found = formed
     if reduction != "none":
-        value = losses.reduced(value, losses.Terms(operands.columns, None, None, x.vocabulary), num_items, reduction)
+        value = losses.reduced(value, losses.Terms(operands.columns, None, None, x.vocabulary), x.num_items, reduction)
     if not return_numbers:
         return value
     shown = token_numbers(found.detach(), operands.columns, x.vocabulary)
@@ -152,7 +150,7 @@ def _formed(
     x: Prepared, operands: Operands, of_tokens: TokenFunction, call: Call, scale: float
 ) -> tuple[Tensor, Tensor] | None:
     """The sum of the losses, whose gradients the forward pass forms, and the statistics. None: it forms none."""
-    columns: Any = in_forward.AllColumns()
+    columns = in_forward.Columns()
     if x.shard is not None:
         columns = OwnColumns(Setting(call, (0.0, 0.0, scale), x.targets.shape, x.shard))
     how = in_forward.planned(operands, call, scale, columns)

@@ -44,12 +44,8 @@ def loss(function: Callable, given: dict[str, Any], num_items: Any, options: dic
     if options["check_targets"]:  # of all processes: if one raised alone, the other processes would wait for ever
         options["check_targets"], targets = False, given["targets"]
         whole_targets = targets.full_tensor() if isinstance(targets, DTensor) else targets
-        tensors.check_targets(
-            whole_targets.long(),
-            given["c"].shape[options["vocab_axis"]],
-            options["ignore_index"],
-            int(options["shift"]),
-        )
+        vocabulary = given["c"].shape[options["vocab_axis"]]
+        tensors.check_targets(whole_targets.long(), vocabulary, options["ignore_index"], int(options["shift"]))
     e, c, mesh, shift = given["e"], given["c"], given["e"].device_mesh, int(options["shift"])
     of_e, of_c, split, gathered = _placements(e, c, options["vocab_axis"])
     token_axes = [i for i, p in enumerate(of_e) if p.is_shard() and i != gathered]
@@ -63,25 +59,27 @@ def loss(function: Callable, given: dict[str, Any], num_items: Any, options: dic
     of_bias = [Shard(0) if i == split else Replicate() for i in range(mesh.ndim)]
     wanted = {"e": of_e, "c": of_c, "bias": of_bias, "class_weight": whole, **dict.fromkeys(OF_TOKENS, of_tokens)}
 
+    def placed(name: str, x: Any) -> Any:
+        if isinstance(x, DTensor):
+            return x.redistribute(placements=wanted[name])
+        _check_plain(name, x, wanted[name], given)
+        return x
+
     def local(name: str, x: Any) -> Any:
         if not isinstance(x, DTensor):
-            _check_plain(name, x, wanted[name], given)
             return x
         # Each process of a token axis adds its tokens' part to the gradient of a tensor that is replicated there.
         partial = [Partial() if i in token_axes and p.is_replicate() else p for i, p in enumerate(wanted[name])]
-        return x.redistribute(placements=wanted[name]).to_local(grad_placements=partial)
+        return x.to_local(grad_placements=partial)
 
-    parts = {name: local(name, x) for name, x in given.items()}
+    distributed = {name: placed(name, x) for name, x in given.items()}
+    parts = {name: local(name, x) for name, x in distributed.items()}
     if isinstance(num_items, DTensor):
         num_items = num_items.full_tensor()
     if split is not None:
-        options["vocab_parallel"] = VocabParallel.from_placements(
-            c.shape,
-            mesh,
-            of_c,
-            vocab_axis=options["vocab_axis"],
-            sequence_axis=None if gathered is None else of_e[gathered].dim,
-        )
+        axis = None if gathered is None else of_e[gathered].dim
+        shard = VocabParallel.from_dtensor(distributed["c"], vocab_axis=options["vocab_axis"], sequence_axis=axis)
+        options["vocab_parallel"] = shard
     returned = options["return_lse"]
 
     def called(**more: Any) -> tuple[Tensor, Any]:
@@ -98,7 +96,9 @@ def loss(function: Callable, given: dict[str, Any], num_items: Any, options: dic
         options["reduction"] = "sum"
         value, lse = called()
         if num_items is None:
-            value, items = summed(torch.stack([value, _items(parts, options, shift, value.dtype)])).unbind()
+            value, items = summed(
+                torch.stack([value, _items(parts, options, shift, c.shape[options["vocab_axis"]], value.dtype)])
+            ).unbind()
         else:
             value, items = summed(value), _scalar(num_items, value)
         value = losses.quotient(value, items)
@@ -178,14 +178,14 @@ def _placements(e: Any, c: Any, vocab_axis: int) -> tuple[list, list, int | None
     return of_e, of_c, split, gathered
 
 
-def _items(parts: dict[str, Any], options: dict[str, Any], shift: int, dtype: torch.dtype) -> Tensor:
+def _items(parts: dict[str, Any], options: dict[str, Any], shift: int, vocabulary: int, dtype: torch.dtype) -> Tensor:
     """The part that this process' tokens have in the number by which "mean" divides."""
     targets, token_weight, class_weight = parts["targets"].long(), parts["token_weight"], parts["class_weight"]
     if shift:
         targets, token_weight = targets[..., shift:], None if token_weight is None else token_weight[..., shift:]
-    kept = targets != options["ignore_index"]
-    weight = kept.to(dtype) if token_weight is None else torch.where(kept, token_weight.to(dtype), 0)
-    return losses.items(kept, targets, weight, None if class_weight is None else class_weight.detach())
+    columns = losses.columns(targets, options["ignore_index"], vocabulary)
+    class_weight = None if class_weight is None else class_weight.detach()
+    return losses.items(losses.Terms(columns, class_weight, token_weight, vocabulary), dtype)
 
 
 def _scalar(x: Any, like: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ A call that torch.compile does not trace runs the programs themselves, which tak
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,13 @@ from torch import Tensor
 from cce_torch import ops
 from cce_torch.call import ENCODED, Call, Operands, decoded
 from cce_torch.operators import OPERANDS, define
+
+
+class Held(NamedTuple):
+    """What a process holds from the forward pass."""
+
+    numbers: Tensor  # the statistics over the whole vocabulary, relative to the references of the shard's columns
+    saved: Tensor | None  # exponentials
 
 
 def programs() -> Any:
@@ -38,14 +45,14 @@ def statistics(
 
 
 def gradients(
-    cotangents: Tensor, operands: Operands, held: tuple, wanted: tuple[bool, ...], call: Call, scale: float, kind: Any
+    cotangents: Tensor, operands: Operands, held: Held, wanted: tuple[bool, ...], call: Call, scale: float, kind: Any
 ) -> Sequence[Tensor]:
     """de, dc and dbias; one that is not wanted has no elements. kind: of the forward pass, if it saved something."""
     if torch.compiler.is_compiling():
         of_call = *held, wanted, scale, *call.encoded()
         return torch.ops.cce_torch.shard_gradients.default(cotangents, *operands, *of_call)
     kind = kind or programs().kind_of_tensors(operands.e, operands.c, call)
-    found = iter(programs().gradients(kind, cotangents, operands, programs().Held(*held), wanted, scale))
+    found = iter(programs().gradients(kind, cotangents, operands, held, wanted, scale))
     return [next(found) if w else operands.e.new_empty(0) for w in wanted]
 
 
@@ -74,7 +81,7 @@ def _fake_statistics(*given: Any) -> tuple[Tensor, Tensor]:
 
 def _gradients(cotangents: Tensor, *given: Any) -> tuple[Tensor, ...]:
     operands, (numbers, saved, wanted, scale), call = _read(given)
-    return tuple(gradients(cotangents, operands, (numbers, saved), tuple(wanted), call, scale, None))
+    return tuple(gradients(cotangents, operands, Held(numbers, saved), tuple(wanted), call, scale, None))
 
 
 def _fake_gradients(_: Tensor, *given: Any) -> tuple[Tensor, ...]:

@@ -10,7 +10,6 @@ Where the forward pass forms the gradients, the programs are those of on_jax/chu
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
 
 import jax
 import torch
@@ -35,6 +34,7 @@ from cce_torch.on_jax.programs import (
     stacked,
     unstacked,
 )
+from cce_torch.processes.shard_ops import Held
 
 
 class _Shard(Tokens):
@@ -78,13 +78,6 @@ def statistics(
     program = _statistics_program(shard.kind, shard.size, wanted, len(outputs))
     found, *exponentials = bridge.run(program, [*shard.of_tokens(reference), *shard.arrays], outputs)
     return shard.first(found), exponentials[0] if exponentials else None
-
-
-class Held(NamedTuple):
-    """What a process holds from the forward pass."""
-
-    numbers: Tensor  # the statistics over the whole vocabulary, relative to the references of the shard's columns
-    saved: Tensor | None  # exponentials
 
 
 def gradients(

@@ -4,24 +4,17 @@
 where the shard does not hold the token's target.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from cce_torch.arguments import OF_TORCH
 from cce_torch.call import Call, Operands
 from cce_torch.on_jax import tensors
 from cce_torch.processes import shard_ops
+from cce_torch.processes.shard_ops import Held
 from cce_torch.torch_alone import blocks, compiled, reference
-
-OF_TORCH = "torch_compile", "reference"
-
-
-class Held(NamedTuple):
-    """What a process holds from the forward pass."""
-
-    numbers: Tensor  # the statistics over the whole vocabulary, relative to the references of its own columns
-    saved: Tensor | None  # exponentials
 
 
 def needs_reference(e: Tensor, call: Call) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cce_torch import in_forward, losses
 from cce_torch.call import Call, Operands
-from cce_torch.in_forward import De
+from cce_torch.in_forward import Columns, De
 from cce_torch.processes import collectives, vocab_statistics
 from cce_torch.processes.vocab_parallel import Setting
 
@@ -49,7 +49,7 @@ class _BuiltIn:
         return losses.totals(statistics, terms, self.scheduled)[0]
 
 
-class OwnColumns:
+class OwnColumns(Columns):
     """The process' columns, of a vocabulary that the processes of a group share."""
 
     def __init__(self, setting: Setting) -> None:

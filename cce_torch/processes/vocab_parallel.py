@@ -1,7 +1,6 @@
 """VocabParallel: which rows of the classifier a process holds, and of which whole shapes its tensors are parts."""
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
@@ -77,6 +76,7 @@ class VocabParallel:
           ValueError: not exactly one axis of c's mesh splits the vocabulary, or another splits c's width.
         """
         from torch.distributed.tensor import DTensor, Shard
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         if not isinstance(c, DTensor):
             raise TypeError(f"c must be a DTensor, got {type(c).__name__}: write VocabParallel(group, start, stop)")
@@ -86,32 +86,10 @@ class VocabParallel:
                 f"c must be split along its axis {vocab_axis}, the vocabulary, by one axis of its mesh and replicated "
                 f"over the others, got placements {c.placements}"
             )
-        return cls.from_placements(
-            c.shape,
-            c.device_mesh,
-            c.placements,
-            vocab_axis=vocab_axis,
-            reduce_e_grad=reduce_e_grad,
-            sequence_axis=sequence_axis,
-        )
-
-    @classmethod
-    def from_placements(
-        cls,
-        shape: torch.Size,
-        mesh: Any,
-        placements: Sequence[Any],
-        *,
-        vocab_axis: int = 0,
-        reduce_e_grad: bool = True,
-        sequence_axis: int | None = None,
-    ) -> Self:
-        """As from_dtensor, for a DTensor's shape, mesh and placements, exactly one of which splits the vocabulary."""
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        axis = next(i for i, p in enumerate(placements) if p.is_shard())
-        local, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
-        rows, vocabulary = local[vocab_axis], shape[vocab_axis]
+        mesh, vocabulary = c.device_mesh, c.shape[vocab_axis]
+        axis = next(i for i, p in enumerate(c.placements) if p.is_shard())
+        local, offset = compute_local_shape_and_global_offset(c.shape, mesh, c.placements)
+        rows = local[vocab_axis]
         start = min(offset[vocab_axis], vocabulary)  # the offset of an empty shard may be larger
         group = mesh.get_group(axis)
         largest = -(-vocabulary // mesh.size(axis))
@@ -201,9 +179,9 @@ def part_of(tokens: int, shard: VocabParallel) -> int:
 
 
 class Setting(NamedTuple):
-    """What is common to the processes of a call."""
+    """What is common to the processes of a call. shard: a VocabParallel; in chosen.py None for one process alone."""
 
     call: Call
     scheduled: tuple[float, float, float]  # label_smoothing, z_loss and scale
     tokens: torch.Size  # the shape of targets
-    shard: VocabParallel
+    shard: Any

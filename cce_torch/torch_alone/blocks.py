@@ -57,7 +57,13 @@ def _groups(e: Tensor, c: Tensor, memory_budget: int | None) -> Iterator[slice]:
     column_bytes, sums = itemsize * max(e.shape[0], width), 2 * itemsize * e.shape[0] * width
     block = min(BLOCK_BYTES, (memory_budget - sums) // 3)
     columns = vocabulary_groups(vocabulary, block, column_bytes, cost=lambda *_: 1.0).columns
-    return (slice(start, min(start + columns, vocabulary)) for start in range(0, vocabulary, columns))
+    return runs(vocabulary, columns)
+
+
+def runs(count: int, size: int) -> Iterator[slice]:
+    """The runs of `size` elements, or of one where that is less, of which the last may be shorter."""
+    size = max(size, 1)
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
 class Block(NamedTuple):
@@ -186,19 +192,19 @@ def _compiled(function: Callable, variant: tuple) -> Callable:
     return torch.compile(own, dynamic=True, fullgraph=True)
 
 
-def _capped(block: Block) -> Tensor:
-    """The logits before their division by a temperature."""
-    z = block.scale * (block.raw + block.bias)
-    return z if block.softcap is None else block.softcap * torch.tanh(z / block.softcap)
+def capped(raw: Tensor, scale: Any, softcap: Any) -> Tensor:
+    """The logits before their division by a temperature, from e·c + b. scale, softcap: numbers, or tensors of one."""
+    z = scale * raw
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
 
 
-def _divided(capped: Tensor, block: Block) -> Tensor:
-    """The logits, each rounded before a reference is subtracted, as cce_kernels.numbers.divided explains."""
+def _divided(z: Tensor, block: Block) -> Tensor:
+    """The logits of z, each rounded before a reference is subtracted, as cce_kernels.numbers.divided explains."""
     inverse = block.inverse_temperature
     if inverse is None:
-        return capped
-    z = capped * inverse[:, None]
-    return torch.where(capped < torch.inf, z.clamp(max=torch.finfo(z.dtype).max), z)
+        return z
+    divided = z * inverse[:, None]
+    return torch.where(z < torch.inf, divided.clamp(max=torch.finfo(z.dtype).max), divided)
 
 
 def mean_of(z: Tensor) -> Tensor:
@@ -222,7 +228,7 @@ def reduced(block: Block, rows: tuple) -> tuple:
     where a sum is not asked for.
     """
     (before, mass, target, total, weight, moment), own, weights = rows, block.own, block.weights
-    z = _divided(_capped(block), block)
+    z = _divided(capped(block.raw + block.bias, block.scale, block.softcap), block)
     here = (own >= 0) & (own < z.shape[1])
     picked = z.gather(1, own.clamp(0, z.shape[1] - 1).long()[:, None])[:, 0]
     largest = torch.maximum(before, z.amax(1))
@@ -244,8 +250,9 @@ def finite(largest: Tensor) -> Tensor:
 
 def cotangents(block: Block, of: Cotangents, dtype: torch.dtype) -> Tensor:
     """dz of equation (6), in dtype."""
-    capped, softcap = _capped(block), block.softcap
-    log_p, factor = _divided(capped, block) - of.reference[:, None], of.of_p[:, None]
+    softcap = block.softcap
+    before = capped(block.raw + block.bias, block.scale, softcap)
+    log_p, factor = _divided(before, block) - of.reference[:, None], of.of_p[:, None]
     if of.of_log_p is not None:
         factor = factor + of.of_log_p[:, None] * log_p.clamp(min=LEAST_LOG)
     dz = factor * torch.exp(log_p)
@@ -254,7 +261,7 @@ def cotangents(block: Block, of: Cotangents, dtype: torch.dtype) -> Tensor:
     if of.of_sum is not None:
         dz = dz + of.of_sum[:, None] * block.weights
     if softcap is not None:
-        dz = dz * (1 - (capped / softcap) ** 2)
+        dz = dz * (1 - (before / softcap) ** 2)
     return dz.to(dtype)
 
 

@@ -84,7 +84,7 @@ def formed(pair: Pair, measure: Measure, factor: Tensor, asked: Asked) -> Found:
         y = teacher.raw(torch.where(live[:, None], pair.teacher.e[part], 0)).to(accumulate)
         x = student.raw(e_live)
         inverse = blocks.of_kept(None if pair.inverse_temperature is None else pair.inverse_temperature[part], live, 1)
-        for step in _runs(len(x), _step_bytes(budget) // (TEMPORARIES * x.itemsize * x.shape[1])):
+        for step in blocks.runs(len(x), _step_bytes(budget) // (TEMPORARIES * x.itemsize * x.shape[1])):
             divided = None if inverse is None else inverse[step, None]
             logits = student.capped(x[step]), teacher.capped(y[step])
             log_s, log_t = (log_softmax(z if divided is None else z * divided) for z in logits)
@@ -140,17 +140,12 @@ def _chunks(pair: Pair, budget: int) -> Iterator[slice]:
     row = len(c) * (2 * accumulate.itemsize + operand.itemsize)
     most = max((budget - _step_bytes(budget)) // row, LEAST_TOKENS)
     count = max(-(-len(e) // most), 1)
-    return _runs(len(e), -(-len(e) // count))
+    return blocks.runs(len(e), -(-len(e) // count))
 
 
 def _step_bytes(budget: int) -> int:
     """What the temporary arrays may take."""
     return min(budget // 3, STEP_BYTES)
-
-
-def _runs(count: int, size: int) -> Iterator[slice]:
-    size = max(size, 1)
-    return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
 def log_softmax(z: Tensor) -> Tensor:
@@ -212,7 +207,7 @@ def _add_dc(dc: Tensor, dz: Tensor, e: Tensor, unit: Tensor | None) -> None:
     if dz.dtype == dc.dtype:  # no unit either
         dc.addmm_(dz.t(), e)
         return
-    for group in _runs(len(dc), blocks.BLOCK_BYTES // (dc.itemsize * dc.shape[1])):
+    for group in blocks.runs(len(dc), blocks.BLOCK_BYTES // (dc.itemsize * dc.shape[1])):
         dc[group] += blocks.times(blocks.product(dz[:, group].t(), e, dc.dtype), unit)
 
 

@@ -12,15 +12,13 @@ from cce_torch.torch_alone import blocks
 def logits(operands: Operands, call: Call, scale: float) -> Tensor:
     """The full logits, (N, V), float32 (float64 for float64)."""
     e, c, bias, columns, _, inverse_temperature = operands
-    softcap, live = call.softcap, columns >= 0
+    live = columns >= 0
     with torch.autocast(e.device.type, enabled=False):
         accumulate = torch.promote_types(e.dtype, torch.float32)
         e = torch.where(live[:, None], e, 0)  # a NaN in an ignored token must not reach c's gradient
         c, bias = _rounded(c, e.dtype), _rounded(bias, e.dtype)
         raw = e.to(accumulate) @ c.to(accumulate).T
-        z = scale * (raw if bias is None else raw + bias.to(accumulate))
-        if softcap is not None:
-            z = softcap * torch.tanh(z / softcap)
+        z = blocks.capped(raw if bias is None else raw + bias.to(accumulate), scale, call.softcap)
         return z if inverse_temperature is None else z * torch.where(live, inverse_temperature, 1)[:, None]
 
 
