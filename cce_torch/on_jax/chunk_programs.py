@@ -37,7 +37,7 @@ from cce_kernels.residuals import Left, Residuals, shapes_of
 from cce_torch.call import Call, Operands
 from cce_torch.on_jax import bridge
 from cce_torch.on_jax.kinds import Kind, kind_of, kind_of_tensors, padded_size
-from cce_torch.on_jax.programs import PROGRAMS, dense, jitted, stacked, unstacked, viewed
+from cce_torch.on_jax.programs import PROGRAMS, Handover, dense, jitted, stacked, unstacked, viewed
 
 
 def inputs_of(e, c, bias, columns, weights, scale, inverse_temperature=None) -> Inputs:
@@ -64,22 +64,16 @@ class Way:
         return self.plan.in_forward.forward is not None
 
     @cached_property
-    def shapes(self) -> Residuals:
-        """What the forward pass leaves of dc and dbias, as shapes. de is left apart, as it is of all columns."""
-        return shapes_of(self.plan)._replace(de=None)
-
-    @cached_property
-    def _of_tensors(self) -> tuple[list[tuple[tuple[int, ...], torch.dtype]], Any]:
-        """The shapes and types, and the structure that they are the leaves of."""
-        leaves, structure = jax.tree.flatten(self.shapes)
-        return [(x.shape, getattr(torch, x.dtype.name)) for x in leaves], structure
+    def _left(self) -> Handover:
+        """What the forward pass leaves of dc and dbias. de is left apart, as it is of all columns."""
+        return Handover(shapes_of(self.plan)._replace(de=None))
 
     def new(self, make: Callable[[Any, torch.dtype], Tensor]) -> Residuals:
-        """Tensors make(shape, dtype) for the shapes."""
-        return self.residuals([make(*x) for x in self._of_tensors[0]])
+        """What is left, as tensors make(shape, dtype)."""
+        return self.residuals([make(*x) for x in self._left.leaves])
 
     def residuals(self, leaves: Any) -> Residuals:
-        return jax.tree.unflatten(self._of_tensors[1], leaves)
+        return jax.tree.unflatten(self._left.structure, leaves)
 
 
 def leaves_of(residuals: Residuals | None) -> list[Tensor]:

@@ -95,15 +95,8 @@ class Problem:
 def formed(given: Given, how: How, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """As cce_torch.torch_alone.divergence.formed. N ≥ 1."""
     x = Problem(given, how, wanted)
-    kind, tokens, new, of_e = x.kind, x.tokens, given.e.new_empty, given.e.dtype
-    of_c = torch.float32 if kind.call.wide_dc else of_e
-    outputs = [new((), dtype=torch.float32), *x.numbers(given)]
-    if wanted[0]:
-        outputs.append(new((tokens.size, given.e.shape[1]), dtype=torch.float32 if how.wide else of_e))
-    if wanted[1]:
-        outputs.append(new(kind.c_shape, dtype=of_c))
-    if wanted[2]:
-        outputs.append(new(len(given.c), dtype=of_c))
+    kind, tokens = x.kind, x.tokens
+    outputs = [given.e.new_empty((), dtype=torch.float32), *x.numbers(given), *tokens.of_gradients(given.e, wanted)]
     inputs = [programs.dense(given.factor), *x.inputs(given)]
     found = iter(bridge.run(_program(x.key, tokens.size), inputs, outputs))
     summed, total, entropy, de, dc, dbias = (next(found) if w else None for w in (True, True, how.entropy, *wanted))

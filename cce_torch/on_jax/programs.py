@@ -15,8 +15,9 @@ What lies between the programs are tensors of PyTorch, the leaves of Residuals. 
 (label_smoothing, z_loss, scale) are arguments of a program. Whether such a number is given is static.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import Any, NamedTuple
 
 import jax
@@ -50,7 +51,8 @@ class Handover:
 
     def __init__(self, shapes: Residuals) -> None:
         self.shapes = shapes
-        self.leaves = [(x.shape, getattr(torch, x.dtype.name)) for x in jax.tree.leaves(shapes)]
+        leaves, self.structure = jax.tree.flatten(shapes)
+        self.leaves = [(x.shape, getattr(torch, x.dtype.name)) for x in leaves]
         self.formed = shapes.of_one_factor  # gradients, up to a factor
         fields = [k for k, x in zip(Residuals._fields, shapes, strict=True) if x is not None]
         self.field = fields[0] if fields else None  # the only one that is left where no gradients are
@@ -139,9 +141,7 @@ def gradients(
     left_for = _wanted(saved.left_for) if saved.left else None
     left = handover_of(kind, tokens.size, with_bias, left_for) if left_for is not None else NOTHING
     kind = kind.of_backward
-    small = [tokens.of_parameter(given.bias)] if asked.bias else []
-    if of_token_weight:
-        small.append(torch.empty(tokens.size, dtype=torch.float32, device=given.targets.device))
+    of_weight = [given.targets.new_empty(tokens.size, dtype=torch.float32)] if of_token_weight else []
     if left.formed:
         assert left_for is not None
         leaves, large = [dense(x) for x in saved.left], left_for.e + left_for.c  # de and dc are the first leaves
@@ -150,16 +150,15 @@ def gradients(
         program = _finish_program(kind, tokens.size, with_bias, left_for, asked, of_token_weight, in_place)
         statistics = tokens.padded(saved.statistics, 0, axis=1) if of_token_weight else None
         inputs = [*([] if in_place else kept), *leaves[large:], dense(of[0]), statistics, *tokens.of_loss(given)]
-        outputs, scratch = [*(kept if in_place else map(torch.empty_like, kept)), *small], []
+        outputs, scratch = [*(kept if in_place else map(torch.empty_like, kept))], []
+        outputs += tokens.of_gradients(given.targets, (False, False, asked.bias))
     else:
         of_loss = tokens.padded(of[0], 0) if of[0] is not None and of[0].dim() else dense(of[0])
         program = _gradients_program(kind, asked, of_token_weight, left.field, tokens.size)
-        c = kind.in_memory(given.c)
         inputs = [of_loss, tokens.padded(of[1], 0, axis=1), tokens.padded(saved.statistics, 0, axis=1)]
-        inputs += tokens.inputs(given, c)
-        outputs = [given.e.new_empty((tokens.size, given.e.shape[1]))] if asked.e else []
-        outputs, scratch = [*outputs, *([tokens.of_parameter(c)] if asked.c else []), *small], list(saved.left)
-    found = iter(bridge.run(program, inputs, outputs, scratch))
+        inputs += tokens.inputs(given, kind.in_memory(given.c))
+        outputs, scratch = tokens.of_gradients(given.e, wanted[:3]), list(saved.left)
+    found = iter(bridge.run(program, inputs, [*outputs, *of_weight], scratch))
     de, dc, dbias, dweight = (next(found) if w else None for w in wanted)
     if dc is not None:
         dc = kind.in_order_of_c(viewed(dc, kind.dtype) if left.shapes.steps is not None else dc)
@@ -182,10 +181,13 @@ class Tokens:
         shape[axis] = self.size - self.count
         return torch.cat([x, x.new_full(shape, fill)], axis)
 
-    def of_parameter(self, x: Any) -> Tensor:
-        """Memory for the gradient of c or bias."""
-        dtype = torch.float32 if self.kind.call.wide_dc else x.dtype
-        return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    def of_gradients(self, like: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
+        """Memory for the wanted ones of de, dc, in the order of memory, and dbias. like: a tensor on the device."""
+        kind, call = self.kind, self.kind.call
+        of_e, of_c = (torch.float32 if wide else kind.dtype for wide in (call.of_shard, call.wide_dc))
+        of_tokens = self.size, kind.c_shape[1 - kind.vocab_axis]
+        each = (of_tokens, of_e), (kind.c_shape, of_c), ((kind.vocabulary,), of_c)
+        return [like.new_empty(shape, dtype=dtype) for (shape, dtype), w in zip(each, wanted, strict=True) if w]
 
     def cut(self, x: Tensor) -> Tensor:
         """x without the padding. Not a view: autograd forbids changes of a view in place."""
@@ -421,7 +423,7 @@ def _finish_program(
     def torch_finish(*arrays):
         arrays = iter(arrays[:large] + arrays[count:] if in_place else arrays[count:])
         de, dc = (next(arrays) if w else None for w in (wanted.e, wanted.c))
-        residuals: Residuals = jax.tree.unflatten(others, _next(arrays, others.num_leaves))
+        residuals: Residuals = jax.tree.unflatten(others, islice(arrays, others.num_leaves))
         of_loss, rows, *of_problem = arrays
         unread = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kind.shapes(size, with_bias))
         problem = Problem.of(kind, [unread.e, unread.c, unread.bias, *of_problem])
@@ -440,7 +442,3 @@ def _finish_program(
         return tuple(x for x in results if x is not None)
 
     return jitted(torch_finish, count)
-
-
-def _next(arrays: Iterator, count: int) -> list:
-    return [next(arrays) for _ in range(count)]

@@ -19,25 +19,13 @@ from cce_jax import passes
 from cce_kernels.numbers import Cotangents, Statistics, Wanted
 from cce_kernels.residuals import Residuals
 from cce_torch.call import Call, Operands
-from cce_torch.on_jax import bridge
+from cce_torch.on_jax import bridge, programs
 from cce_torch.on_jax.chunk_programs import finite, inputs_of
 from cce_torch.on_jax.kinds import Kind, kind_of_tensors
-from cce_torch.on_jax.programs import (
-    PROGRAMS,
-    Tokens,
-    dense,
-    handover_of,
-    jitted,
-    options_on,
-    real,
-    scale_of,
-    stacked,
-    unstacked,
-)
 from cce_torch.processes.shard_ops import Held
 
 
-class _Shard(Tokens):
+class _Shard(programs.Tokens):
     """The tensors of a call on a shard, as its programs take them."""
 
     def __init__(self, kind: Kind, operands: Operands, scale: float) -> None:
@@ -47,10 +35,10 @@ class _Shard(Tokens):
         self.arrays = [
             self.padded(e, 0),
             self.c,
-            dense(bias),
+            programs.dense(bias),
             self.padded(columns, -1),
-            dense(real(weights)),
-            scale_of(scale),
+            programs.dense(programs.real(weights)),
+            programs.scale_of(scale),
             self.padded(inverse_temperature, 1),
         ]
 
@@ -73,7 +61,7 @@ def statistics(
     """The statistics over the shard's columns, and the saved exponentials or None."""
     shard, new = _Shard(kind_of_tensors(operands.e, operands.c, call), operands, scale), operands.e.new_empty
     wanted = Wanted(*saving_for) if any(saving_for) else None
-    left = handover_of(shard.kind, shard.size, operands.bias is not None, wanted)
+    left = programs.handover_of(shard.kind, shard.size, operands.bias is not None, wanted)
     outputs = [new((call.rows, shard.size), dtype=torch.float32), *(new(x, dtype=dtype) for x, dtype in left.leaves)]
     program = _statistics_program(shard.kind, shard.size, wanted, len(outputs))
     found, *exponentials = bridge.run(program, [*shard.of_tokens(reference), *shard.arrays], outputs)
@@ -90,16 +78,9 @@ def gradients(
     """
     shard, asked = _Shard(kind, operands, scale), Wanted(*wanted)
     overwritten = [] if held.saved is None else [held.saved]
-    outputs = []
-    if asked.e:
-        outputs.append(operands.e.new_empty((shard.size, operands.e.shape[1]), dtype=torch.float32))
-    if asked.c:
-        outputs.append(shard.of_parameter(shard.c))
-    if asked.bias and operands.bias is not None:
-        outputs.append(shard.of_parameter(operands.bias))
     inputs = [*shard.of_tokens(cotangents, held.numbers), *shard.arrays]
     program = _gradients_program(kind, asked, bool(overwritten), shard.size)
-    found = list(bridge.run(program, inputs, outputs, scratch=overwritten))
+    found = list(bridge.run(program, inputs, shard.of_gradients(operands.e, wanted), scratch=overwritten))
     if asked.e:
         found[0] = shard.cut(found[0])
     if asked.c:
@@ -107,33 +88,34 @@ def gradients(
     return found
 
 
-@lru_cache(maxsize=PROGRAMS)
+@lru_cache(maxsize=programs.PROGRAMS)
 def _target_program(kind: Kind, size: int, wanted: Wanted | None) -> Callable:
     def torch_shard_target(_, *arrays):
         return (passes.target_logits(inputs_of(*arrays), kind.static, wanted),)
 
-    return jitted(torch_shard_target, 1)
+    return programs.jitted(torch_shard_target, 1)
 
 
-@lru_cache(maxsize=PROGRAMS)
+@lru_cache(maxsize=programs.PROGRAMS)
 def _statistics_program(kind: Kind, size: int, wanted: Wanted | None, count: int) -> Callable:
     def torch_shard_statistics(*arrays):
         reference, *others = arrays[count:]  # the first `count` are the results' memory
         found, residuals = passes.forward_pass(inputs_of(*others), kind.static, wanted, finite(reference))
-        return stacked(found), *jax.tree.leaves(residuals)
+        return programs.stacked(found), *jax.tree.leaves(residuals)
 
-    return jitted(torch_shard_statistics, count)
+    return programs.jitted(torch_shard_statistics, count)
 
 
-@lru_cache(maxsize=PROGRAMS)
+@lru_cache(maxsize=programs.PROGRAMS)
 def _gradients_program(kind: Kind, wanted: Wanted, with_saved: bool, size: int) -> Callable:
     count = with_saved + wanted.e + wanted.c + wanted.bias
 
     def torch_shard_gradients(*arrays):
         residuals = Residuals(exponentials=arrays[0] if with_saved else None)
         cotangents, numbers, *others = arrays[count:]  # the first `count` are the results' memory
-        numbers, of = unstacked(Statistics, numbers, kind.call), unstacked(Cotangents, cotangents, kind.call)
+        each = (Statistics, numbers), (Cotangents, cotangents)
+        numbers, of = (programs.unstacked(x, y, kind.call) for x, y in each)
         found, residuals = passes.gradients(inputs_of(*others), numbers, residuals, of, kind.static, wanted)
         return tuple(jax.tree.leaves((residuals, list(found))))
 
-    return jitted(torch_shard_gradients, count, options_on(kind))
+    return programs.jitted(torch_shard_gradients, count, programs.options_on(kind))
