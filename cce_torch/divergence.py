@@ -118,11 +118,12 @@ def linear_divergence(
     arguments.refuse_dtensors({name: x for name, x in every.items() if isinstance(x, Tensor)}, NAME)
     axes = vocab_axis, teacher_vocab_axis
     contract.num_items(num_items, reduction)
-    options = _Options(reduction, impl, precision, memory_budget)
-    x = _side(student, options, vocab_axis, (logit_scale, softcap), num_items)
+    shared, defaults = (reduction, impl), (0.0, 0.0, -100)
+    options = *shared, vocab_axis, precision, logit_scale, softcap, *defaults, memory_budget, 0.0, 0
+    x = _side(student, options, num_items)
     with contract.named():
-        options = options._replace(memory_budget=None)
-        y = _side(teacher, options, teacher_vocab_axis, (teacher_logit_scale, teacher_softcap))
+        options = *shared, teacher_vocab_axis, precision, teacher_logit_scale, teacher_softcap, *defaults, None, 0.0, 0
+        y = _side(teacher, options)
     contract.pair(tuple(e.shape), tuple(c.shape), tuple(teacher_e.shape), tuple(teacher_c.shape), axes)
     arguments.check_device("teacher_e", y.of.e, x.of.e)
     inverse = arguments.inverse_temperature(temperature, x.of, NAME)
@@ -144,15 +145,6 @@ def linear_divergence(
     return (loss, x.of.unshifted(entropy)) if return_entropy else loss
 
 
-class _Options(NamedTuple):
-    """Those that a student and a teacher share."""
-
-    reduction: Any
-    impl: Any
-    precision: Any
-    memory_budget: Any
-
-
 class _Side(NamedTuple):
     """A student or a teacher, checked."""
 
@@ -162,11 +154,10 @@ class _Side(NamedTuple):
     memory_budget: int | None
 
 
-def _side(given: dict[str, Any], options: _Options, vocab_axis: Any, numbers: tuple, num_items: Any = None) -> _Side:
-    """given: e, c and bias. numbers: logit_scale and softcap."""
-    (reduction, impl, precision, memory_budget), (scale, softcap), e = options, numbers, given["e"]
-    checked = reduction, impl, vocab_axis, precision, scale, softcap, 0.0, 0.0, -100, memory_budget, 0.0, 0
-    scale, softcap, _, _, _, budget, _, _ = arguments.options(*checked)
+def _side(given: dict[str, Any], options: tuple, num_items: Any = None) -> _Side:
+    """given: e, c and bias. options: in the order of arguments.CHECKED."""
+    (_, impl, vocab_axis, *_), e = options, given["e"]
+    scale, softcap, _, _, _, budget, _, _ = arguments.options(*options)
     arguments.check_tensor("e", e, NAME)
     given["targets"] = e.new_empty(e.shape[:-1], dtype=torch.int64)  # its shape alone is read
     asked = Asked(NAME, vocab_axis, 0, -100, impl, False, None, {"logit_scale": scale, "num_items": num_items})

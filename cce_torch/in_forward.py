@@ -188,7 +188,8 @@ class _Total(torch.autograd.Function):
         ctx.save_for_backward(operands.c, operands.bias, *saved, operands.e, weight)  # the last two for first_order
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
-        return _weighted(totals, weight, kept), statistics
+        # ignored tokens have no part in S, whatever their totals and weights are
+        return torch.where(kept, totals if weight is None else weight.to(totals.dtype) * totals, 0).sum(), statistics
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -214,11 +215,6 @@ class _Total(torch.autograd.Function):
             found = tuple(None if x is None else (factors * x).to(x.dtype) for x in found)
         de, dc, dbias, dweight = found
         return de, dc, dbias, None, None, None, dweight, None, None
-
-
-def _weighted(totals: Tensor, weight: Tensor | None, kept: Tensor) -> Tensor:
-    """S. Ignored tokens have no part, whatever their totals and weights are."""
-    return torch.where(kept, totals if weight is None else weight.to(totals.dtype) * totals, 0).sum()
 
 
 def _of_tokens(factor: Tensor, saved: tuple, wanted: tuple[bool, ...], in_place: bool) -> tuple[Tensor | None, ...]:

@@ -171,7 +171,7 @@ def linear_log_probs(
     if ids is not None:
         result = result._replace(id_log_probs=columns.of_ids(ids, found))
     if count or mean_logit:
-        selected = Selections.of(tensors, call) if x.alone else columns.selections(count)
+        selected = Selections.of(tensors, call) if x.alone else chosen.largest(columns.operands, count, columns.how)
         if selected.top_logits is not None and selected.top_ids is not None:
             top, top_ids = log_p(selected.top_logits, found.detach()), selected.top_ids.long()
             result = result._replace(
@@ -198,9 +198,6 @@ class _Columns:
         named = (ids >= 0) & (ids < self.x.vocabulary)
         z = chosen.logits(self.operands, torch.where(named & self.kept[:, None], ids, -1), self.how)
         return self.shaped(torch.where(named, log_p(z, found), -torch.inf))
-
-    def selections(self, count: int) -> Selections:
-        return chosen.largest(self.operands, count, self.how)
 
     def shaped(self, found: Tensor) -> Tensor:
         """Numbers of the tokens, (N, ...), in the shape of targets after the shift."""

@@ -1,4 +1,4 @@
-"""The statistics (call.py) of calls that are not one JAX program: in PyTorch alone, or of a shard of the vocabulary."""
+"""The statistics (call.py) of calls that are not one JAX program, and the log-probabilities of all calls."""
 
 from torch import Tensor
 

@@ -146,17 +146,13 @@ def _check(asked: _Asked) -> None:
             f"cce_torch.trl does not compute {', '.join(lacking)}. The DPO trainer asks for log_sum_sq_probs if "
             "use_weighting=True: leave that out, or call cce_torch.trl.unpatch() before training"
         )
-    if _is_split_by_zero3():
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+    if is_deepspeed_zero3_enabled():
         raise NotImplementedError(
             "cce_torch.trl does not work with DeepSpeed ZeRO 3, which takes the classifier away before the backward "
             "pass: use ZeRO 2 or FSDP 2, or call cce_torch.trl.unpatch() before training"
         )
-
-
-def _is_split_by_zero3() -> bool:
-    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-
-    return is_deepspeed_zero3_enabled()
 
 
 def _of_one_type(e: Tensor, c: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cce_kernels import contract
-from cce_torch import losses
+from cce_torch import arguments, losses
 from cce_torch.on_jax import tensors
 from cce_torch.processes.collectives import one_cotangent
 from cce_torch.processes.vocab_parallel import VocabParallel
@@ -96,11 +96,10 @@ def loss(function: Callable, given: dict[str, Any], num_items: Any, options: dic
         options["reduction"] = "sum"
         value, lse = called()
         if num_items is None:
-            value, items = summed(
-                torch.stack([value, _items(parts, options, shift, c.shape[options["vocab_axis"]], value.dtype)])
-            ).unbind()
+            own = _items(parts, options, shift, c.shape[options["vocab_axis"]], value.dtype)
+            value, items = summed(torch.stack([value, own])).unbind()
         else:
-            value, items = summed(value), _scalar(num_items, value)
+            value, items = summed(value), arguments.scalar(num_items, value)
         value = losses.quotient(value, items)
     else:
         value, lse = called(num_items=num_items)
@@ -186,7 +185,3 @@ def _items(parts: dict[str, Any], options: dict[str, Any], shift: int, vocabular
     columns = losses.columns(targets, options["ignore_index"], vocabulary)
     class_weight = None if class_weight is None else class_weight.detach()
     return losses.items(losses.Terms(columns, class_weight, token_weight, vocabulary), dtype)
-
-
-def _scalar(x: Any, like: Tensor) -> Tensor:
-    return x.detach().to(like).reshape(()) if isinstance(x, Tensor) else like.new_full((), x)

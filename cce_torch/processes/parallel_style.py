@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils._pytree import tree_map
 
 from cce_torch.head import LinearCrossEntropyHead
 
@@ -59,9 +60,7 @@ class VocabParallelStyle(ParallelStyle):
                 output = output.redistribute(placements=self.output_layouts)
                 return output.to_local() if self.use_local_output else output
             # No views: a change in place of a view, such as `loss /= 2`, would lose the hooks of FSDP2 around the head.
-            return (
-                tuple(x.to_local().clone() for x in output) if isinstance(output, tuple) else output.to_local().clone()
-            )
+            return tree_map(lambda x: x.to_local().clone(), output)
 
         distribute_module(module, device_mesh, self._split)
         module.register_forward_pre_hook(enter, with_kwargs=True)

@@ -60,10 +60,7 @@ class OwnColumns(Columns):
         return in_forward.programs().chunks_of(operands, largest, wanted, call) if largest else None
 
     def own(self, operands: Operands) -> Operands:
-        e, _, _, columns, weights, _ = operands
-        e = collectives.whole(e, self.setting.tokens, self.shard)
-        weights = None if weights is None else weights[self.shard.start : self.shard.stop]
-        return operands._replace(e=e.reshape(-1, e.shape[-1]), columns=self.shard.held(columns), weights=weights)
+        return vocab_statistics.of_own_columns(operands, self.setting)
 
     def references(self, own: Operands, columns: Tensor, saving_for: tuple[bool, ...], call: Call) -> Tensor | None:
         return vocab_statistics.references(own, columns, saving_for, self.setting._replace(call=call))

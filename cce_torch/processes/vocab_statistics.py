@@ -49,12 +49,10 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, e, c, bias, columns, weights, inverse_temperature, saving_for, *others):
         setting, ctx.called = others
-        (call, (_, _, scale), tokens, shard), kept = setting, columns >= 0
+        (call, (_, _, scale), _, _), kept = setting, columns >= 0
         ctx.part, ctx.dtype, ctx.setting = e.shape, e.dtype, setting._replace(call=call.of_backward)
         inputs = e, c, bias
-        e = whole(e, tokens, shard).reshape(-1, e.shape[-1])
-        weights = None if weights is None else weights[shard.start : shard.stop]
-        operands = Operands(e, c, bias, shard.held(columns), weights, inverse_temperature)
+        operands = of_own_columns(Operands(e, c, bias, columns, weights, inverse_temperature), setting)
         operands = shards.rounded(operands, call)
         of_target = references(operands, columns, saving_for, setting)
         own, saved = shards.statistics(operands, of_target, saving_for, call, scale)
@@ -85,6 +83,14 @@ class _Statistics(torch.autograd.Function):
         saved: Any = ctx.saved_tensors  # a checkpoint lets them be read once
         inputs, arrays = saved[: ctx.inputs], saved[ctx.inputs :]
         return *first_order(ctx.called, run, (cotangents[: call.rows], *arrays), inputs), *[None] * 6
+
+
+def of_own_columns(operands: Operands, setting: Setting) -> Operands:
+    """The operands of this process' columns, with e of all tokens, (N, D)."""
+    (e, c, bias, columns, weights, inverse_temperature), shard = operands, setting.shard
+    e = whole(e, setting.tokens, shard).reshape(-1, e.shape[-1])
+    weights = None if weights is None else weights[shard.start : shard.stop]
+    return Operands(e, c, bias, shard.held(columns), weights, inverse_temperature)
 
 
 def references(operands: Operands, columns: Tensor, saving_for: tuple[bool, ...], setting: Setting) -> Tensor | None:

@@ -143,10 +143,14 @@ def fit_float16(factors: Tensor, numbers: Tensor, weights: Tensor | None, with_m
     sizes = [x.abs() for x in (of_mass, *others)]
     if len(others) == 2 + with_mean and weights is not None:
         sizes[2] = sizes[2] * weights.abs().amax()
-    bound = torch.stack(sizes).sum(0)
+    return in_units(factors, torch.stack(sizes).sum(0))
+
+
+def in_units(x: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    """x divided by a unit, so that a bound of its elements' sizes is at most FLOAT16_LARGEST, and the unit."""
     largest = torch.where(bound.isfinite(), bound, 0).amax()
     unit = largest.clamp(min=SMALLEST_ROW) / FLOAT16_LARGEST
-    return factors / unit, unit
+    return x / unit, unit
 
 
 def times(x: Tensor, unit: Tensor | None) -> Tensor:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from cce_kernels.default_budget import default_budget
-from cce_kernels.float16 import FLOAT16_LARGEST, SMALLEST_ROW
 from cce_torch.torch_alone import blocks
 
 LEAST_TOKENS = 16  # of a chunk, however small the budget is
@@ -102,7 +101,7 @@ def formed(pair: Pair, measure: Measure, factor: Tensor, asked: Asked) -> Found:
         if dbias is not None:
             dbias += x.sum(0)
         if want_e or want_c:
-            dz, unit = _fitted(x) if operand == torch.float16 else (x, None)
+            dz, unit = blocks.in_units(x, x.abs()) if operand == torch.float16 else (x, None)
             dz = dz.to(operand)
             if de is not None:
                 de[part] = (blocks.times(blocks.product(dz, student.c, accumulate), unit) * factor).to(types[0])
@@ -192,14 +191,6 @@ def _terms(p: Tensor, x: Tensor, q: Tensor) -> Tensor:
     near = x.abs() < 1
     small = torch.where(near, x, 0)
     return torch.where(near, p * (small + torch.expm1(-small)), torch.where(p > 0, p * x, 0) + (q - p))
-
-
-def _fitted(dz: Tensor) -> tuple[Tensor, Tensor]:
-    """dz divided by a unit, so that its largest element is FLOAT16_LARGEST, and the unit."""
-    size = dz.abs()
-    largest = torch.where(size.isfinite(), size, 0).amax()
-    unit = largest.clamp(min=SMALLEST_ROW) / FLOAT16_LARGEST
-    return dz / unit, unit
 
 
 def _add_dc(dc: Tensor, dz: Tensor, e: Tensor, unit: Tensor | None) -> None:
