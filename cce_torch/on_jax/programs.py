@@ -183,10 +183,11 @@ class Tokens:
 
     def of_gradients(self, like: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
         """Memory for the wanted ones of de, dc, in the order of memory, and dbias. like: a tensor on the device."""
-        kind, call = self.kind, self.kind.call
-        of_e, of_c = (torch.float32 if wide else kind.dtype for wide in (call.of_shard, call.wide_dc))
-        of_tokens = self.size, kind.c_shape[1 - kind.vocab_axis]
-        each = (of_tokens, of_e), (kind.c_shape, of_c), ((kind.vocabulary,), of_c)
+        kind, axis = self.kind, self.kind.vocab_axis
+        of_e = torch.float32 if kind.call.of_shard else kind.dtype
+        of_c = torch.float32 if kind.call.wide_dc else kind.dtype
+        of_tokens, of_columns = (self.size, kind.c_shape[1 - axis]), (kind.c_shape[axis],)
+        each = (of_tokens, of_e), (kind.c_shape, of_c), (of_columns, of_c)
         return [like.new_empty(shape, dtype=dtype) for (shape, dtype), w in zip(each, wanted, strict=True) if w]
 
     def cut(self, x: Tensor) -> Tensor:
