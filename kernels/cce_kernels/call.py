@@ -95,13 +95,5 @@ class Call:
         return ITEMSIZE[self.sum_dtype]
 
     @property
-    def de_itemsize(self) -> int:
-        return ITEMSIZE[self.de_dtype]
-
-    @property
-    def left_de_itemsize(self) -> int:
-        return ITEMSIZE[self.left_de_dtype]
-
-    @property
     def dc_itemsize(self) -> int:
         return ITEMSIZE[self.dc_dtype]

@@ -7,6 +7,7 @@ the next engine.
 """
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import jax
@@ -134,14 +135,14 @@ class Planned:
 
 
 class Launched:
-    """What the passes run: each method is the function of this name in the engine's module `kernels`."""
+    """What the passes run: each method is the function of this name in `kernels`, a module of the engine's folder."""
 
     launches: tuple[str, ...]  # the methods that the engine has
 
     @property
     def kernels(self) -> Any:
         """The module with these functions. It is imported at the first launch: a plan needs no kernel."""
-        raise NotImplementedError
+        return import_module(f"{type(self).__module__}.kernels")
 
     def target(self, step: Step, problem: Problem, order: jax.Array | None) -> jax.Array:
         """The logit of each token's target, (rows,): the reference of `sums`. order: tokens.Rows.order."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cce_kernels.block_floats import steps_shape
 from cce_kernels.block_sparse import PART
-from cce_kernels.call import Call
+from cce_kernels.call import ITEMSIZE, Call
 from cce_kernels.device import Gpu
 from cce_kernels.engines.engine import Engine
 from cce_kernels.engines.xla import NUMBERS, WORKSPACE, XLA
@@ -107,7 +107,7 @@ class Bytes:
         They hold first de, in float32 and rounded, and then the scaled e. XLA puts the float32 de into the memory of dc
         if it fits.
         """
-        rounded = self.call.de_itemsize * self.rows * self.call.width
+        rounded = ITEMSIZE[self.call.de_dtype] * self.rows * self.call.width
         if self.call.wants.c and 2 * self.rows <= self.call.vocabulary:
             return rounded + NUMBERS * self.rows + WORKSPACE
         return 4 * self.rows * self.call.width + max(rounded, WORKSPACE) + NUMBERS * self.rows
@@ -167,7 +167,7 @@ class Bytes:
 
     def of_de(self, tokens: int) -> int:
         """What an element of de of a chunk of so many tokens holds: partial sums, and their sum."""
-        return (self.sums_of_de(tokens) + self.call.left_de_itemsize) * self.call.wants.e
+        return (self.sums_of_de(tokens) + ITEMSIZE[self.call.left_de_dtype]) * self.call.wants.e
 
     def of_teacher(self, columns: int) -> int:
         """What a token of a chunk holds more beside a teacher: its logits, and copies of a row of the teacher.
@@ -189,16 +189,16 @@ class Bytes:
         """
         call, tokens, columns = self.call, max(chunks.size, chunks.last), saved_shape(1, self.call.vocabulary)[1]
         steps = 4 * math.prod(steps_shape(call.vocabulary, call.width, chunks.block)) * (chunks.last > 0)
-        of_de = chunks.rows_of_de(call.tokens)
+        of_de, itemsize = chunks.rows_of_de(call.tokens), ITEMSIZE[call.left_de_dtype]
         is_result = of_de == call.tokens and (self.stores or call.left_de_dtype == call.de_dtype)
-        moved = call.left_de_itemsize * of_de * call.width * (call.wants.e and not is_result)
+        moved = itemsize * of_de * call.width * (call.wants.e and not is_result)
         moved += 4 * math.prod(call.units_shape(of_de)) * (call.wants.e and call.divides_de)
         moved += 0 if call.one_factor else call.itemsize * call.tokens * call.width
         apart = chunks.last < chunks.size or (self.most_logits > 0 and chunks.whole == 1)
         moved += call.itemsize * chunks.last * (columns + call.width) * apart
         if self.stores and call.wants.e and call.wants.c and not chunks.last and is_result:
             # XLA gives de of all tokens no memory of a result here. It may take that of the sums.
-            moved += call.width * max(call.left_de_itemsize * of_de - self.sums_of_de(tokens) * tokens, 0)
+            moved += call.width * max(itemsize * of_de - self.sums_of_de(tokens) * tokens, 0)
         by_xla = not self.stores or call.wants.bias or (call.wants.e and self.de_by_xla(tokens))
         workspace = WORKSPACE * (self.gpu is not None and by_xla) + 12 * call.vocabulary * call.wants.bias
         workspace += call.itemsize * call.vocabulary * call.width * self._pads(tokens)  # a copy of c

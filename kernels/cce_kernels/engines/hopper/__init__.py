@@ -97,11 +97,5 @@ class Hopper(Engine):
         tile, splits = tiles.de_of_chunk(of, tokens, call.width, call.vocabulary, units_of(gpu))
         return Multiplying(self, tile, None, Groups.whole(call.vocabulary, beyond=True), splits)
 
-    @property
-    def kernels(self):
-        from cce_kernels.engines.hopper import kernels
-
-        return kernels
-
 
 HOPPER = Hopper()

@@ -75,11 +75,5 @@ class Triton(Engine):
         splits = tiles.splits_of(tokens, call.width, tile, gpu.multiprocessors)
         return Multiplying(self, tile, None, Groups.whole(call.vocabulary, beyond=True), splits)
 
-    @property
-    def kernels(self):
-        from cce_kernels.engines.triton import kernels
-
-        return kernels
-
 
 TRITON = Triton()

@@ -36,30 +36,19 @@ def factor_of(inputs: Inputs, inverse: jax.Array | None):
 
 def exp(x: jax.Array, interpret: bool) -> jax.Array:
     """exp x, in two instructions an element on a GPU. The compiler would add others, to keep denormal results."""
-    if interpret:
-        return jnp.exp(x)
-    (found,) = plgpu.elementwise_inline_asm(
-        "{ .reg .f32 x; mul.rn.ftz.f32 x, $1, 0f3FB8AA3B; ex2.approx.ftz.f32 $0, x; }",
-        args=[x],
-        constraints="=f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
-    )
-    return found
+    instructions = "{ .reg .f32 x; mul.rn.ftz.f32 x, $1, 0f3FB8AA3B; ex2.approx.ftz.f32 $0, x; }"
+    return jnp.exp(x) if interpret else _elementwise(instructions, x)
 
 
 def log2(x: jax.Array, interpret: bool) -> jax.Array:
     """log₂ x, −inf for 0, in one instruction an element on a GPU: its absolute error is 2⁻²² at most."""
-    if interpret:
-        return jnp.log2(x)
-    (found,) = plgpu.elementwise_inline_asm(
-        "lg2.approx.ftz.f32 $0, $1;",
-        args=[x],
-        constraints="=f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
-    )
-    return found
+    return jnp.log2(x) if interpret else _elementwise("lg2.approx.ftz.f32 $0, $1;", x)
+
+
+def _elementwise(instructions: str, x: jax.Array) -> jax.Array:
+    """What these instructions of PTX make of each element of x, float32."""
+    out = [jax.ShapeDtypeStruct(x.shape, jnp.float32)]
+    return plgpu.elementwise_inline_asm(instructions, args=[x], constraints="=f,f", pack=1, result_shape_dtypes=out)[0]
 
 
 def product_tile(e_ref, c_ref, rows, columns, rows_ok, columns_ok, *, head: Head, depth: int) -> jax.Array:

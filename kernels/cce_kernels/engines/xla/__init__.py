@@ -87,11 +87,5 @@ class Xla(Engine):
     def de_of_chunk(self, call: Call, tokens: int, gpu) -> Multiplying:
         return Multiplying(self, None, None, Groups.whole(call.vocabulary))
 
-    @property
-    def kernels(self):
-        from cce_kernels.engines.xla import kernels
-
-        return kernels
-
 
 XLA = Xla()
