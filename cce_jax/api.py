@@ -1,6 +1,6 @@
 """The public function for JAX: it checks the arguments, shifts the targets and computes the loss."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Literal, Unpack, overload
 
@@ -12,12 +12,10 @@ from cce_jax.core import Summands, summed
 from cce_jax.devices import knows_cotangents, whole_weights
 from cce_jax.losses import Common
 from cce_jax.options import Array, Options
-from cce_jax.plans import Core, Impl
-from cce_jax.prepare import Arrays, Asked, inverse_temperature, numbers_of, prepared, shifted, unshifted
-from cce_jax.reverse_mode import reverse_mode_only
-from cce_jax.sharding import Layout, vocabulary_of
+from cce_jax.plans import Impl
+from cce_jax.prepare import Arrays, Asked, Static, inputs_of, numbers_of, prepared, shifted, unshifted
+from cce_jax.sharding import vocabulary_of
 from cce_kernels import contract
-from cce_kernels.numbers import Inputs
 
 
 @overload
@@ -156,65 +154,42 @@ def linear_cross_entropy(
     options = losses.Loss(reduction, smooths=label_smoothing > 0, has_z_loss=z_loss != 0)
     given_options = ignore_index, softcap, shift, logit_scale, vocab_axis, impl, memory_budget, precision
     asked = Asked("linear_cross_entropy", *given_options, check_targets, sharding)
-    call = prepared(Arrays(e, c, bias, targets, class_weight, token_weight, num_items), asked)
-    given, core = call.given, replace(call.core, with_sum=options.smooths, gradient_tolerance=tolerance)
+    given, of = prepared(Arrays(e, c, bias, targets, class_weight, token_weight, num_items), asked)
+    of = replace(of, core=replace(of.core, with_sum=options.smooths, gradient_tolerance=tolerance))
     given = given._replace(num_items=arguments.num_items(given.num_items, reduction, given.e.dtype))
     contract.finite("z_loss", z_loss, given.e.dtype.name)
     if reduction == "none" or return_lse:
-        call.needs_whole_sequences("reduction='none' or return_lse")
+        of.needs_whole_sequences("reduction='none' or return_lse")
     with settings.defaults():
         given = given._replace(
             label_smoothing=label_smoothing if options.smooths else None, z_loss=z_loss if options.has_z_loss else None
         )
-        loss, numbers = loss_of(given, Static(core, call.layout, options, call.ignore_index, call.shift))
+        loss, numbers = loss_of(given, of, options)
     return (loss, numbers.lse) if return_lse else loss
 
 
-@dataclass(frozen=True)
-class Static:
-    """What a program is compiled for."""
-
-    core: Core
-    layout: Layout | None
-    loss: losses.Loss
-    ignore_index: int
-    shift: int
-
-
-@partial(jax.jit, static_argnames="of")
-def loss_of(given: Arrays, of: Static) -> tuple[jax.Array, losses.TokenNumbers]:
+@partial(jax.jit, static_argnames=("of", "options"))
+def loss_of(given: Arrays, of: Static, options: losses.Loss) -> tuple[jax.Array, losses.TokenNumbers]:
     """The loss, and the numbers of each token, of which only lse has a derivative."""
-    core, layout, shift = of.core, of.layout, of.shift
-    e, c, bias, targets, weights, token_weight = given[:6]
-    vocabulary, wide = vocabulary_of(c, core.head.vocab_axis, layout), jnp.promote_types(e.dtype, jnp.float32)
-    if shift:
-        targets = shifted(targets, shift, of.ignore_index, layout)
-        token_weight = None if token_weight is None else shifted(token_weight, shift, 0, layout)
-    scale, inverse = inverse_temperature(given, core)
-    if weights is not None:
-        weights = jax.lax.stop_gradient(weights.astype(wide))
+    core, layout, shift, inputs = of.core, of.layout, of.shift, inputs_of(given, of)
+    columns, whole, of_tokens = inputs.targets, inputs.weights, (given.token_weight, *given.arguments)
+    vocabulary = vocabulary_of(given.c, core.head.vocab_axis, layout)
+    if shift and given.token_weight is not None:
+        of_tokens = shifted(given.token_weight, shift, 0, layout), *given.arguments
     over, at = (), None
     if layout is not None:
-        over, at = layout.summed, layout.out_sharding
-        e = layout.laid_out(e, layout.spec_of_e, layout.given_e)
-        c = layout.laid_out(c, layout.spec_of_c(core.head.vocab_axis), layout.given_c)
-        bias, weights = (layout.laid_out(x, layout.spec_of_columns) for x in (bias, weights))
-        of_tokens = targets, token_weight, inverse, *given.arguments
-        targets, token_weight, inverse, *arguments = (layout.laid_out(x, layout.spec_of_tokens) for x in of_tokens)
-        given = given._replace(arguments=tuple(arguments))
-    columns = losses.columns(targets, of.ignore_index, vocabulary)
-    e, c, bias = reverse_mode_only((e, c, bias), core)
-    inputs = Inputs(e, c, bias, columns, weights, scale, inverse)
-    whole = weights if layout is None else whole_weights(weights, layout)
-    terms = losses.terms(columns, whole, token_weight, vocabulary, wide, at)._replace(arguments=given.arguments)
-    common = Common(given.label_smoothing, given.z_loss, whole if of.loss.smooths else None)
-    one_sum = core.impl != "reference" and of.loss.reduction != "none" and columns.size
-    if one_sum and (layout is None or knows_cotangents(inputs, (token_weight, *given.arguments), layout)):
-        value, numbers = summed(Summands(inputs, terms, common), core, of.loss, layout)
-        loss = losses.reduced(value, terms, given.num_items, of.loss, over)
+        over, at, whole = layout.summed, layout.out_sharding, whole_weights(whole, layout)
+        of_tokens = tuple(layout.laid_out(x, layout.spec_of_tokens) for x in of_tokens)
+    wide = jnp.promote_types(given.e.dtype, jnp.float32)
+    terms = losses.terms(columns, whole, of_tokens[0], vocabulary, wide, at)._replace(arguments=of_tokens[1:])
+    common = Common(given.label_smoothing, given.z_loss, whole if options.smooths else None)
+    one_sum = core.impl != "reference" and options.reduction != "none" and columns.size
+    if one_sum and (layout is None or knows_cotangents(inputs, of_tokens, layout)):
+        value, numbers = summed(Summands(inputs, terms, common), core, options, layout)
+        loss = losses.reduced(value, terms, given.num_items, options, over)
     else:
         found, _ = numbers_of(inputs, core, layout)
-        loss, numbers = losses.loss(found, terms, common, given.num_items, of.loss, vocabulary, over)
-    if of.loss.reduction == "none":
+        loss, numbers = losses.loss(found, terms, common, given.num_items, options, vocabulary, over)
+    if options.reduction == "none":
         loss = unshifted(loss, shift, layout)
     return loss, jax.tree.map(lambda x: unshifted(x, shift, layout), numbers)

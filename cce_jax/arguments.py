@@ -15,7 +15,6 @@ from cce_jax.plans import Impl
 from cce_jax.sharding import Layout
 from cce_kernels import contract
 from cce_kernels.device import Gpu, has_triton
-from cce_kernels.head import Head
 
 INT32 = np.iinfo(np.int32)
 MOST_IDS = 256  # of each token
@@ -189,32 +188,6 @@ def weight(token_weight: Any, e: Any, function: str) -> Any:
         raise TypeError(f"token_weight must be real, got token_weight {token_weight.dtype}")
     contract.weight_of_tokens(np.shape(token_weight), np.shape(e))
     return token_weight
-
-
-def teacher(given: Any, asked: Any) -> tuple[Any, Any]:
-    """given, an api.Arrays with a teacher's e, c and bias, and its Head. asked: prepare.Asked.
-
-    TypeError, or ValueError unless they fit together.
-    """
-    with contract.named():
-        contract.choice("vocab_axis", asked.vocab_axis, (0, 1))
-        known(softcap=asked.softcap, logit_scale=asked.logit_scale)
-        head = Head(contract.softcap(asked.softcap), asked.vocab_axis, asked.precision)
-        scale = 1.0 if asked.logit_scale is None else contract.number("logit_scale", asked.logit_scale)
-        e = array("e", given.e, asked.function)
-        given = arrays(given._replace(e=e, targets=np.zeros(np.shape(e)[:-1], np.int32)), asked.function)
-        types(given)
-        contract.finite("logit_scale", scale, given.e.dtype.name)
-        shape = np.shape(given.e)
-        contract.shapes(
-            shape, np.shape(given.c), shape[:-1], vocab_axis=head.vocab_axis, shift=0, bias=_shape(given.bias)
-        )
-    wide = np.promote_types(given.e.dtype, np.float32)  # jnp's would follow jax_numpy_dtype_promotion
-    return given._replace(scale=None if scale == 1.0 else np.full(1, scale, wide)), head
-
-
-def _shape(x: Any) -> tuple[int, ...] | None:
-    return None if x is None else np.shape(x)
 
 
 def ids(ids: Any, e: Any, function: str) -> Any:

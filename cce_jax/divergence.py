@@ -1,6 +1,6 @@
 """Distillation from hidden states: how far a student's distributions are from a teacher's, without either's logits."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cce_jax import arguments, losses, passes, settings
+from cce_jax import arguments, losses, passes, prepare, settings
 from cce_jax.divergence_core import Common, Summands, Terms, divergences
 from cce_jax.options import Array
-from cce_jax.plans import Core, Impl
-from cce_jax.prepare import Arrays, Asked, Prepared, inverted, prepared
-from cce_jax.reverse_mode import reverse_mode_only
+from cce_jax.plans import Impl
+from cce_jax.prepare import Arrays, Asked, Static, inverted, prepared
 from cce_jax.sharding import Layout
 from cce_kernels import contract
 from cce_kernels.divergence import Divergence, Side
@@ -128,35 +127,34 @@ def linear_divergence(
     share = contract.beta(beta, divergence)
     targets = np.zeros(np.shape(e)[:-1], np.int32)
     asked = Asked(NAME, -100, softcap, 0, logit_scale, vocab_axis, impl, memory_budget, precision, False, sharding)
-    call = prepared(Arrays(e, c, bias, targets, None, None, num_items), asked)
-    given = call.given
+    given, call = prepared(Arrays(e, c, bias, targets, None, None, num_items), asked)
     items = arguments.num_items(given.num_items, reduction, given.e.dtype)
     weight = arguments.weight(token_weight, given.e, NAME)
     temperature = arguments.temperature(temperature, given.e, NAME)
     of_teacher = Asked(
         NAME, -100, teacher_softcap, 0, teacher_logit_scale, teacher_vocab_axis, impl, None, precision, False, None
     )
-    teacher, head = arguments.teacher(Arrays(teacher_e, teacher_c, teacher_bias, None, None, None, None), of_teacher)
+    teacher, head = prepare.teacher(Arrays(teacher_e, teacher_c, teacher_bias, None, None, None, None), of_teacher)
     shape = given.c.shape if call.layout is None else call.layout.whole_shape(given.c, vocab_axis)
     contract.pair(given.e.shape, shape, teacher.e.shape, teacher.c.shape, (vocab_axis, teacher_vocab_axis))
-    layout = _whole_on_each_device(call)
     core = replace(call.core, teacher_width=teacher.e.shape[-1])
-    of = Static(core, layout, Divergence(divergence, head, bool(return_entropy)), reduction)
+    of = replace(call, core=core, layout=_whole_on_each_device(call, given.c))
+    how = Divergence(divergence, head, bool(return_entropy))
     with settings.defaults():
         given = given._replace(num_items=items, token_weight=weight, temperature=temperature)
         side = Side(teacher.e, teacher.c, teacher.bias, teacher.scale)
-        loss, entropy = _divergence(given, side, None if share is None else (share, 1 - share), of)
+        loss, entropy = _divergence(given, side, None if share is None else (share, 1 - share), of, how, reduction)
     return (loss, entropy) if return_entropy else loss
 
 
-def _whole_on_each_device(call: Prepared) -> Layout | None:
+def _whole_on_each_device(call: Static, c: Any) -> Layout | None:
     """The layout of the call, in which each device has all columns. NotImplementedError if there is none."""
     if call.layout is None:
         return None
     layout = call.layout.gathering_c()
     if layout.size(layout.columns) > 1:
         raise NotImplementedError(
-            f"linear_divergence: the mesh axes {layout.columns} split the vocabulary of c {call.given.c.shape} and not "
+            f"linear_divergence: the mesh axes {layout.columns} split the vocabulary of c {c.shape} and not "
             "the tokens of e; only axes that split the tokens may split c. Replicate c over these axes"
         )
     if call.core.impl == "reference" and layout.mapped:
@@ -166,47 +164,35 @@ def _whole_on_each_device(call: Prepared) -> Layout | None:
     return layout
 
 
-@dataclass(frozen=True)
-class Static:
-    """What a program is compiled for."""
-
-    core: Core
-    layout: Layout | None
-    divergence: Divergence
-    reduction: losses.Reduction
-
-
-@partial(jax.jit, static_argnames="of")
-def _divergence(given: Arrays, teacher: Side, shares: Any, of: Static) -> tuple[jax.Array, jax.Array | None]:
-    core, layout, axis = of.core, of.layout, of.core.head.vocab_axis
+@partial(jax.jit, static_argnames=("of", "how", "reduction"))
+def _divergence(
+    given: Arrays, teacher: Side, shares: Any, of: Static, how: Divergence, reduction: losses.Reduction
+) -> tuple[jax.Array, jax.Array | None]:
+    core, layout = of.core, of.layout
     (e, c, bias), wide = given[:3], jnp.promote_types(given.e.dtype, jnp.float32)
     weight, inverse = given.token_weight, given.temperature
     weight = jnp.ones(e.shape[:-1], wide) if weight is None else jax.lax.stop_gradient(jnp.asarray(weight, wide))
     inverse = None if inverse is None else jnp.broadcast_to(inverted(inverse, e.dtype), e.shape[:-1])
     teacher = jax.tree.map(jax.lax.stop_gradient, teacher)
     teacher = _in_type_of_e(teacher)
-    summed, over = of.reduction != "none", ()
+    summed, over = reduction != "none", ()
+    inputs = Inputs(e, c, bias, jnp.zeros(weight.shape, jnp.int32), None, given.scale, inverse)
+    inputs = prepare.laid_out(inputs, core, layout)
     if layout is not None:
-        over = layout.summed
-        e = layout.laid_out(e, layout.spec_of_e, layout.given_e)
-        c = layout.laid_out(c, layout.spec_of_c(axis), layout.given_c)
-        bias = layout.laid_out(bias, layout.spec_of_columns)
-        weight, inverse = (layout.laid_out(x, layout.spec_of_tokens) for x in (weight, inverse))
+        over, weight = layout.summed, layout.laid_out(weight, layout.spec_of_tokens)
         teacher = teacher._replace(e=layout.laid_out(teacher.e, layout.spec_of_e))
         of_c, of_bias = (layout.laid_out(x, jax.sharding.PartitionSpec()) for x in (teacher.c, teacher.bias))
         teacher = teacher._replace(c=of_c, bias=of_bias)
     if not weight.size:
-        return jnp.sum(weight) if summed else weight, weight if of.divergence.entropy else None
-    e, c, bias = reverse_mode_only((e, c, bias), core)
+        return jnp.sum(weight) if summed else weight, weight if how.entropy else None
     shares = None if shares is None else jnp.stack([jnp.asarray(x, wide) for x in shares])
     common = Common(teacher.c, teacher.bias, teacher.scale, shares)
-    inputs = Inputs(e, c, bias, jnp.zeros(weight.shape, jnp.int32), None, given.scale, inverse)
     summands = Summands(inputs, Terms(weight, teacher.e), common).weighted(weight)
-    value, numbers = divergences(summands, core, of.divergence, layout, summed)
+    value, numbers = divergences(summands, core, how, layout, summed)
     if not summed:
         return jnp.where(weight == 0, 0, weight * value), numbers.entropy
     terms = losses.Terms(summands.inputs.targets, None, weight)
-    loss = losses.reduced(value, terms, given.num_items, losses.Loss(of.reduction), over)
+    loss = losses.reduced(value, terms, given.num_items, losses.Loss(reduction), over)
     return loss, numbers.entropy
 
 

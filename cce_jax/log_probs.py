@@ -1,6 +1,6 @@
 """Numbers of each token's distribution, without the logits: log-probabilities, entropies, likeliest tokens."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -11,12 +11,10 @@ import numpy as np
 from cce_jax import arguments, losses, settings
 from cce_jax.arguments import MOST_IDS
 from cce_jax.options import Array
-from cce_jax.plans import Core, Impl
-from cce_jax.prepare import Arrays, Asked, inverse_temperature, numbers_of, prepared, shifted, unshifted
-from cce_jax.reverse_mode import reverse_mode_only
-from cce_jax.sharding import Layout, vocabulary_of
+from cce_jax.plans import Impl
+from cce_jax.prepare import Arrays, Asked, Static, inputs_of, numbers_of, prepared, unshifted
+from cce_jax.sharding import vocabulary_of
 from cce_kernels import contract
-from cce_kernels.numbers import Inputs, Statistics
 from cce_kernels.selections import Asked as Chosen
 
 NAME = "linear_log_probs"
@@ -122,74 +120,43 @@ def linear_log_probs(
         targets = np.zeros(np.shape(e)[:-1], np.int32)
     options = ignore_index, softcap, shift, logit_scale, vocab_axis, impl, memory_budget, precision
     asked = Asked(NAME, *options, check_targets, sharding)
-    call = prepared(Arrays(e, c, bias, targets, None, None, None), asked, with_mean=bool(entropy))
-    core = replace(call.core, mean_is_detached=entropy == "detached")
-    call.needs_whole_sequences(NAME)
-    given = call.given._replace(temperature=arguments.temperature(temperature, call.given.e, NAME))
-    ids = arguments.ids(ids, given.e, NAME)
-    most = min(MOST_IDS, vocabulary_of(given.c, vocab_axis, call.layout))
+    given, of = prepared(Arrays(e, c, bias, targets, None, None, None), asked, with_mean=bool(entropy))
+    of = replace(of, core=replace(of.core, mean_is_detached=entropy == "detached"))
+    of.needs_whole_sequences(NAME)
+    temperature = arguments.temperature(temperature, given.e, NAME)
+    given = given._replace(temperature=temperature, ids=arguments.ids(ids, given.e, NAME))
+    most = min(MOST_IDS, vocabulary_of(given.c, vocab_axis, of.layout))
     if not 0 <= top_k <= most:
         raise ValueError(f"top_k={top_k} must be from 0 to {most}: at most {MOST_IDS}, and the size of the vocabulary")
     chosen = Chosen(max(top_k, int(bool(predicted))), bool(mean_logit))
     with settings.defaults():
-        of = Static(core, call.layout, named, entropy, chosen, call.ignore_index, call.shift)
-        found = _log_probs(given, ids, of)
+        found = _log_probs(given, of, chosen, named)
     if predicted:
         assert found.top_ids is not None
         found = found._replace(predicted=found.top_ids[..., 0])
     return found if top_k else found._replace(top_ids=None, top_log_probs=None)
 
 
-@dataclass(frozen=True)
-class Static:
-    """What a program is compiled for."""
-
-    core: Core
-    layout: Layout | None
-    named: bool  # whether targets are given
-    entropy: Literal[False, True, "detached"]
-    chosen: Chosen
-    ignore_index: int
-    shift: int
-
-
-@partial(jax.jit, static_argnames="of")
-def _log_probs(given: Arrays, ids: jax.Array | None, of: Static) -> LogProbs:
-    layout, shift, axis = of.layout, of.shift, of.core.head.vocab_axis
-    e, c, bias, targets = given[:4]
-    vocabulary = vocabulary_of(c, axis, layout)
-    if shift:
-        targets = shifted(targets, shift, of.ignore_index, layout)
-    scale, inverse = inverse_temperature(given, of.core)
-    if layout is not None:
-        e = layout.laid_out(e, layout.spec_of_e, layout.given_e)
-        c = layout.laid_out(c, layout.spec_of_c(axis), layout.given_c)
-        bias = layout.laid_out(bias, layout.spec_of_columns)
-        targets, inverse = (layout.laid_out(x, layout.spec_of_tokens) for x in (targets, inverse))
-    columns = losses.columns(targets, of.ignore_index, vocabulary) if of.named else jnp.full_like(targets, vocabulary)
-    e, c, bias = reverse_mode_only((e, c, bias), of.core)
-    if ids is not None:
-        ids = jnp.where((ids >= 0) & (ids < vocabulary), ids, -1)
-        ids = ids if layout is None else layout.laid_out(ids, layout.spec_of_tokens)
-    inputs = Inputs(e, c, bias, columns, None, scale, inverse, ids)
-    numbers, selected = numbers_of(inputs, of.core, layout, of.chosen)
+@partial(jax.jit, static_argnames=("of", "chosen", "named"))
+def _log_probs(given: Arrays, of: Static, chosen: Chosen, named: bool) -> LogProbs:
+    """named: whether targets are given."""
+    inputs, layout = inputs_of(given, of, named), of.layout
+    columns, kept = inputs.targets, inputs.targets >= 0
+    numbers, selected = numbers_of(inputs, of.core, layout, chosen)
 
     def of_tokens(x: jax.Array) -> jax.Array:
-        return unshifted(x, shift, layout, x.ndim - columns.ndim)
+        return unshifted(x, of.shift, layout, x.ndim - columns.ndim)
 
+    vocabulary, id_log_probs = vocabulary_of(given.c, of.core.head.vocab_axis, layout), None
     log_probs, lse, entropy = jax.tree.map(of_tokens, losses.token_numbers(numbers, columns, vocabulary))
-    entropy = jax.lax.stop_gradient(entropy) if of.entropy == "detached" else entropy
-    id_log_probs = None if ids is None else of_tokens(_of_ids(numbers, ids, columns >= 0))
+    entropy = jax.lax.stop_gradient(entropy) if of.core.mean_is_detached else entropy
+    if numbers.ids is not None and inputs.ids is not None:
+        id_log_probs = jnp.where(inputs.ids < 0, -jnp.inf, numbers.log_p(numbers.ids))
+        id_log_probs = of_tokens(jnp.where(kept[..., None], id_log_probs, 0))
     top_logits, top_ids, mean_logit = jax.tree.map(lambda x: of_tokens(jax.lax.stop_gradient(x)), selected)
     top_log_probs = None
     if top_logits is not None:  # 0 where a token is ignored
         top_log_probs = jnp.minimum(top_logits - jax.lax.stop_gradient(lse)[..., None], 0)  # lse is rounded
-        top_log_probs = jnp.where(of_tokens(columns >= 0)[..., None], top_log_probs, 0)
-    found = LogProbs(log_probs if of.named else None, lse, entropy, id_log_probs)
+        top_log_probs = jnp.where(of_tokens(kept)[..., None], top_log_probs, 0)
+    found = LogProbs(log_probs if named else None, lse, entropy, id_log_probs)
     return found._replace(top_ids=top_ids, top_log_probs=top_log_probs, mean_logit=mean_logit)
-
-
-def _of_ids(numbers: Statistics, ids: jax.Array, kept: jax.Array) -> jax.Array:
-    assert numbers.ids is not None
-    log_probs = jnp.where(ids < 0, -jnp.inf, numbers.log_p(numbers.ids))
-    return jnp.where(kept[..., None], log_probs, 0)

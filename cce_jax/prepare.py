@@ -1,14 +1,16 @@
 """What the public functions have in common: the checks of their arguments, the core that runs, and the shift."""
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cce_jax import arguments, settings
+from cce_jax import arguments, losses, settings
 from cce_jax.core import with_selections
 from cce_jax.plans import Core
+from cce_jax.reverse_mode import reverse_mode_only
 from cce_jax.sharding import Layout, layout_of, no_explicit_vmap, vocabulary_of
 from cce_kernels import contract, selections
 from cce_kernels.device import Gpu, local_gpu
@@ -47,12 +49,13 @@ class Arrays(NamedTuple):
     z_loss: Any = None
     temperature: Any = None
     arguments: tuple = ()  # of losses.Loss.fn
+    ids: Any = None
 
 
-class Prepared(NamedTuple):
-    """A call whose arguments have been checked."""
+@dataclass(frozen=True)
+class Static:
+    """What a program is compiled for, besides what its function alone asks for."""
 
-    given: Arrays
     core: Core
     layout: Layout | None
     ignore_index: int
@@ -68,23 +71,17 @@ class Prepared(NamedTuple):
             )
 
 
-def prepared(given: Arrays, asked: Asked, with_mean: bool = False) -> Prepared:
-    """Raises the errors that `linear_cross_entropy` names."""
+def prepared(given: Arrays, asked: Asked, with_mean: bool = False) -> tuple[Arrays, Static]:
+    """A call whose arguments have been checked. Raises the errors that `linear_cross_entropy` names."""
     vocab_axis, impl = asked.vocab_axis, asked.impl
     contract.choice("impl", impl, contract.IMPLS)
-    contract.choice("vocab_axis", vocab_axis, (0, 1))
-    names = "ignore_index", "softcap", "shift", "logit_scale", "memory_budget"
-    arguments.known(**{name: getattr(asked, name) for name in names})
+    arguments.known(ignore_index=asked.ignore_index, shift=asked.shift, memory_budget=asked.memory_budget)
     arguments.precision(asked.precision)
-    head = Head(softcap=contract.softcap(asked.softcap), vocab_axis=vocab_axis, precision=asked.precision)
-    scale = 1.0 if asked.logit_scale is None else contract.number("logit_scale", asked.logit_scale)
     ignore_index = contract.integer("ignore_index", asked.ignore_index)
     budget = contract.memory_budget(asked.memory_budget)
     shift = contract.integer("shift", asked.shift)
-    given = arguments.arrays(given, asked.function)
-    arguments.types(given)
+    given, head = _with_head(given, asked)
     e, c = given.e, given.c
-    contract.finite("logit_scale", scale, e.dtype.name)
     layout = layout_of(e, c, vocab_axis, asked.sharding) if e.ndim > 0 and c.ndim == 2 else None
     arguments.shapes(given, layout, vocab_axis, shift)
     if asked.check_targets:
@@ -106,9 +103,55 @@ def prepared(given: Arrays, asked: Asked, with_mean: bool = False) -> Prepared:
     )
     with settings.defaults():
         targets, ignore_index = arguments.int32(given.targets, ignore_index)
-        scaled = None if scale == 1.0 else np.full(1, scale, jnp.promote_types(e.dtype, jnp.float32))
-        given = given._replace(targets=targets, scale=scaled)
-    return Prepared(given, core, layout, ignore_index, shift)
+    return given._replace(targets=targets), Static(core, layout, ignore_index, shift)
+
+
+def teacher(given: Arrays, asked: Asked) -> tuple[Arrays, Head]:
+    """A teacher's e, c, bias and scale, and its head. TypeError, or ValueError unless they fit together."""
+    with contract.named():
+        e = arguments.array("e", given.e, asked.function)
+        given, head = _with_head(given._replace(e=e, targets=np.zeros(np.shape(e)[:-1], np.int32)), asked)
+        arguments.shapes(given, None, head.vocab_axis, 0)
+    return given, head
+
+
+def _with_head(given: Arrays, asked: Asked) -> tuple[Arrays, Head]:
+    """The arrays and the scale, and the head, of a student or a teacher. Their shapes are not checked."""
+    contract.choice("vocab_axis", asked.vocab_axis, (0, 1))
+    arguments.known(softcap=asked.softcap, logit_scale=asked.logit_scale)
+    head = Head(contract.softcap(asked.softcap), asked.vocab_axis, asked.precision)
+    scale = 1.0 if asked.logit_scale is None else contract.number("logit_scale", asked.logit_scale)
+    given = arguments.arrays(given, asked.function)
+    arguments.types(given)
+    contract.finite("logit_scale", scale, given.e.dtype.name)
+    wide = np.promote_types(given.e.dtype, np.float32)  # jnp's would follow jax_numpy_dtype_promotion
+    return given._replace(scale=None if scale == 1.0 else np.full(1, scale, wide)), head
+
+
+def inputs_of(given: Arrays, of: Static, named: bool = True) -> Inputs:
+    """The inputs of the core, with the targets shifted. named: whether there are targets; else every token counts."""
+    core, layout, weights = of.core, of.layout, given.class_weight
+    vocabulary, targets = vocabulary_of(given.c, core.head.vocab_axis, layout), given.targets
+    if of.shift:
+        targets = shifted(targets, of.shift, of.ignore_index, layout)
+    columns = losses.columns(targets, of.ignore_index, vocabulary) if named else jnp.full_like(targets, vocabulary)
+    if weights is not None:
+        weights = jax.lax.stop_gradient(weights.astype(jnp.promote_types(given.e.dtype, jnp.float32)))
+    scale, inverse = inverse_temperature(given, core)
+    ids = None if given.ids is None else jnp.where((given.ids >= 0) & (given.ids < vocabulary), given.ids, -1)
+    return laid_out(Inputs(given.e, given.c, given.bias, columns, weights, scale, inverse, ids), core, layout)
+
+
+def laid_out(inputs: Inputs, core: Core, layout: Layout | None) -> Inputs:
+    """The inputs as they lie over the devices. e, c and bias have no forward-mode derivative (reverse_mode.py)."""
+    e, c, bias, targets, weights, scale, inverse, ids = inputs
+    if layout is not None:
+        e = layout.laid_out(e, layout.spec_of_e, layout.given_e)
+        c = layout.laid_out(c, layout.spec_of_c(core.head.vocab_axis), layout.given_c)
+        bias, weights = (layout.laid_out(x, layout.spec_of_columns) for x in (bias, weights))
+        targets, inverse, ids = (layout.laid_out(x, layout.spec_of_tokens) for x in (targets, inverse, ids))
+    e, c, bias = reverse_mode_only((e, c, bias), core)
+    return Inputs(e, c, bias, targets, weights, scale, inverse, ids)
 
 
 def inverse_temperature(given: Arrays, core: Core) -> tuple[Any, Any]:
