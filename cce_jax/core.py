@@ -54,6 +54,7 @@ and nothing in its row of e, not even a NaN, reaches a gradient. A target of V o
 (3") for an id that is negative, or V or more.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -63,7 +64,7 @@ import jax.numpy as jnp
 
 from cce_jax import devices, losses, passes, reference, rules, settings
 from cce_jax.devices import Held
-from cce_jax.losses import Common, Loss, Terms, TokenNumbers
+from cce_jax.losses import Loss, TokenNumbers
 from cce_jax.plans import Core, plan_for
 from cce_jax.sharding import Layout
 from cce_kernels.numbers import Cotangents, Gradients, Inputs, Statistics, Wanted
@@ -74,19 +75,14 @@ from cce_kernels.selections import Asked, Selections
 NOTHING = Wanted(e=False, c=False, bias=False)
 
 
-def statistics(inputs: Inputs, core: Core, layout: Layout | None) -> Statistics:
-    """Equations (1)-(3"), of the shape of targets, differentiable in e, c and bias. e: (..., D); ids: (..., K).
+def statistics(
+    inputs: Inputs, core: Core, layout: Layout | None, asked: Asked = NO_SELECTIONS
+) -> tuple[Statistics, Selections]:
+    """Equations (1)-(3"), of the shape of targets, differentiable in e, c and bias; and selections. e: (..., D).
 
     The sum is None unless core.with_sum, the mean unless core.with_mean, and ids, (..., K), unless inputs has ids.
-    """
-    return with_selections(inputs, core, layout, NO_SELECTIONS)[0]
-
-
-def with_selections(inputs: Inputs, core: Core, layout: Layout | None, asked: Asked) -> tuple[Statistics, Selections]:
-    """`statistics`, and the k largest logits of each token, their ids, (..., k), and the mean of its logits.
-
-    The latter have no gradients. Where they are asked for, the sum is not, and there is at least one token. asked.top_k
-    is at most V.
+    The selections are the k largest logits of each token, their ids, (..., k), and the mean of its logits. They have no
+    gradients. Where they are asked for, the sum is not, and there is at least one token. asked.top_k is at most V.
     """
     if core.impl != "reference":
         return _statistics(core, layout, asked, inputs)
@@ -148,12 +144,11 @@ def _backward(
     inputs: Inputs, held: Held, of: Cotangents, core: Core, layout: Layout | None, wanted: Wanted
 ) -> Gradients:
     """de, dc and dbias, each with the shape and layout of its input; None where not wanted."""
-    if layout is not None:
-        return devices.gradients(inputs, held, of, core, layout, wanted)
-    of = jax.tree.map(lambda x: passes.flat_tokens(x, inputs), of)
-    given = passes.in_type_of_e(passes.flat(inputs))
-    found, _ = passes.gradients(given, held.numbers, held.residuals, of, core, wanted)
-    return found._replace(e=None if found.e is None else found.e.reshape(inputs.e.shape))
+
+    def run(given: Summands, of: tuple, left: Held, core: Core) -> Gradients:
+        return passes.gradients(given.inputs, left.numbers, left.residuals, of[1], core, wanted)[0]
+
+    return gradients_of_sum(run, Summands(inputs, (), None), (None, of), held, core, layout, wanted)
 
 
 def _on_one_device(inputs: Inputs, core: Core, wanted: Wanted | None) -> tuple[Statistics, Held]:
@@ -165,8 +160,30 @@ class Summands(NamedTuple):
     """What S is a sum over."""
 
     inputs: Inputs
-    terms: Terms
-    common: Common
+    terms: Any  # losses.Terms
+    common: Any  # losses.Common
+
+
+def sum_over_tokens(run: Callable, of: Any, core: Core, layout: Layout | None) -> tuple[jax.Array, jax.Array, Any, Any]:
+    """devices.sum_over_tokens, also on one device. of: Summands, or divergence_core's."""
+    if layout is not None:
+        return devices.sum_over_tokens(run, of, core, layout)
+    flat = passes.flat_summands(of)
+    total, shown, left = run(flat, core)
+    value = jnp.sum(flat.terms.weight * total)
+    return value, *jax.tree.map(lambda x: passes.shaped_tokens(x, of.inputs), (total, shown)), left
+
+
+def gradients_of_sum(
+    run: Callable, given: Any, of: tuple, left: Any, core: Core, layout: Layout | None, wanted: Wanted
+) -> Gradients:
+    """devices.gradients_of_sum, also on one device."""
+    if layout is not None:
+        return devices.gradients_of_sum(run, given, of, left, core, layout, wanted)
+    of_sum, of_tokens = of
+    of_tokens = jax.tree.map(lambda x: passes.flat_tokens(x, given.inputs), of_tokens)
+    found = run(passes.flat_summands(given), (of_sum, of_tokens), left, core)
+    return found._replace(e=None if found.e is None else found.e.reshape(given.inputs.e.shape))
 
 
 def summed(of: Summands, core: Core, loss: Loss, layout: Layout | None) -> tuple[jax.Array, TokenNumbers]:
@@ -183,15 +200,11 @@ def summed(of: Summands, core: Core, loss: Loss, layout: Layout | None) -> tuple
     """
     inputs, terms, common = of
     assert inputs.ids is None
-    shape = inputs.targets.shape
-    if layout is not None:
-        terms = devices.terms_of_numbers(terms, inputs, layout)
-    else:
-        inputs, terms = passes.flat(inputs), jax.tree.map(lambda x: x.reshape(-1), terms)
+    terms = terms if layout is None else devices.terms_of_numbers(terms, inputs, layout)
     given = terms._replace(weight=jax.lax.stop_gradient(terms.weight))
     run: Any = partial(_summed, core, loss, layout)
     value, shown, total = run(Summands(inputs, given, common))
-    return _of_weights(value, terms.weight, total), jax.tree.map(lambda x: x.reshape(shape), shown)
+    return _of_weights(value, terms.weight, total), shown
 
 
 @jax.custom_jvp
@@ -251,10 +264,7 @@ def _formed(of: Summands, core: Core, loss: Loss, layout: Layout | None, wanted:
             numbers, held = forward(inputs, core=core, wanted=None if wanted == NOTHING else wanted)
         return *losses.totals(numbers, terms, common, loss, vocabulary), (held.numbers, rules.filled(held.residuals))
 
-    if layout is not None:
-        return devices.sum_over_tokens(run, of, core, layout)
-    total, shown, left = run(of._replace(inputs=passes.in_type_of_e(of.inputs)), core)
-    return jnp.sum(of.terms.weight * total), total, shown, left
+    return sum_over_tokens(run, of, core, layout)
 
 
 def _gradients_of_sum(
@@ -277,9 +287,7 @@ def _gradients_of_sum(
             of_numbers = of_numbers._replace(lse=of_numbers.lse + jnp.where(terms.columns < 0, 0, of_lse))
         return passes.gradients(inputs, numbers, residuals, of_numbers, core, wanted)[0]
 
-    if layout is not None:
-        return devices.gradients_of_sum(run, given, of, left, core, layout, wanted)
-    return run(given._replace(inputs=passes.in_type_of_e(given.inputs)), of, left, core)
+    return gradients_of_sum(run, given, of, left, core, layout, wanted)
 
 
 def _vocabulary(inputs: Inputs, core: Core, layout: Layout | None) -> int:

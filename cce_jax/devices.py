@@ -45,7 +45,7 @@ from cce_jax.plans import Core
 from cce_jax.sharding import Axes, Layout, varying
 from cce_kernels.in_forward import CotangentsOf
 from cce_kernels.mean import over_runs
-from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Statistics, Wanted
+from cce_kernels.numbers import FLOAT32_MAX, Gradients, Inputs, Statistics, Wanted
 from cce_kernels.plan import needs_reference
 from cce_kernels.residuals import Residuals
 from cce_kernels.selections import NOTHING, Asked, Selections, ordered
@@ -69,7 +69,7 @@ class _Sums(NamedTuple):
 def forward_pass(
     inputs: Inputs, core: Core, layout: Layout, asked: Asked, wanted: Wanted | None
 ) -> tuple[Statistics, Selections, Held]:
-    """The core's numbers and selections, of the shape of targets, and what `gradients` needs. e: (..., D)."""
+    """The core's numbers and selections, of the shape of targets, and what core.gradients_of_sum needs. e: (..., D)."""
     core = _summing(core, inputs, layout)
 
     def on_device(inputs: Inputs) -> tuple[tuple[Statistics, Selections], Held]:
@@ -85,24 +85,6 @@ def forward_pass(
     run = _on_devices(on_device, layout, (_specs(core, layout),), (layout.spec_of_tokens, _each(layout)))
     found, held = run(inputs)
     return *_typed(found, _of_numbers(inputs, layout)), _typed(held, _union(layout, inputs))
-
-
-def gradients(
-    inputs: Inputs, held: Held, cotangents: Cotangents, core: Core, layout: Layout, wanted: Wanted
-) -> Gradients:
-    """de, dc and dbias, each with the shape, type and layout of its input; None where not wanted."""
-    sums, core = _sums(inputs, layout), _summing(core, inputs, layout)
-
-    def on_device(inputs: Inputs, held: Held, of: Cotangents) -> Gradients:
-        whole, flat = _inputs_of_device(inputs, core, layout)
-        of = _added(jax.tree.map(lambda x: _all_tokens(x, layout), of), layout)
-        of = jax.tree.map(lambda x: passes.flat_tokens(x, whole), of)
-        found, _ = passes.gradients(flat, held.numbers, held.residuals, of, core, wanted)
-        return _exchanged(found, whole.e.shape, inputs.e.dtype, core, layout, sums)
-
-    specs = _specs(core, layout), _each(layout), layout.spec_of_tokens
-    run = _on_devices(on_device, layout, specs, _specs_of_gradients(core, layout, wanted))
-    return _typed_gradients(run(inputs, held, cotangents), inputs, layout)
 
 
 def knows_cotangents(inputs: Inputs, of_tokens: tuple, layout: Layout) -> bool:
@@ -148,18 +130,19 @@ def sum_over_tokens(run: Callable, of: Any, core: Core, layout: Layout) -> tuple
 def gradients_of_sum(
     run: Callable, given: Any, of: tuple, left: Any, core: Core, layout: Layout, wanted: Wanted
 ) -> Gradients:
-    """de, dc and dbias as in `gradients`. of: the cotangents of the sum and of lse; None: it is 0.
+    """de, dc and dbias, each with the shape, type and layout of its input; None where not wanted.
 
-    given: core.Summands. run(given, of, left, core) -> the gradients of the device's columns.
+    given: core.Summands. of: the cotangents of the sum, and those of each token, a tree; None: they are 0.
+    run(given, of, left, core) -> the gradients of the device's columns.
     """
     inputs = given.inputs
     sums, core = _sums(inputs, layout), _summing(core, inputs, layout)
 
     def on_device(given: Any, of: tuple, left: Any) -> Gradients:
         whole, flat = _inputs_of_device(given.inputs, core, layout)
-        of_sum, of_lse = of
-        terms, of_lse = _flat_terms((given.terms, of_lse), given.inputs, layout)
-        found = run(given._replace(inputs=flat, terms=terms), _added((of_sum, of_lse), layout), left, core)
+        of_sum, of_tokens = of
+        terms, of_tokens = _flat_terms((given.terms, of_tokens), given.inputs, layout)
+        found = run(given._replace(inputs=flat, terms=terms), _added((of_sum, of_tokens), layout), left, core)
         return _exchanged(found, whole.e.shape, given.inputs.e.dtype, core, layout, sums)
 
     specs = _specs_of_summands(given, core, layout), (P(), layout.spec_of_tokens), _each(layout)

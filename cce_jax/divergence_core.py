@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from cce_jax import devices, passes, rules, settings
+from cce_jax import passes, rules, settings
+from cce_jax.core import NOTHING, gradients_of_sum, sum_over_tokens
 from cce_jax.plans import Core, Decided, on_platform, plan_for
 from cce_jax.reference import rounded
 from cce_jax.sharding import Layout
@@ -23,8 +24,6 @@ from cce_kernels.divergence import Divergence, Given, Numbers, Side
 from cce_kernels.divergence_terms import entropy_terms
 from cce_kernels.numbers import Gradients, Inputs, Wanted, divided
 from cce_kernels.residuals import Residuals
-
-NOTHING = Wanted(e=False, c=False, bias=False)
 
 
 class Terms(NamedTuple):
@@ -169,12 +168,8 @@ def _formed(
         numbers, left = _begin(of, core, how, wanted)
         return numbers.total, numbers, rules.filled(left)
 
-    if layout is not None:
-        value, _, numbers, left = devices.sum_over_tokens(run, of, core, layout)
-        return value, numbers, left
-    _, numbers, left = run(_flat(of), core)
-    numbers = jax.tree.map(lambda x: passes.shaped_tokens(x, of.inputs), numbers)
-    return jnp.sum(of.terms.weight * numbers.total), numbers, left
+    value, _, numbers, left = sum_over_tokens(run, of, core, layout)
+    return value, numbers, left
 
 
 def _of_factor(
@@ -183,12 +178,9 @@ def _of_factor(
     """The gradients of factor · S, from what `_formed` left."""
 
     def run(given: Summands, of: tuple, left: Any, core: Core) -> Gradients:
-        residuals = rules.emptied(left)
-        return passes.finish(given.inputs, residuals, of[0], core, wanted)
+        return passes.finish(given.inputs, rules.emptied(left), of[0], core, wanted)
 
-    if layout is not None:
-        return devices.gradients_of_sum(run, given, (factor, None), left, core, layout, wanted)
-    return _shaped(run(_flat(given), (factor,), left, core), given)
+    return gradients_of_sum(run, given, (factor, None), left, core, layout, wanted)
 
 
 def _of_cotangents(
@@ -200,17 +192,5 @@ def _of_cotangents(
         _, residuals = _begin(given, core, how, wanted)
         return passes.finish(given.inputs, residuals, jnp.ones((), given.terms.weight.dtype), core, wanted)
 
-    live = given.inputs.targets >= 0
-    given = given.weighted(jnp.where(live, of_total, 0))
-    if layout is not None:
-        return devices.gradients_of_sum(run, given, (None, None), (), core, layout, wanted)
-    return _shaped(run(_flat(given), (), (), core), given)
-
-
-def _flat(of: Summands) -> Summands:
-    terms = jax.tree.map(lambda x: passes.flat_tokens(x, of.inputs), of.terms)
-    return of._replace(inputs=passes.in_type_of_e(passes.flat(of.inputs)), terms=terms)
-
-
-def _shaped(found: Gradients, given: Summands) -> Gradients:
-    return found._replace(e=None if found.e is None else found.e.reshape(given.inputs.e.shape))
+    given = given.weighted(jnp.where(given.inputs.targets >= 0, of_total, 0))
+    return gradients_of_sum(run, given, (None, None), (), core, layout, wanted)

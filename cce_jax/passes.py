@@ -44,6 +44,12 @@ def in_type_of_e(inputs: Inputs) -> Inputs:
     return inputs._replace(c=in_it(inputs.c), bias=in_it(inputs.bias))
 
 
+def flat_summands(of: Any) -> Any:
+    """of, core.Summands, with one axis of tokens, and with c and bias rounded to e's type."""
+    terms = jax.tree.map(lambda x: flat_tokens(x, of.inputs), of.terms)
+    return of._replace(inputs=in_type_of_e(flat(of.inputs)), terms=terms)
+
+
 def target_logits(inputs: Inputs, core: Core, wanted: Wanted | None) -> jax.Array:
     """Equation (2) for a shard of the vocabulary, (N,). `forward_pass` takes the sum over all shards."""
     return on_platform(lambda plan, inputs: forward.target(inputs, plan), inputs, core, wanted)(inputs)
@@ -139,8 +145,5 @@ def numbers_and_selections(inputs: Inputs, core: Core, asked: Asked) -> tuple[St
 
     Nothing is left for `gradients`.
     """
-
-    def run(plan: Plan, inputs: Inputs) -> tuple[Statistics, Selections]:
-        return selected.numbers_and_selections(inputs, plan, asked)
-
-    return on_platform(run, inputs, core, None)(inputs)
+    find = selected.numbers_and_selections
+    return on_platform(lambda plan, inputs: find(inputs, plan, asked), inputs, core, None)(inputs)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cce_jax import arguments, losses, settings
-from cce_jax.core import with_selections
+from cce_jax.core import statistics
 from cce_jax.plans import Core
 from cce_jax.reverse_mode import reverse_mode_only
 from cce_jax.sharding import Layout, layout_of, no_explicit_vmap, vocabulary_of
@@ -192,7 +192,7 @@ def numbers_of(
 ) -> tuple[Statistics, selections.Selections]:
     """The core's numbers for e (..., D) and targets (...) of any number of axes, and for no tokens."""
     if inputs.targets.size:
-        return with_selections(inputs, core, layout, selected)
+        return statistics(inputs, core, layout, selected)
     zeros = jnp.zeros_like(inputs.targets, jnp.promote_types(inputs.e.dtype, jnp.float32))
     ids = None if inputs.ids is None else jnp.zeros(inputs.ids.shape, zeros.dtype)
     total, mean, mean_logit = (zeros if x else None for x in (core.with_sum, core.with_mean, selected.mean_logit))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cce_jax.core import statistics, with_selections
+from cce_jax.core import statistics
 from cce_jax.plans import Core
 from cce_kernels import given_ids
 from cce_kernels.device import local_gpu
@@ -138,7 +138,7 @@ def ours(x: Drawn, core: Core, asked: Asked = NOTHING) -> dict[str, np.ndarray]:
     @jax.jit
     def run(leaves: dict[str, Any], inputs: Inputs, of: Cotangents):
         def of_leaves(leaves):
-            numbers, _ = with_selections(inputs._replace(**leaves), core, None, asked)
+            numbers, _ = statistics(inputs._replace(**leaves), core, None, asked)
             return objective(x, numbers, of, inputs.targets >= 0), numbers
 
         return jax.grad(of_leaves, has_aux=True)(leaves)
@@ -270,7 +270,7 @@ def test_no_buffer_of_the_size_of_the_logits(impl):
     x = Drawn(inputs, of, Head())  # type: ignore[arg-type]
 
     def loss(e, c, inputs, of):
-        numbers = statistics(inputs._replace(e=e, c=c), x.core(impl, BUDGET), None)
+        numbers = statistics(inputs._replace(e=e, c=c), x.core(impl, BUDGET), None)[0]
         return objective(x, numbers, of, inputs.targets >= 0)
 
     run, shapes = jax.grad(loss, (0, 1)), (inputs.e, inputs.c, inputs, of)

@@ -321,7 +321,7 @@ def test_a_gradient_of_the_entropy_is_four_kernels(memory_budget):
         core = Core(Head(), False, "cce", memory_budget, H200, with_mean=with_mean)
 
         def entropy(e, c):
-            numbers = statistics(inputs._replace(e=e, c=c), core, None)
+            numbers = statistics(inputs._replace(e=e, c=c), core, None)[0]
             return jnp.sum(numbers.log_mass - numbers.mean if with_mean else -numbers.log_p(numbers.target))
 
         return jax.grad(entropy, (0, 1))(inputs.e, inputs.c)

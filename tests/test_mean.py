@@ -119,7 +119,7 @@ def ours(x: Drawn, core: Core, names: tuple[str, ...] = ("e", "c", "bias")) -> d
     @jax.jit
     def run(leaves: dict[str, Any], inputs: Inputs, of: jax.Array):
         def objective(leaves):
-            numbers = statistics(inputs._replace(**leaves), core, None)
+            numbers = statistics(inputs._replace(**leaves), core, None)[0]
             named = zip(Cotangents.of(numbers), of, strict=False)
             return sum(jnp.sum(jnp.where(kept, y * x, 0)) for x, y in named if x is not None), numbers
 
@@ -237,7 +237,7 @@ def test_float16_has_room_for_the_cotangent_of_the_mean(impl, size):
 def test_another_temperature_compiles_nothing():
     x = made()
     core = x.core("chunked")
-    run = jax.jit(lambda inputs: statistics(inputs, core, None))
+    run = jax.jit(lambda inputs: statistics(inputs, core, None)[0])
     for k in range(2):
         inverse = x.inputs.inverse_temperature * (k + 1)
         run(jax.tree.map(jnp.asarray, x.inputs._replace(inverse_temperature=inverse)))
@@ -270,7 +270,8 @@ def test_evaluation_with_scattered_tokens(tokens):
     kept, exact = x.inputs.targets >= 0, truth(x)
     for impl in IMPLS:
         core = x.core(impl)
-        found = jax.jit(lambda inputs, core=core: statistics(inputs, core, None))(jax.tree.map(jnp.asarray, x.inputs))
+        run = jax.jit(lambda inputs, core=core: statistics(inputs, core, None)[0])
+        found = run(jax.tree.map(jnp.asarray, x.inputs))
         for name, value in of_kept(found, kept).items():
             assert error(value, exact[name]) < 2e-6, (impl, name)
 

@@ -24,9 +24,7 @@ from tests.tolerance import roundoff
 
 def ours(x: Drawn, asked: Asked, memory_budget: int = 0) -> Selections:
     inputs = jax.tree.map(jnp.asarray, x.inputs)
-    found = jax.jit(lambda inputs: core.with_selections(inputs, x.core("chunked", memory_budget), None, asked)[1])(
-        inputs
-    )
+    found = jax.jit(lambda inputs: core.statistics(inputs, x.core("chunked", memory_budget), None, asked)[1])(inputs)
     return jax.tree.map(np.asarray, found)
 
 
@@ -131,7 +129,7 @@ def test_there_are_no_gradients():
     inputs = jax.tree.map(jnp.asarray, x.inputs)
 
     def total(e: jax.Array) -> jax.Array:
-        found = core.with_selections(inputs._replace(e=e), x.core("chunked", 0), None, Asked(3, True))[1]
+        found = core.statistics(inputs._replace(e=e), x.core("chunked", 0), None, Asked(3, True))[1]
         return jnp.sum(found.top_logits) + jnp.sum(found.mean_logit)  # type: ignore[arg-type]
 
     assert not jax.grad(total)(inputs.e).any()
@@ -153,7 +151,7 @@ def test_no_array_of_the_size_of_the_logits(k, memory_budget):
     static = made().core("chunked", memory_budget)
 
     def run(inputs: Inputs) -> Selections:
-        return core.with_selections(inputs, static, None, Asked(k, True))[1]
+        return core.statistics(inputs, static, None, Asked(k, True))[1]
 
     jaxpr = jax.make_jaxpr(run)(inputs).jaxpr
     assert max(size for _, size in arrays(jaxpr) if size != V * D) * 8 <= memory_budget * 1.01 < 8 * N * V
