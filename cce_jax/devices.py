@@ -139,7 +139,8 @@ def gradients_of_sum(
     sums, core = _sums(inputs, layout), _summing(core, inputs, layout)
 
     def on_device(given: Any, of: tuple, left: Any) -> Gradients:
-        whole, flat = _inputs_of_device(given.inputs, core, layout)
+        whole = _gathered(passes.in_type_of_e(given.inputs), core, layout)
+        flat = _of_own_columns(passes.flat(whole), core, layout)
         of_sum, of_tokens = of
         terms, of_tokens = _flat_terms((given.terms, of_tokens), given.inputs, layout)
         found = run(given._replace(inputs=flat, terms=terms), _added((of_sum, of_tokens), layout), left, core)
@@ -147,7 +148,10 @@ def gradients_of_sum(
 
     specs = _specs_of_summands(given, core, layout), (P(), layout.spec_of_tokens), _each(layout)
     mapped = _on_devices(on_device, layout, specs, _specs_of_gradients(core, layout, wanted))
-    return _typed_gradients(mapped(given, of, left), inputs, layout)
+    found = mapped(given, of, left)
+    if not layout.typed:
+        return found
+    return Gradients(*(None if x is None else _typed(x, varying(of)) for x, of in zip(found, inputs, strict=False)))
 
 
 def _flat_terms(terms: Any, inputs: Inputs, layout: Layout) -> Any:
@@ -265,20 +269,13 @@ def _of_all_columns(of_own: Statistics, layout: Layout, weight: Any = 0) -> Stat
     )
 
 
-def _inputs_of_device(inputs: Inputs, core: Core, layout: Layout) -> tuple[Inputs, Inputs]:
-    """The inputs after the gathers; and the same as (N, D), with targets and ids as columns of the device."""
-    whole = _gathered(passes.in_type_of_e(inputs), core, layout)
-    flat = passes.flat(whole)
-    return whole, _of_own_columns(flat, core, layout)
-
-
 def _exchanged(
     found: Gradients, shape: tuple[int, ...], dtype: Any, core: Core, layout: Layout, sums: _Sums
 ) -> Gradients:
     """The gradients of the device's tokens and columns, summed over the devices. shape, dtype: of de."""
     (de, dc, dbias), axis = found, core.head.vocab_axis
     if de is not None:
-        de = _summed(_scattered_tokens(de.reshape(shape), layout), sums.e).astype(dtype)
+        de = _summed(_all_tokens(de.reshape(shape), layout, _scattered), sums.e).astype(dtype)
     if dc is not None:
         dc = _summed(_scattered(_scattered(dc, layout.width, 1 - axis), layout.gathered_columns, axis), sums.c)
     if dbias is not None:
@@ -318,9 +315,10 @@ def _all(x: jax.Array, axes: Axes, axis: int) -> jax.Array:
     return lax.all_gather(x, axes, axis=axis, tiled=True) if axes else x
 
 
-def _all_tokens(x: jax.Array, layout: Layout) -> jax.Array:
+def _all_tokens(x: jax.Array, layout: Layout, exchanged: Callable = _all) -> jax.Array:
+    """x, exchanged along each axis of tokens over which e is gathered."""
     for axis, axes in layout.gathered_of_tokens:
-        x = _all(x, axes, axis)
+        x = exchanged(x, axes, axis)
     return x
 
 
@@ -335,12 +333,6 @@ def _own_tokens(x: jax.Array, layout: Layout) -> jax.Array:
 def _scattered(x: jax.Array, axes: Axes, axis: int) -> jax.Array:
     """The device's own part of the sum over devices: the transpose of _all."""
     return lax.psum_scatter(x, axes, scatter_dimension=axis, tiled=True) if axes else x
-
-
-def _scattered_tokens(x: jax.Array, layout: Layout) -> jax.Array:
-    for axis, axes in layout.gathered_of_tokens:
-        x = _scattered(x, axes, axis)
-    return x
 
 
 def _summed(x: jax.Array, axes: Axes) -> jax.Array:
@@ -425,12 +417,6 @@ def _union(layout: Layout, arrays: Any) -> frozenset[str]:
 def _of_numbers(inputs: Inputs, layout: Layout) -> frozenset[str]:
     """The Manual axes over which the numbers of tokens vary. Devices that share tokens compute the same numbers."""
     return _union(layout, inputs) - (frozenset(layout.columns) - layout.gathered_tokens)
-
-
-def _typed_gradients(found: Gradients, inputs: Inputs, layout: Layout) -> Gradients:
-    if not layout.typed:
-        return found
-    return Gradients(*(None if x is None else _typed(x, varying(of)) for x, of in zip(found, inputs, strict=False)))
 
 
 def _typed(arrays: Any, axes: frozenset[str]) -> Any:

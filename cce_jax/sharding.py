@@ -240,20 +240,6 @@ def layout_of(e: Any, c: Any, vocab_axis: int, sharding: Any) -> Layout | None:
             _given(name, spec, x, seen, mesh, typed)
             for name, spec, x, seen in zip("ec", _pair(sharding), (e, c), (of_e, of_c), strict=True)
         )
-    return _layout(mesh, mapped, typed, e, c, vocab_axis, of_e, of_c)
-
-
-def _layout(
-    mesh: AbstractMesh,
-    mapped: frozenset[str],
-    typed: bool,
-    e: Any,
-    c: Any,
-    vocab_axis: int,
-    of_e: tuple[Axes, ...],
-    of_c: tuple[Axes, ...],
-) -> Layout:
-    """The layout, from the axes that split each axis of e and of c."""
     *tokens, of_width = of_e
     if any(a not in mapped for a in of_width):
         raise ValueError(f"sharding splits the last axis of e over {of_width}, inside jax.shard_map: gather it first")
@@ -303,9 +289,8 @@ def _layout(
 
 
 def _pair(sharding: Any) -> tuple[P, P]:
-    if not isinstance(sharding, tuple) or isinstance(sharding, P) or len(sharding) != 2:
-        raise TypeError(f"{HOW}, got {sharding!r}")
-    if not all(isinstance(spec, P) for spec in sharding):
+    pair = isinstance(sharding, tuple) and not isinstance(sharding, P) and len(sharding) == 2
+    if not pair or not all(isinstance(spec, P) for spec in sharding):
         raise TypeError(f"{HOW}, got {sharding!r}")
     return sharding[0], sharding[1]
 
