@@ -289,10 +289,11 @@ def gradients_of(
 
     own, columns: of `numbers_of`; columns may be overwritten. numbers, of: over all columns, and their cotangents.
     """
-    how = _way(plan)
-    if how.forward is None:
-        return _of_logits(chunk, columns, numbers, of, plan)
-    return _of_exponentials(chunk, columns, own, numbers, of, plan)
+    if _way(plan).forward is not None:
+        return _of_exponentials(chunk, columns, own, numbers, of, plan)
+    of = jax.tree.map(lambda x: cleared(x, chunk.live), of)
+    dz = dz_of(chunk.inputs, columns.values, numbers, of, plan.call.head)
+    return of_dz(chunk, *dz, plan, None if columns.blocks is None else columns.blocks.dc)
 
 
 def add_dc(
@@ -301,12 +302,6 @@ def add_dc(
     """engine.Launched.sum_dc, as planned."""
     step = _way(plan).dc
     return step.engine.sum_dc(step, plan.call, plan.gpu, dc, steps, left, factor)
-
-
-def _of_logits(chunk: Chunk, columns: Columns, numbers: Statistics, of: Cotangents, plan: Plan):
-    call, inputs, (z, blocks) = plan.call, chunk.inputs, columns
-    of = jax.tree.map(lambda x: cleared(x, chunk.live), of)
-    return of_dz(chunk, *dz_of(inputs, z, numbers, of, call.head), plan, None if blocks is None else blocks.dc)
 
 
 def of_dz(

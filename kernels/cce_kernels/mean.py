@@ -30,9 +30,8 @@ are about equal the entropy's dz vanishes, and an error of 2⁻⁹·p_v is left:
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from cce_kernels.numbers import LOG2_E, Cotangents, Statistics
+from cce_kernels.numbers import Cotangents, Statistics
 
 LEAST_LOG = -1000.0  # of P, to the base e or 2: exp(LEAST_LOG) is 0, and LEAST_LOG times a cotangent is finite
 
@@ -58,11 +57,6 @@ def finite(peak: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(peak), peak, 0)
 
 
-def peak_of(z: jax.Array) -> jax.Array:
-    """The largest logit of each token, (N,), a constant; 0 where that is not finite."""
-    return finite(lax.stop_gradient(jnp.max(z, axis=1)))
-
-
 def quotient(moment: jax.Array, mass: jax.Array) -> jax.Array:
     """The mean from the sums; 0 where all logits are −inf."""
     return moment / jnp.where(mass == 0, 1, mass)
@@ -75,11 +69,6 @@ def over_runs(log_mass: jax.Array, mean: jax.Array) -> jax.Array:
     """
     share = jnp.exp(log_mass - finite(jnp.max(log_mass, axis=0)))
     return quotient(jnp.sum(share * mean, axis=0), jnp.sum(share, axis=0))
-
-
-def in_base_2(of: Cotangents) -> Cotangents:
-    """The cotangents for log₂ p in place of log p: the hardware's exponential is base 2."""
-    return of if of.mean is None else of._replace(mean=of.mean / LOG2_E)
 
 
 def of_exponentials(mass: jax.Array, moment: jax.Array) -> Statistics:

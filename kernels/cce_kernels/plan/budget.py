@@ -201,15 +201,12 @@ class Bytes:
             moved += call.width * max(itemsize * of_de - self.sums_of_de(tokens) * tokens, 0)
         by_xla = not self.stores or call.wants.bias or (call.wants.e and self.de_by_xla(tokens))
         workspace = WORKSPACE * (self.gpu is not None and by_xla) + 12 * call.vocabulary * call.wants.bias
-        workspace += call.itemsize * call.vocabulary * call.width * self._pads(tokens)  # a copy of c
+        if not self.stores and XLA.pads_de(call, tokens, call.vocabulary, self.gpu):
+            workspace += call.itemsize * call.vocabulary * call.width  # a copy of c
         if self.most_logits:  # the logits of both sides, in the memory that de takes later
             of_de = tokens * call.width * self.of_de(tokens)
             workspace += max(2 * call.sum_itemsize * columns * min(tokens, self.most_logits) - of_de, 0)
         return tokens * self.of_a_token(tokens) + steps + moved + CHUNK_NUMBERS * chunks.rows + workspace
-
-    def _pads(self, tokens: int) -> bool:
-        """Whether XLA copies the operands of the matmul for de, where it holds the logits of so many tokens."""
-        return not self.stores and XLA.pads_de(self.call, tokens, self.call.vocabulary, self.gpu)
 
     def least(self) -> int:
         """The least plan: nothing saved, the smallest groups."""

@@ -179,7 +179,7 @@ def _may_form_in_forward(x: _Setting) -> bool:
     On a GPU from stored exponentials, or in float32. In 16 bits XLA's passes over float32 logits, and its sums of dc in
     groups, take longer than to compute the logits again. So does Triton's sum of a float32 dc: 35 and 32 ms on an H200.
     """
-    if x.call.ids:  # only recomputed.py adds their cotangents to dz
+    if x.call.ids:  # only backward.py adds their cotangents to dz
         return False
     if not x.call.may_chunk or x.gpu is None:
         return x.call.may_chunk

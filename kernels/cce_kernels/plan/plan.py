@@ -29,7 +29,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """The backward pass computes the logits again, in groups (cce_kernels/recomputed.py)."""
+    """The backward pass computes the logits again, in groups (cce_kernels/backward.py)."""
 
     dz: Step
     products: Multiplying

@@ -27,7 +27,6 @@ from cce_kernels.engines.triton.logits import factor_of, load_inverse_temperatur
 from cce_kernels.engines.triton.tiles import CLEARED, SAVED_SUMS, SAVED_TARGETS, TileConfig, blocks, other_tiles
 from cce_kernels.exponentials import ALIGNMENT
 from cce_kernels.gradients import ALL_COLUMNS, FormDz
-from cce_kernels.mean import in_base_2
 from cce_kernels.numbers import LOG2_E, Cotangents, Inputs
 from cce_kernels.windows import Groups, Window
 
@@ -47,7 +46,8 @@ def _dz_kernel(how: How, saved_ref, inputs: Inputs, cotangents, window_ref, dz_r
     targets = load_vector(inputs.targets, rows, rows_ok, other=-1)[:, None]
     named = columns < groups.vocabulary if groups.beyond else local_ok
     weights = load_weights(inputs.weights, columns, named)
-    of = in_base_2(load_cotangents(cotangents, rows, rows_ok))
+    of = load_cotangents(cotangents, rows, rows_ok)
+    of = of if of.mean is None else of._replace(mean=of.mean / LOG2_E)  # log₂ p takes the place of log p
 
     held = local_ok
     if groups.beyond:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from cce_kernels.engines.engine import Problem
 from cce_kernels.gradients import fitted
 from cce_kernels.head import Head
-from cce_kernels.mean import peak_of, quotient, relative, sums_of
+from cce_kernels.mean import finite, quotient, relative, sums_of
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Statistics
 
 
@@ -25,7 +25,7 @@ def numbers_and_logits(problem: Problem) -> tuple[Statistics, jax.Array]:
     targets = inputs.targets[:, None]
     named = (targets >= 0) & (targets < z.shape[1])
     target = jnp.take_along_axis(z, jnp.where(named, targets, 0), axis=1)
-    peak, call = peak_of(z), problem.call
+    peak, call = finite(jnp.max(z, axis=1)), problem.call
     mass, moment, total = sums_of(z, peak, inputs.weights)
     mean = quotient(moment, mass) if call.with_mean else None
     target = jnp.where(named, target, 0)[:, 0]
