@@ -173,8 +173,7 @@ def _divergence(
     weight, inverse = given.token_weight, given.temperature
     weight = jnp.ones(e.shape[:-1], wide) if weight is None else jax.lax.stop_gradient(jnp.asarray(weight, wide))
     inverse = None if inverse is None else jnp.broadcast_to(inverted(inverse, e.dtype), e.shape[:-1])
-    teacher = jax.tree.map(jax.lax.stop_gradient, teacher)
-    teacher = _in_type_of_e(teacher)
+    teacher = passes.in_type_of_e(jax.tree.map(jax.lax.stop_gradient, teacher))
     summed, over = reduction != "none", ()
     inputs = Inputs(e, c, bias, jnp.zeros(weight.shape, jnp.int32), None, given.scale, inverse)
     inputs = prepare.laid_out(inputs, core, layout)
@@ -194,8 +193,3 @@ def _divergence(
     terms = losses.Terms(summands.inputs.targets, None, weight)
     loss = losses.reduced(value, terms, given.num_items, losses.Loss(reduction), over)
     return loss, numbers.entropy
-
-
-def _in_type_of_e(side: Side) -> Side:
-    rounded = passes.in_type_of_e(Inputs(side.e, side.c, side.bias, None))  # type: ignore[arg-type]
-    return side._replace(c=rounded.c, bias=rounded.bias)

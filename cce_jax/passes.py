@@ -34,8 +34,8 @@ def shaped_tokens(x: jax.Array, inputs: Inputs) -> jax.Array:
     return x.reshape(*inputs.targets.shape, *x.shape[1:])
 
 
-def in_type_of_e(inputs: Inputs) -> Inputs:
-    """The inputs with c and bias rounded to e's type."""
+def in_type_of_e(inputs: Any) -> Any:
+    """The inputs, numbers.Inputs or divergence.Side, with c and bias rounded to e's type."""
     of_e = inputs.e.dtype
 
     def in_it(x: Any) -> Any:

@@ -209,9 +209,10 @@ def _by_xla(
     y = of.teacher.whole_logits(teacher.e, teacher.c, teacher.bias, teacher.scale).astype(x.dtype)
     divided = own.inputs.divided
     # Each pass begins with the logits behind a barrier: XLA then holds no other array of their size.
-    both, found = lax.optimization_barrier(((x, y), _largest(divided(x), divided(y))))
+    both, found = lax.optimization_barrier(((x, y), _reduced(lax.max, -jnp.inf, divided(x), divided(y))))
     peaks = [jnp.where(jnp.isfinite(peak), peak, 0) for peak in found]
-    masses = _sums(*(jnp.exp(divided(x) - peak[:, None]) for x, peak in zip(both, peaks, strict=True)))
+    exponentials = (jnp.exp(divided(x) - peak[:, None]) for x, peak in zip(both, peaks, strict=True))
+    masses = _reduced(lax.add, 0.0, *exponentials)
     sides = [Whole(x, peak, jnp.log(mass)) for x, peak, mass in zip(both, peaks, masses, strict=True)]
     given = lax.optimization_barrier(Pass(sides[0], sides[1], own.inputs.inverse_temperature, None, None, shares))
     sums: list[jax.Array] = []
@@ -219,7 +220,7 @@ def _by_xla(
         terms = [given.terms(Static(of.kind, True, False))[k]]
         if of.entropy and k == 0:
             terms += given.terms(Static(of.kind, False, True))
-        given, found = lax.optimization_barrier((given, _sums(*terms)))
+        given, found = lax.optimization_barrier((given, _reduced(lax.add, 0.0, *terms)))
         sums += found
     size, unit = own.size, None
     if plan.call.dtype == "float16":
@@ -234,15 +235,7 @@ def _total(of: Divergence, shares: Any, sums: list[jax.Array]) -> jax.Array:
     return sums[0] if of.kind != "jsd" else shares[0] * sums[1] + shares[1] * sums[0]
 
 
-def _largest(*arrays: jax.Array) -> list[jax.Array]:
-    return _reduced(lax.max, -jnp.inf, arrays)
-
-
-def _sums(*arrays: jax.Array) -> list[jax.Array]:
-    return _reduced(lax.add, 0.0, arrays)
-
-
-def _reduced(combine: Any, start: float, arrays: tuple[jax.Array, ...]) -> list[jax.Array]:
+def _reduced(combine: Any, start: float, *arrays: jax.Array) -> list[jax.Array]:
     """Each array (n, V), reduced over V. One operation reduces all: XLA then reads what they are made from once."""
 
     def of_pair(some: Any, more: Any) -> Any:
