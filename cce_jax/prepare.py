@@ -1,4 +1,4 @@
-"""What the public functions have in common: the checks of their arguments, the core that runs, and the shift."""
+"""What the public functions have in common: checks of their arguments, the core that runs, its inputs, the shift."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
