@@ -120,7 +120,8 @@ def types(given: Any) -> None:
 
 def shapes(given: Any, layout: Layout | None, vocab_axis: int, shift: int) -> None:
     """ValueError unless the shapes of api.Arrays fit."""
-    of: dict[str, Any] = {name: None if x is None else np.shape(x) for name, x in given._asdict().items()}
+    users = zip(given._fields[:ARRAYS], given, strict=False)
+    of: dict[str, Any] = {name: None if x is None else np.shape(x) for name, x in users}
     shape_of_c = of["c"] if layout is None else layout.whole_width(given.c, vocab_axis)
     parts = 1 if layout is None else layout.size(layout.split_sequences)
     weights = {name: of[name] for name in ("bias", "class_weight", "token_weight")}
