@@ -104,11 +104,16 @@ def _reference(of: Summands, core: Core, how: Divergence) -> Numbers:
 
 
 def _log_mixed(x: jax.Array, share: jax.Array, rest: jax.Array) -> jax.Array:
-    """log(rest + share·exp(x)), where share + rest = 1. It keeps its digits where share is close to 0 or to 1."""
+    """log(rest + share·exp(x)), where share + rest = 1. It keeps its digits where share is close to 0 or to 1.
+
+    So does its derivative: that of expm1 has none where x is low, and the quotient of large numbers multiplies small
+    probabilities to 0.
+    """
     x = jnp.minimum(x, 80)  # where it is more, the probability that the result belongs to is below exp(−80)
-    less = share * jnp.expm1(x)
-    near = less > -0.5
-    return jnp.where(near, jnp.log1p(jnp.where(near, less, 0)), jnp.log(rest + share * jnp.exp(x)))
+    low, peak = x < -1, jax.lax.stop_gradient(jnp.maximum(x, 0))
+    less = share * jnp.where(low, jnp.exp(jnp.where(low, x, -1)) - 1, jnp.expm1(jnp.where(low, 0, x)))
+    near, large = jnp.abs(less) < 0.5, peak + jnp.log(rest * jnp.exp(-peak) + share * jnp.exp(x - peak))
+    return jnp.where(near, jnp.log1p(jnp.where(near, less, 0)), large)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))

@@ -177,11 +177,12 @@ def _logs_of_mixture(delta: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """log(s/m) and log(t/m), where delta is log(t/s). They keep their digits where beta is close to 0 or to 1."""
 
     def log_mixed(x: Tensor, share: float, rest: float) -> Tensor:
-        """log(rest + share·exp(x))."""
+        """log(rest + share·exp(x)). As cce_jax.divergence_core._log_mixed."""
         x = x.clamp(max=80)  # where it is more, the probability that the result belongs to is below exp(−80)
-        less = share * torch.expm1(x)
-        near = less > -0.5
-        return torch.where(near, torch.log1p(torch.where(near, less, 0)), torch.log(rest + share * torch.exp(x)))
+        low, peak = x < -1, x.detach().clamp(min=0)
+        less = share * torch.where(low, torch.exp(torch.where(low, x, -1)) - 1, torch.expm1(torch.where(low, 0, x)))
+        near, large = less.abs() < 0.5, peak + torch.log(rest * torch.exp(-peak) + share * torch.exp(x - peak))
+        return torch.where(near, torch.log1p(torch.where(near, less, 0)), large)
 
     return -log_mixed(delta, beta, 1 - beta), -log_mixed(-delta, 1 - beta, beta)
 

@@ -58,9 +58,13 @@ class Head:
         return z if self.softcap is None else self.softcap * jnp.tanh(z / self.softcap)
 
     def whole_logits(self, e: jax.Array, c: jax.Array, bias: jax.Array | None, scale: jax.Array | None) -> jax.Array:
-        """x of all columns, (rows, V), at least float32."""
+        """x of all columns, (rows, V), at least float32; of some columns if c and bias are theirs.
+
+        XLA would compute them again in each pass that reads them. It may round them otherwise there, and a low
+        temperature multiplies the difference: behind a barrier all passes read the same.
+        """
         raw = self.product(e, c, 1 - self.vocab_axis)
-        return self.logits(raw, None if bias is None else bias.astype(raw.dtype), scale)
+        return lax.optimization_barrier(self.logits(raw, None if bias is None else bias.astype(raw.dtype), scale))
 
     def cotangent(self, x, p, is_target, of: Cotangents, weights, factor, log_p=None) -> jax.Array:
         """dz, the cotangent of the raw product e·c. Every argument broadcasts against x.

@@ -147,7 +147,7 @@ def _rows(name: str, found: np.ndarray, of: Rows, program: Program, kept: np.nda
     allowed = allowed + F * (few * np.sqrt(blocks(float32)) + np.sqrt(blocks(alike)))
     allowed = allowed + eps * (np.sqrt(terms * blocks(summed)) + np.sqrt(blocks(size)))
     allowed = allowed + np.fmin(np.sqrt(blocks(left_out)), of.of_any_rows)
-    errors = np.sqrt(blocks(off))
+    errors = np.where(allowed > LARGEST_FLOAT32, 0.0, np.sqrt(blocks(off)))  # any number, infinite ones too
     ratios = _ratio(errors, allowed)
     at = int(np.argmax(ratios))
     where = "all rows" if at == starts.size else f"rows {at * BLOCK} to {min(at * BLOCK + BLOCK, off.size) - 1}"

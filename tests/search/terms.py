@@ -80,8 +80,10 @@ class Rounding:
         self.sigma = self.most + normaliser.clamp(min=0)  # what log p may be off by
         sigma = self.sigma.clamp(min=1e-300)
         of_exp = torch.where(sigma < 30, torch.log(torch.expm1(sigma.clamp(max=30))), sigma)
-        far = torch.exp((x.log_p + of_exp).clamp(max=0))
-        self.p = torch.where(self.linear, x.p * self.usual, far)  # what p may be off by
+        far = x.log_p + of_exp
+        self.p = torch.where(self.linear, x.p * self.usual, torch.exp(far.clamp(max=0)))  # what p may be off by
+        # and an exponential that is not divided by the sum of those beside it, but by what another kernel summed
+        self.alone = torch.where(self.linear, self.p, torch.exp(far.clamp(max=600)))
         self.tiles = eps * (4 + x.z.shape[1] ** 0.5 / 32)
 
     def of(self, slope: Tensor, otherwise: Tensor) -> Tensor:
@@ -211,7 +213,7 @@ def of_numbers(x: Block, p: Program, t: Tokens, eps: float, gradients: bool) -> 
         return Found(found)
     if poisoned & set(t.cotangents):
         of = {name: y * poison for name, y in of.items()}
-    return Found(found, _gradients(x, r, t, have, of, of_off))
+    return Found(found, _gradients(x, r, t, have, of, of_off, p.impl == "reference"))
 
 
 def _joined(found: dict[str, tuple[Tensor, Tensor]], t: Tokens) -> dict[str, tuple[Tensor, Tensor]]:
@@ -224,7 +226,10 @@ def _joined(found: dict[str, tuple[Tensor, Tensor]], t: Tokens) -> dict[str, tup
     return found | {"id_log_probs": (torch.where(outside, -torch.inf, value), torch.where(outside, 0.0, error))}
 
 
-def _gradients(x: Block, r: Rounding, t: Tokens, have: dict[str, Number], of: Named, of_off: Named) -> Gradients:
+def _gradients(
+    x: Block, r: Rounding, t: Tokens, have: dict[str, Number], of: Named, of_off: Named, normalised: bool
+) -> Gradients:
+    """normalised: whether the exponentials of the gradients are those that were summed."""
     p, log_p, eps = x.p, torch.nan_to_num(x.log_p, neginf=-MOST), r.eps
     zeros = torch.zeros_like(x.lse)
 
@@ -244,7 +249,7 @@ def _gradients(x: Block, r: Rounding, t: Tokens, have: dict[str, Number], of: Na
     reached = log_p.gather(1, t.targets[:, None]).abs() if "target" in have else torch.zeros_like(x.lse[:, None])
     reached = reached.clamp(max=1e6)
     rounding = eps * (2 + log_p.abs().clamp(max=1e6) + reached / 2)
-    d_p = r.p + p * rounding
+    d_p = (r.p if normalised else r.alone) + p * rounding
     independent = a.abs()[:, None] * d_p
     if "smooth" in of:
         independent = independent + 8 * eps * (of["smooth"][:, None] * t.weights).abs()
@@ -309,6 +314,9 @@ def of_divergence(x: Block, of_teacher: Block, p: Program, size: Tensor, eps: fl
     linear = r.linear & of_t.linear
     error = r.of(of_s, torch.zeros_like(loss)) + of_t.of(of_z, torch.zeros_like(loss)) + second
     error = torch.where(linear[:, 0], error, far) + 4 * r.tiles * loss.abs()
+    apart = torch.where(larger > 0, share * larger * (own[0] + own[1]), 0.0) if p.impl == "reference" else None
+    if apart is not None:
+        error = error + 3 * (apart**2).sum(1).sqrt() + 2 * share * max(r.tiles, of_t.tiles)
     results = {"loss": (loss, error)}
     if p.return_entropy:
         have = numbers(x, Rounding(x, eps), _NO_TOKENS, ("entropy",))["entropy"]
@@ -369,7 +377,8 @@ def _sum(p: Tensor, x: Tensor) -> Tensor:
 
 
 def _log_mixed(share: float, gap: Tensor) -> Tensor:
-    """log(1 + share·(exp(gap) − 1)); exp(gap) may be too large for float64."""
-    small = torch.where(gap < 300, gap, 0.0)
-    large = torch.where(gap < 300, 300.0, gap)
-    return torch.where(gap < 300, torch.log1p(share * torch.expm1(small)), large + math.log(share))
+    """log(1 + share·(exp(gap) − 1)); exp(gap) may be too large for float64, and expm1's derivative loses a small one."""
+    low, middle, high = (gap.clamp(*ends) for ends in ((-700, -1), (-1, 300), (300, None)))
+    of_low = torch.log((1 - share) + share * torch.exp(low))
+    of_middle = torch.log1p(share * torch.expm1(middle))
+    return torch.where(gap < -1, of_low, torch.where(gap < 300, of_middle, high + math.log(share)))

@@ -36,7 +36,9 @@ The logits of ids, and in kernels that of the target, are not the products that 
 more, up to the rounding of the logit itself where p is about 1.
 
 Where a δz of a token is above 0.05 (small temperatures) there are no derivatives: log p_v may be off by
-σ_v = δz_v + log Σ_u p_u·exp(δz_u), p_v by p_v·(exp σ_v − 1) and no more than 1, and n by what these give.
+σ_v = δz_v + log Σ_u p_u·exp(δz_u), p_v by p_v·(exp σ_v − 1) and no more than 1, and n by what these give. The p_v of a
+gradient may be more than 1 there, and infinite: the exponential of a logit that one kernel computes again may be any
+multiple of what another kernel has summed (but in "reference").
 
 **Results.** A result is a function of the numbers: the loss, or what fn returns. It may be off by the most that it
 changes where each number moves by its error, one after the other, both ways, plus 2ε of itself. The same of its
@@ -59,7 +61,9 @@ dz is that times ∂z/∂y, which a softcap κ makes inexact by 2|z|/κ²·δz +
 **Divergences.** With s and t the two distributions and r = log(s / t), log p is rounded, by ε·(2 + |log p|): a part of
 υz. As the terms p·log(p/q) − p + q are never negative, their sum L loses 4τ·L; it has the errors that its
 derivatives in both sides' logits give (by autodiff), and Σ max(s, t)·(σ_s + σ_t)² (of a jsd β(1 − β) times that) where
-s and t are about equal and these derivatives 0. The elements of the derivative, ∂L/∂z_v, are off by
+s and t are about equal and these derivatives 0. "reference" sums the textbook's terms, which may be negative: it is off
+by ε·(2 + |log p|)·max(s, t) of both in each (of a jsd β(1 − β) times that). The elements of the derivative, ∂L/∂z_v,
+are off by
 
     forward_kl    δs + δt
     reverse_kl    δs·|r − K| + s·(υ_s + υ_t + 4ε·|r|) + s·δK

@@ -24,10 +24,9 @@ def _columns(x: jax.Array, window: Window, groups: Groups) -> jax.Array:
 def _logits(inputs: Inputs, window: Window, *, head: Head, groups: Groups) -> tuple[jax.Array, jax.Array]:
     """The group's logits before the temperature, (N, V_g), at least float32, and the column numbers, (V_g,)."""
     c_g = lax.dynamic_slice_in_dim(inputs.c, window.start, groups.columns, head.vocab_axis)
-    raw = head.product(inputs.e, c_g, 1 - head.vocab_axis)
-    bias_g = None if inputs.bias is None else _columns(inputs.bias, window, groups).astype(raw.dtype)
+    bias_g = None if inputs.bias is None else _columns(inputs.bias, window, groups)
     columns = window.start + jnp.arange(groups.columns, dtype=jnp.int32)
-    return head.logits(raw, bias_g, inputs.scale), columns
+    return head.whole_logits(inputs.e, c_g, bias_g, inputs.scale), columns
 
 
 def sums(step: Step, problem: Problem, *_) -> Sums:
