@@ -285,6 +285,27 @@ def test_many_equal_tokens_are_all_rounded_to_the_same_side():
     assert not failures(Call(program, Data(seed=2062543425, kind="confident", size=7.195, cotangent=0.011076)))
 
 
+def test_a_low_temperature_multiplies_no_rounding_of_logits():
+    """XLA computed them anew in each pass, and rounded them otherwise: the entropy was -inf, the loss inf."""
+    fields = dict(width=3, vocabulary=30, dtype="float16", mixed=True, vocab_axis=1, wanted=("c",), reduction="sum")
+    of_teacher = dict(teacher_width=3, teacher_dtype="float16", return_entropy=True)
+    program = Program(function="linear_divergence", divergence="forward_kl", impl="chunked", leading=(2,), **fields)
+    program = replace(program, transformation="scan", logit_scale=-0.167, temperature=3.34e-9, **of_teacher)
+    assert not failures(Call(program, Data(seed=534423925, kind="trained", cotangent=0.018374, teacher="near")))
+
+
+@pytest.mark.parametrize("package", ["jax", "torch"])
+def test_the_references_derivative_keeps_small_probabilities(package):
+    """Of a jsd with a small beta, where the student's probabilities are 1e-20 and the teacher's are not."""
+    of_teacher = dict(teacher_width=10, teacher_dtype="float16", teacher_bias=True, teacher_vocab_axis=1)
+    fields = dict(package=package, vocabulary=68, dtype="bfloat16", mixed=True, vocab_axis=1, wanted=("e", "c", "bias"))
+    program = Program(function="linear_divergence", divergence="jsd", impl="reference", leading=(2,), **fields)
+    program = replace(program, beta=2.169e-6, arrays=("bias", "token_weight"), reduction="sum", **of_teacher)
+    data = Data(seed=1821734325, kind="trained", ignored="one", odd=True, teacher="same")
+    assert not failures(Call(program, data))
+    assert not failures(Call(replace(program, beta=1 - 2.169e-6), data))
+
+
 def test_in_torch_the_gradient_of_lse_alone_is_finite_for_a_target_out_of_range():
     """The NaN of such a token's loss was multiplied by a cotangent of 0."""
     pytest.importorskip("torch")

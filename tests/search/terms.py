@@ -377,7 +377,7 @@ def _sum(p: Tensor, x: Tensor) -> Tensor:
 
 
 def _log_mixed(share: float, gap: Tensor) -> Tensor:
-    """log(1 + share·(exp(gap) − 1)); exp(gap) may be too large for float64, and expm1's derivative loses a small one."""
+    """log(1 + share·(exp(gap) − 1)); exp(gap) may be too large for float64; expm1's derivative loses a small one."""
     low, middle, high = (gap.clamp(*ends) for ends in ((-700, -1), (-1, 300), (300, None)))
     of_low = torch.log((1 - share) + share * torch.exp(low))
     of_middle = torch.log1p(share * torch.expm1(middle))
