@@ -89,7 +89,8 @@ def _reference(of: Summands, core: Core, how: Divergence) -> Numbers:
     log_s = log_p(Side(e.astype(c.dtype), c, bias, scale), core.head)
     log_t = log_p(Side(teacher_e, *common[:3]), how.teacher).astype(log_s.dtype)  # type: ignore[arg-type]
     s, t = jnp.exp(log_s), jnp.exp(log_t)
-    gap = jnp.where(log_s == log_t, 0, log_t - log_s)  # both may be −inf
+    neither = (log_s == log_t) & jnp.isinf(log_s)  # of other equal ones the difference has a derivative
+    gap = jnp.where(neither, 0, log_t - log_s)
 
     def kl(p: jax.Array, log_p_over_q: jax.Array) -> jax.Array:
         return jnp.sum(p * jnp.where(p > 0, log_p_over_q, 0), axis=1)  # the derivative of 0 times infinity is NaN

@@ -306,6 +306,16 @@ def test_the_references_derivative_keeps_small_probabilities(package):
     assert not failures(Call(replace(program, beta=1 - 2.169e-6), data))
 
 
+@pytest.mark.parametrize("package", ["jax", "torch"])
+def test_the_reference_derives_equal_probabilities_too(package):
+    """In float32 the likeliest id's probability is 1 in both distributions here."""
+    fields = dict(package=package, vocabulary=95, vocab_axis=1, arrays=("bias",), wanted=("e", "bias"), leading=(19,))
+    program = Program(function="linear_divergence", divergence="reverse_kl", impl="reference", width=2, **fields)
+    program = replace(program, temperature=0.362, logit_scale=1.626, teacher_width=2, teacher_dtype="float32")
+    data = Data(seed=242995094, size=0.191, offset=100.0, cotangent=1.814906, teacher="near")
+    assert not failures(Call(program, data))
+
+
 def test_in_torch_the_gradient_of_lse_alone_is_finite_for_a_target_out_of_range():
     """The NaN of such a token's loss was multiplied by a cotangent of 0."""
     pytest.importorskip("torch")

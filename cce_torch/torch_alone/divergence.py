@@ -208,7 +208,8 @@ def reference(z: tuple[Tensor, Tensor], weight: Tensor, measure: Measure) -> tup
     log_s, log_t = torch.log_softmax(z[0], 1), torch.log_softmax(z[1].detach(), 1).to(z[0].dtype)
     (kind, beta), s, t = measure, torch.exp(log_s), torch.exp(log_t)
 
-    delta = torch.where(log_s == log_t, 0, log_t - log_s)  # both may be −inf
+    neither = (log_s == log_t) & log_s.isinf()  # of other equal ones the difference has a derivative
+    delta = torch.where(neither, 0, log_t - log_s)
 
     def kl(p: Tensor, log_p_over_q: Tensor) -> Tensor:
         return (p * torch.where(p > 0, log_p_over_q, 0)).sum(1)

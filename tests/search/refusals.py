@@ -123,6 +123,10 @@ def _batched(p: Program, split: str) -> bool:
 BATCHED = Refusal((NotImplementedError,), ("is_grads_batched=True", "once for each cotangent"))
 
 IN_TORCH: list[Row] = [
+    (
+        lambda p: p.split == "tokens" and p.function == CROSS_ENTROPY and p.shift > 0 and len(p.leading) == 1,
+        Refusal((ValueError,), ("shift=1", "shift the targets before you distribute them")),
+    ),
     (lambda p: _batched(p, "tokens") and p.function == CROSS_ENTROPY and bool(p.wanted), BATCHED),
     (lambda p: _batched(p, "vocabulary") and bool({"e", "c", "bias"} & {*p.wanted}), BATCHED._replace(may_run=True)),
     (  # torch.compile with fullgraph=True raises an error of its own, with the words of ours
@@ -130,9 +134,5 @@ IN_TORCH: list[Row] = [
         Refusal((RuntimeError,), ("float64",)),
     ),
     (_of_jax_alone, Refusal((TypeError,), ("float64, which 'reference' and 'torch_compile' take",))),
-    (
-        lambda p: p.split == "tokens" and p.function == CROSS_ENTROPY and p.shift > 0 and len(p.leading) == 1,
-        Refusal((ValueError,), ("shift=1", "shift the targets before you distribute them")),
-    ),
     *map(_first_derivatives, FUNCTIONS),
 ]

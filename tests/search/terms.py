@@ -211,7 +211,8 @@ def of_numbers(x: Block, p: Program, t: Tokens, eps: float, gradients: bool) -> 
     found = _joined(found, t)
     if not gradients:
         return Found(found)
-    if poisoned & set(t.cotangents):
+    asked = {*t.cotangents, *(results if p.transformation == "reentrant checkpoint" else ())}  # 0 for all others there
+    if poisoned & asked:
         of = {name: y * poison for name, y in of.items()}
     return Found(found, _gradients(x, r, t, have, of, of_off, p.impl == "reference"))
 
@@ -366,7 +367,7 @@ def _divergence(z_s: Tensor, z_t: Tensor, p: Program) -> tuple[Tensor, ...]:
         return _sum(s, -gap), s, t, log_s, log_t, -gap, torch.ones_like(s)
     # log(s / m) = −log(1 + β·(t/s − 1)), log(t / m) = −log(1 + (1 − β)·(s/t − 1))
     beta, rest = p.beta, 1 - p.beta
-    of_s, of_t = -_log_mixed(beta, gap), -_log_mixed(rest, -gap)
+    of_s, of_t = -_log_mixed(beta, rest, gap), -_log_mixed(rest, beta, -gap)
     inside = 1 / (1 + rest / beta * torch.exp((-gap.detach()).clamp(max=600)))
     return beta * _sum(t, of_t) + rest * _sum(s, of_s), s, t, log_s, log_t, of_s, inside
 
@@ -376,9 +377,12 @@ def _sum(p: Tensor, x: Tensor) -> Tensor:
     return torch.where(there, p * torch.where(there, x, 0.0), 0.0).sum(1)
 
 
-def _log_mixed(share: float, gap: Tensor) -> Tensor:
-    """log(1 + share·(exp(gap) − 1)); exp(gap) may be too large for float64; expm1's derivative loses a small one."""
+def _log_mixed(share: float, rest: float, gap: Tensor) -> Tensor:
+    """log(rest + share·exp(gap)) of shares that add up to 1. exp(gap) may be too large for float64.
+
+    Where gap is low, expm1's derivative has lost what is left of it.
+    """
     low, middle, high = (gap.clamp(*ends) for ends in ((-700, -1), (-1, 300), (300, None)))
-    of_low = torch.log((1 - share) + share * torch.exp(low))
+    of_low = torch.log(rest + share * torch.exp(low)) if share > 0.5 else torch.log1p(share * (torch.exp(low) - 1))
     of_middle = torch.log1p(share * torch.expm1(middle))
     return torch.where(gap < -1, of_low, torch.where(gap < 300, of_middle, high + math.log(share)))
