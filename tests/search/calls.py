@@ -646,14 +646,15 @@ def _with_options(x: _Picks, p: Program, where: str, hopper: bool) -> Program:
     if divergence == "jsd" and x.chance(0.7):
         beta = _log_uniform(rng, 1e-12, 0.5)
         beta = float(f"{beta:.4g}") if x.chance(0.6) else float(f"{1 - beta:.12g}")
-    wide = p.dtype in ("float32", "float64") or x.chance(0.3)
+    # autocast rounds the teacher's arrays to its type
+    alike = p.dtype in ("float32", "float64") or x.chance(0.3) or p.transformation == "autocast"
     return replace(
         p,
         divergence=divergence,
         beta=beta if 0 < beta < 1 else 0.5,
         return_entropy=x.chance(0.3),
         teacher_width=p.width if x.chance(0.4) else max(1, round(p.width * float(rng.uniform(0.5, 1.5)))),
-        teacher_dtype=p.dtype if wide or p.dtype == "float64" else str(rng.choice(["bfloat16", "float16"])),
+        teacher_dtype=p.dtype if alike else str(rng.choice(["bfloat16", "float16"])),
         teacher_bias=x.chance(0.3),
         teacher_softcap=_softcap(_Picks(rng, {})),
         teacher_logit_scale=None if x.chance(0.7) else round(float(rng.uniform(0.3, 2)), 3),

@@ -345,10 +345,9 @@ def forward_mode(p: Program, step: Step) -> Callable[..., tuple[Named, Named]]:
         found, _ = _inner({name: cotangents[name] for name in cotangents}, tangents)
         want, size = _inner(gradients, along)
         unit = max(2.0**-19, *(float(jnp.finfo(x.dtype).eps) for x in wanted.values()))  # sums of float32 at least
-        least = max(float(jnp.finfo(x.dtype).tiny) for x in wanted.values())  # a smaller element of a gradient is 0
-        least *= sum(float(jnp.sum(abs(x.astype(jnp.float32)))) for x in along.values())
         if np.isfinite(want) and np.isfinite(size):
-            assert abs(found - want) <= 4 * unit * size + least, f"the tangent is {found}, not {want}"
+            allowed = 4 * unit * size + _noise(wanted | others, cotangents, along)
+            assert abs(found - want) <= allowed, f"the tangent is {found}, not {want}"
         return results, gradients
 
     return of
@@ -367,20 +366,35 @@ def second_derivative(p: Program, step: Step) -> Callable[..., tuple[Named, Name
 
         second = jax.grad(slope)(wanted[name])
         results, gradients = _gradient(step)(wanted, others, cotangents)
-        want, size = _differences(p, wanted, others, cotangents, along, name)
-        off = float(np.linalg.norm(np.float64(second) - want))
-        if np.isfinite(size):
-            tolerance = TOLERANCES[wanted[name].dtype.name]
-            assert off <= tolerance * size, f"the second derivative in {name} is off by {off / size:.2g}"
+        want, size, bent = _differences(p, wanted, others, cotangents, along, name)
+        off, allowed = float(np.linalg.norm(np.float64(second) - want)), TOLERANCES[wanted[name].dtype.name] * size
+        if np.isfinite(size) and bent <= 0.1 * allowed:  # else differences do not tell
+            allowed += _noise(wanted | others, cotangents, along, 2)
+            assert off <= allowed, f"the second derivative in {name} is off by {off:.2g}, of which {allowed:.2g} may be"
         return results, gradients
 
     return of
 
 
+def _noise(arrays: Named, cotangents: Named, along: Named, order: int = 1) -> float:
+    """torch_bound.Bound.noise."""
+
+    def sizes(x: Named) -> list[np.ndarray]:
+        return [np.abs(np.nan_to_num(np.float64(y), nan=0, posinf=0, neginf=0)) for y in x.values()]
+
+    leaves = {name: x for name, x in arrays.items() if name in LEAVES}
+    largest = max(float(np.max(x, initial=0.0)) for x in sizes(leaves))
+    reach, size = (sum(float(np.sum(y)) for y in sizes(x)) for x in (along, cotangents))
+    return 1e-5 * (1 + largest) ** order * reach * size
+
+
 def _differences(
     p: Program, wanted: Named, others: Named, cotangents: Named, along: Named, name: str
-) -> tuple[np.ndarray, float]:
-    """The derivative in `name` of the slope along the directions, from float64 gradients on both sides."""
+) -> tuple[np.ndarray, float, float]:
+    """The derivative in `name` of the slope along the directions, from float64 gradients on both sides.
+
+    Also its size, and how much it changes with the step.
+    """
     wide = replace(p, impl="reference", dtype="float64", mixed=False, teacher_dtype=p.teacher_dtype and "float64")
     with jax.enable_x64(True):
 
@@ -389,17 +403,17 @@ def _differences(
             x = {k: y.astype(p.dtype) if k in ("c", "bias") else y for k, y in x.items()}
             return {k: np.float64(y) if jnp.issubdtype(y.dtype, jnp.floating) else np.asarray(y) for k, y in x.items()}
 
-        step = _step(wide)
+        run_wide = _step(wide)
         wanted, others, cotangents = map(wider, (wanted, others, cotangents))
         along = {k: np.float64(x) for k, x in along.items()}
 
-        def gradient(sign: float) -> np.ndarray:
-            moved = {k: x + sign * 2.0**-17 * along[k] for k, x in wanted.items()}
-            return np.asarray(_gradient(step)(moved, others, cotangents)[1][name])
+        def gradient(step: float) -> np.ndarray:
+            moved = {k: x + step * along[k] for k, x in wanted.items()}
+            return np.asarray(_gradient(run_wide)(moved, others, cotangents)[1][name])
 
-        after, before = gradient(1.0), gradient(-1.0)
-    want = (after - before) * 2.0**16
-    return want, float(np.linalg.norm(want) + np.linalg.norm(after)) + 1e-12
+        want, again = ((gradient(h) - gradient(-h)) / (2 * h) for h in (2.0**-17, 2.0**-19))
+        size = float(np.linalg.norm(want) + np.linalg.norm(gradient(0.0))) + 1e-12
+    return want, size, float(np.linalg.norm(want - again))
 
 
 def _same_bits(x: Any, y: Any) -> bool:

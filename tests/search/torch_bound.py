@@ -122,10 +122,10 @@ class Bound:
             cotangents=wide(self.cotangents),
         )
 
-    def noise(self, along: Named) -> float:
-        """What float32 may make of a product of gradients and directions, whose terms may cancel."""
+    def noise(self, along: Named, order: int = 1) -> float:
+        """What float32 may make of a product of directions with derivatives of that order, whose terms may cancel."""
         largest = max(float(x.abs().nan_to_num(0, 0, 0).max()) if x.numel() else 0.0 for x in self.leaves.values())
         reach = sum(float(x.abs().double().sum()) for x in along.values())
         double = any(x.dtype == torch.float64 for x in self.leaves.values())
         size = sum(float(x.abs().double().sum()) for x in self.cotangents.values())
-        return (1e-13 if double else 1e-5) * (1 + largest) * reach * size
+        return (1e-13 if double else 1e-5) * (1 + largest) ** order * reach * size

@@ -199,7 +199,7 @@ def _differences(x: Bound, along: Named, of: str) -> tuple[Tensor, Tensor] | Non
     want, again = ((gradients(step) - gradients(-step)) / (2 * step) for step in (2.0**-17, 2.0**-19))
     norm = torch.linalg.vector_norm
     allowed = TOLERANCE[x.leaves[of].dtype] * (norm(want) + norm(gradients(0.0)))
-    return None if norm(want - again) > 0.1 * allowed else (want, allowed + x.noise(along) + 1e-12)
+    return None if norm(want - again) > 0.1 * allowed else (want, allowed + x.noise(along, 2) + 1e-12)
 
 
 def _agree(found: Tensor, want: Tensor, allowed: Tensor, what: str) -> None:
