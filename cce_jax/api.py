@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,7 @@ def linear_cross_entropy(
     check_targets: bool = False,
     gradient_tolerance: float = 0.0,
     sharding: tuple[jax.sharding.PartitionSpec, jax.sharding.PartitionSpec] | None = None,
+    **unknown: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Cross-entropy of the logits `e @ c.T + bias` against `targets`, without holding the logits.
 
@@ -146,6 +147,8 @@ def linear_cross_entropy(
       >>> value.shape, of_hidden.shape, of_embedding.shape
       ((), (2, 16, 64), (1000, 64))
     """
+    if unknown:
+        raise contract.unknown_options("linear_cross_entropy", unknown, {*Options.__annotations__, "return_lse"})
     contract.choice("reduction", reduction, contract.REDUCTIONS)
     arguments.known(label_smoothing=label_smoothing, z_loss=z_loss, gradient_tolerance=gradient_tolerance)
     label_smoothing = contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0)

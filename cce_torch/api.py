@@ -96,6 +96,7 @@ def linear_cross_entropy(
     gradient_tolerance: float = 0.0,
     vocab_parallel: VocabParallel | None = None,
     vocab_parallel_options: Any = None,
+    **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Cross-entropy of the logits `e @ c.T + bias` against `targets`, without holding the logits.
 
@@ -193,6 +194,10 @@ def linear_cross_entropy(
       >>> loss.shape, hidden.grad.shape, embedding.grad.shape
       (torch.Size([]), torch.Size([2, 16, 64]), torch.Size([1000, 64]))
     """
+    if unknown:
+        raise contract.unknown_options(
+            "linear_cross_entropy", unknown, OPTIONS | OptionsOfTokens.__annotations__.keys()
+        )
     given = dict(e=e, c=c, targets=targets, bias=bias, class_weight=class_weight, token_weight=token_weight)
     options = (reduction, impl, vocab_axis, precision, logit_scale, softcap, label_smoothing, z_loss)
     options = *options, ignore_index, memory_budget, gradient_tolerance, shift
@@ -298,7 +303,7 @@ class LinearCrossEntropy(torch.nn.Module, Generic[Result]):
             )
         unknown = options.keys() - OPTIONS
         if unknown:
-            raise TypeError(f"unknown options {sorted(unknown)}; allowed: {', '.join(sorted(OPTIONS))}")
+            raise contract.unknown_options("LinearCrossEntropy", unknown, OPTIONS)
         own = dict(ignore_index=-100, softcap=None, reduction="mean", shift=False, return_lse=False)
         self.options: dict[str, Any] = own | options
         checked = {**cast(Any, linear_cross_entropy).__kwdefaults__, **self.options}

@@ -32,6 +32,13 @@ ROWS = [
     ({"e": np.ones((2, 3, V), np.float32)}, ValueError, r"e \(2, 3, 9\) .*If e holds logits, give the hidden states"),
     ({"impl": "cce_exact"}, ValueError, "impl='cce_exact' must be one of 'auto', 'cce', .*'cce' has exact gradients"),
     ({"c": np.ones((D + 1, V), np.float32)}, ValueError, r"e .*c \(5, 9\)$"),
+    ({"filter_eps": None}, TypeError, r"unknown options \['filter_eps'\]; for filter_eps write gradient_tolerance"),
+    (
+        {"lse_square_scale": 1e-4},
+        TypeError,
+        r"linear_cross_entropy: .*; for lse_square_scale write z_loss; allowed: .*shift",
+    ),
+    ({"sofcap": 3.0}, TypeError, r"unknown options \['sofcap'\]; allowed: .*softcap"),
     ({"c": np.ones((1, V, D), np.float32)}, ValueError, r"c must have shape \(V, D\).*\(1, 9, 4\)"),
     ({"c": np.ones((0, D), np.float32)}, ValueError, r"V, D >= 1.*\(0, 4\)"),
     ({"bias": np.ones(D, np.float32)}, ValueError, r"bias.*\(9,\).*\(4,\)"),

@@ -6,7 +6,7 @@ Each error message names the argument, prints the value or shape that it got, an
 import operator
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any
@@ -28,6 +28,23 @@ def choice(name: str, value: object, allowed: Sequence[object]) -> None:
             return
     exact = "; impl='cce' has exact gradients" if name == "impl" and str(value).startswith("cce_") else ""
     raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}{exact}")
+
+
+_EXACT = "write gradient_tolerance, or nothing: the gradients are exact"
+_ROUNDED_ONCE = "write nothing: the sum of a gradient errs by no more than one rounding"
+ELSEWHERE = {
+    **dict.fromkeys(("filter_eps", "filter_e_grad", "filter_c_grad"), _EXACT),
+    **dict.fromkeys(("accum_e_fp32", "accum_c_fp32", "accum_dtype"), _ROUNDED_ONCE),
+    "lse_square_scale": "write z_loss",
+    "ce_weight": "write class_weight",
+    "chunk_mem_const": "write memory_budget, in bytes",
+}  # the options of cut_cross_entropy and Liger that have other names here
+
+
+def unknown_options(function: str, options: Iterable[str], allowed: Iterable[str]) -> TypeError:
+    """The error for options that a function or class does not have."""
+    remedies = "".join(f"; for {name} {ELSEWHERE[name]}" for name in sorted(options) if name in ELSEWHERE)
+    return TypeError(f"{function}: unknown options {sorted(options)}{remedies}; allowed: {', '.join(sorted(allowed))}")
 
 
 LARGEST = sys.float_info.max
