@@ -232,7 +232,7 @@ def linear_cross_entropy(
     )
     scheduled = label_smoothing, z_loss, scale
     if x.alone:
-        weights = class_weight, flat(token_weight), x.num_items, None
+        weights = class_weight, flat(token_weight), x.num_items, None, None
         row_length = x.targets.shape[-1] if x.shift else 1
         flattened = Given(flat(x.e, 1), x.c, x.bias, flat(x.targets), *weights, scheduled, row_length)
         loss, found = ops.loss(flattened, call, return_lse, x.called)

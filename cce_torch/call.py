@@ -1,9 +1,10 @@
 """The record of a call: its options, and its tensors. Imports no JAX.
 
 The statistics of a call are one tensor, (Call.rows, N), float32 for the JAX programs: log_mass, the reference and the
-logit of the target, with label smoothing the weighted sum of the logits, and where it is asked for their mean under the
-softmax. They are equations (1)-(3') of cce_jax/core.py, 0 for an ignored token: sums over the vocabulary are relative
-to the reference, which is a constant to the derivatives. So its row of cotangents is not read.
+logit of the target, with label smoothing the weighted sum of the logits, and where they are asked for the logits of
+given ids, a row for each id, and the logits' mean under the softmax. They are equations (1)-(3") of cce_jax/core.py, 0
+for an ignored token: sums over the vocabulary are relative to the reference, which is a constant to the derivatives. So
+its row of cotangents is not read.
 """
 
 from ast import literal_eval
@@ -35,11 +36,17 @@ class Call(NamedTuple):
     with_temperature: bool = False  # whether each token has a temperature
     top_k: int = 0  # how many of the largest logits of each token are asked for
     mean_logit: bool = False  # whether the mean of each token's logits over the vocabulary is asked for
+    ids: int = 0  # how many ids of each token have logits that are asked for
 
     @property
     def rows(self) -> int:
         """The number of statistics of a token."""
-        return 3 + self.smooths + self.with_mean
+        return 3 + self.smooths + self.ids + self.with_mean
+
+    def ids_of(self, statistics: Any) -> Any:
+        """The logits of the ids, (N, K), of an array of either framework."""
+        first = 3 + self.smooths
+        return statistics[first : first + self.ids].T
 
     @property
     def selects(self) -> bool:
@@ -124,6 +131,7 @@ class Given(NamedTuple):
     token_weight: Tensor | None  # (N,)
     num_items: Tensor | None  # one element
     inverse_temperature: Tensor | None  # (N,) float32: multiplies a token's logits after softcap; it is not shifted
+    ids: Tensor | None  # (N, K) int32: columns whose logits are asked for, -1: none; they are not shifted
     scheduled: Any  # label_smoothing, z_loss and scale: a tuple, or a tensor where an operator takes it
     row_length: int  # of the rows of tokens, each of which is shifted
 
@@ -135,7 +143,7 @@ class Given(NamedTuple):
         return dict(zip(self._fields, self.tensors, strict=False))
 
 
-TENSORS, FIELDS = 8, len(Given._fields)
+TENSORS, FIELDS = 9, len(Given._fields)
 
 
 class Operands(NamedTuple):
@@ -147,3 +155,4 @@ class Operands(NamedTuple):
     columns: Tensor  # (N,) integers, as in losses.py
     weights: Tensor | None  # (V,), of the weighted sum; None: 1
     inverse_temperature: Tensor | None = None  # (N,) at least float32: multiplies a token's logits after softcap
+    ids: Tensor | None = None  # (N, K) int32: columns whose logits are asked for; -1: none

@@ -174,7 +174,7 @@ def total(operands: Operands, of_tokens: OfTokens, how: Planned) -> tuple[Tensor
 class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        operands, (weight, of_tokens, how) = Operands(*arguments[:6]), arguments[6:]
+        operands, (weight, of_tokens, how) = Operands(*arguments[:7]), arguments[7:]
         run, ctx.called = _Run(operands, of_tokens, how), of_tokens.called
         drops = ops.drops_what_is_saved()  # the gradients are formed when the forward pass runs again
         statistics, totals, de, formed = (run.evaluated if drops else run.formed)(operands.e.shape)

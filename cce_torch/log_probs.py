@@ -139,7 +139,7 @@ def linear_log_probs(
         given["targets"] = e.new_zeros(e.shape[:-1], dtype=torch.int64)
     asked = arguments.Asked(NAME, vocab_axis, shift, ignore_index, impl, check_targets, shard, {"logit_scale": scale})
     x = arguments.prepared(given, asked)
-    _check_ids(ids, x)
+    ids, named = _columns_of(ids, x)
     if not 0 <= top_k <= min(MOST_IDS, x.vocabulary):
         raise ValueError(f"top_k={top_k} must be in [0, {min(MOST_IDS, x.vocabulary)}], for V = {x.vocabulary}")
     inverse, count = arguments.inverse_temperature(temperature, x, NAME), max(top_k, int(predicted))
@@ -158,18 +158,20 @@ def linear_log_probs(
         with_temperature=inverse is not None,
         top_k=count if x.alone else 0,
         mean_logit=mean_logit and x.alone,
+        ids=0 if ids is None else ids.shape[1],
     )
-    log_probs, found, *tensors = statistics.of_tokens(x, call, inverse, scale)
+    log_probs, found, *tensors = statistics.of_tokens(x, call, inverse, scale, ids)
     of_entropy = None
     if call.with_mean:
-        of_entropy = x.unshifted(entropy_of(found[0], found[3]))
+        of_entropy = x.unshifted(entropy_of(found[0], found[-1]))
         of_entropy = of_entropy.detach() if entropy == "detached" else of_entropy
     result = LogProbs(None if targets is None else x.unshifted(log_probs), x.unshifted(lse_of(found)), of_entropy)
-    if ids is None and not (count or mean_logit):
+    if named is None and not (count or mean_logit):
         return result
     columns = _Columns(x, inverse, Setting(call, (0.0, 0.0, scale), x.targets.shape, shard))
-    if ids is not None:
-        result = result._replace(id_log_probs=columns.of_ids(ids, found))
+    if named is not None:
+        of_ids = torch.where(named, log_p(call.ids_of(found), found), -torch.inf)
+        result = result._replace(id_log_probs=columns.shaped(of_ids))
     if count or mean_logit:
         selected = Selections.of(tensors, call) if x.alone else chosen.largest(columns.operands, count, columns.how)
         if selected.top_logits is not None and selected.top_ids is not None:
@@ -192,13 +194,6 @@ class _Columns:
         self.operands = statistics.operands_of(x)._replace(inverse_temperature=inverse)
         self.kept = self.operands.columns >= 0
 
-    def of_ids(self, ids: Tensor, found: Tensor) -> Tensor:
-        """id_log_probs. found: the statistics."""
-        ids = arguments.int64(ids.reshape(len(self.kept), ids.shape[-1]))
-        named = (ids >= 0) & (ids < self.x.vocabulary)
-        z = chosen.logits(self.operands, torch.where(named & self.kept[:, None], ids, -1), self.how)
-        return self.shaped(torch.where(named, log_p(z, found), -torch.inf))
-
     def shaped(self, found: Tensor) -> Tensor:
         """Numbers of the tokens, (N, ...), in the shape of targets after the shift."""
         kept = self.kept.reshape(-1, *[1] * (found.dim() - 1))
@@ -207,9 +202,10 @@ class _Columns:
         return found.narrow(axis, 0, found.shape[axis] - self.x.shift) if self.x.shift else found
 
 
-def _check_ids(ids: Any, x: Prepared) -> None:
+def _columns_of(ids: Any, x: Prepared) -> tuple[Tensor | None, Tensor | None]:
+    """The columns that ids name, (N, K) int32, -1 for none; and whether they name one."""
     if ids is None:
-        return
+        return None, None
     arguments.check_tensor("ids", ids, NAME)
     if ids.dtype not in arguments.INTEGERS:
         raise contract.not_integers("ids", ids.dtype, ids.shape, (), "long()")
@@ -217,6 +213,9 @@ def _check_ids(ids: Any, x: Prepared) -> None:
     if shape[:-1] != tokens or len(shape) != len(tokens) + 1 or shape[-1] > MOST_IDS:
         raise ValueError(f"ids must have shape (..., K) with ... = {tokens} as e and K <= {MOST_IDS}, got ids {shape}")
     arguments.check_device("ids", ids, x.e)
+    ids = arguments.int64(ids.reshape(x.targets.numel(), shape[-1]))
+    named = (ids >= 0) & (ids < x.vocabulary)
+    return torch.where(named, ids, -1).int() if shape[-1] else None, named
 
 
 def _check_without_targets(shift: int, shard: VocabParallel | None) -> None:

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_map
 
 from cce_torch.call import SCHEMA
 
-OPERANDS = "Tensor e, Tensor c, Tensor? bias, Tensor columns, Tensor? weights, Tensor? inverse_temperature"
+OPERANDS = "Tensor e, Tensor c, Tensor? bias, Tensor columns, Tensor? weights, Tensor? inverse_temperature, Tensor? ids"
 
 _library = torch.library.Library("cce_torch", "FRAGMENT")
 _tags = [torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe]

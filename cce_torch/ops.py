@@ -33,7 +33,7 @@ from cce_torch.reverse_mode import first_order, refuse
 
 GIVEN = (
     "Tensor e, Tensor c, Tensor? bias, Tensor targets, Tensor? class_weight, Tensor? token_weight, Tensor? num_items, "
-    "Tensor? inverse_temperature, Tensor scheduled, SymInt row_length"
+    "Tensor? inverse_temperature, Tensor? ids, Tensor scheduled, SymInt row_length"
 )
 LEFT = 9  # the most tensors that `loss` leaves: in float16, with units of de and of Left, and without blocks
 

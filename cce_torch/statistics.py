@@ -26,19 +26,21 @@ def statistics(x: Prepared, operands: Operands, call: Call, scheduled: tuple[flo
     return reference.statistics(operands, call, scheduled[2])
 
 
-def of_tokens(x: Prepared, call: Call, inverse: Tensor | None, scale: float) -> tuple[Tensor, ...]:
+def of_tokens(
+    x: Prepared, call: Call, inverse: Tensor | None, scale: float, ids: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """The log-probabilities of the targets, (N,), 0 for ignored tokens; the statistics; the selections (call.py).
 
-    By whichever impl, JAX programs too. Only if x.alone may the call ask for selections.
+    By whichever impl, JAX programs too. Only if x.alone may the call ask for selections. ids: (N, call.ids) int32.
     """
     scheduled = 0.0, 0.0, scale
     if x.alone:
         row_length = x.targets.shape[-1] if x.shift else 1
-        tokens = flat(x.targets), None, None, None, inverse
+        tokens = flat(x.targets), None, None, None, inverse, ids
         given = Given(flat(x.e, 1), x.c, x.bias, *tokens, scheduled, row_length)
         nll, found, *selected = ops.loss(given, call, True, x.called)
         return 0 - nll, found, *selected
-    operands = operands_of(x)._replace(inverse_temperature=inverse)
+    operands = operands_of(x)._replace(inverse_temperature=inverse, ids=ids)
     found = statistics(x, operands, call, scheduled)
     terms = losses.Terms(operands.columns, None, None, x.vocabulary)
     return 0 - losses.loss(found[:3], terms, None, "none", scheduled)[0], found

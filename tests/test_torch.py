@@ -78,7 +78,7 @@ def test_opcheck(smoothing, transposed):
     c = c.T.contiguous().T if transposed else c
     call = CALL_OF._replace(shift=1, reduction="none", smooths=smoothing > 0).encoded()
     weight = torch.rand(24)
-    given = (e, c, None, t, None, weight, None, None, torch.tensor([smoothing, 0.0, 1.0]), 24)
+    given = (e, c, None, t, None, weight, None, None, None, torch.tensor([smoothing, 0.0, 1.0]), 24)
     torch.library.opcheck(torch.ops.cce_torch.loss.default, (*given, [], False, *call))
     _, statistics, left = torch.ops.cce_torch.loss.default(*given, [], False, *call)
     assert left == []

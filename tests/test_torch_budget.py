@@ -146,7 +146,7 @@ def test_opcheck(budget):
     given = Way(budget, TOKENS).inputs()  # none of whose tokens is ignored: what is saved of those is arbitrary
     e, c, t = tensor(given.e), tensor(given.c), tensor(given.targets).long()
     call, saving_for = Call(impl="cce", memory_budget=budget).encoded(), [True, True, False]
-    given = (e, c, None, t, None, None, None, None, torch.tensor([0.0, 0.0, 1.0]), 1)
+    given = (e, c, None, t, None, None, None, None, None, torch.tensor([0.0, 0.0, 1.0]), 1)
     torch.library.opcheck(torch.ops.cce_torch.loss.default, (*given, saving_for, False, *call))
     _, statistics, left = torch.ops.cce_torch.loss.default(*given, saving_for, False, *call)
     assert [x.shape for x in left] == [(TOKENS, COLUMNS)] * (budget > 0)

@@ -192,10 +192,11 @@ def test_the_operators_are_what_they_say(wanted, transposed, plain):
     e, c, bias, columns = (x.detach() for x in example(dtype=torch.bfloat16))
     c = c.T.contiguous().T if transposed else c
     arguments = (e, c, bias, columns.clamp(-1), torch.rand(203), 0.5 + torch.rand(37))
+    arguments = *arguments, torch.randint(-1, 203, (37, 3), dtype=torch.int32)
     options = 1.3, 5.0, True, True, 2**28
     torch.library.opcheck(compiled.run_statistics, (*arguments, *options))
     output = compiled.run_statistics(*arguments, *options)
-    cotangents = torch.tensor(np.random.default_rng(0).standard_normal((4, 37)), dtype=torch.float32)
+    cotangents = torch.tensor(np.random.default_rng(0).standard_normal((8, 37)), dtype=torch.float32)
     torch.library.opcheck(compiled.run_gradients, (cotangents, *arguments, output, *options, *wanted, False))
 
 

@@ -177,9 +177,9 @@ def test_compiled_without_targets():
 def test_opcheck():
     x = made(ignored=0.3)
     e, c, targets = (x.tensors[k] for k in ("e", "c", "targets"))
-    call = cce_torch.call.Call(reduction="none", impl="chunked", with_mean=True, with_temperature=True)
-    inverse = torch.rand(21) + 0.5
-    given = e.flatten(0, 1), c, None, targets.flatten(), None, None, None, inverse, torch.tensor([0.0, 0.0, 1.0]), 1
+    call = cce_torch.call.Call(reduction="none", impl="chunked", with_mean=True, with_temperature=True, ids=4)
+    of_tokens = torch.rand(21) + 0.5, torch.randint(-1, 83, (21, 4), dtype=torch.int32)
+    given = e.flatten(0, 1), c, None, targets.flatten(), None, None, None, *of_tokens, torch.tensor([0.0, 0.0, 1.0]), 1
     torch.library.opcheck(torch.ops.cce_torch.loss.default, (*given, [], False, *call.encoded()))
     _, statistics, _ = torch.ops.cce_torch.loss.default(*given, [], False, *call.encoded())
     wanted = [True, True, False, False]
@@ -290,15 +290,10 @@ def test_ids_of_ignored_tokens_and_negative_ids_get_no_gradient(impl):
     assert dc.isfinite().all()
 
 
-@pytest.mark.parametrize("wanted", [(True, True, True), (False, True, False), (True, False, True)])
-def test_the_operators_of_ids_are_what_they_say(wanted):
+def test_the_operator_of_the_largest_logits_is_what_it_says():
     x = made(bias=True, dtype="bfloat16")
-    e, ids = x.tensors["e"].flatten(0, 1), torch.randint(-1, 83, (21, 4))
-    given, inverse = (e, x.tensors["c"], x.tensors["bias"]), torch.rand(21) + 0.5
-    torch.library.opcheck(chosen.id_logits, (*given, ids, inverse, 1.3, 5.0, 2**28))
-    dz = torch.where(ids >= 0, torch.rand(21, 4), 0)
-    torch.library.opcheck(chosen.id_gradients, (dz, *given, ids, 2**28, *wanted, False))
-    torch.library.opcheck(chosen.largest_logits, (*given, inverse, 3, 1.3, 5.0, 2**28))
+    given = x.tensors["e"].flatten(0, 1), x.tensors["c"], x.tensors["bias"], torch.rand(21) + 0.5
+    torch.library.opcheck(chosen.largest_logits, (*given, 3, 1.3, 5.0, 2**28))
 
 
 def test_no_tokens_and_no_ids():
@@ -322,9 +317,6 @@ def test_no_tensor_has_the_size_of_the_logits(monkeypatch):
     monkeypatch.setattr(chosen, "LEAST_ROOM", 0)
     with Largest() as seen:
         chosen.largest_logits._init_fn(*operands, 4, 1.0, None, 2**20)
-        ids = torch.randint(0, 3000, (2000, 8))
-        chosen.id_logits._init_fn(*operands[:3], ids, None, 1.0, None, 2**20)
-        chosen.id_gradients._init_fn(torch.randn(2000, 8), *operands[:3], ids, 2**20, True, True, False, False)
     assert 0 < seen.largest < 2**20 < 4 * 2000 * 3000
 
 

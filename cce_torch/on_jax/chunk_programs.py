@@ -40,9 +40,9 @@ from cce_torch.on_jax.kinds import Kind, kind_of, kind_of_tensors, padded_size
 from cce_torch.on_jax.programs import PROGRAMS, Handover, dense, jitted, stacked, unstacked, viewed
 
 
-def inputs_of(e, c, bias, columns, weights, scale, inverse_temperature=None) -> Inputs:
+def inputs_of(e, c, bias, columns, weights, scale, inverse_temperature=None, ids=None) -> Inputs:
     scale = None if scale is None else scale.reshape(1)
-    return Inputs(e, c, bias, columns, weights, scale, inverse_temperature)
+    return Inputs(e, c, bias, columns, weights, scale, inverse_temperature, ids)
 
 
 def finite(reference: jax.Array | None) -> jax.Array | None:

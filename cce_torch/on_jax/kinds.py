@@ -99,8 +99,9 @@ class Kind:
         bias = jax.ShapeDtypeStruct((self.vocabulary,), dtype) if with_bias else None
         targets, inverse = (jax.ShapeDtypeStruct((size,), x) for x in ("int32", "float32"))
         inverse = inverse if self.call.with_temperature else None
+        ids = jax.ShapeDtypeStruct((size, self.call.ids), "int32") if self.call.ids else None
         c = jax.ShapeDtypeStruct(tuple(self.c_shape), dtype)
-        return Inputs(e, c, bias, targets, inverse_temperature=inverse)  # type: ignore[arg-type]
+        return Inputs(e, c, bias, targets, inverse_temperature=inverse, ids=ids)  # type: ignore[arg-type]
 
     def in_memory(self, c: Tensor) -> Tensor:
         """c, (V, D), row-major in this Kind's order of memory. A hook on saved tensors may have changed c's order."""

@@ -210,8 +210,8 @@ class Tokens:
         weights = self.padded(real(given.token_weight), 0)
         length = given.row_length if call.shift else None
         others = dense(real(given.class_weight)), weights, dense(real(given.num_items))
-        inverse_temperature = self.padded(given.inverse_temperature, 1)
-        return [words, *others, inverse_temperature, length, *_terms(*given.scheduled)]
+        of_tokens = self.padded(given.inverse_temperature, 1), self.padded(given.ids, -1)
+        return [words, *others, *of_tokens, length, *_terms(*given.scheduled)]
 
 
 @lru_cache(maxsize=1024)
@@ -253,7 +253,7 @@ class Problem(NamedTuple):
     @classmethod
     def of(cls, kind: Kind, arrays: Sequence[Any]) -> "Problem":
         """arrays: of `Tokens.inputs`."""
-        e, c, bias, words, class_weight, token_weight, num_items, inverse_temperature, *others = arrays
+        e, c, bias, words, class_weight, token_weight, num_items, inverse_temperature, ids, *others = arrays
         (row_length, label_smoothing, z_loss, scale), call = others, kind.call
         columns = _columns(words, call.ignore_index, kind.vocabulary)
         weights = None if class_weight is None else class_weight.astype(jnp.float32)
@@ -265,7 +265,7 @@ class Problem(NamedTuple):
             token_weight = None if token_weight is None else _moved(token_weight, -call.shift, 0)
         items = None if num_items is None else num_items.reshape(())
         scale = None if scale is None else scale.reshape(1)
-        inputs = Inputs(e, c, bias, columns, weights, scale, inverse_temperature)
+        inputs = Inputs(e, c, bias, columns, weights, scale, inverse_temperature, ids)
         return cls(kind, inputs, token_weight, items, label_smoothing, z_loss)
 
     def loss(self, statistics: Statistics, token_weight: jax.Array | None) -> jax.Array:
@@ -322,17 +322,19 @@ def _signed(word: int) -> int:
 
 def stacked(statistics: Statistics) -> jax.Array:
     """The statistics as one array, (Call.rows, N)."""
-    return jnp.stack([x for x in statistics if x is not None])
+    *rows, mean, ids = statistics
+    parts = jnp.stack([x for x in rows if x is not None]), None if ids is None else ids.T, mean
+    return jnp.concatenate([jnp.atleast_2d(x) for x in parts if x is not None])
 
 
 def unstacked(of: Any, rows: jax.Array, call: Call) -> Any:
     """The inverse of `stacked`. of: Statistics; or Cotangents, without the reference's."""
-    log_mass, reference, target, *others = rows
-    mean = others.pop() if call.with_mean else None
-    total = others[0] if call.smooths else None
+    log_mass, reference, target, *_ = rows
+    mean, ids = rows[-1] if call.with_mean else None, call.ids_of(rows) if call.ids else None
+    total = rows[3] if call.smooths else None
     if of is Cotangents:
-        return Cotangents(log_mass, target, total, mean)
-    return Statistics(log_mass, reference, target, total, mean)
+        return Cotangents(log_mass, target, total, mean, ids)
+    return Statistics(log_mass, reference, target, total, mean, ids)
 
 
 def jitted(program: Callable, outputs: int, options: dict[str, Any] | None = None) -> Callable:

@@ -29,7 +29,7 @@ class _Shard(programs.Tokens):
     """The tensors of a call on a shard, as its programs take them."""
 
     def __init__(self, kind: Kind, operands: Operands, scale: float) -> None:
-        e, c, bias, columns, weights, inverse_temperature = operands
+        e, c, bias, columns, weights, inverse_temperature, ids = operands
         super().__init__(kind, e.shape[0])
         self.c = kind.in_memory(c)
         self.arrays = [
@@ -40,6 +40,7 @@ class _Shard(programs.Tokens):
             programs.dense(programs.real(weights)),
             programs.scale_of(scale),
             self.padded(inverse_temperature, 1),
+            self.padded(ids, -1),
         ]
 
     def of_tokens(self, *each: Tensor | None) -> list[Tensor | None]:

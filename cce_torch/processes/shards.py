@@ -95,7 +95,7 @@ def gradients(
 
 def _gradients_of_reference(cotangents: Tensor, operands: Operands, held: Held, call: Call, scale: float) -> tuple:
     """Equations (6) and (7) of cce_jax/core.py from the full logits, in float32. dc and dbias are rounded once."""
-    e, c, bias, columns, weights, inverse_temperature = operands
+    e, c, bias, columns, weights, inverse_temperature, ids = operands
     numbers, kept, c_of_e, bias_of_e = held.numbers, columns >= 0, tensors.rounded(c, e), tensors.rounded(bias, e)
     accumulate, new = numbers.dtype, numbers.new_full
     inverse_temperature = blocks.of_kept(inverse_temperature, kept, 1)
@@ -108,10 +108,11 @@ def _gradients_of_reference(cotangents: Tensor, operands: Operands, held: Held, 
         scale,  # type: ignore[arg-type]
         None if call.softcap is None else new((), call.softcap),
         inverse_temperature,
+        ids,
     )
     rows = torch.where(kept, cotangents, 0) * scale
     rows = rows if inverse_temperature is None else rows * inverse_temperature
-    of = blocks.Cotangents.of(numbers, rows, kept, call.with_mean)
+    of = blocks.Cotangents.of(numbers, rows, kept, call.smooths, call.with_mean)
     dz = blocks.cotangents(block, of, accumulate)
     dc = torch.empty_like(c).copy_(dz.T @ e)  # with c's strides
     return dz @ c_of_e.to(accumulate), dc, None if bias is None else dz.sum(0).to(bias.dtype)

@@ -10,7 +10,7 @@ parts are summed, and only then rounded to e's type.
 With N tokens, the processes exchange at each call:
 
     forward     the targets' logits, N float32, summed, where kernels take them as reference of their exponentials
-    forward     the statistics, Call.rows·N float32, which every process gathers
+    forward     the statistics, Call.rows·N float32, which every process gathers; but of given ids the sums
     backward    de, N·D float32, summed
 
 Under sequence parallelism each process has only a part of e: e is gathered forward, and de is reduce-scattered.
@@ -47,12 +47,12 @@ def statistics(operands: Operands, setting: Setting, called: str) -> Tensor:
 
 class _Statistics(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, e, c, bias, columns, weights, inverse_temperature, saving_for, *others):
+    def forward(ctx: Any, e, c, bias, columns, weights, inverse_temperature, ids, saving_for, *others):
         setting, ctx.called = others
         (call, (_, _, scale), _, _), kept = setting, columns >= 0
         ctx.part, ctx.dtype, ctx.setting = e.shape, e.dtype, setting._replace(call=call.of_backward)
         inputs = e, c, bias
-        operands = of_own_columns(Operands(e, c, bias, columns, weights, inverse_temperature), setting)
+        operands = of_own_columns(Operands(e, c, bias, columns, weights, inverse_temperature, ids), setting)
         operands = shards.rounded(operands, call)
         of_target = references(operands, columns, saving_for, setting)
         own, saved = shards.statistics(operands, of_target, saving_for, call, scale)
@@ -76,21 +76,23 @@ class _Statistics(torch.autograd.Function):
 
         def run(cotangents: Tensor, *arrays: Any) -> tuple[Tensor | None, ...]:
             """de, summed over the group, dc and dbias. None where not wanted."""
-            operands, held = Operands(*arrays[:6]), shards.Held(*arrays[6:])
+            operands, held = Operands(*arrays[:7]), shards.Held(*arrays[7:])
             de, dc, dbias = shards.gradients(cotangents, operands, held, wanted, call, scale, kind)
             return None if de is None else reduced(de, part, tokens, shard).to(dtype), dc, dbias
 
         saved: Any = ctx.saved_tensors  # a checkpoint lets them be read once
         inputs, arrays = saved[: ctx.inputs], saved[ctx.inputs :]
-        return *first_order(ctx.called, run, (cotangents[: call.rows], *arrays), inputs), *[None] * 6
+        return *first_order(ctx.called, run, (cotangents[: call.rows], *arrays), inputs), *[None] * 7
 
 
 def of_own_columns(operands: Operands, setting: Setting) -> Operands:
     """The operands of this process' columns, with e of all tokens, (N, D)."""
-    (e, c, bias, columns, weights, inverse_temperature), shard = operands, setting.shard
+    (e, c, bias, columns, weights, inverse_temperature, ids), shard = operands, setting.shard
     e = whole(e, setting.tokens, shard).reshape(-1, e.shape[-1])
     weights = None if weights is None else weights[shard.start : shard.stop]
-    return Operands(e, c, bias, shard.held(columns), weights, inverse_temperature)
+    if ids is not None:
+        ids = torch.where((ids >= shard.start) & (ids < shard.stop), ids - shard.start, -1)
+    return Operands(e, c, bias, shard.held(columns), weights, inverse_temperature, ids)
 
 
 def references(operands: Operands, columns: Tensor, saving_for: tuple[bool, ...], setting: Setting) -> Tensor | None:
@@ -110,15 +112,19 @@ def of_all_columns(own: Tensor, kept: Tensor, weights: Tensor | None, setting: S
 
     Relative to the largest reference. weights: of this process' columns; None: 1.
     """
-    (call, _, _, shard), of_sum = setting, []
+    (call, _, _, shard), of_sum, of_ids, own = setting, [], [], torch.where(kept, own, 0)
     if call.smooths:
         weight = shard.stop - shard.start if weights is None else weights.sum(dtype=own.dtype)
         of_sum = [torch.ones_like(own[:1]) * weight]
-    each = gathered(torch.cat([torch.where(kept, own, 0), *of_sum]), shard).unbind(1)
+    first = 3 + call.smooths
+    if call.ids:  # each is the logit of one process' column, and 0 on the others
+        of_ids = [summed(own[first : first + call.ids].clone(), shard)]
+    each = gathered(torch.cat([own[:first], own[first + call.ids :], *of_sum]), shard).unbind(1)
     (log_mass, references, target, *sums), of_sum = (each[:-1], each[-1:]) if of_sum else (each, ())
     reference = references.amax(0)
     between = references - reference
     log_mass, rows = log_mass + between, [reference, target.sum(0)]
     mean = [blocks.mean_over_runs(log_mass, sums.pop() + between)] if call.with_mean else []
     rows += [(x + between * weight).sum(0) for x, weight in zip(sums, of_sum, strict=True)]
-    return torch.where(kept, torch.stack([torch.logsumexp(log_mass, 0), *rows, *mean]), 0)
+    found = [torch.stack([torch.logsumexp(log_mass, 0), *rows]), *of_ids, *(x[None] for x in mean)]
+    return torch.where(kept, torch.cat(found), 0)

@@ -80,6 +80,7 @@ class Block(NamedTuple):
     scale: Tensor
     softcap: Tensor | None
     inverse_temperature: Tensor | None  # (N,)
+    ids: Tensor | None  # (N, K): each id minus the group's first column; it may be outside of the group
 
 
 class Cotangents(NamedTuple):
@@ -90,17 +91,19 @@ class Cotangents(NamedTuple):
     of_target: Tensor
     of_sum: Tensor | None = None
     of_log_p: Tensor | None = None  # μ" of cce_kernels/mean.py
+    of_ids: Tensor | None = None  # (N, K)
 
     @classmethod
-    def of(cls, numbers: Tensor, rows: Tensor, live: Tensor, with_mean: bool) -> "Cotangents":
+    def of(cls, numbers: Tensor, rows: Tensor, live: Tensor, with_sum: bool, with_mean: bool) -> "Cotangents":
         """numbers: the statistics; rows: their cotangents, in their order, 0 for ignored tokens. live: the others."""
         (of_mass, _, of_target, *others), share = rows, torch.where(live, torch.exp(-numbers[0]), 0)
-        of_log_p = None
+        of_log_p, of_sum = None, others.pop(0) if with_sum else None
         if with_mean:
             of_mean = others.pop()
             of_mass, of_log_p = of_mass + torch.where(live, of_mean * (1 - numbers[-1]), 0), of_mean * share
         reference = torch.where(live, numbers[1], torch.finfo(numbers.dtype).max)
-        return cls(reference, of_mass * share, of_target, others[0] if others else None, of_log_p)
+        of_ids = torch.stack(others, 1) if others else None
+        return cls(reference, of_mass * share, of_target, of_sum, of_log_p, of_ids)
 
 
 def of_kept(x: Tensor | None, kept: Tensor, fill: float) -> Tensor | None:
@@ -112,7 +115,7 @@ def each(
     operands: Operands, scale: float, softcap: float | None, memory_budget: int | None, dtype: torch.dtype
 ) -> Iterator[tuple[slice, Tensor, Block]]:
     """For each group: its columns, its rows of c in e's type, and its Block. c and bias are rounded to dtype."""
-    e, c, bias, columns, weights, inverse_temperature = operands
+    e, c, bias, columns, weights, inverse_temperature, ids = operands
     accumulate = torch.promote_types(e.dtype, torch.float32)
     scalars = [None if x is None else e.new_full((), x, dtype=accumulate) for x in (scale, softcap)]
     for group in _groups(e, c, memory_budget):
@@ -127,6 +130,7 @@ def each(
                 columns - group.start,
                 *scalars,  # type: ignore[arg-type]
                 inverse_temperature=inverse_temperature,
+                ids=None if ids is None else ids - group.start,
             ),
         )
 
@@ -134,14 +138,14 @@ def each(
 def fit_float16(factors: Tensor, numbers: Tensor, weights: Tensor | None, with_mean: bool) -> tuple[Tensor, Tensor]:
     """factors divided by a unit, and the unit, so that dz does not overflow float16 and few elements underflow.
 
-    factors: the cotangents of the statistics; numbers: the statistics. |p·log p| ≤ 1, so that the mean's needs no more
-    room than the others beside what cce_kernels.gradients.fitted adds to the first.
+    factors: the cotangents of the statistics; numbers: the statistics; weights: of the sum. |p·log p| ≤ 1, so that the
+    mean's needs no more room than the others beside what cce_kernels.gradients.fitted adds to the first.
     """
     of_mass, _, *others = factors
     if with_mean:
         of_mass = of_mass + others[-1] * (1 + numbers[0] - numbers[-1])
     sizes = [x.abs() for x in (of_mass, *others)]
-    if len(others) == 2 + with_mean and weights is not None:
+    if weights is not None:
         sizes[2] = sizes[2] * weights.abs().amax()
     return in_units(factors, torch.stack(sizes).sum(0))
 
@@ -225,16 +229,16 @@ def mean_over_runs(lse: Tensor, mean: Tensor) -> Tensor:
     return (share * mean).sum(0) / torch.where(whole == 0, 1, whole)
 
 
-def reduced(block: Block, rows: tuple) -> tuple:
-    """The sums of equations (1)-(3') over the groups up to this one, from those over the groups before it.
+def reduced(block: Block, rows: tuple, of_ids: Tensor | None) -> tuple[tuple, Tensor | None]:
+    """The sums of equations (1)-(3') over the groups up to this one, from those over the groups before it; and (3").
 
     rows: the largest logit, to which the sums are relative; Σ exp; the targets' logits; Σ w·z and Σ w; Σ exp·z. None
     where a sum is not asked for.
     """
     (before, mass, target, total, weight, moment), own, weights = rows, block.own, block.weights
     z = _divided(capped(block.raw + block.bias, block.scale, block.softcap), block)
-    here = (own >= 0) & (own < z.shape[1])
-    picked = z.gather(1, own.clamp(0, z.shape[1] - 1).long()[:, None])[:, 0]
+    target = _picked(z, own[:, None], target[:, None])[:, 0]
+    of_ids = None if block.ids is None or of_ids is None else _picked(z, block.ids, of_ids)
     largest = torch.maximum(before, z.amax(1))
     origin = finite(largest)
     between, share, z = finite(before) - origin, torch.exp(before - origin), z - origin[:, None]
@@ -244,7 +248,13 @@ def reduced(block: Block, rows: tuple) -> tuple:
         weight = weight + weights.sum()
     if moment is not None:
         moment = share * (moment + between * mass) + (p * torch.where(p == 0, 0, z)).sum(1)
-    return largest, mass * share + p.sum(1), torch.where(here, picked, target), total, weight, moment
+    return (largest, mass * share + p.sum(1), target, total, weight, moment), of_ids
+
+
+def _picked(z: Tensor, columns: Tensor, otherwise: Tensor) -> Tensor:
+    """z at the columns, (N, K), of this group; what others had, otherwise."""
+    here, last = (columns >= 0) & (columns < z.shape[1]), z.shape[1] - 1
+    return torch.where(here, z.gather(1, columns.clamp(0, last).long()), otherwise)
 
 
 def finite(largest: Tensor) -> Tensor:
@@ -264,6 +274,9 @@ def cotangents(block: Block, of: Cotangents, dtype: torch.dtype) -> Tensor:
     dz = dz + torch.where(is_target, of.of_target[:, None], 0)
     if of.of_sum is not None:
         dz = dz + of.of_sum[:, None] * block.weights
+    if of.of_ids is not None and block.ids is not None:
+        here, last = (block.ids >= 0) & (block.ids < dz.shape[1]), dz.shape[1] - 1
+        dz = dz.scatter_add(1, block.ids.clamp(0, last).long(), torch.where(here, of.of_ids, 0))
     if softcap is not None:
         dz = dz * (1 - (before / softcap) ** 2)
     return dz.to(dtype)

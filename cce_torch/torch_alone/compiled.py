@@ -46,9 +46,9 @@ def options(call: Call, scale: float) -> tuple:
 
 class _Statistics(torch.autograd.Function):
     @staticmethod
-    def forward(e, c, bias, columns, weights, inverse_temperature, call: Call, how: tuple) -> Tensor:
+    def forward(e, c, bias, columns, weights, inverse_temperature, ids, call: Call, how: tuple) -> Tensor:
         # Parameters with names: of *arguments torch.compile makes a ctx the first where no gradient is wanted.
-        return run_statistics(e, c, bias, columns, weights, inverse_temperature, *options(call, how[0]))
+        return run_statistics(e, c, bias, columns, weights, inverse_temperature, ids, *options(call, how[0]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -65,38 +65,40 @@ class _Statistics(torch.autograd.Function):
             return run_gradients(*arrays, *options, *wanted, False)
 
         gradients = first_order(ctx.called, run, (cotangents[: ctx.rows], *tensors, output[: ctx.rows]))
-        return (*(g if w else None for g, w in zip(gradients, wanted, strict=True)), *[None] * 5)
+        return (*(g if w else None for g, w in zip(gradients, wanted, strict=True)), *[None] * 6)
 
 
 OPTIONS = "float scale, float? softcap, bool with_sum, bool with_mean, SymInt? memory_budget"
 WANTED = "bool want_e, bool want_c, bool want_bias, bool wide_e"  # of new_gradients
 
 
-def _fake_statistics(e: Tensor, *others: Any) -> Tensor:
-    *_, with_sum, with_mean, _ = others
-    return e.new_empty((3 + with_sum + with_mean, e.shape[0]), dtype=torch.promote_types(e.dtype, torch.float32))
+def _new_statistics(*arguments: Any) -> Tensor:
+    e, *_, ids, _, _, with_sum, with_mean, _ = arguments
+    rows = 3 + with_sum + (0 if ids is None else ids.shape[1]) + with_mean
+    return e.new_empty((rows, e.shape[0]), dtype=torch.promote_types(e.dtype, torch.float32))
 
 
-@operator("compiled_statistics", f"{OPERANDS}, {OPTIONS}", "Tensor", _fake_statistics)
+@operator("compiled_statistics", f"{OPERANDS}, {OPTIONS}", "Tensor", _new_statistics)
 def run_statistics(*arguments: Any) -> Tensor:
-    """Equations (1), (2), with_sum (3), and with_mean (3')."""
+    """Equations (1), (2), with_sum (3), with ids (3"), and with_mean (3')."""
     *tensors, scale, softcap, with_sum, with_mean, memory_budget = arguments
     operands = Operands(*tensors)
     e, columns = operands.e, operands.columns
     accumulate, operand = blocks.types(e)
     if not e.shape[0]:
-        return e.new_empty((3 + with_sum + with_mean, 0), dtype=accumulate)
+        return _new_statistics(*arguments)
     largest = e.new_full(columns.shape, -torch.inf, dtype=accumulate)
     # Each zeros is its own: torch.compile compiles again where one tensor is given twice.
     asked = True, True, with_sum, with_sum, with_mean
     rows: tuple[Any, ...] = (largest, *(torch.zeros_like(largest) if x else None for x in asked))
+    of_ids = None if operands.ids is None else e.new_zeros(operands.ids.shape, dtype=accumulate)
     operands = operands._replace(e=e.to(operand))
     for _, _, block in blocks.each(operands, scale, softcap, memory_budget, e.dtype):
-        rows = blocks.fused(blocks.reduced, block, rows)
+        rows, of_ids = blocks.fused(blocks.reduced, block, rows, of_ids)
         del block
     largest, mass, target, total, _, moment = rows
     mean = None if moment is None else moment / torch.where(mass == 0, 1, mass)
-    found = torch.log(mass), blocks.finite(largest), target, total, mean
+    found = torch.log(mass), blocks.finite(largest), target, total, *([] if of_ids is None else of_ids.unbind(1)), mean
     return torch.where(columns >= 0, torch.stack([x for x in found if x is not None]), 0)
 
 
@@ -115,8 +117,9 @@ def run_gradients(cotangents: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, 
 
     output: the statistics. wide_e: de is not rounded to e's type.
     """
-    operands, (output, scale, softcap, _, with_mean, memory_budget, *wanted) = Operands(*arguments[:6]), arguments[6:]
-    e, c, bias, columns, weights, inverse = operands
+    operands, (output, scale, softcap, *others) = Operands(*arguments[:7]), arguments[7:]
+    e, c, bias, columns, weights, inverse, _ = operands
+    with_sum, with_mean, memory_budget, *wanted = others
     want_e, want_c, want_bias, _ = wanted
     accumulate, operand = blocks.types(e)
     de, dc, dbias = new_gradients(e, c, bias, *wanted)
@@ -129,8 +132,8 @@ def run_gradients(cotangents: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, 
     factors = factors if inverse is None else factors * inverse
     unit = None
     if operand == torch.float16:
-        factors, unit = blocks.fit_float16(factors, output, weights, with_mean)
-    of = blocks.Cotangents.of(output, factors, live, with_mean)
+        factors, unit = blocks.fit_float16(factors, output, weights if with_sum else None, with_mean)
+    of = blocks.Cotangents.of(output, factors, live, with_sum, with_mean)
     sums = torch.zeros_like(de, dtype=accumulate)
     e_live = torch.where(live[:, None], e, 0).to(operand)  # dz = 0 is not enough: 0 · NaN is NaN
     operands = operands._replace(e=e_live, inverse_temperature=inverse)

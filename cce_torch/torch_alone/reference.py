@@ -11,7 +11,7 @@ from cce_torch.torch_alone import blocks
 
 def logits(operands: Operands, call: Call, scale: float) -> Tensor:
     """The full logits, (N, V), float32 (float64 for float64)."""
-    e, c, bias, columns, _, inverse_temperature = operands
+    e, c, bias, columns, _, inverse_temperature, _ = operands
     live = columns >= 0
     with torch.autocast(e.device.type, enabled=False):
         accumulate = torch.promote_types(e.dtype, torch.float32)
@@ -39,6 +39,8 @@ def statistics(operands: Operands, call: Call, scale: float) -> Tensor:
         if call.smooths:
             w = z.new_ones(vocabulary) if weights is None else weights.to(z.dtype)
             rows.append(torch.where(w == 0, 0, w * z).sum(1))
+        if operands.ids is not None:
+            rows += (z + reference[:, None]).gather(1, operands.ids.clamp(min=0).long()).unbind(1)
         if call.with_mean:
             rows.append(blocks.mean_of(z.detach() if call.mean_is_detached else z))
         return torch.where(live, torch.stack(rows), 0)

@@ -109,11 +109,14 @@ def _derives_more(p: Program) -> bool:
     return p.transformation in REFUSED_BY_MOST and (p.impl != "reference" or p.split == "vocabulary")
 
 
-def _first_derivatives(function: str) -> Row:
-    return (
-        lambda p: p.function == function and _derives_more(p),
-        Refusal((NotImplementedError,), (function, "first derivatives")),
-    )
+def _first_derivatives(function: str) -> list[Row]:
+    """In weights of the tokens alone PyTorch finds every derivative where it computes the loss: it is linear in them."""
+    refused = Refusal((NotImplementedError,), (function, "first derivatives"))
+
+    def holds(p: Program) -> bool:
+        return p.function == function and _derives_more(p)
+
+    return [(lambda p: holds(p) and p.wanted == ("token_weight",), refused._replace(may_run=True)), (holds, refused)]
 
 
 def _batched(p: Program, split: str) -> bool:
@@ -134,5 +137,5 @@ IN_TORCH: list[Row] = [
         Refusal((RuntimeError,), ("float64",)),
     ),
     (_of_jax_alone, Refusal((TypeError,), ("float64, which 'reference' and 'torch_compile' take",))),
-    *map(_first_derivatives, FUNCTIONS),
+    *(row for function in FUNCTIONS for row in _first_derivatives(function)),
 ]

@@ -117,7 +117,8 @@ def function_of(call: Call, **more: Any) -> Callable[..., Any]:
     program = call.program
     options: dict[str, Any] = program.options() | {"impl": program.impl} | more
     if options.get("num_items") is not None and call.data.seed % 2:
-        options["num_items"] = torch.tensor(options["num_items"], dtype=torch.float64, device=device())
+        wide = torch.float64 if call.program.dtype == "float64" else torch.float32
+        options["num_items"] = torch.tensor(options["num_items"], dtype=wide, device=device())
     if program.function == TOKEN_LOSS:
         return partial(_token_loss, functions.function_of(program.fn, torch), options)  # type: ignore[arg-type]
     if program.form == "function":

@@ -164,7 +164,8 @@ def second_derivative(x: Bound) -> Found:
     slope = sum((y.double() * along[name].double()).sum() for name, y in gradients.items())
     of = ("", *x.wanted)[x.drawn(len(x.wanted) + 1)]
     leaf = x.leaves[of] if of else factor
-    (found,) = torch.autograd.grad(slope, leaf, retain_graph=True)  # type: ignore[arg-type]
+    linear = of == "token_weight"  # the loss is linear in it
+    (found,) = torch.autograd.grad(slope, leaf, retain_graph=True, materialize_grads=linear)  # type: ignore[arg-type]
     if any(y.isinf().any() for y in gradients.values()):
         return results, gradients  # float16 does not hold them, nor what follows from them
     if not of:
