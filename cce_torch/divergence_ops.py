@@ -142,7 +142,7 @@ def _placeholders(given: Given, how: How, forming: Sequence[bool], problem: Any)
         of_e: Any = _programs().left_de(way) if forming[0] else ((0,), given.e.dtype)
         return [new(*of_e), *in_forward.programs().leaves_of(way.new(new))]
     each = zip(given, forming, _types(given, how), strict=False)
-    return [new((0,) if x is None or not w else x.shape, t) for x, w, t in each]
+    return [new((0,), given.e.dtype) if x is None or not w else new(x.shape, t) for x, w, t in each]
 
 
 def _added(

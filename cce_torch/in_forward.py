@@ -214,7 +214,7 @@ class _Total(torch.autograd.Function):
         if factors is not None:
             found = tuple(None if x is None else (factors * x).to(x.dtype) for x in found)
         de, dc, dbias, dweight = found
-        return de, dc, dbias, None, None, None, dweight, None, None
+        return de, dc, dbias, *[None] * 4, dweight, None, None
 
 
 def _of_tokens(factor: Tensor, saved: tuple, wanted: tuple[bool, ...], in_place: bool) -> tuple[Tensor | None, ...]:

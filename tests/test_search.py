@@ -316,6 +316,31 @@ def test_the_reference_derives_equal_probabilities_too(package):
     assert not failures(Call(program, data))
 
 
+@pytest.mark.parametrize("wanted", [("c",), ("e", "bias")])
+def test_a_checkpoint_of_a_divergence_of_a_wide_classifier(wanted):
+    """What is not formed was saved in another type the second time."""
+    fields = dict(leading=(8,), width=32, vocabulary=128, dtype="bfloat16", mixed=True, divergence="jsd", wanted=wanted)
+    of_teacher = dict(teacher_width=32, teacher_dtype="float16", arrays=("bias",) if "bias" in wanted else ())
+    program = Program(package="torch", function="linear_divergence", impl="torch_compile", **fields, **of_teacher)
+    assert not failures(Call(replace(program, transformation="checkpoint"), Data()))
+
+
+@pytest.mark.parametrize("impl", ["auto", "cce", "torch_compile"])
+def test_in_torch_ids_of_probability_1_have_no_gradient(impl):
+    """Their cotangents and those of the log-sum-exp cancel, before anything is rounded to 16 bits."""
+    fields = dict(leading=(21,), width=2, vocabulary=1, dtype="float16", mixed=True, vocab_axis=1, arrays=("bias",))
+    program = Program(package="torch", function="linear_log_probs", impl=impl, wanted=("e", "c", "bias"), **fields)
+    program = replace(program, objective=("entropy", "id_log_probs"), temperature=4.6, entropy=True, ids=6)
+    assert not failures(Call(program, Data(seed=865458343, kind="trained", bias=-41.0)))
+
+
+@pytest.mark.parametrize("impl", ["chunked", "torch_compile"])
+def test_in_torch_ids_of_many_groups_and_of_padded_tokens(impl):
+    fields = dict(leading=(300,), width=16, vocabulary=3000, wanted=("e", "c"), impl=impl, memory_budget=2**20)
+    program = Program(package="torch", function="linear_log_probs", objective=("id_log_probs",), ids=5, **fields)
+    assert not failures(Call(program, Data(ignored="few")))
+
+
 def test_in_torch_the_gradient_of_lse_alone_is_finite_for_a_target_out_of_range():
     """The NaN of such a token's loss was multiplied by a cotangent of 0."""
     pytest.importorskip("torch")

@@ -36,7 +36,7 @@ def statistics(operands: Operands, call: Call, scale: float, called: str) -> Ten
 
     NotImplementedError if a second derivative is asked for.
     """
-    return applied(_Statistics, *operands, call, (scale, called))  # type: ignore[no-any-return]
+    return applied(_Statistics, *operands, (call, scale, called))  # type: ignore[no-any-return]
 
 
 def options(call: Call, scale: float) -> tuple:
@@ -46,13 +46,13 @@ def options(call: Call, scale: float) -> tuple:
 
 class _Statistics(torch.autograd.Function):
     @staticmethod
-    def forward(e, c, bias, columns, weights, inverse_temperature, ids, call: Call, how: tuple) -> Tensor:
+    def forward(e, c, bias, columns, weights, inverse_temperature, ids, how: tuple) -> Tensor:
         # Parameters with names: of *arguments torch.compile makes a ctx the first where no gradient is wanted.
-        return run_statistics(e, c, bias, columns, weights, inverse_temperature, ids, *options(call, how[0]))
+        return run_statistics(e, c, bias, columns, weights, inverse_temperature, ids, *options(*how[:2]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        *tensors, call, (scale, ctx.called) = inputs
+        *tensors, (call, scale, ctx.called) = inputs
         ctx.rows, ctx.options = call.of_backward.rows, options(call.of_backward, scale)
         ctx.save_for_backward(*tensors, output)
 
@@ -65,7 +65,7 @@ class _Statistics(torch.autograd.Function):
             return run_gradients(*arrays, *options, *wanted, False)
 
         gradients = first_order(ctx.called, run, (cotangents[: ctx.rows], *tensors, output[: ctx.rows]))
-        return (*(g if w else None for g, w in zip(gradients, wanted, strict=True)), *[None] * 6)
+        return (*(g if w else None for g, w in zip(gradients, wanted, strict=True)), *[None] * 5)
 
 
 OPTIONS = "float scale, float? softcap, bool with_sum, bool with_mean, SymInt? memory_budget"

@@ -110,7 +110,7 @@ def _derives_more(p: Program) -> bool:
 
 
 def _first_derivatives(function: str) -> list[Row]:
-    """In weights of the tokens alone PyTorch finds every derivative where it computes the loss: it is linear in them."""
+    """In weights of tokens alone PyTorch finds every derivative where it computes the loss, which is linear in them."""
     refused = Refusal((NotImplementedError,), (function, "first derivatives"))
 
     def holds(p: Program) -> bool:

@@ -19,7 +19,7 @@ from tests.search.torch_bound import Bound
 
 Named = dict[str, Tensor]
 Found = tuple[Named, Named]  # results and gradients
-FACTORS = 1.0, -2.0, 0.25  # of batched cotangents: powers of 2, so that the gradients can be divided again
+FACTORS = 1.0, -0.5, 0.25  # of batched cotangents: powers of 2, so that the gradients can be divided again
 TOLERANCE = {
     torch.float64: 1e-5,
     torch.float32: 2e-3,
