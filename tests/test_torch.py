@@ -306,10 +306,10 @@ def test_the_users_own_jax_is_as_it_was():
 def test_ops_refuse_nothing_that_the_fakes_allow():
     """Fake and real results agree in shape, type and strides for every combination of wanted gradients."""
     e, c, t = (x.detach() for x in example())
-    statistics = ops._run_loss(Given(e, c, None, t, None, None, None, None, SCHEDULED, 1), [], CALL_OF, None)[1]
+    statistics = ops._run_loss(Given(e, c, None, t, None, None, None, None, None, SCHEDULED, 1), [], CALL_OF, None)[1]
     for wanted in [(a, b, False, d) for a in (True, False) for b in (True, False) for d in (True, False)]:
         weight = torch.rand(24)
-        given = e, c.T.contiguous().T, None, t, None, weight, None, None, torch.tensor(SCHEDULED), 1
+        given = e, c.T.contiguous().T, None, t, None, weight, None, None, None, torch.tensor(SCHEDULED), 1
         left, call = [None] * ops.LEFT, CALL_OF.encoded()
         arguments = torch.ones(()), None, *given, statistics, *left, [], wanted, False, *call
         for x, y in zip(ops._called_gradients(*arguments), ops._fake_gradients(*arguments), strict=True):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from cce_jax import passes
 from cce_kernels.numbers import Cotangents, Wanted
 from cce_torch import LinearCrossEntropy, LinearCrossEntropyHead, linear_cross_entropy, ops
-from cce_torch.call import Call
+from cce_torch.call import TENSORS, Call
 from cce_torch.on_jax import bridge, kinds, programs
 from tests import truth
 from tests.call_torch import array
@@ -28,6 +28,7 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 ONCE = ["torch_begin", "torch_finish"]  # the programs of a step
 AGAIN = ["torch_loss", "torch_gradients"]
 TOLERANCE = 2.0**-7
+LEFT = TENSORS + 2  # where the saved tensors of the loss begin that the forward pass left
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -198,7 +199,7 @@ def test_backward_again_over_a_kept_graph(dtype, axis, ran):
 def test_gradients_take_the_memory_of_what_was_formed(dtype, kept):
     e, c, t = example(dtype=dtype)
     value = loss(e, c, t)
-    formed = [x.data_ptr() for x in value.grad_fn.saved_tensors[10:12]]
+    formed = [x.data_ptr() for x in value.grad_fn.saved_tensors[LEFT : LEFT + 2]]
     found = gradients(value, e, c, retain_graph=kept)
     assert [x.data_ptr() in formed for x in found] == 2 * [not kept]
     assert len({x.data_ptr() for x in found}) == 2
@@ -233,7 +234,7 @@ def test_what_was_formed_is_freed(done):
     """With the graph, or by the backward pass, even if the loss is kept for a log."""
     e, c, t = example()
     value = loss(e, c, t)
-    formed = [weakref.ref(x) for x in value.grad_fn.saved_tensors[10:]]
+    formed = [weakref.ref(x) for x in value.grad_fn.saved_tensors[LEFT:]]
     assert len(formed) >= 5
     if done:
         gradients(value, e, c)
@@ -296,7 +297,7 @@ def test_only_what_is_wanted_is_formed(ran):
     b = torch.zeros(300, dtype=e.dtype, requires_grad=True)
 
     def formed(*leaves):
-        return [x.shape for x in loss(*leaves[:2], t, bias=leaves[2]).grad_fn.saved_tensors[10:]]
+        return [x.shape for x in loss(*leaves[:2], t, bias=leaves[2]).grad_fn.saved_tensors[LEFT:]]
 
     found = formed(e, c, b)
     assert [*found[:2], found[3]] == [e.shape, c.shape, b.shape]
@@ -431,7 +432,7 @@ def test_opcheck(axis, wide):
     call = CALL_OF._replace(wide_dc=wide, gradient_tolerance=TOLERANCE * axis).encoded()
     saving_for, wanted = [True, True, False], [True, True, False, True]
     assert rounded.stride() == c.stride()
-    given = None, t, None, weight, None, None, scheduled, 1
+    given = None, t, None, weight, None, None, None, scheduled, 1
     torch.library.opcheck(torch.ops.cce_torch.loss.default, (e, rounded, *given, saving_for, False, *call))
     _, statistics, left = torch.ops.cce_torch.loss.default(e, rounded, *given, saving_for, False, *call)
     assert [x.dtype for x in left[:2]] == [e.dtype, torch.float32 if wide else torch.int16]
@@ -447,7 +448,7 @@ def test_opcheck(axis, wide):
 
 def blocks(value):
     """Which blocks are multiplied, of what a loss left for its backward pass."""
-    return [x for x in value.grad_fn.saved_tensors[10:] if x.dtype == torch.bool]
+    return [x for x in value.grad_fn.saved_tensors[LEFT:] if x.dtype == torch.bool]
 
 
 @pytest.mark.parametrize(("dtype", "count"), [(torch.bfloat16, 1), (torch.float16, 0), (torch.float32, 0)])
@@ -459,7 +460,7 @@ def test_a_tolerance_leaves_which_blocks_are_multiplied(dtype, count, ran):
     assert blocks(exact) == blocks(loss(e, c, t)) == []
     assert len(blocks(value)) == count
     assert all(x.all() for x in blocks(value))
-    assert len(value.grad_fn.saved_tensors[10:]) <= ops.LEFT
+    assert len(value.grad_fn.saved_tensors[LEFT:]) <= ops.LEFT
     assert_same(gradients(value, e, c, bias), gradients(exact, e, c, bias))
     assert ran[:3] == ["torch_begin"] * 3
 

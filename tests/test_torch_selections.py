@@ -87,7 +87,7 @@ def test_compiled_for_any_k():
 def test_opcheck():
     e, c, targets = (x.detach() for x in drawn(21))
     call = Call(reduction="none", impl="chunked", with_mean=True, top_k=3, mean_logit=True)
-    given = e, c, None, targets, None, None, None, None, torch.tensor([0.0, 0.0, 1.0]), 1
+    given = e, c, None, targets, None, None, None, None, None, torch.tensor([0.0, 0.0, 1.0]), 1
     torch.library.opcheck(torch.ops.cce_torch.loss.default, (*given, [], False, *call.encoded()))
     assert len(ops.loss(ops.Given(*given), call, True, "linear_log_probs")) == 5
 
