@@ -1,7 +1,7 @@
-"""Ignored tokens that hold NaN, targets out of range, no tokens, removed classes, float16's range, float64.
+"""No tokens, integers of any size, removed classes, float16's range, and who looks on.
 
-In every implementation of both packages. Random calls (tests/search) have the rest: extreme logits, tokens that are
-all ignored, targets just out of range, and that the same call has the same bits.
+In every implementation of both packages. Random calls (tests/search), and those of test_calls.py, have the rest:
+ignored tokens that hold NaN, extreme logits, targets out of range, float64, and that the same call has the same bits.
 """
 
 from contextlib import contextmanager
@@ -31,7 +31,6 @@ from tests.wrapped import Wrapped
 CASE = Case("edge", leading=(24,), width=16, vocabulary=70, arrays=("bias", "class_weight", "token_weight"))
 GIVEN = inputs(CASE)
 BIAS = GIVEN.optional["bias"]
-OTHERS = np.arange(24) != 5
 RUN = {"jax": call.run, "torch": call_torch.run}
 
 
@@ -39,33 +38,6 @@ RUN = {"jax": call.run, "torch": call_torch.run}
 def small_blocks():
     with call_torch.small_blocks(narrow=True):
         yield
-
-
-@pytest.mark.parametrize(("poison", "reduction"), [(np.nan, "none"), (np.inf, "mean")])
-@both.every
-def test_nothing_of_an_ignored_token_gets_out(package, impl, poison, reduction):
-    ignored = GIVEN.targets == -100
-    assert ignored.any()
-    bad = GIVEN.e.copy()
-    bad[ignored] = poison
-    weight = np.where(ignored, np.nan, 1.0).astype(np.float32)
-    bias = np.where(np.arange(70) == 3, 200.0, BIAS).astype(np.float32)  # whose exponential is infinite in float32
-    run = partial(
-        both.gradients,
-        package,
-        impl,
-        c=GIVEN.c,
-        targets=GIVEN.targets,
-        label_smoothing=0.1,
-        z_loss=0.1,
-        bias=bias,
-        reduction=reduction,
-    )
-    clean = run(GIVEN.e, token_weight=np.ones(24, np.float32))
-    dirty = run(bad, token_weight=weight)
-    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(dirty))
-    assert not dirty[1][0][ignored].any()
 
 
 @pytest.mark.parametrize(("leading", "reduction"), [((2, 0), "mean"), ((4, 1), "mean"), ((4, 1), "none")])
@@ -143,21 +115,10 @@ def test_any_integer_is_an_ignore_index(dtype, ignore_index):
 
 
 @both.every
-def test_a_bias_of_minus_infinity_removes_a_class(package, impl):
-    """Also all classes of a group of torch_compile's; and a weight of 0 with an infinite logit counts as 0.
-
-    −inf is a number of every type: of a float32 bias beside a 16-bit e too.
-    """
+def test_a_class_of_weight_0_whose_logit_is_minus_infinity_counts_as_0(package, impl):
+    """−inf is a number of every type: of a float32 bias beside a 16-bit e too."""
     removed = np.arange(70) < 66
     targets = np.where(GIVEN.targets >= 0, 66 + GIVEN.targets % 4, -100).astype(np.int32)
-    run = partial(both.gradients, package, impl, GIVEN.e)
-    bias = np.where(removed, -np.inf, 0.0).astype(np.float32)
-    loss, (de, dc, _) = run(GIVEN.c, targets, bias=bias)
-    fewer, (de_fewer, dc_fewer) = run(GIVEN.c[66:], np.where(targets >= 0, targets - 66, -100).astype(np.int32))
-    np.testing.assert_allclose(loss, fewer, rtol=1e-6)
-    np.testing.assert_allclose(de, de_fewer, atol=1e-6)
-    np.testing.assert_allclose(dc[66:], dc_fewer, atol=1e-6)
-    assert not dc[:66].any()
     e, weight = GIVEN.e.astype(DTYPES["bfloat16"]), np.where(removed, 0.0, 1.5).astype(np.float32)
     run = partial(both.gradients, package, impl, e, GIVEN.c, targets, class_weight=weight, label_smoothing=0.1)
     found = [run(bias=np.where(removed, low, BIAS).astype(np.float32)) for low in (-np.inf, -1e4)]
@@ -168,22 +129,6 @@ def test_a_bias_of_minus_infinity_removes_a_class(package, impl):
 NARROW = pytest.mark.parametrize(
     ("package", "impl"), [("jax", "cce"), ("jax", "chunked"), ("torch", "chunked"), ("torch", "torch_compile")]
 )
-
-
-@pytest.mark.parametrize("cotangent", [1e-6, 1e4])
-@NARROW
-def test_float16_neither_underflows_nor_overflows(package, impl, cotangent):
-    """p/N of a mean over many tokens is below float16's smallest number; a loss scale times it, above its largest."""
-    case = Case("half", leading=(64,), width=16, vocabulary=300, ignored=0.0)
-    half, wide = (
-        inputs(case, "float16"),
-        [np.float32(x) for x in (inputs(case, "float16").e, inputs(case, "float16").c)],
-    )
-    exact = both.gradients(package, "reference", *wide, half.targets, cotangent)[1]
-    for gradient, want in zip(
-        both.gradients(package, impl, half.e, half.c, half.targets, cotangent)[1], exact, strict=True
-    ):
-        assert error(gradient, want) < 2 * error(want.astype(np.float16), want) + 1e-3
 
 
 @NARROW
@@ -205,80 +150,18 @@ def test_float16_keeps_what_is_far_smaller_than_the_largest_cotangent(package, i
         assert_rounded(actual[k][rows], exact[rows], reference[k][rows], f"gradient of {'ec'[k]}", roundings=2)
 
 
-FACTORS = {
-    "scale": Case("scale", (24,), 16, 300, options={"logit_scale": 4096.0, "reduction": "none", "return_lse": True}),
-    "class weights": Case(
-        "class weights",
-        (24,),
-        16,
-        300,
-        ("class_weight",),
-        options={"label_smoothing": 1.0, "reduction": "none", "return_lse": True},
-    ),
-}
-
-
-@pytest.mark.parametrize("factor", FACTORS)
 @NARROW
-def test_float16_has_room_for_every_factor_of_dz(package, impl, factor):
-    """Gradients that float16 holds, of a dz that is 4096 or 10⁴ times its largest cotangent."""
-    case = FACTORS[factor]
-    made = inputs(case, "float16")
-    if factor == "scale":
-        made = replace(made, e=made.e / 64, c=made.c / 64)
-    else:  # lse has no cotangent, which would be as large as the mean weight
-        weight = made.optional["class_weight"] * 1e4
-        of_lse = -made.of_loss * weight.mean(dtype=np.float32)
-        made = replace(made, optional={"class_weight": weight}, of_lse=of_lse)
-    exact = truth(made, case.options)[2]
-    reference, actual = (RUN[package](made, case.options, x)[2] for x in ("reference", impl))
+def test_float16_has_room_for_class_weights(package, impl):
+    """Gradients that float16 holds, of a dz that is 10⁴ times its largest cotangent."""
+    options = {"label_smoothing": 1.0, "reduction": "none", "return_lse": True}
+    made = inputs(Case("class weights", (24,), 16, 300, ("class_weight",), options=options), "float16")
+    weight = made.optional["class_weight"] * 1e4
+    of_lse = -made.of_loss * weight.mean(dtype=np.float32)  # else it has a cotangent as large as the mean weight
+    made = replace(made, optional={"class_weight": weight}, of_lse=of_lse)
+    exact = truth(made, options)[2]
+    reference, actual = (RUN[package](made, options, x)[2] for x in ("reference", impl))
     for name, gradient in actual.items():
         assert_rounded(gradient, exact[name], reference[name], f"gradient of {name}", roundings=2)
-
-
-@NARROW
-def test_in_float16_a_target_out_of_range_reaches_no_other_row(package, impl):
-    """dz is divided by a number that is computed from the cotangents of all tokens, of which one is NaN.
-
-    The others' are 100, which float16 does not hold where they are divided by a number for cotangents of 1.
-    """
-    half = inputs(CASE, "float16")
-    run = partial(
-        both.gradients, package, impl, half.e, half.c, reduction="sum", token_weight=np.full(24, 100, np.float32)
-    )
-    de, dc = run(np.where(OTHERS, half.targets, 70))[1]
-    clean, _ = run(np.where(OTHERS, half.targets, -100))[1]
-    assert np.isfinite(clean).all()
-    np.testing.assert_array_equal(de[OTHERS], clean[OTHERS])
-    assert np.isnan(de[5]).all()
-    assert np.isnan(dc).all()
-
-
-DOUBLE = Case(
-    "double",
-    (20,),
-    8,
-    150,
-    ("bias", "class_weight", "token_weight"),
-    options={"label_smoothing": 0.3, "z_loss": 0.1, "logit_scale": 0.7, "softcap": 5.0},
-)
-
-
-@pytest.mark.parametrize(
-    ("package", "impl"),
-    [("jax", "reference"), ("jax", "chunked"), ("jax", "auto"), ("torch", "reference"), ("torch", "torch_compile")],
-)
-def test_float64_keeps_its_digits_and_those_of_weights(package, impl):
-    made = inputs(DOUBLE)
-    optional = {k: np.float64(v) + 1 / 3 for k, v in made.optional.items()}
-    double = replace(made, e=np.float64(made.e), c=np.float64(made.c), optional=optional)
-    want, _, exact = truth(double, DOUBLE.options)
-    with jax.enable_x64(True):
-        loss, _, found = RUN[package](double, DOUBLE.options, impl)
-    np.testing.assert_allclose(loss, want, rtol=1e-13)
-    for name, gradient in found.items():
-        assert gradient.dtype == np.float64
-        assert error(gradient, exact[name]) < 1e-13, name
 
 
 @contextmanager

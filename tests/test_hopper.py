@@ -32,10 +32,6 @@ from cce_kernels.plan import choose, plan_of
 from cce_kernels.tokens import Kept, Rows
 from cce_kernels.windows import Groups
 from tests.lowering import for_hopper, loop_equations
-from tests.test_given_ids import made as drawn_call
-from tests.test_mean import check as check_mean
-from tests.test_mean import in_forward, made
-from tests.test_selections import held as held_selections
 from tests.test_shards import check as check_shards
 from tests.test_shards import problem as drawn_shards
 
@@ -332,12 +328,6 @@ def test_a_gradient_of_the_entropy_is_four_kernels(memory_budget):
     assert for_hopper(partial(run, True), given) == (["statistics", "de", "dc"] if memory_budget else GROUP)
     alone = for_hopper(partial(run, False), given)
     assert alone == (["statistics", "de", "dc"] if memory_budget else GROUP)
-
-
-@pytest.mark.parametrize("vocabulary", [640, 1000])
-def test_gradients_of_the_mean_in_the_forward_pass(vocabulary):
-    x = made(304, 128, vocabulary, "bfloat16", head=Head(vocab_axis=0 if vocabulary % 64 else 1), ignored=0.4)
-    check_mean(x, "cce", 2**30, run=lambda x, core, names: in_forward(x, replace(core, gpu=SMALL), names))
 
 
 def test_passes_over_shards_with_temperatures():
@@ -637,19 +627,21 @@ def test_drawn_selections(seed, monkeypatch):
     axis, k, tokens = seed % 2, (2, 1, 40, 5)[seed], int(draw.integers(300, 600 if seed else 3000))
     vocabulary = 64 * int(draw.integers(3, 12)) if axis else 32 * int(draw.integers(5, 24))
     head = Head(float(draw.uniform(3, 20)) if draw.integers(2) else None, axis)
-    x = drawn_call(
-        *(tokens, 128, vocabulary, 3, "bfloat16"),
-        head=head,
-        scale=bool(draw.integers(2)),
-        seed=seed,
-        temperature=seed > 0,
-    )
-    c = np.array(x.inputs.c if axis == 0 else x.inputs.c.T)
+    e, c = draw.normal(size=(tokens, 128)), draw.normal(size=(vocabulary, 128)) * 3 / 128**0.5
     if seed == 3:  # logits far below those of columns that do not exist, which are 0
-        x = x.with_(e=6 * abs(x.inputs.e))
-        c = -abs(c)
+        e, c = 6 * abs(e), -abs(c)
     c[vocabulary // 2 :] = c[: vocabulary - vocabulary // 2]  # each logit occurs twice
-    inputs = jax.tree.map(jnp.asarray, x.inputs._replace(c=c if axis == 0 else c.T))
+    targets = np.where(draw.random(tokens) < 0.2, -1, draw.integers(0, vocabulary, tokens))
+    inputs = Inputs(
+        jnp.asarray(e, BF16),
+        jnp.asarray(c if axis == 0 else c.T, BF16),
+        None,
+        jnp.asarray(targets, jnp.int32),
+        None,
+        jnp.full(1, 1.3) if draw.integers(2) else None,
+        jnp.asarray(draw.uniform(0.3, 2.5, tokens), jnp.float32) if seed else None,
+        jnp.asarray(draw.integers(-1, vocabulary + 1, (tokens, 3)), jnp.int32),
+    )
     call = replace(
         Call(tokens, 128, vocabulary, "bfloat16", head, False, False, None, 2**30),
         **{"with_mean": bool(draw.integers(2)), "with_temperature": seed > 0, "ids": 3},
@@ -667,10 +659,16 @@ def test_drawn_selections(seed, monkeypatch):
     for a, b in zip((*whole, *found), (*of_want, *wanted), strict=True):
         assert (a is None) == (b is None)
         assert a is None or error(a, b) < 1e-6 or a.dtype == jnp.int32
-    held_selections(x._replace(inputs=inputs), jax.tree.map(np.asarray, found), asked)
-    bad = np.array(c)
-    bad[[3, vocabulary - 1]] = np.nan
-    inputs = inputs._replace(c=jnp.asarray(bad if axis == 0 else bad.T))
+    # Rounding may exchange logits that are nearly equal: each id's own logit is what its place asks for.
+    kept, z = targets >= 0, np.float64(inputs.e) @ np.float64(inputs.c if axis else inputs.c.T)
+    z = z if inputs.scale is None else 1.3 * z
+    z = z if head.softcap is None else head.softcap * np.tanh(z / head.softcap)
+    z = (z if inputs.inverse_temperature is None else z * np.float64(inputs.inverse_temperature)[:, None])[kept]
+    ids = np.asarray(found.top_ids)[kept]
+    np.testing.assert_allclose(np.take_along_axis(z, ids, 1), found.top_logits[kept], atol=4e-6 * np.abs(z).max())
+    assert all(len(set(row)) == k for row in ids)
+    bad = jnp.asarray(c, BF16).at[jnp.array([3, vocabulary - 1])].set(jnp.nan)
+    inputs = inputs._replace(c=bad if axis == 0 else bad.T)
     numbers, found = selections.numbers_and_selections(inputs, plan, asked)
     _, wanted = selections.numbers_and_selections(inputs, replace(plan, gpu=None), asked)
     assert np.isnan(np.asarray(numbers.lse)[np.asarray(inputs.targets) >= 0]).all()

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cce_jax import linear_cross_entropy
@@ -32,14 +32,13 @@ from cce_kernels.plan.budget import Bytes
 from cce_kernels.plan.chunks import sums_in_16_bits
 from cce_kernels.tokens import gathered_rows
 from cce_kernels.windows import Groups
-from tests.call import run
-from tests.cases import ARRAYS, Case, inputs
-from tests.search.calls import losses
+from tests.search import calls as search
+from tests.search.calls import LEAVES, Data, Program, losses
 from tests.search.run import failures
 from tests.test_plan import drawn
 from tests.test_structure import equations
 from tests.test_transforms import NESTED
-from tests.tolerance import assert_close, assert_rounded
+from tests.tolerance import assert_rounded
 
 BOTH = Wanted(True, True, False)
 
@@ -112,7 +111,7 @@ def summed(step: Step, gpu, parts, vocabulary: int, width: int, axis: int, dtype
     return np.asarray(found if axis == 0 else found.T, np.float64)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     vocabulary=st.integers(200, 700),
     width=st.integers(1, 300),
@@ -175,7 +174,7 @@ def test_in_dc_summed_by_xla_a_number_that_is_not_finite_stays_so(width):
     assert np.isnan(summed(step, None, parts, 512, width, 0, "bfloat16", 256, 1.0)).all()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     vocabulary=st.integers(1, 300),
     width=st.integers(1, 300),
@@ -212,122 +211,86 @@ def test_dc_summed_by_triton(vocabulary, width, chunks, axis, dtype, block, seed
     assert (off <= 0.51 * steps * (dtype != "float32") + 1.01 * rounding * np.abs(sums[-1]) + least + of_sums).all()
 
 
-@settings(max_examples=10, deadline=None)
-@given(
-    tokens=st.integers(300, 1500),
-    width=st.integers(20, 300),
-    vocabulary=st.integers(200, 900),
-    dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
-    axis=st.integers(0, 1),
-    size=st.integers(1, 3),
-    ignored=st.floats(0, 1),
-    factor=st.sampled_from([1.0, 65536.0, 0.3, 0.0]),
-    smoothing=st.booleans(),
-    reduction=st.sampled_from(["mean", "sum"]),
-    seed=st.integers(0, 99),
-)
-def test_gradients_in_chunks(tokens, width, vocabulary, dtype, axis, size, ignored, factor, reduction, smoothing, seed):
-    """Any number of chunks, upstream factors and ignored tokens, held to the reference in float32."""
-    memory_budget = size * 256 * 12 * (vocabulary + width) + 100 * (tokens + 256) + 4 * vocabulary * (1 + width // 256)
-    memory_budget += 4 * tokens * width
-    chunks = chunks_of(tokens, width, vocabulary, dtype, memory_budget)
-    assert chunks is not None
-    assert chunks.whole + (chunks.last > 0) >= 3 or tokens < 3 * 256 * size
-    draw = np.random.default_rng(seed)
-    e = jnp.asarray(draw.normal(size=(tokens, width)), dtype)
-    c = jnp.asarray(draw.normal(size=(vocabulary, width)) / 16, dtype)
-    targets = np.where(draw.random(tokens) < ignored, -100, draw.integers(0, vocabulary, tokens))
-    options = {"reduction": reduction, "label_smoothing": 0.1 * smoothing, "z_loss": 1e-3, "precision": "highest"}
+@pytest.fixture
+def any_chunks(monkeypatch):
+    """any_chunks(seed): whatever a plan can choose, drawn: the size of a chunk, of the last chunk, and of a block."""
 
-    def loss(e, c, impl, **more):
-        return factor * linear_cross_entropy(e, c, targets, impl=impl, vocab_axis=axis, **options, **more)
+    def take(seed: int) -> list[Chunks]:
+        def chosen(count: Bytes, decided: int | None) -> Chunks:
+            tokens = gathered_rows(count.call.tokens)
+            size, last = max(draw.randint(1, tokens), tokens // 8), draw.randint(1, tokens)
+            left = last * sums_in_16_bits(count.call) if decided is None else decided
+            whole = max(-(-(tokens - left) // size), 0)
+            block = block_of(count.call.width) if count.stores else draw.choice([64, 128, 192, 256])
+            used.append(Chunks(whole, size * (whole > 0), left, block))
+            return used[-1]
 
-    of_layout = c if axis == 0 else c.T
-    found = jax.grad(partial(loss, impl="chunked", memory_budget=memory_budget), (0, 1))(e, of_layout)
-    want = jax.grad(partial(loss, impl="reference"), (0, 1))(e.astype(jnp.float32), of_layout.astype(jnp.float32))
-    for x, y in zip(found, want, strict=True):
-        y = np.float64(y)
-        if not np.any(y):
-            assert not np.any(x)
-        elif dtype == "float32":
-            assert np.linalg.norm(x - y) <= 3e-5 * np.linalg.norm(y)
-        elif np.abs(y).max() < 6e4:
-            assert np.linalg.norm(np.float64(x) - y) <= 3 * np.finfo(np.float32).eps * 2**15 * np.linalg.norm(y)
-
-
-OPTIONS = {
-    "softcap": 4.0,
-    "logit_scale": 1.3,
-    "label_smoothing": 0.2,
-    "z_loss": 0.02,
-    "num_items": 12.5,
-    "vocab_axis": 1,
-    "reduction": "sum",
-}
-
-
-@st.composite
-def cases(draw, tokens=(1, 400), width=(1, 300), vocabulary=(2, 300)) -> Case:
-    options = {name: value for name, value in OPTIONS.items() if draw(st.integers(0, 3)) == 0}
-    if options.get("reduction") == "sum":
-        options.pop("num_items", None)
-    arrays = tuple(name for name in ARRAYS if draw(st.integers(0, 3)) == 0)
-    tokens, width, vocabulary = (draw(st.integers(*sizes)) for sizes in (tokens, width, vocabulary))
-    return Case("", (tokens,), width, vocabulary, arrays, draw(st.sampled_from([0.0, 0.2, 0.9, 1.0])), options)
-
-
-def any_chunks_are_right(case: Case, dtype: str, seed: int, impl: str) -> None:
-    """Whatever a plan can choose, drawn: the size of a chunk, of the last chunk, and of a block."""
-    draw = random.Random(seed)
-    tokens, share = gathered_rows(case.leading[0]), draw.random()
-    size, last, block = draw.randint(1, tokens), draw.randint(1, tokens), draw.choice([64, 128, 192, 256])
-    size = max(size, tokens // 8)
-
-    def chosen(count: Bytes, decided: int | None) -> Chunks:
-        left = last * sums_in_16_bits(count.call) if decided is None else decided
-        whole = max(-(-(tokens - left) // size), 0)
-        return Chunks(whole, size * (whole > 0), left, block_of(count.call.width) if count.stores else block)
-
-    made = inputs(case, dtype, seed)
-    truth = pytest.importorskip("tests.truth", exc_type=ImportError)  # by PyTorch
-    exact = truth.truth(made, {k: v for k, v in case.options.items() if k != "vocab_axis"})
-    reference = run(made, case.options, "reference")
-    with mock.patch.object(choose, "fastest_chunks", side_effect=chosen) as used:
+        used, draw = [], random.Random(seed)
+        monkeypatch.setattr(choose, "fastest_chunks", chosen)
         forget()
-        found = run(made, case.options, impl, memory_budget=2**40 + int(share * 2**30))
-    assert used.called
-    for name, gradient in found[2].items():
-        compared = gradient, exact[2][name], reference[2][name], f"gradient of {name}"
-        few = (made.targets >= 0).sum() if impl == "cce" else gradient.size
-        if few < 16:  # the roundings of few targets, or of few numbers, do not average out
-            assert_close(*compared)
-        else:
-            assert_rounded(*compared, roundings=2 + (impl == "cce"))
-    assert_close(found[0], exact[0], reference[0], "loss")
-    assert_close(found[1], exact[1], reference[1], "lse")
+        return used
+
+    return take
 
 
-@settings(max_examples=14, deadline=None)
-@given(cases(), st.sampled_from(["bfloat16", "bfloat16", "float16", "float32"]), st.integers(0, 10**6))
-def test_any_chunks_are_right(case, dtype, seed):
-    any_chunks_are_right(case, dtype, seed, "chunked")
+@pytest.mark.parametrize(("impl", "number"), [*(("chunked", k) for k in range(5)), *(("cce", k) for k in range(3))])
+def test_any_chunks_are_right(impl, number, any_chunks):
+    """Of Triton by its kernels, interpreted. XLA multiplies what they store by c if that has no more columns than V."""
+    call = next(islice(losses(1, "jax"), number, None))
+    dtype = "bfloat16" if impl == "cce" else ("bfloat16", "float16", "bfloat16", "float32")[number % 4]
+    program = replace(call.program, impl=impl, dtype=dtype, objective=("loss",), memory_budget=2**40)
+    softcap = None if impl == "cce" and program.label_smoothing else program.softcap  # exponentials cannot be stored
+    wanted = tuple(x for x in LEAVES if x in ("e", "c", *program.arrays))
+    program = replace(program, reduction=("mean", "sum")[number % 2], num_items=None, softcap=softcap, wanted=wanted)
+    program = replace(program, leading=(50 + 60 * number,), shift=0, mixed=False)  # for several chunks
+    used = any_chunks(number)
+    assert not failures(replace(call, program=program))
+    assert used
 
 
-SMALL = {"tokens": (1, 120), "width": (16, 80), "vocabulary": (50, 260)}  # but of hundreds of elements
+@pytest.mark.parametrize("vocabulary", [157, 160])
+def test_chunks_of_triton_beside_every_option(vocabulary, any_chunks):
+    arrays, used = ("bias", "class_weight", "token_weight"), any_chunks(vocabulary)
+    program = Program(leading=(70,), width=40, vocabulary=vocabulary, dtype="bfloat16", arrays=arrays)
+    program = replace(program, wanted=("e", "c", "bias", "token_weight"), vocab_axis=1, memory_budget=2**40)
+    assert not failures(search.Call(replace(program, label_smoothing=0.2, logit_scale=1.3), Data(ignored="few")))
+    assert used
 
 
-EVERY = tuple(ARRAYS), 0.2, {"label_smoothing": 0.2, "logit_scale": 1.3, "vocab_axis": 1}
+OF_ENTROPY = Program(function="linear_token_loss", fn="bonus", entropy=True, dtype="bfloat16", leading=(260,), width=16)
+OF_ENTROPY = replace(OF_ENTROPY, memory_budget=2**40)
 
 
-@settings(max_examples=3, deadline=None)
-@given(cases(**SMALL), st.integers(0, 10**6))
-@example(Case("", (70,), 40, 157, *EVERY), 0)
-@example(Case("", (70,), 40, 160, *EVERY), 0)
-def test_any_chunks_of_triton_are_right(case, seed):
-    """By its kernels, interpreted. XLA multiplies what a chunk stores by c if that has no more columns than V."""
-    if {"softcap", "label_smoothing"} <= set(case.options):  # whose exponentials cannot be stored
-        case = replace(case, options={k: v for k, v in case.options.items() if k != "softcap"})
-    any_chunks_are_right(case, "bfloat16", seed, "cce")
+@pytest.mark.parametrize(
+    ("program", "data"),
+    [
+        (replace(OF_ENTROPY, vocab_axis=1, temperatures=True), Data(ignored="most")),
+        (replace(OF_ENTROPY, vocabulary=330, arrays=("bias",), wanted=("e", "c", "bias")), Data(size=2.0)),
+        (OF_ENTROPY, Data(size=0.01)),
+        (replace(OF_ENTROPY, logit_scale=1.3), Data(kind="confident", size=20.0)),
+    ],
+    ids=["many are ignored", "bias", "about equal logits", "confident tokens"],
+)
+def test_gradients_of_the_entropy_from_exponentials(program, data):
+    """Those of a chunk, and where each token has a cotangent of its own those that are saved."""
+    with mock.patch.object(ways, "begin", wraps=ways.begin) as begun:
+        forget()
+        assert not failures(search.Call(program, data))
+        assert begun.called
+    program = replace(program, function="linear_log_probs", fn="", objective=("log_probs", "lse", "entropy"))
+    assert not failures(search.Call(program, data))
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_de_for_any_cotangents_has_the_temperature(softcap):
+    program = Program(
+        function="linear_log_probs", dtype="bfloat16", memory_budget=2**40, wanted=("e",), softcap=softcap
+    )
+    program = replace(program, temperatures=True, logit_scale=1.3, objective=("log_probs", "lse"))
+    with mock.patch.object(ways, "of_any_cotangents", wraps=ways.of_any_cotangents) as formed:
+        forget()
+        assert not failures(search.Call(program, Data()))
+    assert formed.called
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -401,16 +364,6 @@ def test_a_loss_whose_lse_has_a_cotangent_too(dtype):
         exact = jax.grad(partial(both, impl="reference"))([x.astype(jnp.float64) for x in (e, c, bias)])
     for name, *compared in zip(("e", "c", "bias"), found, exact, rounded, strict=True):
         assert_rounded(*compared, name, roundings=2)
-
-
-def test_a_bad_target_poisons_what_it_reaches():
-    e, c = jnp.ones((600, 256)), jnp.ones((500, 256)) / 256
-    targets = np.zeros(600, np.int32)
-    targets[7] = 500
-    de, dc = jax.grad(partial(linear_cross_entropy, targets=targets, impl="chunked"), (0, 1))(e, c)
-    assert np.isnan(de[7]).all()
-    assert np.isnan(dc).all()
-    assert np.isfinite(np.delete(np.asarray(de), 7, 0)).all()
 
 
 @pytest.mark.parametrize("chunk", range(2))
@@ -504,21 +457,6 @@ def test_every_transformation_takes_a_tolerance(derivative, of_c, impl):
     with mock.patch.object(ways, "begin", wraps=ways.begin) as begun:
         np.testing.assert_array_equal(gradient(gradient_tolerance=TOLERANCE), gradient())
     assert {x.args[3].call.gradient_tolerance for x in begun.call_args_list} == {TOLERANCE, 0.0}
-
-
-@pytest.mark.parametrize("options", [{"softcap": 4.0}, {"z_loss": 0.02}, {"return_lse": True}, {"vocab_axis": 1}])
-def test_a_tolerance_beside_other_options(options):
-    e, c, targets = tolerant()
-    c = c.T if "vocab_axis" in options else c
-
-    def gradients(**more):
-        def loss(e, c):
-            found = linear_cross_entropy(e, c, targets, impl="chunked", **options, **more)
-            return found[0] + jnp.sum(found[1] ** 2) if "return_lse" in options else found
-
-        return jax.grad(loss, (0, 1))(e, c)
-
-    jax.tree.map(np.testing.assert_array_equal, gradients(gradient_tolerance=TOLERANCE), gradients())
 
 
 @pytest.mark.parametrize(("dtype", "differs"), [("bfloat16", True), ("float16", False), ("float32", False)])

@@ -34,6 +34,21 @@ def test_a_given_id_out_of_range_has_no_probability():
     assert (found.id_log_probs[..., 1:] == -np.inf).all()
 
 
+def test_float16_has_room_for_the_cotangents_of_repeated_ids():
+    """256 times the same id: their cotangents add to one element of dz, while those of lse cancel."""
+    e, c, targets = inputs()
+
+    def gradients(impl: str, dtype: str):
+        def logits(e, c):
+            found = linear_log_probs(e, c, targets, ids=np.repeat(targets[..., None], 256, -1), impl=impl)
+            return jnp.sum(found.id_log_probs) + 256 * jnp.sum(found.lse)
+
+        return jax.grad(logits, (0, 1))(e.astype(dtype), c.astype(dtype))
+
+    for x, y in zip(gradients("chunked", "float16"), gradients("reference", "float32"), strict=True):
+        assert np.linalg.norm(np.float64(x) - y) <= 2.0**-9 * np.linalg.norm(y)
+
+
 def inputs(tokens=(2, 5), width=16, vocabulary=67):
     rng = np.random.default_rng(0)
     e, c = (jnp.asarray(rng.normal(size=(*n, width)), "float32") for n in (tokens, (vocabulary,)))

@@ -664,3 +664,22 @@ def test_the_default_holds_little_at_large_heads(shape, mib):
     plan = of_one_factor(shape, default_budget(shape[0], shape[1], 2))
     assert plan.in_forward is not None
     assert plan.held <= mib * MIB
+
+
+WAYS = {
+    (Head(), False, True): InForward,
+    (Head(), False, False): Saved,
+    (Head(5.0), False, True): Recomputed,
+    (Head(5.0), False, False): Recomputed,
+    (Head(5.0), True, True): InForward,
+    (Head(5.0), True, False): Saved,
+}
+
+
+@pytest.mark.parametrize(("head", "detached", "one_factor"), WAYS, ids=str)
+def test_the_way_of_a_call_with_the_mean(head, detached, one_factor):
+    """A softcap's slope is multiplied into the exponentials: the logits cannot be found from these."""
+    call = Call(8192, 4096, 131072, "bfloat16", head, False, False, Wanted(True, True, False), 2**30)
+    call = replace(call, with_mean=True, mean_is_detached=detached, one_factor=one_factor)
+    call = call if one_factor else replace(call, memory_budget=2**32)
+    assert isinstance(plan_of(call, H200, "auto").gradients, WAYS[head, detached, one_factor])

@@ -199,6 +199,18 @@ def test_gradients_formed_in_the_forward_pass_by_the_kernels_for_hopper(number, 
 
 
 SPARSE = Program(dtype="bfloat16", memory_budget=2**30, width=128)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("vocabulary", [640, 1000])
+def test_on_hopper_the_forward_pass_forms_gradients_of_the_entropy(vocabulary, in_chunks):
+    formed = in_chunks(160)
+    program = replace(SPARSE, function="linear_token_loss", fn="bonus", entropy=True, leading=(304,), temperatures=True)
+    program = replace(program, vocabulary=vocabulary, vocab_axis=int(vocabulary % 64 == 0))
+    assert not failures(Call(program, Data(ignored="few")))
+    assert set(formed) == {"hopper"}
+
+
 CAPPED = replace(SPARSE, arrays=("class_weight",), softcap=20.0, logit_scale=1.3, z_loss=1e-3)
 SIDE_BY_SIDE = Data(seed=8, kind="together", size=14.0, ignored="few", poison="nan")
 LEFT_OUT = {

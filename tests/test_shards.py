@@ -1,4 +1,7 @@
-"""Passes over shards of the vocabulary, one after another on one device, against float64 of all columns."""
+"""Passes over shards of the vocabulary, one after another on one device, against float64 of all columns.
+
+Drawn calls (tests/search) split the vocabulary over devices and processes, and tests/devices/in_forward.py has chunks.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,21 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from cce_kernels import backward, forward
-from cce_kernels.block_floats import steps_shape
 from cce_kernels.call import Call
 from cce_kernels.device import INTERPRETER, local_gpu
 from cce_kernels.head import Head
-from cce_kernels.in_forward import Chunk, add_dc, finish, gradients_of, numbers_of
 from cce_kernels.mean import over_runs
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Statistics, Wanted
-from cce_kernels.plan import Chunks, Plan, plan_of
-from cce_kernels.residuals import Residuals
-from cce_kernels.tokens import Kept
-from tests.core_numbers import of_kept
+from cce_kernels.plan import Plan, plan_of
 
 ALL = 2**40  # bytes: all exponentials are saved
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-20}
@@ -160,6 +156,17 @@ def over_shards(x: Problem, bounds, impl, gpu, memory_budget: int) -> dict[str, 
     return result
 
 
+def of_kept(numbers: Statistics, kept: np.ndarray, weights: Any) -> dict[str, np.ndarray]:
+    """lse, target and mean of the kept tokens, not relative to a reference; and as `sum` that of w_v·(lse − z_v)."""
+    reference = np.float64(numbers.reference)
+    found = {"lse": reference + np.float64(numbers.log_mass), "target": np.float64(numbers.target)}
+    if numbers.sum is not None:
+        found["sum"] = np.sum(np.float64(weights)) * np.float64(numbers.log_mass) - np.float64(numbers.sum)
+    if numbers.mean is not None:
+        found["mean"] = np.float64(numbers.mean) + reference
+    return {name: np.float32(x)[kept] for name, x in found.items()}
+
+
 def of_all(numbers: list[Statistics], shards: list[tuple[Inputs, Plan]]) -> Statistics:
     """The numbers of all columns, from those of each shard."""
     each = jax.tree.map(lambda *of_shards: jnp.stack(of_shards), *numbers)
@@ -173,117 +180,30 @@ def of_all(numbers: list[Statistics], shards: list[tuple[Inputs, Plan]]) -> Stat
     return Statistics(jax.nn.logsumexp(log_mass, axis=0), reference, jnp.sum(each.target, axis=0), total, mean)
 
 
-def in_chunks(x: Problem, bounds, impl, gpu, size: int) -> dict[str, np.ndarray]:
-    """The same where the shards exchange the numbers of each chunk of so many tokens, between its two halves."""
-    inputs, axis, dtype = x.inputs, x.head.vocab_axis, x.inputs.e.dtype
-    in_16_bits, tokens = dtype.itemsize == 2, len(inputs.targets)
-    whole = -(-tokens // size) - in_16_bits
-    chunks = Chunks(whole, size if whole else 0, size * in_16_bits, 256)
-    shards = shards_of(x, bounds, lambda call: plan_of(replace(call, one_factor=True), gpu, impl, 0, chunks=chunks))
-    reference, kept = reference_of(x, shards), Kept.of(jnp.asarray(inputs.targets), chunks.rows)
-    sums: list[Any] = [
-        (
-            jnp.zeros(own.c.shape, jnp.int16 if in_16_bits else dtype),
-            jnp.zeros(steps_shape(plan.call.vocabulary, plan.call.width, 256)) if in_16_bits else None,
-            0.0,
-        )
-        for own, plan in shards
-    ]
-    numbers, de, dc = [], [], []
-    for start in range(0, chunks.rows, size):
-        order = kept.order[start : start + size]
-        count = jnp.clip(kept.count - start, 0, size)
-        given = [
-            Chunk.of(own._replace(**{k: y[order] for k, y in own.of_tokens.items()}), reference[order], count)
-            for own, _ in shards
-        ]
-        of_own = [numbers_of(chunk, plan) for chunk, (_, plan) in zip(given, shards, strict=True)]
-        numbers.append(of_all([own for own, _ in of_own], shards))
-        of, parts = jax.tree.map(lambda y, order=order: jnp.asarray(y)[order], x.cotangents), []
-        for k, (chunk, (own, columns), (_, plan)) in enumerate(zip(given, of_own, shards, strict=True)):
-            part, left, dbias = gradients_of(chunk, columns, own, numbers[-1], of, plan)
-            parts.append(part)
-            total, steps, bias = sums[k]
-            if steps is None:
-                total, _ = add_dc(total, None, left, plan)
-            elif start + size < chunks.rows:
-                total, steps = add_dc(jax.lax.bitcast_convert_type(total, dtype), steps, left, plan)
-                total = jax.lax.bitcast_convert_type(total, jnp.int16)
-            else:
-                begun = Residuals(dc=total, steps=steps, last=left)
-                dc.append(finish(begun, jnp.float32(1), own.target > 0, plan).c)
-            sums[k] = total, steps, bias + dbias if inputs.bias is not None else 0.0
-        de.append(sum(part.values for part in parts))
-    live = np.asarray(inputs.targets) >= 0
-    restored = jax.tree.map(lambda *parts: kept.restored(jnp.concatenate(parts)), *numbers)
-    result = of_kept(restored, live, inputs.weights) | {
-        "e": kept.restored(jnp.concatenate(de)),
-        "c": np.concatenate(dc or [total for total, _, _ in sums], axis),
-    }
-    if inputs.bias is not None:
-        result["bias"] = np.concatenate([bias for _, _, bias in sums])
-    return result
-
-
 def check(x: Problem, bounds, impl, gpu, memory_budget: int) -> None:
-    held(x, over_shards(x, bounds, impl, gpu, memory_budget))
-
-
-def held(x: Problem, found: dict[str, np.ndarray]) -> None:
     exact = truth(x)
-    for name, value in found.items():
+    for name, value in over_shards(x, bounds, impl, gpu, memory_budget).items():
         value, true = np.float64(value), exact[name]
         # The kernels round saved exponentials, r·e or dz, and the result.
         allowed = 2.0**-19 if name in ("lse", "target", "sum", "mean") else 3 * ROUNDING[str(x.inputs.e.dtype)]
         assert np.linalg.norm(value - true) <= allowed * np.linalg.norm(true), name
 
 
-ENGINES = [("cce", INTERPRETER), ("chunked", None)]
+KERNELS, XLA = ("cce", INTERPRETER), ("chunked", None)
 
 
-@st.composite
-def problems(draw, sizes) -> tuple:
-    """A problem, where its shards begin and end, and who computes it."""
-    vocabulary = draw(st.integers(2, 300))
-    head = Head(draw(st.sampled_from([None, 5.0])), draw(st.integers(0, 1)))
-    dtype = draw(st.sampled_from(["bfloat16", "bfloat16", "float16", "float32"]))
-    bias, weighted, seed = draw(st.booleans()), draw(st.booleans()), draw(st.integers(0, 99))
-    size, ignored = draw(st.sampled_from(sizes)), draw(st.sampled_from([0.0, 0.5, 0.9]))
-    engine = draw(st.sampled_from(ENGINES))
-    mean, temperature = draw(st.booleans()), draw(st.booleans())
-    x = problem(
-        draw(st.integers(2, 60)),
-        16,
-        vocabulary,
-        dtype,
-        head=head,
-        bias=bias,
-        weighted=weighted,
-        mean=mean,
-        temperature=temperature,
-        size=size,
-        seed=seed,
-        ignored=ignored,
-    )
-    bounds = sorted({0, vocabulary, *draw(st.lists(st.integers(1, vocabulary), max_size=3))})
-    return x, bounds, *engine
-
-
-@settings(max_examples=4)
-@given(problems([0.1, 1.0, 5.0]), st.sampled_from([0, ALL, ALL]))
-@example((problem(bias=True), (0, 41, 229), *ENGINES[0]), ALL)
-@example((problem(mean=True, temperature=True), (0, 41, 229), *ENGINES[0]), 0)
-@example((problem(mean=True, dtype="float32"), (0, 41, 229), *ENGINES[1]), 0)
-def test_any_shards(drawn, memory_budget):
-    check(*drawn, memory_budget)
-
-
-@settings(max_examples=2)
-@given(problems([1.0]), st.sampled_from([16, 32]))
-@example((problem(mean=True, temperature=True, dtype="float32"), (0, 41, 229), *ENGINES[1]), 16)
-@example((problem(temperature=True, head=Head(5.0)), (0, 41, 229), *ENGINES[0]), 16)
-def test_any_shards_in_chunks(drawn, size):
-    held(drawn[0], in_chunks(*drawn, size))
+@pytest.mark.parametrize(
+    ("x", "engine", "memory_budget"),
+    [
+        (problem(bias=True), KERNELS, ALL),
+        (problem(mean=True, temperature=True), KERNELS, 0),
+        (problem(mean=True, size=5.0), KERNELS, ALL),
+        (problem(mean=True, weighted=True, dtype="float32", head=Head(5.0, 1)), XLA, 0),
+    ],
+    ids=["saved", "the mean", "the mean, saved", "float32"],
+)
+def test_shards_of_several_sizes(x, engine, memory_budget):
+    check(x, (0, 41, 229), *engine, memory_budget)
 
 
 def test_a_shard_whose_exponentials_underflow_has_no_share():
@@ -295,7 +215,7 @@ def test_a_shard_whose_exponentials_underflow_has_no_share():
     e[:, 0] = 1
     x = x._replace(inputs=x.inputs._replace(e=e, c=c, targets=np.arange(40, dtype=np.int32) % 32))
     for memory_budget in (0, ALL):
-        check(x, (0, 32, 64), "cce", INTERPRETER, memory_budget)
+        check(x, (0, 32, 64), *KERNELS, memory_budget)
 
 
 def test_nothing_is_rescued_because_its_target_lies_elsewhere(monkeypatch):

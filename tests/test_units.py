@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cce_kernels import given_ids
 from cce_kernels.device import H200, Gpu
 from cce_kernels.engines.order import SCRATCH_BYTES, grouped_order, vocabulary_splits
 from cce_kernels.engines.triton.tiles import SAFE, TileConfig, tiles_for
 from cce_kernels.engines.xla import splitk
 from cce_kernels.head import Head
-from cce_kernels.numbers import Wanted
+from cce_kernels.numbers import Inputs, Wanted
 from cce_kernels.plan import Plan, plan_of
 from cce_kernels.plan.budget import GROUP_BYTES
 from cce_kernels.tokens import Kept, over_kept
@@ -214,3 +215,8 @@ def moved(targets, x):
     gathered = kept.gathered(x, -7)
     beyond = jnp.arange(24) >= kept.count
     return kept.count, gathered, kept.restored(jnp.where(beyond.reshape(-1, *[1] * (x.ndim - 1)), 99, gathered))
+
+
+def test_ids_of_ignored_tokens_name_no_column():
+    given = Inputs(jnp.ones((2, 4)), jnp.ones((9, 4)), None, jnp.array([-1, 2]), ids=jnp.array([[1, 9], [3, 9]]))
+    np.testing.assert_array_equal(given_ids.columns_of(given, Head()), [[-1, -1], [3, -1]])

@@ -1,0 +1,238 @@
+"""Calls that a drawn one (tests/search) reaches too rarely, each held to float64 as those are."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import jax
+import pytest
+
+from cce_kernels import given_ids, selections
+from cce_kernels.engines.xla import XLA
+from cce_kernels.plan import budget, plan_of
+from tests.search import run as search_run
+from tests.search.calls import DIVERGENCE, DIVERGENCES, LOG_PROBS, Call, Data, Program
+from tests.search.run import failures
+
+# JAX
+
+
+@pytest.fixture
+def changed(monkeypatch):
+    """changed(holder, name, value): for plans and programs that are made anew."""
+
+    def change(holder, name, value):
+        monkeypatch.setattr(holder, name, value)
+        forget()
+
+    yield change
+    monkeypatch.undo()
+    forget()
+
+
+def forget() -> None:
+    plan_of.cache_clear()
+    search_run.forget()
+    jax.clear_caches()
+
+
+def held(*calls: Call) -> None:
+    assert not [words for call in calls for words in failures(call)]
+
+
+OF_JAX = [("jax", impl) for impl in ("cce", "chunked", "reference")]
+OF_BOTH = [*OF_JAX, *(("torch", impl) for impl in ("chunked", "reference", "torch_compile"))]
+IN_BOTH = pytest.mark.parametrize(("package", "impl"), OF_BOTH)
+NARROW_IN_BOTH = pytest.mark.parametrize(("package", "impl"), [x for x in OF_BOTH if x[1] != "reference"])
+
+
+@pytest.fixture
+def small_blocks(package):
+    call_torch = pytest.importorskip("tests.call_torch", exc_type=ImportError)
+    with call_torch.small_blocks(narrow=True) if package == "torch" else nullcontext():
+        yield
+
+
+PLAIN = Program(leading=(24,), width=16, vocabulary=70)
+
+
+@IN_BOTH
+@pytest.mark.usefixtures("small_blocks")
+def test_what_an_ignored_token_holds(package, impl):
+    """The exponentials of ignored tokens are infinite in float32 too."""
+    every = ("bias", "class_weight", "token_weight")
+    program = replace(PLAIN, package=package, impl=impl, arrays=every, wanted=("e", "c", "bias"), label_smoothing=0.1)
+    program, data = replace(program, z_loss=0.1, reduction="none"), Data(ignored="few", poison="nan", bias=200.0)
+    held(Call(program, data), Call(replace(program, reduction="mean"), replace(data, poison="inf")))
+
+
+@NARROW_IN_BOTH
+@pytest.mark.usefixtures("small_blocks")
+def test_cotangents_that_float16_does_not_hold(package, impl):
+    """p/N of a mean over many tokens is below its smallest number; a loss scale times it, above its largest."""
+    program = replace(PLAIN, package=package, impl=impl, dtype="float16", leading=(64,), vocabulary=300)
+    held(*(Call(program, Data(size=3.0, cotangent=cotangent)) for cotangent in (1e-6, 1e4)))
+
+
+@NARROW_IN_BOTH
+@pytest.mark.usefixtures("small_blocks")
+def test_in_float16_a_target_out_of_range_reaches_no_other_row(package, impl):
+    """dz is divided by a number that is computed from the cotangents of all tokens, of which one is NaN."""
+    program = replace(PLAIN, package=package, impl=impl, dtype="float16", reduction="sum")
+    held(Call(program, Data(out_of_range=1, cotangent=100.0)))
+
+
+@pytest.mark.parametrize(
+    ("package", "impl"),
+    [("jax", "reference"), ("jax", "chunked"), ("jax", "auto"), ("torch", "reference"), ("torch", "torch_compile")],
+)
+@pytest.mark.usefixtures("small_blocks")
+def test_float64(package, impl):
+    program = replace(PLAIN, package=package, impl=impl, dtype="float64", vocabulary=150, label_smoothing=0.3)
+    program = replace(program, arrays=("bias",), wanted=("e", "c", "bias"), z_loss=0.1, logit_scale=0.7, softcap=5.0)
+    held(Call(replace(program, setting="x64" if package == "jax" else "usual"), Data()))
+
+
+# Numbers of tokens
+
+OF_TOKENS = Program(function=LOG_PROBS, impl="chunked", objective=("log_probs", "lse"), memory_budget=0)
+ENTROPY = replace(OF_TOKENS, entropy=True, objective=("log_probs", "lse", "entropy"))
+IDS = replace(OF_TOKENS, ids=5, objective=("log_probs", "id_log_probs"), arrays=("bias",), wanted=("e", "c", "bias"))
+KERNELS = {"impl": "cce", "dtype": "bfloat16"}
+NUMBERS = {
+    "the entropy, over runs of the vocabulary": Call(replace(ENTROPY, dtype="bfloat16", vocabulary=2500), Data()),
+    "the entropy, by kernels": Call(replace(ENTROPY, **KERNELS, temperatures=True, softcap=5.0), Data()),
+    "the entropy, from saved exponentials": Call(replace(ENTROPY, **KERNELS, memory_budget=2**40), Data(size=2.0)),
+    "the entropy in evaluation, of scattered tokens": Call(
+        replace(ENTROPY, **KERNELS, leading=(97,), transformation="value", temperatures=True), Data(ignored="few")
+    ),
+    "classes that a bias removes": Call(
+        replace(ENTROPY, arrays=("bias",), wanted=("e", "c", "bias")), Data(masked=50, bias=1.0)
+    ),
+    "classes that a bias removes, by kernels": Call(
+        replace(ENTROPY, impl="cce", arrays=("bias",), wanted=("e", "c", "bias")), Data(masked=50, bias=1.0)
+    ),
+    "logits far above the target's": Call(replace(ENTROPY, impl="cce"), Data(kind="far", size=60.0)),
+    "logits far above the target's, in 16 bits": Call(replace(ENTROPY, **KERNELS), Data(kind="far", size=60.0)),
+    "a large cotangent of the entropy in float16": Call(
+        replace(ENTROPY, dtype="float16", objective=("entropy",)), Data(cotangent=1e3)
+    ),
+    "a small cotangent of the entropy in float16": Call(
+        replace(ENTROPY, impl="cce", dtype="float16", objective=("entropy",)), Data(cotangent=1e-3)
+    ),
+    "ids": Call(replace(IDS, dtype="bfloat16", vocabulary=2500), Data()),
+    "ids, some of which are repeated": Call(replace(IDS, vocabulary=20), Data()),
+    "ids, by kernels": Call(replace(IDS, **KERNELS, leading=(260,), vocabulary=1100), Data(ignored="most")),
+    "ids of ignored tokens": Call(replace(IDS, dtype="bfloat16"), Data(ignored="few", poison="nan")),
+    "the likeliest id of confident tokens": Call(
+        replace(IDS, **KERNELS, ids=1, objective=("id_log_probs",)), Data(kind="confident", size=11.0)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_tokens(name):
+    held(NUMBERS[name])
+
+
+def test_ids_in_chunks_of_tokens(changed):
+    """The last chunk overlaps its neighbour."""
+    changed(given_ids, "CHUNK_BYTES", 10 * 5 * 20 * 8)
+    held(Call(replace(IDS, leading=(37,), memory_budget=2**40), Data()))
+
+
+def test_the_entropy_beside_the_largest_logits(changed):
+    """In chunks of 13 tokens."""
+    changed(selections, "MOST", 13)
+    held(Call(replace(ENTROPY, top_k=64, mean_logit=True, predicted=True), Data(ignored="few")))
+
+
+# Divergences
+
+DISTILLED = Program(function=DIVERGENCE, divergence="jsd", beta=0.3, impl="chunked", teacher_dtype="float32")
+DISTILLED = replace(DISTILLED, teacher_width=24, width=16, vocabulary=90, memory_budget=0)
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+@pytest.mark.parametrize("impl", ["cce", "chunked"])
+def test_divergences(kind, impl, changed):
+    """In several chunks, of which logits are held of few tokens at a time."""
+    changed(budget, "MOST_LOGITS", (11,))
+    program = replace(DISTILLED, divergence=kind, impl=impl, dtype="bfloat16", teacher_dtype="bfloat16", leading=(70,))
+    program = replace(program, vocabulary=300, arrays=("bias", "token_weight"), wanted=("e", "c", "bias"))
+    held(Call(replace(program, softcap=4.0, temperatures=True), Data(ignored="few", poison="nan")))
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_divergences_from_a_near_or_a_far_teacher(kind):
+    near = replace(DISTILLED, divergence=kind, teacher_width=16)
+    held(Call(near, Data(teacher="near")), Call(replace(near, impl="cce"), Data(kind="far", size=3000.0)))
+
+
+@pytest.mark.parametrize("impl", ["reference", "chunked", "cce"])
+def test_a_jsd_whose_beta_goes_to_0_or_1(impl):
+    """It goes to 0 itself."""
+    held(*(Call(replace(DISTILLED, impl=impl, beta=beta), Data()) for beta in (1e-12, 1e-6, 1 - 1e-6)))
+
+
+def test_ids_that_neither_has_count_nothing():
+    program = replace(DISTILLED, impl="reference", arrays=("bias",), wanted=("e", "bias"), teacher_bias=True)
+    held(*(Call(replace(program, divergence=kind), Data(masked=10)) for kind in DIVERGENCES))
+
+
+# Saved exponentials
+
+SAVED = Program(dtype="bfloat16", vocabulary=232, memory_budget=2**40, reduction="none", return_lse=True)
+SAVED = replace(SAVED, objective=("loss", "lse"))
+OF_BIAS = replace(SAVED, arrays=("bias",), wanted=("e", "c", "bias"))
+
+
+@pytest.mark.parametrize("ignored", ["none", "few", "most", "runs", "all but one", "all"])
+def test_saved_exponentials_whichever_tokens_are_ignored(ignored):
+    """Where XLA multiplies all rows, those that nothing wrote too: for a vocabulary of a multiple of 256."""
+    held(Call(replace(SAVED, vocabulary=256), Data(ignored=ignored, poison="nan" * (ignored != "none"), odd=True)))
+
+
+@pytest.mark.parametrize("softcap", [0.5, 40.0])
+def test_saved_exponentials_of_logits_that_reach_the_softcap(softcap):
+    """The slope 1 − (z/κ)² of such a logit is small. From a rounded exponential it would be wrong by 2⁻⁹·2/κ."""
+    held(Call(replace(SAVED, softcap=softcap, logit_scale=softcap), Data(size=4.0)))
+
+
+@pytest.mark.parametrize("size", [60.0, 100.0])
+@pytest.mark.parametrize(
+    "program", [OF_BIAS, replace(OF_BIAS, vocab_axis=1, vocabulary=229), replace(OF_BIAS, label_smoothing=0.1)], ids=str
+)
+def test_rows_whose_largest_logit_is_far_above_their_targets(program, size):
+    """By more than 30 nats, from where on exponentials are relative to lse; and by 90, where they overflow."""
+    held(*(Call(program, Data(kind="confident", size=size, ignored=x, odd=True)) for x in ("none", "most")))
+
+
+def test_saved_exponentials_of_classes_that_a_bias_removes():
+    held(Call(OF_BIAS, Data(masked=40)))
+
+
+def test_evaluation_rescues_what_overflows_wherever_its_row_lies():
+    """Also rows of blocks that are read at once, or looked up because their tokens do not lie side by side in e."""
+    program = replace(SAVED, memory_budget=0, transformation="value", wanted=())
+    held(*(Call(program, Data(kind="confident", size=100.0, ignored=x)) for x in ("few", "runs")))
+
+
+APPENDED = [
+    replace(OF_BIAS, dtype="float32", softcap=4.0, logit_scale=1.3),
+    replace(OF_BIAS, dtype="float16", arrays=("bias", "class_weight"), label_smoothing=0.2, vocab_axis=1),
+    replace(OF_BIAS, arrays=("bias", "token_weight"), vocab_axis=1, vocabulary=229),
+]
+
+
+@pytest.mark.parametrize("program", APPENDED, ids=str)
+def test_rows_that_are_appended_for_xla_change_no_gradient(program, changed):
+    """As on a GPU, where XLA would else pad."""
+    changed(type(XLA), "rows", lambda self, call, gpu: call.tokens + 7)
+    program = replace(program, impl="chunked", memory_budget=0)
+    held(*(Call(program, Data(ignored=x, poison="nan" * (x != "none"), odd=True)) for x in ("none", "most", "all")))
+
+
+def test_a_scale_of_4096_in_float16():
+    """Gradients that float16 holds, of a dz that is 4096 times its largest cotangent."""
+    program = replace(SAVED, impl="chunked", dtype="float16", vocabulary=300, logit_scale=4096.0)
+    held(Call(program, Data(size=7e-4)), Call(replace(program, impl="cce"), Data(size=7e-4)))
