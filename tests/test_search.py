@@ -415,7 +415,8 @@ def test_the_truth_is_that_of_the_other_tests():
         for name in program.wanted:
             value = found.token_weight[0] if name == "token_weight" else found.rows[name].value.numpy()
             size = np.abs(gradients[name]).max(initial=0)
-            close(np.reshape(value, gradients[name].shape), gradients[name], atol=1e-7 * size)
+            # float64 rounds the loss of a token, which may be all of the gradient of its weight, to 1e-16 of a logit.
+            close(np.reshape(value, gradients[name].shape), gradients[name], atol=1e-7 * size + 1e-15)
             compared += 1
     assert compared > 40
 
@@ -424,7 +425,7 @@ def test_full_logits_in_float32_are_within_a_third_of_the_bounds():
     """Of numbers of tokens and of losses; of gradients, some of which are rounded once, within all of it."""
     full_logits = pytest.importorskip("tests.search.full_logits")
     compared = Counter()
-    for number in range(400):
+    for number in range(300):
         call = draw(SEED, number, "jax")
         program, data = replace(call.program, top_k=0, predicted=False, mean_logit=False, impl="chunked"), call.data
         if program.dtype == "float64" or program.divergence:
@@ -563,7 +564,7 @@ def test_of_3000_calls_every_pair_of_values_has_five_and_a_tenth_is_refused(wher
 
 
 def test_everything_is_drawn():
-    every = [draw(0, number, where) for where in ("jax", "torch", "sharded", "processes") for number in range(1200)]
+    every = [draw(0, number, where) for where in ("jax", "torch", "sharded", "processes") for number in range(660)]
     programs = [call.program for call in every]
     for name, values in {
         "function": FUNCTIONS,

@@ -6,11 +6,13 @@ values of two DIMENSIONS that can occur together is drawn: of several random pro
 pairs that the programs before it had too seldom.
 """
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from itertools import combinations, count
+from heapq import nsmallest
+from itertools import accumulate, combinations, count
 from typing import Any
 
 import numpy as np
@@ -257,12 +259,12 @@ def draw(seed: int, number: int, where: str) -> Call:
 
 
 def losses(seed: int, where: str) -> Iterator[Call]:
-    """The drawn calls of linear_cross_entropy, one of each program, without a transformation and a setting."""
+    """The drawn calls of linear_cross_entropy, one of each program, without its transformation and setting."""
     for number in count(0, SHARED):
         call = draw(seed, number, where)
         p = call.program
-        if (p.function, p.form, p.transformation, p.setting) == (CROSS_ENTROPY, "function", "gradient", "usual"):
-            yield call
+        if (p.function, p.form) == (CROSS_ENTROPY, "function") and p.dtype != "float64":
+            yield replace(call, program=replace(p, transformation="gradient", setting="usual"))
 
 
 # Pairs of values
@@ -323,7 +325,7 @@ def _programs(seed: int, where: str, package: str) -> Callable[[int], Program]:
     def next_program() -> Program:
         rng = np.random.default_rng([seed, WHERE.index(where), len(made)])
         candidates = [_program(rng, where, package, {}) for _ in range(CANDIDATES)]
-        for pair in sorted(rare, key=lambda x: (rare[x], x))[:CANDIDATES]:
+        for pair in nsmallest(CANDIDATES, rare, key=lambda x: (rare[x], x)):
             rare[pair] += 1
             candidates.append(_program(rng, where, package, {pair[0]: pair[1], pair[2]: pair[3]}))
         every = [(x, pairs(x)) for x in candidates]
@@ -356,8 +358,8 @@ class _Picks:
         for key, weight in weights.items():
             if weight > 0 and wanted == str(key):
                 return key
-        keys, shares = list(weights), np.array(list(weights.values()), float)
-        return keys[int(rng_choice(self.rng, shares))]
+        keys, shares = list(weights), list(weights.values())
+        return keys[rng_choice(self.rng, shares)]
 
     def among(self, name: str, values: Any) -> Any:
         return self.of(name, dict.fromkeys(values, 1.0))
@@ -370,9 +372,10 @@ class _Picks:
         return self.of(name, {"none": 1 - probability, "other": probability}) == "other"
 
 
-def rng_choice(rng: np.random.Generator, shares: np.ndarray) -> int:
+def rng_choice(rng: np.random.Generator, shares: Sequence[float]) -> int:
     """An index, as often as its share says."""
-    return int(np.searchsorted(np.cumsum(shares), rng.uniform() * shares.sum(), side="right"))
+    sums = list(accumulate(shares))
+    return bisect_right(sums, rng.uniform() * sums[-1])
 
 
 def _log_uniform(rng: np.random.Generator, low: float, high: float) -> float:
@@ -574,7 +577,7 @@ def _leading(
 def _softcap(x: _Picks) -> float | None:
     if not x.option("softcap", 0.35):
         return None
-    how = ("usual", "small", "any")[rng_choice(x.rng, np.array([0.2, 0.5, 0.3]))]
+    how = ("usual", "small", "any")[rng_choice(x.rng, (0.2, 0.5, 0.3))]
     low, high = {"small": (0.1, 2.0), "any": (2.0, 1e6)}.get(how, (30.0, 30.0))
     return round(_log_uniform(x.rng, low, high), 3)
 
@@ -680,7 +683,7 @@ def _with_results(x: _Picks, p: Program) -> Program:
         return replace(p, objective=chosen, wanted=tuple(name for name in p.wanted if name != "token_weight"))
     if p.function != CROSS_ENTROPY or p.form in ("functional", "head", "hf"):
         return p
-    chosen = (("loss",), ("loss", "lse"), ("lse",))[rng_choice(x.rng, np.array([0.65, 0.25, 0.1]))]
+    chosen = (("loss",), ("loss", "lse"), ("lse",))[rng_choice(x.rng, (0.65, 0.25, 0.1))]
     if "token_weight" in p.wanted and chosen == ("lse",):  # which no lse depends on
         chosen = ("loss",)
     return replace(p, objective=chosen, return_lse="lse" in chosen or x.chance(0.4))
