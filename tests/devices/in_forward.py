@@ -2,16 +2,14 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import partial
-from itertools import cycle
+from itertools import count, cycle, islice
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import strategies as st
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cce_jax import linear_cross_entropy
@@ -21,29 +19,15 @@ from cce_kernels.plan import Chunks, choose
 from cce_kernels.plan.budget import Bytes
 from cce_kernels.plan.chunks import sums_in_16_bits
 from cce_kernels.tokens import gathered_rows
-from tests.cases import ARRAYS, Case, Inputs
-from tests.devices.drawn import DRAWS, layouts, options_of
-from tests.devices.meshes import (
-    LAYOUTS,
-    PLAIN,
-    Layout,
-    arrays,
-    collectives,
-    gradient_of,
-    leaves_of,
-    loss_of,
-    mesh_of,
-    over,
-    uneven,
-)
-from tests.tolerance import assert_close, assert_reference, error
-from tests.truth import truth
+from tests.devices.meshes import LAYOUTS, PLAIN, arrays, collectives, gradient_of, leaves_of, loss_of, mesh_of, uneven
+from tests.search.calls import CROSS_ENTROPY, LEAVES, SHARED, draw
+from tests.search.run import failures
+from tests.tolerance import error
 
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 IN_CHUNKS = 10**6  # memory_budget=IN_CHUNKS + n: the gradients are formed in about n chunks of each device's tokens
 ROUNDING = 2e-6  # float32 sums in another order
 TOLERANCE = 2.0**-7
-WEIGHTS = 0.25, 0.5  # of the losses that a scan adds
 
 
 def chunks_of(count: Bytes, last: int | None) -> Chunks:
@@ -83,117 +67,31 @@ def forget():
     jax.clear_caches()
 
 
-def objective_of(given: Inputs, layout: Layout | None, mode: str, how: str, **options):
-    """(leaves, others) -> of_loss · loss, plus Σ of_lse · lse if lse is returned. layout: None for one device."""
-    specs, axes = {}, frozenset()
-    if layout is not None:
-        specs, axes = {**layout.specs(options["vocab_axis"]), "num_items": P()}, layout.manual(mode)
-        if mode != "explicit":
-            options["sharding"] = specs["e"], specs["c"]
-
-    def loss(arrays):
-        more = dict(arrays)
-        return linear_cross_entropy(more.pop("e"), more.pop("c"), more.pop("targets"), **more, **options)
-
-    def on_devices(arrays):
-        if not axes:
-            return loss(arrays)
-        at = {name: over(axes, specs[name]) for name in arrays}
-        out = (P(), at["targets"]) if options["return_lse"] else P()
-        return jax.shard_map(loss, in_specs=(at,), out_specs=out, axis_names=axes, check_vma=mode != "unchecked")(
-            arrays
-        )
-
-    def objective(leaves, others):
-        others = dict(others)
-        of_lse, found = others.pop("of_lse", None), on_devices({**others, **leaves})
-        if of_lse is None:
-            return found * given.of_loss
-        return found[0] * given.of_loss + jnp.sum(found[1] * of_lse)
-
-    run = jax.checkpoint(objective) if "checkpoint" in how else objective
-
-    def scanned(leaves, others):
-        def step(total, weight):
-            return total + weight * run(leaves, others), None
-
-        return jax.lax.scan(step, jnp.float32(0), jnp.asarray(WEIGHTS))[0]
-
-    return scanned if "scan" in how else run
-
-
-@st.composite
-def calls(draw, dtypes=("float32", "bfloat16", "float16"), rows=(8, 32)):
-    layout, mode = draw(layouts())
-    kept = tuple(name for name in ARRAYS if draw(st.booleans()))
-    options = draw(options_of()) | {"return_lse": draw(st.sampled_from([False, False, True]))}
-    options["shift"] *= not options["return_lse"]
-    options["gradient_tolerance"] = draw(st.sampled_from([0.0, TOLERANCE]))  # on a CPU nothing is left out
-    case = Case("drawn", (draw(st.sampled_from(rows)), 8), 16, 64, kept, options=options)
-    frozen = draw(st.sampled_from([(), (), ("e",), ("c",), ("e", "c")]))
-    hypothesis.assume(set(frozen) < {"e", "c"} or "bias" in kept)
-    how = draw(st.sampled_from(["jit", "jit", "checkpoint", "scan", "scan of checkpoint"]))
-    chunks, all_ignored = draw(st.sampled_from([3, 2, 5, 1])), draw(st.integers(0, 9)) == 9
-    return layout, mode, case, draw(st.sampled_from(dtypes)), chunks, frozen, how, all_ignored
-
-
-def check(drawn, formed, impl: str) -> None:
-    """The loss and every gradient. all_ignored: on all devices; some tokens always are, and all of one device."""
-    layout, mode, case, dtype, chunks, frozen, how, all_ignored = drawn
-    options, given = dict(case.options), uneven(case, dtype)
-    if all_ignored:
-        given.targets[:] = -100
-    exact = {k: v for k, v in options.items() if k not in ("vocab_axis", "gradient_tolerance")}
-    want, lse, of = truth(given, exact)
-    items = options.pop("num_items", None)
-    if items is not None:
-        of["num_items"] = -want * given.of_loss / items
-    value = want * given.of_loss + (np.sum(lse * given.of_lse) if options["return_lse"] else 0)
-    if "scan" in how:
-        value, of = sum(WEIGHTS) * value, {k: sum(WEIGHTS) * x for k, x in of.items()}
-
-    mesh = mesh_of(layout, mode)
-    made = arrays(given, layout, mesh, options["vocab_axis"])
-    if items is not None:
-        made["num_items"] = jax.device_put(jnp.float32(items), NamedSharding(mesh, P()))
-    if options["return_lse"]:
-        made["of_lse"] = jax.device_put(given.of_lse, NamedSharding(mesh, layout.specs()["targets"]))
-    leaves, others = leaves_of(made)
-    leaves |= {k: others.pop(k) for k in ("num_items",) if k in others}
-    others |= {k: leaves.pop(k) for k in frozen}
-    here = [{k: jnp.asarray(np.asarray(x)) for k, x in part.items()} for part in (leaves, others)]
-    by_reference = objective_of(given, None, "", how, precision="highest", impl="reference", **options)
-    reference, references = jax.value_and_grad(by_reference)(*here)
-
+def check(number: int, formed: list, impl: str) -> None:
+    """A drawn call of tests/search, of one loss whose gradients the forward pass may form."""
+    calls = (draw(1, k, "sharded") for k in count(0, SHARED))
+    calls = (x for x in calls if x.program.function == CROSS_ENTROPY and x.program.transformation != "value")
+    call = next(islice((x for x in calls if "loss" in x.program.objective), number, None))
+    kind = "bfloat16" if impl == "cce" else ("float32", "bfloat16", "float16")[number % 3]
+    program = replace(call.program, impl=impl, dtype=kind, mixed=False, reduction=("mean", "sum")[number % 2])
+    wanted = tuple(x for x in LEAVES if x in ("e", "c", *program.arrays))[number % 2 :]
+    program = replace(program, wanted=wanted, memory_budget=IN_CHUNKS + (3, 2, 5)[number % 3])
+    program = replace(program, num_items=None if program.reduction == "sum" else program.num_items)
+    program = replace(program, leading=(8, 8) if impl == "cce" else (32, 8))
     before = len(formed)
-    jax.clear_caches()
-    run = objective_of(
-        given, layout, mode, how, precision="highest", impl=impl, memory_budget=IN_CHUNKS + chunks, **options
-    )
-    with jax.set_mesh(mesh):
-        found, gradients = jax.jit(jax.value_and_grad(run))(leaves, others)
+    assert not failures(replace(call, program=program))
     assert len(formed) > before, "the forward pass formed the gradients"
-    assert_close(found, value, reference, "loss")
-    assert set(gradients) == set(leaves)
-    for name, x in gradients.items():
-        wanted = of[name].T if name == "c" and options["vocab_axis"] else of[name]
-        assert_reference(references[name], wanted, name)
-        assert_close(x, wanted, references[name], name)
-        if name in ("e", "c"):
-            assert x.sharding.is_equivalent_to(leaves[name].sharding, x.ndim), name
 
 
-@DRAWS(max_examples=8)
-@hypothesis.given(calls())
-def test_drawn(formed, drawn):
-    check(drawn, formed, "chunked")
+@pytest.mark.parametrize("number", range(3))
+def test_drawn(formed, number):
+    check(number, formed, "chunked")
 
 
-@DRAWS(max_examples=5)
-@hypothesis.given(calls(dtypes=("bfloat16",), rows=(8,)))
-def test_drawn_with_kernels(formed, drawn):
+@pytest.mark.parametrize("number", range(3))
+def test_drawn_with_kernels(formed, number):
     """In Pallas' interpreter; exponentials are stored unless there is a softcap beside label smoothing."""
-    check(drawn, formed, "cce")
+    check(number, formed, "cce")
 
 
 def test_the_draws_had_many_chunks_of_every_kind(formed):
@@ -219,6 +117,22 @@ def test_a_tolerance_changes_no_bit_on_a_cpu(name, mode, formed):
             found.append(jax.jit(gradients)(leaves, others))
         assert formed[-1].call.gradient_tolerance == tolerance
     jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+def test_a_number_of_items_has_a_gradient(formed):
+    layout, before = BY_NAME["tokens and vocabulary"], len(formed)
+    mesh = mesh_of(layout, "auto")
+    made = arrays(uneven(PLAIN), layout, mesh)
+
+    def loss(e, items):
+        options = {"impl": "chunked", "memory_budget": IN_CHUNKS + 3, "sharding": (layout.e, layout.c)}
+        return linear_cross_entropy(e, made["c"], made["targets"], num_items=items, **options)
+
+    with jax.set_mesh(mesh):
+        run = jax.jit(jax.value_and_grad(loss, (0, 1)))
+        value, (_, of_items) = run(made["e"], jnp.float32(12.5))
+    assert len(formed) > before
+    assert error(of_items, -value / 12.5) < ROUNDING
 
 
 def on_one_device(token_weight=None):

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,8 +176,3 @@ def collectives(compiled: Any) -> Counter[str]:
     for result, name in re.findall(rf"= (\S[^=]*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(", compiled.as_text()):
         found.update(f"{name} {shape}" for shape in re.findall(r"\w+\[[\d,]*\]", result))
     return found
-
-
-def in_turns(first: Iterable, second: Sequence, third: Iterable) -> list[tuple]:
-    """All pairs of `first` and `third`, with elements of `second` in turns: each element of the others meets all."""
-    return [(x, second[(i + j) % len(second)], y) for i, x in enumerate(first) for j, y in enumerate(third)]
