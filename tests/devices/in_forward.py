@@ -20,7 +20,7 @@ from cce_kernels.plan.budget import Bytes
 from cce_kernels.plan.chunks import sums_in_16_bits
 from cce_kernels.tokens import gathered_rows
 from tests.devices.meshes import LAYOUTS, PLAIN, arrays, collectives, gradient_of, leaves_of, loss_of, mesh_of, uneven
-from tests.search.calls import CROSS_ENTROPY, LEAVES, SHARED, draw
+from tests.search.calls import CROSS_ENTROPY, LEAVES, SHARED, Call, Data, Program, draw
 from tests.search.run import failures
 from tests.tolerance import error
 
@@ -92,6 +92,14 @@ def test_drawn(formed, number):
 def test_drawn_with_kernels(formed, number):
     """In Pallas' interpreter; exponentials are stored unless there is a softcap beside label smoothing."""
     check(number, formed, "cce")
+
+
+def test_where_two_axes_split_the_vocabulary_a_device_has_consecutive_columns(formed):
+    """One of them splits the tokens too, and c is gathered over it."""
+    program = Program(impl="chunked", layout="auto", split="vocabulary over two axes", leading=(8, 8), vocabulary=64)
+    before = len(formed)
+    assert not failures(Call(replace(program, width=16, memory_budget=IN_CHUNKS + 3), Data()))
+    assert len(formed) > before
 
 
 def test_the_draws_had_many_chunks_of_every_kind(formed):
