@@ -1,6 +1,6 @@
-"""Calls of cce_torch on the NumPy inputs of a case."""
+"""Calls of cce_torch on the NumPy inputs of a case; and in parts: of the vocabulary, of the tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -9,6 +9,8 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from cce_kernels.plan import Chunks, choose
+from cce_kernels.plan.chunks import sums_in_16_bits
 from cce_torch import linear_cross_entropy
 from cce_torch.torch_alone import blocks
 from tests.cases import Inputs
@@ -47,6 +49,12 @@ def run(given: Inputs, options: dict[str, Any], impl: str, device: str = "cpu", 
     return array(loss), array(lse), {k: array(v) for k, v in gradients.items()}
 
 
+def assert_same_bits(found: Iterable[torch.Tensor], want: Iterable[torch.Tensor], what: str = "") -> None:
+    for x, y in zip(found, want, strict=True):
+        assert x.dtype == y.dtype, what
+        assert torch.equal(x, y), what
+
+
 @contextmanager
 def small_blocks(narrow: bool = False) -> Iterator[None]:
     """impl="torch_compile" in groups of 64 columns, its functions as they are: to compile them takes seconds.
@@ -64,3 +72,43 @@ def small_blocks(narrow: bool = False) -> Iterator[None]:
 
 def _groups_of_64(e: torch.Tensor, c: torch.Tensor, memory_budget: int | None) -> Iterator[slice]:
     return (slice(start, min(start + 64, len(c))) for start in range(0, len(c), 64))
+
+
+@contextmanager
+def in_chunks(size: int | None) -> Iterator[list[str]]:
+    """Calls form their gradients in the forward pass, in chunks of so many tokens. Yields the programs that run.
+
+    size: None for the chunks that the plan chooses.
+    """
+    from cce_torch.on_jax import bridge
+
+    ran, run = [], bridge.run
+
+    def chunks_of(count: Any, last: int | None) -> Chunks:
+        tokens, of_sum = count.call.tokens, sums_in_16_bits(count.call)
+        whole = -(-tokens // size) - of_sum
+        return Chunks(whole, size if whole else 0, size if of_sum else 0, 256)
+
+    def recorded(program: Any, *arguments: Any, **options: Any) -> Any:
+        ran.append(program.__wrapped__.__name__)
+        return run(program, *arguments, **options)
+
+    with (
+        mock.patch.object(choose, "fastest_chunks", chunks_of if size else choose.fastest_chunks),
+        mock.patch.object(choose, "_may_form_in_forward", return_value=True),
+        mock.patch.object(choose, "_is_fastest_in_forward", return_value=True),
+        mock.patch.object(bridge, "run", recorded),
+    ):
+        forget()
+        yield ran
+    forget()
+
+
+def forget() -> None:
+    """Lets plans go, and the programs that follow from them."""
+    from cce_torch.on_jax import chunk_programs, programs
+
+    choose.plan_of.cache_clear()
+    programs.handover_of.cache_clear()
+    chunk_programs._chunks.cache_clear()
+    chunk_programs._way.cache_clear()

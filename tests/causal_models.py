@@ -110,3 +110,12 @@ def step(model: Any, **inputs: Any) -> tuple[torch.Tensor, dict[str, torch.Tenso
     loss.sum().backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return loss.detach(), found
+
+
+def assert_same_step(found: Any, plain: Any, **inputs: Any) -> dict[str, torch.Tensor]:
+    """The loss and all gradients, which are returned, are those of the other model."""
+    loss, gradients = step(found, **inputs)
+    expected, references = step(plain, **inputs)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradients, references)
+    return gradients

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import jax
 import numpy as np
@@ -16,9 +17,9 @@ import torch
 
 from cce_torch import LinearCrossEntropy, linear_cross_entropy, ops
 from cce_torch.call import Call, Given
+from tests.call_torch import small_blocks
 from tests.tolerance import error
 
-IMPLS = ("cce", "chunked")
 SCHEDULED = 0.0, 0.0, 1.0  # label_smoothing, z_loss, scale
 CALL_OF = Call(memory_budget=2**28, impl="chunked")
 
@@ -42,49 +43,74 @@ def assert_same(actual, expected):
         assert error(x.detach().float(), y.detach().float()) <= 1e-6
 
 
-@pytest.mark.parametrize(("backend", "dynamic"), [("aot_eager", True), ("inductor", None)])
-def test_compiles_into_one_graph_for_any_batch(backend, dynamic):
+def test_inductor_compiles_one_graph_for_any_batch():
+    """And one before, for the first batch. The gradient of a transposed classifier keeps its layout."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 
     def step(e, c, t, weight):
         return linear_cross_entropy(e * 2, c, t, softcap=5.0, shift=1, token_weight=weight, impl="chunked")
 
-    compiled = torch.compile(step, fullgraph=True, backend=backend, dynamic=dynamic)
+    compiled = torch.compile(step, fullgraph=True)
     for tokens in (24, 31, 17):
         e, c, t = example(tokens)
+        c = c.detach().T.contiguous().T.requires_grad_()
         weight = torch.rand(tokens, requires_grad=True)
         actual, expected = compiled(e, c, t, weight), step(e, c, t, weight)
         assert_same([actual], [expected])
-        assert_same(gradients(actual, e, c, weight), gradients(expected, e, c, weight))
-    counted = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert counted <= 2, "one graph for the first shape, one for all others"
+        found = gradients(actual, e, c, weight)
+        assert_same(found, gradients(expected, e, c, weight))
+        assert found[1].stride() == c.stride()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
-def test_compiled_code_keeps_the_layout_of_a_transposed_classifier():
-    torch._dynamo.reset()
-    e, c, t = example()
-    c = c.detach().T.contiguous().requires_grad_()
-    step = torch.compile(lambda: linear_cross_entropy(e, c, t, vocab_axis=1), fullgraph=True)
-    (actual,), (expected,) = (gradients(f(), c) for f in (step, lambda: linear_cross_entropy(e, c.T, t)))
-    assert actual.stride() == expected.stride() == c.stride()
-    assert torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_opcheck(smoothing, transposed):
+@pytest.mark.parametrize(
+    "options",
+    [{"shift": 1}, {"shift": 1, "smooths": True}, {"with_mean": True, "with_temperature": True, "ids": 4}],
+    ids=["a loss", "smoothed, of a transposed classifier", "log-probabilities"],
+)
+def test_opcheck(options):
     e, c, t = (x.detach() for x in example())
-    c = c.T.contiguous().T if transposed else c
-    call = CALL_OF._replace(shift=1, reduction="none", smooths=smoothing > 0).encoded()
-    weight = torch.rand(24)
-    given = (e, c, None, t, None, weight, None, None, None, torch.tensor([smoothing, 0.0, 1.0]), 24)
-    torch.library.opcheck(torch.ops.cce_torch.loss.default, (*given, [], False, *call))
-    _, statistics, left = torch.ops.cce_torch.loss.default(*given, [], False, *call)
+    call = CALL_OF._replace(reduction="none", **options)
+    c = c.T.contiguous().T if call.smooths else c
+    inverse, weight = (torch.rand(24) + 0.5, None) if call.with_temperature else (None, torch.rand(24))
+    ids = torch.randint(-1, len(c), (24, call.ids), dtype=torch.int32) if call.ids else None
+    given = (e, c, None, t, None, weight, None, inverse, ids, torch.tensor([0.1 * call.smooths, 0.0, 1.0]), 24)
+    torch.library.opcheck(torch.ops.cce_torch.loss.default, (*given, [], False, *call.encoded()))
+    _, statistics, left = torch.ops.cce_torch.loss.default(*given, [], False, *call.encoded())
     assert left == []
-    cotangents, wanted = (torch.rand(24), torch.rand_like(statistics)), [True, True, False, True]
-    arguments = *cotangents, *given, statistics, *[None] * ops.LEFT, [], wanted, False, *call
+    cotangents = None if weight is None else torch.rand(24), torch.rand_like(statistics)
+    wanted = [True, True, False, weight is not None]
+    arguments = *cotangents, *given, statistics, *[None] * ops.LEFT, [], wanted, False, *call.encoded()
     torch.library.opcheck(torch.ops.cce_torch.gradients.default, arguments)
+
+
+@pytest.mark.parametrize("impl", ["chunked", "torch_compile"])
+def test_cotangents_of_any_strides_and_inputs_that_are_not_aligned(impl):
+    e, c, t = example(20)
+    run = partial(linear_cross_entropy, c=c, targets=t.view(4, 5), return_lse=True, reduction="none", impl=impl)
+    shifted = torch.zeros(e.numel() + 1)[1:].view(e.shape).copy_(e.detach()).requires_grad_()
+    with small_blocks():
+        both, of_shifted = run(e.view(4, 5, -1)), run(shifted.view(4, 5, -1))
+        for given in (
+            torch.randn(4, 1).expand(4, 5),
+            torch.randn(4, 10)[:, ::2],
+            torch.randn(5, 4).T,
+            torch._neg_view(torch.randn(4, 5)),
+        ):
+            dense = given.clone(memory_format=torch.contiguous_format).resolve_neg()
+            want = torch.autograd.grad(both, (e, c), (dense, dense), retain_graph=True)
+            found = torch.autograd.grad(both, (e, c), (given, given), retain_graph=True)
+            assert all(map(torch.equal, found, want))
+            assert_same(torch.autograd.grad(of_shifted, (shifted, c), (given, given), retain_graph=True), want)
+
+
+@pytest.mark.parametrize("impl", ["chunked", "torch_compile"])
+def test_a_hessian_is_an_error_that_names_the_reference(impl):
+    e, c, t = (x.detach() for x in example(3))
+    with small_blocks(), pytest.raises(NotImplementedError, match="impl='reference'"):
+        torch.func.hessian(lambda e: linear_cross_entropy(e, c, t, impl=impl))(e)
+    assert torch.func.hessian(lambda e: linear_cross_entropy(e, c, t, impl="reference"))(e).any()
 
 
 def test_what_describes_a_lent_array_is_there_as_long_as_the_array(monkeypatch):
@@ -137,7 +163,7 @@ def test_a_frozen_input_gets_no_gradient_and_costs_none(monkeypatch):
 
 def test_jit_trace_names_what_it_can_record():
     e, c, t = (x.detach() for x in example())
-    for impl in ("auto", *IMPLS):
+    for impl in ("auto", "cce", "chunked"):
         with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace cannot record.*impl='torch_compile'"):
             torch.jit.trace(lambda e, impl=impl: linear_cross_entropy(e, c, t, impl=impl), (e,))
     for impl in ("torch_compile", "reference"):
@@ -179,49 +205,6 @@ def test_a_thousand_numbers_of_tokens_compile_few_programs_and_pad_little():
     assert [chosen(int(n)) for n in random] == sizes.tolist()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_padding_changes_nothing(reduction, monkeypatch):
-    from cce_torch.on_jax import kinds, programs
-
-    e, c, t = example(300)
-    weight = torch.rand(20, 15, requires_grad=True)
-
-    def run(impl):
-        loss, lse = linear_cross_entropy(
-            e.view(20, 15, -1),
-            c,
-            t.view(20, 15),
-            shift=2,
-            token_weight=weight,
-            impl=impl,
-            reduction=reduction,
-            return_lse=True,
-            label_smoothing=0.1,
-        )
-        return [loss, lse, *gradients(loss.sum() + lse.sum(), e, c, weight)]
-
-    monkeypatch.setattr(kinds, "EXACT", 0)
-    monkeypatch.setattr(kinds, "_kinds", {})
-    compiled = []
-    original = programs.bridge.run
-    monkeypatch.setattr(programs.bridge, "run", lambda *a, **k: compiled.append(a[1]) or original(*a, **k))
-    padded = run("chunked")
-    assert {x.shape[0] for x in compiled[0] if isinstance(x, torch.Tensor) and x.shape[1:] == (16,)} == {512, 70}
-    monkeypatch.setattr(kinds, "_kinds", {})
-    assert_same(padded, run("reference"))
-
-
-def test_padding_counts_in_no_mean(monkeypatch):
-    """Without token weights, which are 0 where there is padding."""
-    from cce_torch.on_jax import kinds
-
-    monkeypatch.setattr(kinds, "EXACT", 0)
-    monkeypatch.setattr(kinds, "_kinds", {})
-    e, c, t = example(300)
-    run = [linear_cross_entropy(e, c, t, impl=impl) for impl in ("chunked", "reference")]
-    assert_same(run[:1], run[1:])
-
-
 def test_threads_that_call_first_at_once_pad_alike(monkeypatch):
     """A backward pass looks up again, by then perhaps in another thread, to which size its forward pass padded."""
     from cce_torch.on_jax import jax_devices, kinds
@@ -240,27 +223,48 @@ def test_threads_that_call_first_at_once_pad_alike(monkeypatch):
     assert len({id(k) for k in kinds}) == 1
 
 
-def test_import_is_fast_and_starts_no_backend():
-    code = """
+def run(code: str, *arguments: str) -> str:
+    """What a process prints that runs the code."""
+    own = {k: v for k, v in os.environ.items() if not k.startswith("XLA_")}
+    command = [sys.executable, "-W", "ignore", "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=own, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+FRESH = """
 import sys, time, torch
 start = time.perf_counter()
 import cce_torch
 print(time.perf_counter() - start)
 assert "jax" not in sys.modules, "JAX"
 assert "torch._dynamo" not in sys.modules, "the compiler"
+import cce_torch.torch_alone.compiled
+assert "torch._inductor.compile_fx" not in sys.modules, "the compiler for torch_alone"
 torch.manual_seed(0)
-e, c = torch.randn(5, 4, requires_grad=True), torch.randn(9, 4)
-cce_torch.linear_cross_entropy(e, c, torch.arange(5), impl="reference").backward()
+e, c, t = torch.randn(5, 4, requires_grad=True), torch.randn(9, 4), torch.arange(5)
+cce_torch.linear_cross_entropy(e, c, t, impl="reference").backward()
 assert "jax" not in sys.modules, "JAX for impl='reference'"
+step = torch.compile(lambda: cce_torch.linear_cross_entropy(e, c, t, num_items=7), backend="aot_eager", fullgraph=True)
+step().backward()
+assert "jax" in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 0.5
+
+
+def test_import_is_fast_and_starts_no_backend_and_a_number_of_items_compiles_before_jax_is_imported():
+    assert float(run(FRESH)) < 0.5
 
 
 CALL = """
 e, c = torch.ones(8, 16, dtype=torch.bfloat16).requires_grad_(), torch.ones(32, 16, dtype=torch.bfloat16)
 cce_torch.linear_cross_entropy(e, c, torch.arange(8), impl={!r})
+"""
+DELETED = """
+e, c, t = torch.ones(5, 4), torch.ones(9, 4), torch.arange(5)
+for _ in range(3):
+    cce_torch.linear_cross_entropy(e, c, t, shift=1, label_smoothing=0.1, impl="chunked")
+    for x in jax.live_arrays():
+        x.delete()
 """
 ASKED = {  # what JAX is asked, by what ran before
     "jax_devices.start()": {"preallocate": False},
@@ -271,28 +275,36 @@ ASKED = {  # what JAX is asked, by what ran before
     "jax.devices(); jax_devices.start()": None,
     CALL.format("auto"): {"preallocate": False},
     CALL.format("chunked"): {"preallocate": False},
+    DELETED: {"preallocate": False},  # the user may delete all arrays of JAX
 }
 EACH = """
 import os, sys, jax, torch, cce_torch
-from cce_torch.on_jax import jax_devices
-for code in eval(sys.argv[1]):
+from cce_torch.on_jax import bridge, jax_devices
+def in_child(code):
     child = os.fork()
     if not child:
-        exec(code)
-        print(jax.config.jax_pjrt_client_create_options, flush=True)
+        try:
+            exec(code)
+            print(jax.config.jax_pjrt_client_create_options, flush=True)
+        except RuntimeError as error:
+            print(error, flush=True)
         os._exit(0)
     os.waitpid(child, 0)
+codes = eval(sys.argv[1])
+for code in codes:
+    in_child(code)
+exec(codes[-1])
+in_child(codes[-1])
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_jax_is_asked_to_leave_memory_unless_the_user_said_otherwise_or_it_runs():
-    """Also by a first call, before it looks for devices."""
-    ours = {k: v for k, v in os.environ.items() if not k.startswith("XLA_")}
-    command = [sys.executable, "-W", "ignore", "-c", EACH, repr(list(ASKED))]
-    done = subprocess.run(command, capture_output=True, text=True, env=ours)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [str(x) for x in ASKED.values()], done.stderr
+    """Also by a first call, before it looks for devices. A call in a process that was forked later says what to do."""
+    *found, forked = run(EACH, repr(list(ASKED))).splitlines()
+    assert found == [str(x) for x in ASKED.values()]
+    for word in ("forked", "spawn", "impl='torch_compile'"):
+        assert word in forked
 
 
 def test_the_users_own_jax_is_as_it_was():

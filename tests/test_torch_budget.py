@@ -9,15 +9,13 @@ import pytest
 import torch
 
 from cce_kernels.exponentials import saved_shape
-from cce_torch import LinearCrossEntropy, linear_cross_entropy, ops
+from cce_torch import linear_cross_entropy, ops
 from cce_torch.call import Call
 from cce_torch.on_jax import kinds, programs
 from tests import call, call_torch
-from tests.call_torch import tensor
+from tests.call_torch import assert_same_bits, tensor
 from tests.cases import Inputs
 from tests.test_budget import ALL, TOKENS, V, Way
-from tests.tolerance import assert_rounded
-from tests.truth import truth
 
 COLUMNS = saved_shape(1, V)[1]  # of saved exponentials
 EACH = {"reduction": "none", "return_lse": True}
@@ -40,12 +38,6 @@ def loss(e, c, t, budget=ALL):
 
 def gradients(value, *leaves, **more):
     return torch.autograd.grad(value, leaves, **more)
-
-
-def assert_equal(actual, expected) -> None:
-    for x, y in zip(actual, expected, strict=True):
-        assert x.dtype == y.dtype
-        assert torch.equal(x, y)
 
 
 @pytest.fixture
@@ -73,21 +65,6 @@ def test_the_bits_are_those_of_cce_jax(budget, saved):
         np.testing.assert_array_equal(gradient, theirs[2][name], err_msg=name)
 
 
-@pytest.mark.parametrize("options", [EACH, {}])
-def test_padded_to_another_size(options, saved, monkeypatch):
-    monkeypatch.setattr(kinds, "EXACT", 0)
-    monkeypatch.setattr(kinds, "SMALLEST", 16)
-    monkeypatch.setattr(kinds, "_kinds", {})
-    given = some(("bias",), options)
-    expected, reference = truth(given, options), call_torch.run(given, options, "reference")
-    actual = call_torch.run(given, options, "cce", memory_budget=ALL)
-    assert saved == [(48, COLUMNS)]
-    for k, what in enumerate(("loss", "lse")):
-        assert_rounded(actual[k], expected[k], reference[k], what, roundings=2)
-    for name, gradient in actual[2].items():
-        assert_rounded(gradient, expected[2][name], reference[2][name], f"gradient of {name}", roundings=3)
-
-
 def test_a_graph_knows_to_which_size_it_was_padded_when_its_programs_have_been_freed(monkeypatch):
     for name in ("_loss_program", "_gradients_program", "handover_of"):
         monkeypatch.setattr(programs, name, lru_cache(getattr(programs, name).__wrapped__))
@@ -103,7 +80,7 @@ def test_a_graph_knows_to_which_size_it_was_padded_when_its_programs_have_been_f
     monkeypatch.setattr(kinds, "EXACT", 4)  # another Kind would not pad
     (kind,) = kinds._kinds.values()
     assert kind.sizes(TOKENS) > TOKENS
-    assert_equal(gradients(value, e, c), expected)
+    assert_same_bits(gradients(value, e, c), expected)
     del value, kind
     gc.collect()
     programs._gradients_program.cache_clear()
@@ -130,7 +107,7 @@ def test_compiled_code_saves_nothing_and_is_right(saved):
     e, c, t = example()
     expected = gradients(loss(e * 2, c, t, 0), e, c)
     step = torch.compile(lambda e, c, t: loss(e * 2, c, t), fullgraph=True, backend="aot_eager")
-    assert_equal(gradients(step(e, c, t), e, c), expected)
+    assert_same_bits(gradients(step(e, c, t), e, c), expected)
     assert saved == [None, None]
 
 
@@ -155,14 +132,3 @@ def test_opcheck(budget):
     arguments = torch.ones(()), None, *given, statistics, *left, saving_for, wanted, False, *call
     for x, y in zip(ops._called_gradients(*arguments), ops._fake_gradients(*arguments), strict=True):
         assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
-
-
-def test_the_module_has_the_option(saved):
-    e, c, t = example()
-    module = LinearCrossEntropy(impl="cce", memory_budget=ALL)
-    assert_equal(gradients(module(e, c, t), e, c), gradients(loss(e, c, t), e, c))
-    assert saved == [(TOKENS, COLUMNS)] * 2
-    assert f"memory_budget={ALL}" in repr(module)
-    for wrong, error in ((-1, ValueError), (1.5, ValueError), (True, TypeError)):
-        with pytest.raises(error, match="memory_budget"):
-            LinearCrossEntropy(memory_budget=wrong)(e, c, t)

@@ -3,25 +3,15 @@
 import re
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import cce_jax
 from cce_torch import linear_divergence
 from tests import test_divergence as of_jax
-
-
-def tensor(x: Any) -> Tensor:
-    """A copy in memory of PyTorch's own. It is complete before JAX may give the array's memory to another one."""
-    found = torch.from_dlpack(jnp.array(x)).clone()
-    if found.is_cuda:
-        torch.cuda.synchronize()
-    return found
+from tests.call_torch import tensor
 
 
 def given(dtype=torch.float32, tokens: int = 40, **others) -> Any:
@@ -43,25 +33,10 @@ def equal(found: Any, want: Any, **bounds: float) -> None:
         torch.testing.assert_close(x, y, **bounds)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [(of_jax.KINDS[0], "bfloat16"), (of_jax.KINDS[2], "float32")])
-def test_as_in_jax(kind, dtype):
-    """The same program on the same numbers. XLA may round the two in another order."""
-    x = given(getattr(torch, dtype), divergence=kind, impl="chunked", memory_budget=10**5)
-    arrays = {k: jnp.asarray(y.detach().float().numpy(), dtype) for k, y in x.items() if isinstance(y, Tensor)}
-    options = {k: y for k, y in x.items() if not isinstance(y, Tensor)}
-
-    def of(e, c):
-        return cce_jax.linear_divergence(**{**arrays, "e": e, "c": c}, **options)
-
-    value, found = jax.value_and_grad(of, (0, 1))(arrays["e"], arrays["c"])
-    torch.testing.assert_close(linear_divergence(**x).detach(), tensor(value), rtol=1e-6, atol=0)
-    equal(gradients(x), map(tensor, found), rtol=1e-5 if dtype == "float32" else 2**-7, atol=1e-7)
-
-
 @pytest.mark.parametrize("beta", of_jax.BETAS)
 @pytest.mark.parametrize("impl", ["reference", "torch_compile"])
 def test_a_jsd_keeps_its_digits_as_beta_goes_to_0_or_1(impl, beta):
-    x = {name: tensor(y) for name, y in of_jax.FIXED.arrays.items()}
+    x = {name: tensor(np.asarray(y)) for name, y in of_jax.FIXED.arrays.items()}
     value = linear_divergence(**x | {"e": x["e"].requires_grad_()}, divergence="jsd", beta=beta, impl=impl)
     value.backward()
     want, of_e = of_jax.jsd(beta)
@@ -169,16 +144,10 @@ BAD = [
     ({"return_entropy": 1}, ValueError, "return_entropy=1 must be one of False, True"),
     ({"num_items": 3, "reduction": "sum"}, ValueError, "num_items"),
     ({"num_items": torch.ones(3)}, ValueError, r"num_items must be a number or a tensor of one element.*\(3,\)"),
-    ({"temperature": 0.0}, ValueError, "temperature=0.0 must be finite and positive"),
     ({"temperature": torch.ones(40, requires_grad=True)}, TypeError, "temperature gets no gradient"),
     ({"token_weight": torch.ones(3)}, ValueError, r"token_weight \(3,\) and e \(40, 16\)"),
     ({"token_weight": torch.ones(40, dtype=torch.complex64)}, TypeError, "token_weight must be real.*complex64"),
     ({"token_weight": torch.ones(40, requires_grad=True)}, TypeError, "token_weight gets no gradient.*detach"),
-    ({"token_weight": [1.0] * 40}, TypeError, "token_weight must be a torch.Tensor, got list"),
-    ({"e": None}, TypeError, "e must be a torch.Tensor, got NoneType"),
-    ({"c": jnp.ones((90, 16))}, TypeError, r"c is a jax\.Array: cce_jax\.linear_divergence takes those"),
-    ({"teacher_e": None}, TypeError, "teacher_e must be a torch.Tensor, got NoneType"),
-    ({"teacher_c": jnp.ones((90, 24))}, TypeError, r"teacher_c is a jax\.Array"),
     ({"teacher_e": torch.ones(39, 24)}, ValueError, r"teacher_e \(39, 24\) and e \(40, 16\)"),
     ({"teacher_c": torch.ones(91, 24)}, ValueError, r"teacher_c must have the vocabulary of c, 90, and has 91"),
     ({"teacher_c": torch.ones(24, 90)}, ValueError, r"teacher_e must have.*teacher_vocab_axis=1\?"),
@@ -193,8 +162,6 @@ BAD = [
     ({"vocab_axis": 2}, ValueError, "^vocab_axis=2"),
     ({"impl": "triton"}, ValueError, r"impl='triton'.*'auto'"),
     ({"memory_budget": -1}, ValueError, "memory_budget=-1"),
-    ({"teacher_e": torch.ones(40, 24, device="meta")}, TypeError, "teacher_e of shape .* has no memory"),
-    ({"token_weight": torch.ones(40, device="meta")}, TypeError, "token_weight of shape .* has no memory"),
 ]
 
 

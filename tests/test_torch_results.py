@@ -1,8 +1,7 @@
-"""What the functions of cce_torch return: tensors that the user may change in place, before the backward pass too."""
+"""What the functions of cce_torch return: tensors of their own memory, which the user may change in place."""
 
 import pytest
 import torch
-from torch import Tensor
 
 from cce_torch import linear_cross_entropy, linear_divergence, linear_log_probs, linear_token_loss
 
@@ -36,15 +35,9 @@ def test_results_are_free_to_change(name, impl, reduction):
         e, c = (torch.randn(*n, 8).requires_grad_() for n in (leading, (11,)))
         t = torch.randint(11, leading)
         found = [x for x in FUNCTIONS[name](e, c, t, impl=impl, reduction=reduction) if x is not None]
-        wanted = torch.autograd.grad(objective(found), (e, c), retain_graph=True)
         memory = [x.untyped_storage().data_ptr() for x in (e, c, t, *found)]
         assert len(set(memory)) == len(memory), "two tensors share memory"
         before = [x.clone() for x in found]
         for x, y in zip(found, before, strict=True):
             x.add_(1)
             assert torch.equal(x, y + 1)
-        torch.testing.assert_close(torch.autograd.grad(objective([x - 1 for x in found]), (e, c)), wanted)
-
-
-def objective(found: list[Tensor]) -> Tensor:
-    return sum((k * x.sum() for k, x in enumerate(found, 1) if x.requires_grad), torch.zeros(()))

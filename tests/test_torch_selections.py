@@ -76,7 +76,7 @@ def test_compiled_for_any_k():
         found = linear_log_probs(e, c, targets, top_k=k, mean_logit=True, entropy=True, impl="chunked")
         return total(found), found.top_ids, found.top_log_probs, found.mean_logit
 
-    for k in (1, 2, 3, 5):
+    for k in (1, 3, 5):
         results = []
         for call in (torch.compile(run, fullgraph=True, backend="aot_eager"), run):
             value, *others = call(e, c, k)
@@ -90,12 +90,3 @@ def test_opcheck():
     given = e, c, None, targets, None, None, None, None, None, torch.tensor([0.0, 0.0, 1.0]), 1
     torch.library.opcheck(torch.ops.cce_torch.loss.default, (*given, [], False, *call.encoded()))
     assert len(ops.loss(ops.Given(*given), call, True, "linear_log_probs")) == 5
-
-
-@pytest.mark.parametrize("tokens", [(0,), (3, 0)])
-def test_no_tokens(tokens):
-    e, c = torch.ones(*tokens, D, requires_grad=True), torch.ones(V, D, requires_grad=True)
-    found = linear_log_probs(e, c, torch.zeros(tokens, dtype=torch.int64), impl="chunked", **ASKED)
-    assert found.top_ids.shape == found.top_log_probs.shape == (*tokens, 5)
-    assert found.predicted.shape == found.mean_logit.shape == tokens
-    assert not torch.autograd.grad(total(found), c)[0].any()

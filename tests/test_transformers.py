@@ -34,7 +34,7 @@ from cce_torch.transformers import cce_patch, cce_unpatch, forward, heads
 from cce_torch.transformers.lazy_logits import LazyLogits
 from cce_torch.transformers.settings import Settings
 from tests.call_torch import array
-from tests.causal_models import B, T, V, batch, small_config, small_model, step
+from tests.causal_models import B, T, V, assert_same_step, batch, small_config, small_model, step
 from tests.tolerance import assert_close, error, roundoff
 
 WIDE = 0.3  # standard deviation of the initial weights: the logits reach the softcaps
@@ -118,10 +118,7 @@ def test_arguments_behave_as_unpatched(arguments):
     inputs = {**batch(), **ARGUMENTS[arguments]}
     if "ignore_index" in inputs:
         inputs["labels"] = torch.where(LABELS == -100, inputs["ignore_index"], LABELS)
-    loss, gradients = step(patched(), **inputs)
-    expected, references = step(model(), **inputs)
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(gradients, references)
+    assert_same_step(patched(), model(), **inputs)
 
 
 def test_labels_without_a_name():
@@ -157,17 +154,18 @@ def test_other_forwards_give_logits():
     assert torch.equal(written, plain.generate(tokens, max_new_tokens=4, do_sample=False))
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_evaluation_has_a_loss_and_no_logits(family, mode):
+def test_evaluation_has_a_loss_and_no_logits(family):
     config, changes = FAMILIES[family]
     found, plain = patched(config, **changes).eval(), model(config, **changes).eval()
-    with mode():
-        output, (loss, *others) = found(**batch()), found(**batch(), return_dict=False)
-        torch.testing.assert_close(output.loss, plain(**batch()).loss)
+    expected = plain(**batch()).loss
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            output, (loss, *others) = found(**batch()), found(**batch(), return_dict=False)
+        torch.testing.assert_close(output.loss, expected)
         assert torch.equal(loss, output.loss)
-    assert output.logits is None
-    assert not any(isinstance(x, LazyLogits) for x in (*output.values(), *others))
+        assert output.logits is None
+        assert not any(isinstance(x, LazyLogits) for x in (*output.values(), *others))
 
 
 @pytest.mark.parametrize("items", [None, 0, 0.0, torch.tensor(0), torch.tensor(0.0)])
@@ -178,10 +176,8 @@ def test_the_loss_of_ignored_labels_is_0(items):
     assert all(not x.any() for x in gradients.values())
 
 
-@pytest.mark.parametrize("config", [LlamaConfig, BertConfig])
-def test_reduction_none_gives_each_token(config):
-    model_class = BertLMHeadModel if config is BertConfig else None
-    plain = model(config, model_class)
+def test_reduction_none_gives_each_token():
+    plain = model(BertConfig, BertLMHeadModel)
     found = cce_patch(copy.deepcopy(plain), reduction="none", impl="torch_compile")
     inputs = batch()
     loss = found(**inputs, num_items_in_batch=3).loss
@@ -198,12 +194,6 @@ def test_reduction_none_gives_each_token(config):
 def test_reduction_none_of_shifted_labels_has_all_positions():
     found = patched(options={"reduction": "none"})
     assert found(**batch(), shift_labels=LABELS.roll(-1, 1)).loss.shape == (B, T)
-
-
-def test_reduction_sum():
-    inputs = batch()
-    loss = patched(options={"reduction": "sum"})(**inputs, num_items_in_batch=3).loss
-    torch.testing.assert_close(loss, model()(**inputs).loss * (LABELS[:, 1:] != -100).sum())
 
 
 def test_options_reach_the_loss(monkeypatch):
@@ -448,7 +438,7 @@ def test_threads_that_share_a_model():
     expected = compiled(**inputs).loss
     with ThreadPoolExecutor(4) as threads:
         for run in (found, compiled):
-            for output in threads.map(lambda _, run=run: run(**inputs), range(20)):
+            for output in threads.map(lambda _, run=run: run(**inputs), range(8)):
                 assert output.logits is None
                 torch.testing.assert_close(output.loss, expected)
 
@@ -467,13 +457,10 @@ def test_hooks_on_the_head_run_once(name):
     found.lm_head.register_forward_pre_hook(lambda _, given: (2 * given[0],))
     found.lm_head.register_forward_hook(lambda _, __, output: seen.append(output))
     found.lm_head.register_forward_hook(HOOKS[name])
-    loss, gradients = step(found, **batch())
     plain = model()
     plain.lm_head.register_forward_pre_hook(lambda _, given: (2 * given[0],))
-    expected, references = step(plain, **batch())
+    assert_same_step(found, plain, **batch())
     assert [x.shape for x in seen] == [()]
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(gradients, references)
 
 
 def masked(z: torch.Tensor) -> torch.Tensor:
@@ -587,28 +574,12 @@ def test_compiled_steps_in_a_fresh_process(monkeypatch):
         torch.testing.assert_close({name.removeprefix("_orig_mod."): x for name, x in of_step.items()}, gradients)
 
 
-def test_autocast():
-    inputs = batch()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss, gradients = step(patched(), **inputs)
-        reference, references = step(model(), **inputs)
-    truth, truths = step(model().double(), **inputs)
-    assert loss.dtype == torch.float32
-    for x, y, z, what in (
-        (loss, reference, truth, "loss"),
-        *((gradients[k], references[k], truths[k], k) for k in truths),
-    ):
-        allowed = 2 * error(array(y), array(z)) + roundoff("bfloat16")
-        assert error(array(x), array(z)) <= allowed, what
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_bfloat16_model(device):
-    inputs = {name: x.to(device) for name, x in batch().items()}
-    impl = "torch_compile" if device == "cpu" else "auto"
-    loss, gradients = step(cce_patch(model().bfloat16().to(device), impl=impl), **inputs)
-    reference, references = step(model().bfloat16().to(device), **inputs)
-    truth, truths = step(model().double().to(device), **inputs)
+@pytest.mark.gpu
+def test_bfloat16_model_on_a_gpu():
+    inputs = {name: x.cuda() for name, x in batch().items()}
+    loss, gradients = step(cce_patch(model().bfloat16().cuda(), impl="auto"), **inputs)
+    reference, references = step(model().bfloat16().cuda(), **inputs)
+    truth, truths = step(model().double().cuda(), **inputs)
     assert loss.dtype == torch.float32
     assert error(array(loss), array(truth)) <= 2 * error(array(reference), array(truth)) + roundoff("bfloat16")
     for name, x in gradients.items():
@@ -621,17 +592,4 @@ def test_gradient_checkpointing():
         found = patched()
         found.gradient_checkpointing_enable({"use_reentrant": reentrant})
         found.enable_input_require_grads()
-        loss, gradients = step(found, **batch())
-        expected, references = step(model(), **batch())
-        torch.testing.assert_close(loss, expected)
-        torch.testing.assert_close(gradients, references)
-
-
-def test_accumulation_with_unequal_counts_is_one_large_batch():
-    whole = batch(4)
-    count = int((whole["labels"][:, 1:] != -100).sum())
-    found = patched()
-    for rows in (slice(0, 1), slice(1, 4)):
-        found(**{name: x[rows] for name, x in whole.items()}, num_items_in_batch=count).loss.backward()
-    _, references = step(model(), **whole)
-    torch.testing.assert_close({name: p.grad for name, p in found.named_parameters()}, references)
+        assert_same_step(found, model(), **batch())

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, Trainer, TrainerCallback, TrainingArgument
 
 from cce_torch.torch_alone import blocks
 from cce_torch.transformers import cce_patch, cce_unpatch
-from tests.causal_models import T, V, batch, small_config, small_model, step
+from tests.causal_models import T, V, assert_same_step, batch, small_config, small_model, step
 
 peft = pytest.importorskip("peft")
 accelerate = pytest.importorskip("accelerate")
@@ -89,17 +89,21 @@ def trained(x, folder, with_metrics=True, **options):
     return torch.tensor(losses.found), {name: p.detach() for name, p in x.named_parameters()}
 
 
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    return trained(model(), tmp_path_factory.mktemp("expected"))
+
+
 @pytest.mark.parametrize("how", ["logits", "loss", "compiled"])
-def test_trainer(tmp_path, how):
+def test_trainer(tmp_path, how, expected):
     """Evaluation comes between the steps."""
     torch._dynamo.reset()
     options = {"torch_compile": True, "torch_compile_backend": "eager"} if how == "compiled" else {}
     found = patch(model(), evaluation="logits" if how == "logits" else "loss")
     losses, parameters = trained(found, tmp_path, how == "logits", **options)
-    expected, references = trained(model(), tmp_path)
     assert len(losses) == 6
-    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=0.0)  # Trainer rounds what it logs
-    torch.testing.assert_close(parameters, references)
+    torch.testing.assert_close(losses, expected[0], rtol=1e-4, atol=0.0)  # Trainer rounds what it logs
+    torch.testing.assert_close(parameters, expected[1])
 
 
 @pytest.mark.filterwarnings("error:cce_patch may have no effect")
@@ -155,11 +159,8 @@ def test_hooks_of_accelerate():
     x = model()
     accelerate.dispatch_model(x, {"": "cpu"}, force_hooks=True)
     assert "forward" in x.__dict__
-    loss, found = step(patch(x), **batch())
+    assert_same_step(patch(x), model(), **batch())
     assert x(**batch()).logits is None
-    expected, references = step(model(), **batch())
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(found, references)
     assert cce_unpatch(x)(**batch()).logits is not None
 
 
@@ -194,10 +195,7 @@ def test_peft(first, saved):
         for p in (*found.parameters(), *plain.parameters()):
             p.mul_(1.0 + 0.5 * p.requires_grad)  # no longer what the head had before
     assert found(**batch()).logits is None
-    loss, gradients = step(found, **batch())
-    expected, references = step(plain, **batch())
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(gradients, references)
+    gradients = assert_same_step(found, plain, **batch())
     assert any("lm_head" in name or "embed_tokens" in name for name in gradients) == bool(options)
     with found.disable_adapter():
         torch.testing.assert_close(found(**batch()).loss, made()(**batch()).loss)
@@ -236,10 +234,7 @@ def test_an_adapter_on_the_head(first, options):
     else:
         found = patch(adapted(model(), **options), head_adapter=True)
     assert found(**batch()).logits is None
-    loss, gradients = step(found, **batch())
-    expected, references = step(plain, **batch())
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(gradients, references)
+    gradients = assert_same_step(found, plain, **batch())
     assert any("lm_head" in name for name in gradients)
     with found.disable_adapter():
         torch.testing.assert_close(found(**batch()).loss, model()(**batch()).loss)
