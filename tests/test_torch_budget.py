@@ -14,15 +14,15 @@ from cce_torch.call import Call
 from cce_torch.on_jax import kinds, programs
 from tests import call, call_torch
 from tests.call_torch import assert_same_bits, tensor
-from tests.cases import Inputs
-from tests.test_budget import ALL, TOKENS, V, Way
+from tests.cases import Case, Inputs, inputs
+from tests.test_budget import ALL, TOKENS, D, V
 
 COLUMNS = saved_shape(1, V)[1]  # of saved exponentials
 EACH = {"reduction": "none", "return_lse": True}
 
 
 def some(arrays=(), options=None, seed=0) -> Inputs:
-    given = Way(ALL, TOKENS, arrays=arrays, options=options or {}).inputs(seed)
+    given = inputs(Case("", (TOKENS,), D, V, arrays, 0.0, options or {}), "bfloat16", seed)
     given.targets[::5] = -100
     return given
 
@@ -120,7 +120,7 @@ def test_func_grad_saves_nothing_and_is_right(saved):
 
 @pytest.mark.parametrize("budget", [0, ALL])
 def test_opcheck(budget):
-    given = Way(budget, TOKENS).inputs()  # none of whose tokens is ignored: what is saved of those is arbitrary
+    given = inputs(Case("", (TOKENS,), D, V, (), 0.0), "bfloat16")  # of ignored tokens what is saved is arbitrary
     e, c, t = tensor(given.e), tensor(given.c), tensor(given.targets).long()
     call, saving_for = Call(impl="cce", memory_budget=budget).encoded(), [True, True, False]
     given = (e, c, None, t, None, None, None, None, None, torch.tensor([0.0, 0.0, 1.0]), 1)
