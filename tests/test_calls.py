@@ -172,7 +172,7 @@ def test_divergences_from_a_near_or_a_far_teacher(kind):
 def test_a_jsd_whose_beta_goes_to_0_or_1(package, impl):
     """It goes to 0 itself."""
     program = replace(DISTILLED, package=package, impl=impl)
-    held(*(Call(replace(program, beta=beta), Data()) for beta in (1e-12, 1e-6, 1 - 1e-6)))
+    held(*(Call(replace(program, beta=beta), Data(size=5.0)) for beta in (1e-12, 1e-6, 1 - 1e-6)))
 
 
 def test_ids_that_neither_has_count_nothing():
