@@ -233,6 +233,14 @@ def test_rows_that_are_appended_for_xla_change_no_gradient(program, changed):
     held(*(Call(program, Data(ignored=x, poison="nan" * (x != "none"), odd=True)) for x in ("none", "most", "all")))
 
 
+@pytest.mark.parametrize("impl", ["cce", "chunked"])
+def test_batched_cotangents_of_a_transposed_classifier_in_16_bits(impl):
+    """XLA's CPU has no product of e and a batch of dz: an UNIMPLEMENTED error."""
+    fields = dict(leading=(2, 4), vocabulary=64, dtype="bfloat16", mixed=True, vocab_axis=1, reduction="none")
+    program = Program(transformation="batched cotangents", impl=impl, wanted=("c",), memory_budget="all", **fields)
+    held(Call(program, Data(ignored="runs")), Call(replace(program, mixed=False), Data(ignored="runs")))
+
+
 def test_a_scale_of_4096_in_float16():
     """Gradients that float16 holds, of a dz that is 4096 times its largest cotangent."""
     program = replace(SAVED, impl="chunked", dtype="float16", vocabulary=300, logit_scale=4096.0)
