@@ -239,7 +239,8 @@ def forward_mode(x: Bound) -> Found:
         (x.cotangents[name].double() * y.double()).sum() for name, y in tangents.items() if name in x.cotangents
     )
     gradients = x.gradients(reverse)
-    _agree(found, *_product(x, gradients, along), "the tangent")  # type: ignore[arg-type]
+    if not any(y.isinf().any() for y in gradients.values()):  # else float16 does not hold them
+        _agree(found, *_product(x, gradients, along), "the tangent")  # type: ignore[arg-type]
     return results, gradients
 
 
