@@ -130,7 +130,7 @@ def linear_cross_entropy(
     Raises:
       ValueError: shapes do not fit, an option is out of its range, sharding contradicts mesh or arrays, or, with
         check_targets, a target is out of range.
-      TypeError: an array has a wrong type.
+      TypeError: an array has a wrong type, or an option is unknown.
       NotImplementedError: the GPU cannot run impl="cce", or XLA would have to split the kernels over devices.
 
     Examples:

@@ -177,7 +177,7 @@ def linear_cross_entropy(
     Raises:
       ValueError: shapes or devices do not fit, an option is out of its range, or, with check_targets, a target is out
         of range.
-      TypeError: a tensor has a wrong type.
+      TypeError: a tensor has a wrong type, or an option is unknown.
       NotImplementedError: the impl does not run on this device.
       torch.OutOfMemoryError: there is no memory for the scratch, even after freeing PyTorch's cache.
 

@@ -347,7 +347,7 @@ def test_in_torch_ids_of_probability_1_have_no_gradient(impl):
 
 
 @pytest.mark.parametrize("impl", ["chunked", "torch_compile"])
-def test_in_torch_ids_of_many_groups_and_of_padded_tokens(impl):
+def test_in_torch_ids_of_many_groups(impl):
     fields = dict(leading=(300,), width=16, vocabulary=3000, wanted=("e", "c"), impl=impl, memory_budget=2**20)
     program = Program(package="torch", function="linear_log_probs", objective=("id_log_probs",), ids=5, **fields)
     assert not failures(Call(program, Data(ignored="few")))

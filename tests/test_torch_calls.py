@@ -56,6 +56,7 @@ PADDED = [
     Program("torch", "chunked", **WEIGHTED, transformation="in place", reduction="none"),
     Program("torch", "chunked", transformation="in place"),
     Program("torch", "chunked", "linear_log_probs", entropy=True, objective=("log_probs", "lse", "entropy")),
+    Program("torch", "chunked", "linear_log_probs", ids=3, objective=("id_log_probs",)),
     SAVING,
     replace(SAVING, **EACH),
 ]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cce_torch import chosen, linear_log_probs
+from cce_torch import largest, linear_log_probs
 from cce_torch.on_jax import programs
 from tests.call_torch import small_blocks
 from tests.test_log_probs import COLD, cold, held_cold
@@ -182,9 +182,9 @@ def test_bad_input(changed, error, message):
 
 def test_the_smallest_budget_does_not_mean_one_token_and_one_column_at_a_time():
     """Which would be 40,000 products of matrices here."""
-    product, operands = chosen.blocks.product, (torch.randn(20, 16), torch.randn(2000, 16))
-    with mock.patch.object(chosen.blocks, "product", mock.Mock(side_effect=product)) as products:
-        chosen.largest_logits._init_fn(*operands, None, None, 3, 1.0, None, 0)
+    product, operands = largest.blocks.product, (torch.randn(20, 16), torch.randn(2000, 16))
+    with mock.patch.object(largest.blocks, "product", mock.Mock(side_effect=product)) as products:
+        largest.largest_logits._init_fn(*operands, None, None, 3, 1.0, None, 0)
     assert 1 <= products.call_count <= 4
 
 
@@ -195,7 +195,7 @@ def test_of_equal_logits_the_lowest_ids_come_first(vocabulary, k, dtype, seed):
     z = torch.tensor(rng.integers(-2, 3, (7, vocabulary)) * rng.choice([0.0, -0.0, 1.0, np.inf], (1, vocabulary)))
     z = torch.where(z.isnan(), 0, z).to(dtype)
     values, ids = torch.sort(z, dim=1, descending=True, stable=True)
-    found = chosen._merged(*chosen._largest(z, k), k)
+    found = largest._merged(*largest._largest(z, k), k)
     assert torch.equal(found[1], ids[:, :k])
     assert torch.equal(found[0], values[:, :k])
 
@@ -203,7 +203,7 @@ def test_of_equal_logits_the_lowest_ids_come_first(vocabulary, k, dtype, seed):
 @pytest.mark.parametrize("impl", ["chunked", "torch_compile"])
 def test_equal_rows_of_the_classifier(impl, monkeypatch):
     """Over groups of the vocabulary too."""
-    monkeypatch.setattr(chosen, "MOST_COLUMNS", 3)
+    monkeypatch.setattr(largest, "MOST_COLUMNS", 3)
     found = linear_log_probs(E, C, T, predicted=True, top_k=5, impl=impl)
     assert (found.predicted == 0).all()
     assert (found.top_ids == torch.arange(5)).all()
@@ -231,7 +231,7 @@ def test_ids_of_ignored_tokens_and_negative_ids_get_no_gradient(impl):
 def test_the_operator_of_the_largest_logits_is_what_it_says():
     x = made(bias=True, dtype="bfloat16")
     given = x.tensors["e"].flatten(0, 1), x.tensors["c"], x.tensors["bias"], torch.rand(21) + 0.5
-    torch.library.opcheck(chosen.largest_logits, (*given, 3, 1.3, 5.0, 2**28))
+    torch.library.opcheck(largest.largest_logits, (*given, 3, 1.3, 5.0, 2**28))
 
 
 def test_no_tensor_has_the_size_of_the_logits(monkeypatch):
@@ -245,9 +245,9 @@ def test_no_tensor_has_the_size_of_the_logits(monkeypatch):
             return result
 
     operands = torch.randn(2000, 8), torch.randn(3000, 8), None, None
-    monkeypatch.setattr(chosen, "LEAST_ROOM", 0)
+    monkeypatch.setattr(largest, "LEAST_ROOM", 0)
     with Largest() as seen:
-        chosen.largest_logits._init_fn(*operands, 4, 1.0, None, 2**20)
+        largest.largest_logits._init_fn(*operands, 4, 1.0, None, 2**20)
     assert 0 < seen.largest < 2**20 < 4 * 2000 * 3000
 
 

@@ -102,7 +102,7 @@ def run_statistics(*arguments: Any) -> Tensor:
     return torch.where(columns >= 0, torch.stack([x for x in found if x is not None]), 0)
 
 
-def fake_gradients(_: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_gradients(_: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     return new_gradients(*others[:3], *others[-4:])
 
 
@@ -110,7 +110,7 @@ def fake_gradients(_: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     "compiled_gradients",
     f"Tensor cotangents, {OPERANDS}, Tensor output, {OPTIONS}, {WANTED}",
     "(Tensor, Tensor, Tensor)",
-    fake_gradients,
+    _fake_gradients,
 )
 def run_gradients(cotangents: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Equations (6) and (7): de, dc and dbias. A gradient that is not wanted has no elements. dc is written once.

@@ -34,13 +34,13 @@ def statistics(operands: Operands, call: Call, scale: float) -> Tensor:
         own = columns.clamp(0, vocabulary - 1).long()
         target = torch.where(columns < vocabulary, z.gather(1, own[:, None])[:, 0], 0)
         reference = blocks.finite(z.detach().amax(1))
+        of_ids = () if operands.ids is None else z.gather(1, operands.ids.clamp(min=0).long()).unbind(1)
         z = z - reference[:, None]
         rows = [torch.logsumexp(z, 1), reference, target]
         if call.smooths:
             w = z.new_ones(vocabulary) if weights is None else weights.to(z.dtype)
             rows.append(torch.where(w == 0, 0, w * z).sum(1))
-        if operands.ids is not None:
-            rows += (z + reference[:, None]).gather(1, operands.ids.clamp(min=0).long()).unbind(1)
+        rows += of_ids
         if call.with_mean:
             rows.append(blocks.mean_of(z.detach() if call.mean_is_detached else z))
         return torch.where(live, torch.stack(rows), 0)

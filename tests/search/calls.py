@@ -113,7 +113,7 @@ class Program(_Literal):
     setting: str = "usual"  # of SETTINGS
     backend: str = "aot_eager"  # of torch.compile; inductor in the nightly mode
     layout: str = "one"  # of MODES; in torch "processes"
-    split: str = ""  # of SPLITS; in torch "vocabulary" or "tokens"
+    split: str = ""  # of SPLITS; in torch "vocabulary", "sequence" (too: a part of e) or "tokens"
     processes: int = 1  # of torch.distributed
     leading: tuple[int, ...] = (40,)
     width: int = 20
@@ -449,7 +449,7 @@ def _program(rng: np.random.Generator, where: str, package: str, fixed: Mapping[
 
 def _layout(x: _Picks, where: str, function: str) -> tuple[str, str, int]:
     if where == "processes":
-        splits = ("tokens",) if function == DIVERGENCE else ("vocabulary", "tokens")
+        splits = ("tokens",) if function == DIVERGENCE else ("vocabulary", "sequence", "tokens")
         return "processes", x.among("split", splits), int(x.of("processes", {2: 0.7, 4: 0.3}))
     if where != "sharded":
         return "one", "", 1

@@ -104,9 +104,12 @@ def _of_jax_alone(p: Program) -> bool:
     return p.dtype == "float64" and p.impl in ("cce", "chunked")
 
 
+SPLIT_VOCABULARY = "vocabulary", "sequence"  # of processes
+
+
 def _derives_more(p: Program) -> bool:
     """Whether a derivative is asked for that only impl="reference" has, and not where the vocabulary is split."""
-    return p.transformation in REFUSED_BY_MOST and (p.impl != "reference" or p.split == "vocabulary")
+    return p.transformation in REFUSED_BY_MOST and (p.impl != "reference" or p.split in SPLIT_VOCABULARY)
 
 
 def _first_derivatives(function: str) -> list[Row]:
@@ -119,8 +122,8 @@ def _first_derivatives(function: str) -> list[Row]:
     return [(lambda p: holds(p) and p.wanted == ("token_weight",), refused._replace(may_run=True)), (holds, refused)]
 
 
-def _batched(p: Program, split: str) -> bool:
-    return p.processes > 1 and p.transformation == "batched cotangents" and p.split == split
+def _batched(p: Program, *splits: str) -> bool:
+    return p.processes > 1 and p.transformation == "batched cotangents" and p.split in splits
 
 
 BATCHED = Refusal((NotImplementedError,), ("is_grads_batched=True", "once for each cotangent"))
@@ -131,7 +134,14 @@ IN_TORCH: list[Row] = [
         Refusal((ValueError,), ("shift=1", "shift the targets before you distribute them")),
     ),
     (lambda p: _batched(p, "tokens") and p.function == CROSS_ENTROPY and bool(p.wanted), BATCHED),
-    (lambda p: _batched(p, "vocabulary") and bool({"e", "c", "bias"} & {*p.wanted}), BATCHED._replace(may_run=True)),
+    (
+        lambda p: p.processes > 1 and p.split == "sequence" and p.function == LOG_PROBS and not p.targets,
+        Refusal((ValueError,), ("targets=None", "sequence_axis=0", "give targets")),
+    ),
+    (
+        lambda p: _batched(p, *SPLIT_VOCABULARY) and bool({"e", "c", "bias"} & {*p.wanted}),
+        BATCHED._replace(may_run=True),
+    ),
     (  # torch.compile with fullgraph=True raises an error of its own, with the words of ours
         lambda p: _of_jax_alone(p) and "compile" in p.transformation,
         Refusal((RuntimeError,), ("float64",)),

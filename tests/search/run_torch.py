@@ -188,7 +188,7 @@ def _in_process(group: Any, call: Call, given: Given) -> dict[str, np.ndarray]:
     program, rank = call.program, dist.get_rank(group)
     x = bound(call, given)
     with small_blocks():
-        if program.split == "vocabulary":
+        if program.split != "tokens":
             return _run(call, _of_rows(call, x, group, rank))
         if program.function == CROSS_ENTROPY:
             return _run(call, _of_dtensors(call, x, group))
@@ -196,17 +196,25 @@ def _in_process(group: Any, call: Call, given: Given) -> dict[str, np.ndarray]:
 
 
 def _of_rows(call: Call, x: Bound, group: Any, rank: int) -> Bound:
-    """The call in which this process gives the rows of c and bias that it holds, some more than others."""
+    """The call in which this process gives the rows of c and bias that it holds, some more than others.
+
+    And where the sequence is split, its part of e, which has the size that torch.chunk would give it.
+    """
     program = call.program
     rng = np.random.default_rng(call.data.seed)
     stops = [0, *sorted(rng.integers(0, program.vocabulary + 1, program.processes - 1).tolist()), program.vocabulary]
     start, rows = stops[rank], stops[rank + 1] - stops[rank]
-    shard = cce_torch.VocabParallel(group, start, start + rows)
+    sequence = 0 if program.split == "sequence" else None
+    shard = cce_torch.VocabParallel(group, start, start + rows, sequence_axis=sequence)
     whole = partial(x.function, vocab_parallel=shard)
+    tokens, size = program.leading[0], -(-program.leading[0] // program.processes)
 
-    def function(c: Tensor, bias: Tensor | None = None, **given: Any) -> Any:
+    def function(e: Tensor, c: Tensor, bias: Tensor | None = None, **given: Any) -> Any:
+        if sequence is not None:
+            first = min(rank * size, tokens)
+            e = e.narrow(0, first, min(size, tokens - first))
         of_bias = {} if bias is None else {"bias": bias.narrow(0, start, rows)}
-        return whole(c=c.narrow(program.vocab_axis, start, rows), **of_bias, **given)
+        return whole(e=e, c=c.narrow(program.vocab_axis, start, rows), **of_bias, **given)
 
     return replace(x, function=function)
 
@@ -265,7 +273,8 @@ def _joined(program: Program, found: list[dict[str, np.ndarray]]) -> dict[str, n
     result: dict[str, np.ndarray] = {}
     for name in found[0]:
         parts = [x[name] for x in found]
-        split = name in (("c", "bias") if program.split == "vocabulary" else ("e", "token_weight"))
+        held = {"vocabulary": ("c", "bias"), "sequence": ("e", "c", "bias"), "tokens": ("e", "token_weight")}
+        split = name in held[program.split]
         if data_parallel and name not in LEAVES and parts[0].ndim:
             result[name] = np.concatenate(parts)
         elif split or data_parallel:  # each process has 0 for what the others hold

@@ -72,7 +72,9 @@ are off by
 **Errors of the type.** An element of dz is rounded, by u·|dz| at most. float16's dz is scaled so that its largest
 cotangent is 2¹⁴, and float16 resolves 2⁻²⁵ of it: half of that, 2⁻³⁹ of the largest, is added. Exponentials saved in
 bfloat16 add u·|a·p| (but at the target, whose element is replaced by dz's own); the scaled e, which dc is then summed
-from, another u·|dz|.
+from, another u·|dz|. What multiplies them is at least 2⁻⁷⁰ of the target's cotangent (cce_kernels/exponentials.py),
+which a shard sees whose own exponentials are relative to a logit far below the target's: 2⁻⁷⁰ of the token's largest
+cotangent is added.
 
 These errors are independent of each other where the logits of a token are many roundings apart. Where all of them lie
 within one step of the type, 2u, all exponentials are rounded to the same number: what is lost is the part of dz that
@@ -106,7 +108,7 @@ from tests.search.data import Given
 from tests.search.logits import Block, Head, Logits
 from tests.search.terms import Found, Gradients, Tokens, of_divergence, of_numbers
 
-FLOAT16_QUANTUM = 2.0**-39
+FLOAT16_QUANTUM, SMALLEST = 2.0**-39, 2.0**-70
 TINY = 2.0**-124  # float32 has no normal numbers below a quarter of it, and GPUs and XLA may take those for 0
 Pair = tuple[np.ndarray, np.ndarray]
 
@@ -349,6 +351,7 @@ class _Sums:
         if p.may_save:
             rounded = rounded + of_p * of_p
             rounded_c = rounded + square
+            d_dz = d_dz + SMALLEST * per_token[:, None]
         e, c = logits.e[rows], logits.c
         places = self.of.put(self.of.of_e[rows])
         e_squares = logits.norms[0][rows] ** 2

@@ -25,13 +25,9 @@ def products(
         return product if de is None else de + product
 
     def put_dc(dc, dz, window):
-        out = dc.dtype if unit is None else wide
-        if axis == 0:
-            dc_g = matmul(dz, e, 0, 0, out)
-        elif problem.gpu is None or problem.gpu.interpreted:  # XLA's CPU multiplies no e by a batch of dz in 16 bits
-            dc_g = matmul(dz, e, 0, 0, out).T
-        else:
-            dc_g = matmul(e, dz, 0, 0, out)
+        # dz is the first operand: on a CPU XLA has no 16-bit product of e and a batch of dz
+        dc_g = matmul(dz, e, 0, 0, dc.dtype if unit is None else wide)
+        dc_g = dc_g if axis == 0 else dc_g.T
         return lax.dynamic_update_slice_in_dim(dc, unscaled(dc_g, unit, dc.dtype), window.start, axis)
 
     return Products(add_de, put_dc)

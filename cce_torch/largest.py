@@ -46,7 +46,7 @@ PARAMETERS = "Tensor e, Tensor c, Tensor? bias"
 OPTIONS = "float scale, float? softcap, SymInt? memory_budget"
 
 
-def largest(operands: Operands, count: int, setting: Setting) -> Selections:
+def selections(operands: Operands, count: int, setting: Setting) -> Selections:
     """The `count` largest logits of each token and their ids, and the mean logit. Arbitrary for an ignored token.
 
     The lowest id comes first among equal logits. A count of 0 gives the mean alone.
