@@ -189,8 +189,12 @@ OF_BIAS = replace(SAVED, arrays=("bias",), wanted=("e", "c", "bias"))
 
 @pytest.mark.parametrize("ignored", ["none", "few", "most", "runs", "all but one", "all"])
 def test_saved_exponentials_whichever_tokens_are_ignored(ignored):
-    """Where XLA multiplies all rows, those that nothing wrote too: for a vocabulary of a multiple of 256."""
-    held(Call(replace(SAVED, vocabulary=256), Data(ignored=ignored, poison="nan" * (ignored != "none"), odd=True)))
+    """Where XLA multiplies all rows, those that nothing wrote too: for a vocabulary of a multiple of 256.
+
+    And for few tokens, where ignored ones are not looked for: their numbers are NaN.
+    """
+    data = Data(ignored=ignored, poison="nan" * (ignored != "none"), odd=True)
+    held(Call(replace(SAVED, vocabulary=256), data), Call(replace(SAVED, vocabulary=256, leading=(20,)), data))
 
 
 @pytest.mark.parametrize("softcap", [0.5, 40.0])

@@ -176,7 +176,7 @@ class Tokens:
     def padded(self, x: Any, fill: float, axis: int = 0) -> Any:
         """x with as many tokens as the program is compiled for. The new tokens hold fill."""
         if x is None or self.size == self.count:
-            return dense(x)
+            return x if x is None else dense(x)
         shape = list(x.shape)
         shape[axis] = self.size - self.count
         return torch.cat([x, x.new_full(shape, fill)], axis)
@@ -209,7 +209,7 @@ class Tokens:
         words = self.padded(given.targets, call.ignore_index).view(torch.int32)
         weights = self.padded(real(given.token_weight), 0)
         length = given.row_length if call.shift else None
-        others = dense(real(given.class_weight)), weights, dense(real(given.num_items))
+        others = real(given.class_weight), weights, real(given.num_items)
         of_tokens = self.padded(given.inverse_temperature, 1), self.padded(given.ids, -1)
         return [words, *others, *of_tokens, length, *_terms(*given.scheduled)]
 
@@ -225,8 +225,10 @@ def scale_of(scale: float) -> float | None:
 
 
 def real(x: Tensor | None) -> Tensor | None:
-    """x in a type that JAX holds without x64."""
-    return x if x is None or x.dtype in (torch.float32, torch.bfloat16, torch.float16) else x.float()
+    """x in row-major memory, in a type that JAX holds without x64."""
+    if x is None or x.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return x if x is None else dense(x)
+    return dense(x.float())
 
 
 def dense(x: Any) -> Any:

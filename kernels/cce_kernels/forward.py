@@ -79,14 +79,15 @@ def of_rows(
 
     reference: None if `how` finds the targets.
     """
-    sums = _sums(problem, at, reference, how, save)
+    sums, rescued = _sums(problem, at, reference, how, save)
     assert sums.target is not None
     numbers = _of_parts(sums, problem, reference)
     numbers = numbers._replace(target=jnp.where(_named(problem), sums.target, 0.0))
     if sums.saved is None:
         return numbers, None, None
-    # `sums` did not know that these tokens have another reference.
-    others = (problem.inputs.targets >= 0) & (numbers.reference != reference)
+    # `sums` did not know that these tokens have another reference. One that is rescued may keep its own: its target has
+    # the largest logit, in which the roundings of two matmuls differ by so much that the exponential was infinite.
+    others = (problem.inputs.targets >= 0) & ((numbers.reference != reference) | rescued)
     assert how.rescue is not None
     saved = how.rescue.engine.saved_again(how.rescue, problem, numbers.reference, others, sums.saved)
     return numbers, saved, sums.masses
@@ -144,18 +145,20 @@ def reference_of(problem: Problem, at: Rows, how: Forward) -> jax.Array:
     return how.target.engine.target(how.target, problem, at.order)
 
 
-def _sums(problem: Problem, at: Rows, reference: jax.Array | None, how: Forward, save: bool) -> Sums:
-    """The sums of every token and the logit of its target."""
+def _sums(
+    problem: Problem, at: Rows, reference: jax.Array | None, how: Forward, save: bool
+) -> tuple[Sums, jax.Array | None]:
+    """The sums of every token and the logit of its target; and which tokens were rescued, None where no step does."""
     sums = how.sums.engine.sums(how.sums, problem, at, reference, save)
     if reference is None:
-        return sums
+        return sums, None
+    assert how.rescue is not None
     sums = sums._replace(reference=jnp.broadcast_to(reference, sums.log_mass.shape), target=reference)
-    for step, relative_to, where in ((how.scattered, reference, at), (how.rescue, None, at._replace(starts=None))):
-        if step is None:
-            continue
-        if relative_to is None and problem.inputs.factor is not None:
-            # The target's logit is of another matmul. The roundings of two very large ones can make every term 0.
-            lost = _named(problem) & (jnp.max(sums.log_mass, axis=0) < -LARGEST)
-            sums = sums._replace(log_mass=jnp.where(lost, jnp.inf, sums.log_mass))
-        sums = step.engine.recomputed(step, problem, where, relative_to, sums)
-    return sums
+    if how.scattered is not None:
+        sums = how.scattered.engine.recomputed(how.scattered, problem, at, reference, sums)
+    if problem.inputs.factor is not None:
+        # The target's logit is of another matmul. The roundings of two very large ones can make every term 0.
+        lost = _named(problem) & (jnp.max(sums.log_mass, axis=0) < -LARGEST)
+        sums = sums._replace(log_mass=jnp.where(lost, jnp.inf, sums.log_mass))
+    rescued = ~jnp.all(sums.log_mass < jnp.inf, axis=0)
+    return how.rescue.engine.recomputed(how.rescue, problem, at._replace(starts=None), None, sums), rescued

@@ -126,7 +126,7 @@ def numbers(x: Block, r: Rounding, t: Tokens, asked: tuple[str, ...], apart: boo
         made["entropy"] = -terms.sum(1)
         own["entropy"] = 2 * r.tiles * (1 + made["entropy"].detach())
         if t.targets.numel():
-            own["entropy"] += 2 * eps * x.log_p.gather(1, t.targets[:, None])[:, 0].abs().clamp(max=RESCUED)
+            own["entropy"] += 4 * eps * x.log_p.gather(1, t.targets[:, None])[:, 0].abs().clamp(max=RESCUED)
         far["entropy"] = every
     if "smooth" in asked:
         made["smooth"] = -(t.weights * log_p).sum(1)

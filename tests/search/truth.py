@@ -30,7 +30,10 @@ softmax is normalised. So what is common to all logits, however large it is, add
 of the number itself: with τ = ε·(4 + √V/32), as the sum over V goes in tiles, one after the other,
 
     ρ(log p) = τ + ε·|log p|     ρ(lse) = τ + 2ε·|lse|     ρ(Σ w·(lse − z)) = 2τ·Σ w·|log p|
-    ρ(H) = 2τ·(1 + H) + 2ε·min(|log p_t|, 30)              H is a difference of numbers relative to the target's logit
+    ρ(H) = 2τ·(1 + H) + 4ε·min(|log p_t|, 30)
+
+H is a difference of numbers relative to the target's logit, without targets that of column 0: of log Σ, in whose rounding
+ε is lost, and of a quotient, in which 2ε are and another ε in its numerator.
 
 The logits of ids, and in kernels that of the target, are not the products that are summed: their log p is off by p·δz
 more, up to the rounding of the logit itself where p is about 1.
@@ -163,7 +166,7 @@ class _Call:
             kept = targets != p.ignore_index
         self.kept, self.of_e, self.of_target = kept, of_e[kept], of_target[kept]
         targets = targets[kept]
-        self.valid = np.array([0 <= int(x) < p.vocabulary for x in targets], bool)
+        self.valid = np.array([p.targets and 0 <= int(x) < p.vocabulary for x in targets], bool)
         self.targets = np.where(self.valid, targets, 0).astype(np.int64)
         temperature = None if given.temperature is None else given.temperature.reshape(-1)[self.of_e]
         e = given.e.reshape(-1, p.width)[self.of_e]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from cce_kernels.engines.hopper.registers import along_rows
 from cce_kernels.head import Head
-from cce_kernels.numbers import LOG2_E
+from cce_kernels.numbers import FLOAT32_MAX, LOG2_E
 
 SMALL = 0.25  # at this |x| both formulas for tanh x have an error of less than four roundings
 
@@ -16,9 +16,13 @@ def logits(raw: jax.Array, head: Head, scale) -> jax.Array:
     return z if head.softcap is None else _capped(z, head.softcap)
 
 
-def divided(x: jax.Array, inverse: jax.Array | None) -> jax.Array:
-    """Logits divided by the temperatures of their rows. inverse: a number for each row; None for 1."""
-    return x if inverse is None else x * along_rows(inverse, x.shape)
+def divided(x: jax.Array, inverse: jax.Array | None, scale) -> jax.Array:
+    """Logits divided by the temperatures of their rows, each rounded, as cce_kernels.numbers.divided explains.
+
+    inverse: a number for each row; None for 1. scale: what `logits` multiplied by.
+    """
+    z = x if inverse is None else x * along_rows(inverse, x.shape)
+    return z if inverse is None and scale is None else jnp.maximum(z, -FLOAT32_MAX)
 
 
 def _capped(z: jax.Array, softcap: float) -> jax.Array:
