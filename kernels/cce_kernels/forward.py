@@ -87,8 +87,9 @@ def of_rows(
         return numbers, None, None
     # `sums` did not know that these tokens have another reference. One that is rescued may keep its own: its target has
     # the largest logit, in which the roundings of two matmuls differ by so much that the exponential was infinite.
-    others = (problem.inputs.targets >= 0) & ((numbers.reference != reference) | rescued)
     assert how.rescue is not None
+    assert rescued is not None
+    others = (problem.inputs.targets >= 0) & ((numbers.reference != reference) | rescued)
     saved = how.rescue.engine.saved_again(how.rescue, problem, numbers.reference, others, sums.saved)
     return numbers, saved, sums.masses
 

@@ -32,8 +32,8 @@ of the number itself: with τ = ε·(4 + √V/32), as the sum over V goes in til
     ρ(log p) = τ + ε·|log p|     ρ(lse) = τ + 2ε·|lse|     ρ(Σ w·(lse − z)) = 2τ·Σ w·|log p|
     ρ(H) = 2τ·(1 + H) + 4ε·min(|log p_t|, 30)
 
-H is a difference of numbers relative to the target's logit, without targets that of column 0: of log Σ, in whose rounding
-ε is lost, and of a quotient, in which 2ε are and another ε in its numerator.
+H is a difference of numbers relative to the target's logit, without targets that of column 0: of a logarithm, which
+loses ε, and of a quotient, which loses 2ε, and ε in its numerator.
 
 The logits of ids, and in kernels that of the target, are not the products that are summed: their log p is off by p·δz
 more, up to the rounding of the logit itself where p is about 1.
