@@ -4,13 +4,15 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from cce_kernels import given_ids, selections
+from cce_kernels.engines.triton import kernels
 from cce_kernels.engines.xla import XLA
 from cce_kernels.plan import budget, plan_of
 from tests.search import run as search_run
-from tests.search.calls import DIVERGENCE, DIVERGENCES, LOG_PROBS, Call, Data, Program
+from tests.search.calls import DIVERGENCE, DIVERGENCES, LOG_PROBS, TOKEN_LOSS, Call, Data, Program
 from tests.search.run import failures
 
 # JAX
@@ -210,6 +212,20 @@ def test_saved_exponentials_of_logits_that_reach_the_softcap(softcap):
 def test_rows_whose_largest_logit_is_far_above_their_targets(program, size):
     """By more than 30 nats, from where on exponentials are relative to lse; and by 90, where they overflow."""
     held(*(Call(program, Data(kind="confident", size=size, ignored=x, odd=True)) for x in ("none", "most")))
+
+
+def test_infinite_exponentials_of_tokens_that_keep_their_reference_are_saved_again(changed):
+    """As on a GPU where two kernels' roundings of the largest logit, the target's, are 90 nats apart."""
+    sums = kernels.sums
+
+    def overflowing(*arguments):
+        found = sums(*arguments)
+        infinite = [None if x is None else jnp.full_like(x, jnp.inf) for x in (found.log_mass, found.saved)]
+        return found._replace(log_mass=infinite[0], saved=infinite[1])
+
+    changed(kernels, "sums", overflowing)
+    program = replace(SAVED, function=TOKEN_LOSS, return_lse=False, objective=("loss",), entropy=True, fn="bonus")
+    held(Call(program, Data(kind="confident", size=30.0)))
 
 
 def test_saved_exponentials_of_classes_that_a_bias_removes():

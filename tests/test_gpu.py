@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -18,6 +19,8 @@ from cce_jax import linear_cross_entropy
 from tests import test_edges as edges
 from tests import test_transforms as transforms
 from tests.cases import CASES, inputs
+from tests.search.calls import DIVERGENCE, Call, Data, Program
+from tests.search.run import failures
 from tests.test_structure import arrays, traced
 from tests.tolerance import error
 
@@ -79,6 +82,16 @@ def test_rows_whose_target_is_far_below_the_largest_logit_are_rescued():
     assert abs(float(value) - exact.loss) < 1e-5 * exact.loss
     assert float64.relative_error(de, exact.de) < 1.8 * float64.rounding_error(exact.de, e.dtype)
     assert float64.relative_error(dc, exact.dc) < 1.6 * float64.rounding_error(exact.dc, c.dtype)
+
+
+@pytest.mark.parametrize("scaled", [{"temperature": 0.076}, {"logit_scale": 13.0}], ids=lambda x: next(iter(x)))
+def test_the_exponential_of_the_largest_of_far_logits_is_1(scaled):
+    """Multiplied and subtracted in one operation it would be that of the rounding of a logit, here of up to 0.01."""
+    program = Program(
+        function=DIVERGENCE, divergence="reverse_kl", dtype="bfloat16", teacher_dtype="bfloat16", **scaled
+    )
+    program = replace(program, leading=(300,), width=128, teacher_width=128, vocabulary=2048, wanted=("e",))
+    assert not failures(Call(replace(program, reduction="sum"), Data(kind="far", size=3000.0)))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
