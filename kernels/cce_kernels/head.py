@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from cce_kernels.mean import logarithm
-from cce_kernels.numbers import Cotangents
+from cce_kernels.numbers import Cotangents, rounded
 
 Precision = lax.PrecisionLike
 
@@ -52,10 +52,11 @@ class Head:
 
     def logits(self, raw: jax.Array, bias: jax.Array | None, scale) -> jax.Array:
         """x from the raw product e·c. bias (None: 0) and scale (None: 1) broadcast against raw."""
-        z = raw if bias is None else raw + bias
-        if scale is not None:
-            z = z * scale
-        return z if self.softcap is None else self.softcap * jnp.tanh(z / self.softcap)
+        y = raw if bias is None else raw + bias
+        z = y if scale is None else y * scale
+        if self.softcap is not None:
+            z = self.softcap * jnp.tanh(z / self.softcap)
+        return z if z is y else rounded(z, y)
 
     def whole_logits(self, e: jax.Array, c: jax.Array, bias: jax.Array | None, scale: jax.Array | None) -> jax.Array:
         """x of all columns, (rows, V), at least float32; of some columns if c and bias are theirs.

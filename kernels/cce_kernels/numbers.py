@@ -46,7 +46,7 @@ class Inputs(NamedTuple):
 
     def divided(self, x: jax.Array) -> jax.Array:
         """Logits (N, V), divided by the temperature of each token."""
-        return x if self.scale is None and self.inverse_temperature is None else divided(x, self.inverse_temperature)
+        return divided(x, self.inverse_temperature)
 
     def capped(self, z: jax.Array) -> jax.Array:
         """Logits of the tokens, (N,), before inverse_temperature multiplied them."""
@@ -54,14 +54,18 @@ class Inputs(NamedTuple):
 
 
 def divided(x: jax.Array, inverse_temperature: jax.Array | None) -> jax.Array:
-    """Logits (N, V), divided by the temperature of each token, (N,), in plain XLA; None: 1.
+    """Logits (N, V), divided by the temperature of each token, (N,), each rounded, in plain XLA; None: 1."""
+    return x if inverse_temperature is None else rounded(x * inverse_temperature[:, None], x)
 
-    Each is rounded, as the reference is that is subtracted from it. A compiler may multiply and subtract in one
+
+def rounded(product: jax.Array, x: jax.Array) -> jax.Array:
+    """Logits, the product of x and others, as they are: no compiler leaves out their rounding.
+
+    A reference is subtracted from logits, which is such a product itself. A compiler may multiply and subtract in one
     operation, which rounds once: of two equal logits the difference would be the rounding of one, which grows with the
     logit, and its exponential may be any number. There is no such operation for the least of a product and a number.
     """
-    z = x if inverse_temperature is None else x * inverse_temperature[:, None]
-    return jnp.where(x < jnp.inf, jnp.minimum(z, jnp.finfo(x.dtype).max), z)
+    return jnp.where(jnp.abs(x) < jnp.inf, jnp.minimum(product, jnp.finfo(product.dtype).max), product)
 
 
 class Statistics(NamedTuple):

@@ -47,7 +47,7 @@ def form_dz(step: Step, problem: Problem, reference: jax.Array, of: Cotangents, 
         def parts():
             for first, raw in parts_of(product(), e.dtype):
                 x, shape = logits(raw, head, scale), raw.shape
-                log_p = divided(x, inverse, scale) - along_rows(origin, shape)
+                log_p = divided(x, inverse) - along_rows(origin, shape)
                 p = jnp.exp2(log_p * LOG2_E)
                 begin = start + column + first
                 if vocabulary % DEPTH:

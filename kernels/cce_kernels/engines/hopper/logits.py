@@ -12,17 +12,18 @@ SMALL = 0.25  # at this |x| both formulas for tanh x have an error of less than 
 
 def logits(raw: jax.Array, head: Head, scale) -> jax.Array:
     """The logits before the temperature from the raw product, without a bias. scale: None for 1."""
-    z = raw if scale is None else raw * scale
+    z = raw if scale is None else _rounded(raw * scale)
     return z if head.softcap is None else _capped(z, head.softcap)
 
 
-def divided(x: jax.Array, inverse: jax.Array | None, scale) -> jax.Array:
-    """Logits divided by the temperatures of their rows, each rounded, as cce_kernels.numbers.divided explains.
+def divided(x: jax.Array, inverse: jax.Array | None) -> jax.Array:
+    """Logits divided by the temperatures of their rows. inverse: a number for each row; None for 1."""
+    return x if inverse is None else _rounded(x * along_rows(inverse, x.shape))
 
-    inverse: a number for each row; None for 1. scale: what `logits` multiplied by.
-    """
-    z = x if inverse is None else x * along_rows(inverse, x.shape)
-    return z if inverse is None and scale is None else jnp.maximum(z, -FLOAT32_MAX)
+
+def _rounded(product: jax.Array) -> jax.Array:
+    """cce_kernels.numbers.rounded, of finite numbers."""
+    return jnp.maximum(product, -FLOAT32_MAX)
 
 
 def _capped(z: jax.Array, softcap: float) -> jax.Array:

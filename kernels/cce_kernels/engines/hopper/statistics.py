@@ -83,7 +83,7 @@ def sums(step: Step, problem: Problem, at: Rows, reference: jax.Array, save: boo
                 def exponentials():
                     for begin, raw in parts_of(product(n * steps, steps), e.dtype):
                         x = logits(raw, head, scale)
-                        log_p = divided(x, inverse, scale) - along_rows(origin, raw.shape)
+                        log_p = divided(x, inverse) - along_rows(origin, raw.shape)
                         p = jnp.exp2(log_p * LOG2_E)
                         if vocabulary % columns:
                             p = jnp.where(column_numbers(p.shape) < vocabulary - column - begin, p, 0.0)

@@ -74,7 +74,7 @@ def _launched(step: Step, problem: Problem, count: jax.Array, with_maxima: bool)
                     """The logits of each part, before and after the temperature, and whether its columns exist."""
                     for begin, part in parts_of(raw, jnp.float32):
                         x = logits(part, head, scale)
-                        yield x, divided(x, inverse, scale), vocabulary % columns == 0 or column + begin < vocabulary
+                        yield x, divided(x, inverse), vocabulary % columns == 0 or column + begin < vocabulary
 
                 own = zero_vector() - jnp.inf
                 for _, z, exists in parts():

@@ -69,7 +69,7 @@ def _norms_kernel(how: How, x_ref, inverse_ref, largest_ref, mass_ref):
 
     def step(j, carry):
         largest, mass = carry
-        z = divided(_load(x_ref, row, indices(j, size), beyond), inverse, None)
+        z = divided(_load(x_ref, row, indices(j, size), beyond), inverse)
         less = exp(-jnp.abs(z - largest))
         return jnp.maximum(largest, z), jnp.where(z <= largest, mass + less, mass * less + 1)
 

@@ -78,7 +78,7 @@ def _kernel(how: How, inputs: Inputs, reference_ref, cotangents, window_ref, cou
         inverse = load_inverse_temperature(inputs, rows, rows_ok)
 
         x = logits_tile(inputs, rows, columns, rows_ok, local_ok, head=head, tiles=tiles)
-        log_p = divided(x, inverse, inputs.scale) - reference
+        log_p = divided(x, inverse) - reference
         p, is_target = exp(log_p, how.interpret), columns[None, :] == targets
         dz = head.cotangent(x, p, is_target, of, weights, factor_of(inputs, inverse), log_p)
         if groups.overlap:

@@ -20,14 +20,12 @@ def load_inverse_temperature(inputs: Inputs, rows: jax.Array, rows_ok: jax.Array
     return None if inverse is None else load_vector(inverse, rows, rows_ok, other=1)[:, None]
 
 
-def divided(x: jax.Array, inverse: jax.Array | None, scale) -> jax.Array:
-    """Logits divided by the temperatures of their tokens, each rounded, as cce_kernels.numbers.divided explains.
+def divided(x: jax.Array, inverse: jax.Array | None) -> jax.Array:
+    """Logits divided by the temperatures of their tokens, each rounded, as cce_kernels.numbers.rounded explains.
 
     −inf becomes the least finite number, whose exponential is 0 as well; inf stays, so that its token has no numbers.
-    inverse: a column; scale: what the logits were multiplied by before. None for 1.
     """
-    z = x if inverse is None else x * inverse
-    return z if inverse is None and scale is None else jnp.maximum(z, LEAST)
+    return x if inverse is None else jnp.maximum(x * inverse, LEAST)
 
 
 def factor_of(inputs: Inputs, inverse: jax.Array | None):

@@ -125,12 +125,11 @@ def _kernel(
         columns = indices(j, tiles.columns)
         columns_ok = _of_vocabulary(columns, tokens, vocabulary, tiles)
         x = logits_tile(inputs, source, columns, source_ok, columns_ok, head=head, tiles=tiles)
-        z = divided(x, inverse, inputs.scale)
+        z = divided(x, inverse)
         if sum_ref is not None:
             valid = jnp.ones_like(columns, jnp.float32) if columns_ok is None else columns_ok.astype(jnp.float32)
             weights = valid if inputs.weights is None else load_vector(inputs.weights, columns, columns_ok)
-            exact = x if inverse is None else z  # in which −inf is still −inf
-            relative = weights[None, :] * (exact - origin_of(reference)[:, None])
+            relative = weights[None, :] * (z - origin_of(reference)[:, None])
             weighted += jnp.sum(jnp.where(weights[None, :] == 0, 0.0, relative), axis=1)
         slope = None if saved_ref is None or head.softcap is None else head.slope(x)
         if columns_ok is not None:
@@ -211,7 +210,7 @@ def _replace_kernel(how: How, inputs: Inputs, reference_ref, others_ref, _, save
         columns = indices(j, tiles.columns)
         columns_ok = _of_vocabulary(columns, tokens, vocabulary, tiles)
         x = logits_tile(inputs, rows, columns, rows_ok, columns_ok, head=head, tiles=tiles)
-        z, slope = divided(x, inverse, inputs.scale), None if head.softcap is None else head.slope(x)
+        z, slope = divided(x, inverse), None if head.softcap is None else head.slope(x)
         if columns_ok is not None:
             z = jnp.where(columns_ok[None, :], z, -jnp.inf)
         _store_exponentials(saved_ref, exp(z - reference, how.interpret), slope, rows, columns, written)
