@@ -204,24 +204,32 @@ def summed(of: Summands, core: Core, loss: Loss, layout: Layout | None) -> tuple
     given = terms._replace(weight=jax.lax.stop_gradient(terms.weight))
     run: Any = partial(_summed, core, loss, layout)
     value, shown, total = run(Summands(inputs, given, common))
-    return _of_weights(value, terms.weight, total), shown
+    return _of_weights(core.function, value, terms.weight, total), shown
 
 
-@jax.custom_jvp
-def _of_weights(value: jax.Array, weight: jax.Array, total: jax.Array) -> jax.Array:
-    """value, S, which is linear in the weights: their derivative in both modes, of which `_summed` has only one."""
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _of_weights(function: str, value: jax.Array, weight: jax.Array, total: jax.Array) -> jax.Array:
+    """value, S, which is linear in the weights: their derivative in both modes, of which `_summed` has only one.
+
+    The derivative of S in the other inputs, of_value, does not know the weights: its derivative in them is an error.
+    """
     return value
 
 
-@_of_weights.defjvp
-def _(primals, tangents):
-    (value, _, total), (of_value, of_weight, _) = primals, tangents
-    return value, of_value + jnp.sum(of_weight * total)
+@partial(_of_weights.defjvp, symbolic_zeros=True)
+def _(function: str, primals, tangents):
+    (value, weight, total), (of_value, of_weight, _) = primals, tangents
+    found = jnp.zeros_like(value)
+    if not rules.is_symbolic_zero(of_value):
+        found += of_value * rules.first_order_only(lambda _: jnp.ones_like(value), function)(weight)
+    if not rules.is_symbolic_zero(of_weight):
+        found += jnp.sum(of_weight * total)
+    return _of_weights(function, *primals), found  # not value, which does not know the weights either
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _summed(core: Core, loss: Loss, layout: Layout | None, of: Summands):
-    """S, the numbers of each token, of which only lse has a derivative, and total, which has none here."""
+    """S, the numbers of each token, of which only lse has a derivative, and total."""
     value, total, shown, _ = _formed(of, core, loss, layout, NOTHING)
     return value, shown, total
 
@@ -237,11 +245,13 @@ def _summed_fwd(core: Core, loss: Loss, layout: Layout | None, of: Summands):
 @settings.defaults()
 def _summed_bwd(core: Core, loss: Loss, layout: Layout | None, residuals, cotangents):
     shape_of_wanted, given, left = residuals
-    of_sum, of_lse = (None if rules.is_symbolic_zero(x) else x for x in (cotangents[0], cotangents[1].lse))
+    of_sum, of_lse, of_total = (
+        None if rules.is_symbolic_zero(x) else x for x in (cotangents[0], cotangents[1].lse, cotangents[2])
+    )
     wanted, found = rules.from_shape(shape_of_wanted), Gradients(None, None, None)
     if wanted != NOTHING:
         run = partial(_gradients_of_sum, core=core, loss=loss, layout=layout, wanted=wanted)
-        found = rules.first_order_only(run, core.function)(given, (of_sum, of_lse), left)
+        found = rules.first_order_only(run, core.function)(given, (of_sum, (of_lse, of_total)), left)
     return (Summands(Inputs(found.e, found.c, found.bias, None, None, None), None, None),)  # type: ignore[arg-type]
 
 
@@ -270,19 +280,24 @@ def _formed(of: Summands, core: Core, loss: Loss, layout: Layout | None, wanted:
 def _gradients_of_sum(
     given: Summands, of: tuple, left: Any, core: Core, loss: Loss, layout: Layout | None, wanted: Wanted
 ) -> Gradients:
-    """de, dc and dbias. of: the cotangents of S and of lse; None: it is 0."""
+    """de, dc and dbias. of: the cotangents of S, and of lse and total; None: it is 0.
+
+    That of total is there where the gradient of the weights is differentiated.
+    """
 
     def run(given: Summands, of: tuple, left: Any, core: Core) -> Gradients:
-        (inputs, terms, common), (of_sum, of_lse), (numbers, filled) = given, of, left
+        (inputs, terms, common), (of_sum, (of_lse, of_total)), (numbers, filled) = given, of, left
         residuals = rules.emptied(filled)
         if residuals.of_one_factor:
-            if of_lse is None:
+            if of_lse is None and of_total is None:
                 return passes.finish(inputs, residuals, of_sum, core, wanted)
             residuals = Residuals()  # the sum of two gradients that are rounded to 16 bits would be less exact
         of_numbers = Cotangents.of(jax.tree.map(jnp.zeros_like, numbers))
+        cotangents = losses.cotangents_of(common, loss, _vocabulary(inputs, core, layout))
         if of_sum is not None:
-            of_numbers = losses.cotangents_of(common, loss, _vocabulary(inputs, core, layout))(numbers, terms)
-            of_numbers = jax.tree.map(lambda x: x * of_sum, of_numbers)
+            of_numbers = jax.tree.map(lambda x: x * of_sum, cotangents(numbers, terms))
+        if of_total is not None:
+            of_numbers = jax.tree.map(jnp.add, of_numbers, cotangents(numbers, terms._replace(weight=of_total)))
         if of_lse is not None:
             of_numbers = of_numbers._replace(lse=of_numbers.lse + jnp.where(terms.columns < 0, 0, of_lse))
         return passes.gradients(inputs, numbers, residuals, of_numbers, core, wanted)[0]

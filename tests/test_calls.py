@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from cce_jax import linear_cross_entropy
 from cce_kernels import given_ids, selections
 from cce_kernels.engines.triton import kernels
 from cce_kernels.engines.xla import XLA
@@ -92,6 +94,32 @@ def test_float64(package, impl):
     program = replace(PLAIN, package=package, impl=impl, dtype="float64", vocabulary=150, label_smoothing=0.3)
     program = replace(program, arrays=("bias",), wanted=("e", "c", "bias"), z_loss=0.1, logit_scale=0.7, softcap=5.0)
     held(Call(replace(program, setting="x64" if package == "jax" else "usual"), Data()))
+
+
+@IN_BOTH
+def test_a_mean_is_differentiated_twice_in_the_weights(package, impl):
+    """Which it divides by: it is not linear in them."""
+    fields = dict(package=package, impl=impl, arrays=("token_weight",), wanted=("token_weight",))
+    held(Call(replace(PLAIN, transformation="second derivative", **fields), Data(size=3.0)))
+
+
+@pytest.mark.parametrize("impl", ["cce", "chunked"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_derivatives_in_the_weights_and_in_e(reduction, impl):
+    """The gradient of the weights can be differentiated in e. That of e cannot be in the weights, and says so."""
+    e, c, targets = jnp.cos(jnp.arange(48.0)).reshape(6, 8), jnp.sin(jnp.arange(160.0)).reshape(20, 8), jnp.arange(6)
+    weight = along = jnp.linspace(0.1, 2, 6)
+
+    def loss(e, weight, impl=impl):
+        found = linear_cross_entropy(e, c, targets, token_weight=weight, reduction=reduction, impl=impl)
+        return jnp.sum(found * along)
+
+    def of_e(impl):
+        return jax.grad(lambda e: jnp.sum(along * jax.grad(loss, 1)(e, weight, impl)))(e)
+
+    np.testing.assert_allclose(of_e(impl), of_e("reference"), rtol=1e-4, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        jax.grad(lambda weight: jnp.sum(e * jax.grad(loss)(e, weight)))(weight)
 
 
 # Numbers of tokens
