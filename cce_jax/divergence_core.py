@@ -84,7 +84,8 @@ def _reference(of: Summands, core: Core, how: Divergence) -> Numbers:
     def log_p(side: Side, head: Any) -> jax.Array:
         flat = jnp.where(live.reshape(-1)[:, None], side.e.reshape(-1, side.e.shape[-1]), 0)
         z = head.whole_logits(*side._replace(e=flat))
-        return jax.nn.log_softmax(divided(z, None if inverse is None else jnp.where(live, inverse, 1).reshape(-1)))
+        z = divided(z, None if inverse is None else jnp.where(live, inverse, 1).reshape(-1))
+        return jax.nn.log_softmax(jnp.where(live.reshape(-1)[:, None], z, 0))  # else 0 · inf may be NaN
 
     log_s = log_p(Side(e.astype(c.dtype), c, bias, scale), core.head)
     log_t = log_p(Side(teacher_e, *common[:3]), how.teacher).astype(log_s.dtype)  # type: ignore[arg-type]

@@ -210,6 +210,14 @@ def test_ids_that_neither_has_count_nothing():
     held(*(Call(replace(program, divergence=kind), Data(masked=10)) for kind in DIVERGENCES))
 
 
+@IN_BOTH
+def test_a_token_that_is_left_out_has_no_infinite_divergence(package, impl):
+    """The student's softcap makes a number of a logit of −inf: it has ids that the teacher lacks."""
+    fields = dict(package=package, impl=impl, divergence="reverse_kl", softcap=5.0, teacher_bias=True)
+    program = replace(DISTILLED, arrays=("bias", "token_weight"), wanted=("e", "c", "bias"), **fields)
+    held(*(Call(program, Data(masked=3, ignored=x)) for x in ("all", "few")))
+
+
 # Saved exponentials
 
 SAVED = Program(dtype="bfloat16", vocabulary=232, memory_budget=2**40, reduction="none", return_lse=True)

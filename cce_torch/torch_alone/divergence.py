@@ -87,7 +87,7 @@ def formed(pair: Pair, measure: Measure, factor: Tensor, asked: Asked) -> Found:
             divided = None if inverse is None else inverse[step, None]
             logits = student.capped(x[step]), teacher.capped(y[step])
             log_s, log_t = (log_softmax(z if divided is None else z * divided) for z in logits)
-            numbers, dz = of_logs(log_s, log_t, measure)
+            numbers, dz = of_logs(log_s, log_t, live[step, None], measure)
             at = slice(part.start + step.start, part.start + step.stop)
             total[at] = torch.where(live[step], numbers, 0)
             if entropy is not None:
@@ -157,15 +157,18 @@ def entropy_of(log_p: Tensor) -> Tensor:
     return -torch.where(log_p > -torch.inf, torch.exp(log_p) * log_p, 0).sum(1)
 
 
-def of_logs(log_s: Tensor, log_t: Tensor, measure: Measure) -> tuple[Tensor, Tensor]:
-    """The divergence of each token, (n,), and its derivative by the logits from which s is, (n, V)."""
+def of_logs(log_s: Tensor, log_t: Tensor, live: Tensor, measure: Measure) -> tuple[Tensor, Tensor]:
+    """The divergence of each token, (n,), and its derivative by the logits from which s is, (n, V).
+
+    live, (n, 1): whether a token counts; the derivative of another one is finite, and so 0 after its weight.
+    """
     (kind, beta), s, t = measure, torch.exp(log_s), torch.exp(log_t)
     delta = torch.where(log_s == log_t, 0, log_t - log_s)  # both may be −inf
     if kind == "forward_kl":
         return _terms(t, delta, s).sum(1), s - t
     if kind == "reverse_kl":
         total = _terms(s, -delta, t).sum(1)
-        return total, torch.where(s > 0, s * (-delta - total[:, None]), 0)
+        return total, torch.where((s > 0) & live, s * (-delta - total[:, None]), 0)
     of_s, of_t = _logs_of_mixture(delta, beta)
     m = beta * t + (1 - beta) * s
     of_student = _terms(s, of_s, m).sum(1)
@@ -205,7 +208,9 @@ def _add_dc(dc: Tensor, dz: Tensor, e: Tensor, unit: Tensor | None) -> None:
 
 def reference(z: tuple[Tensor, Tensor], weight: Tensor, measure: Measure) -> tuple[Tensor, Tensor]:
     """The divergences and the entropies, (N,), from the full logits (N, V). PyTorch differentiates the former."""
-    log_s, log_t = torch.log_softmax(z[0], 1), torch.log_softmax(z[1].detach(), 1).to(z[0].dtype)
+    live = weight != 0
+    finite = (torch.where(live[:, None], x, 0) for x in (z[0], z[1].detach()))  # else a divergence may be infinite
+    log_s, log_t = (torch.log_softmax(x, 1).to(z[0].dtype) for x in finite)
     (kind, beta), s, t = measure, torch.exp(log_s), torch.exp(log_t)
 
     neither = (log_s == log_t) & log_s.isinf()  # of other equal ones the difference has a derivative
@@ -219,5 +224,4 @@ def reference(z: tuple[Tensor, Tensor], weight: Tensor, measure: Measure) -> tup
         total = beta * kl(t, of_t) + (1 - beta) * kl(s, of_s)
     else:
         total = kl(t, delta) if kind == "forward_kl" else kl(s, -delta)
-    live = weight != 0
     return torch.where(live, total, 0), torch.where(live, entropy_of(log_s.detach()), 0)

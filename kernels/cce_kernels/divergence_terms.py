@@ -143,7 +143,8 @@ class Pass(NamedTuple):
         s, ratio = f.exp(log_s), log_s - log_t
         if kind == "jsd":
             ratio, size = -Mixed.of(Gap.of(log_s, log_t, f), True, self.shares, f).log, self.shares[1] * size
-        return jnp.where(s > 0, s * (size * (ratio - self.of_student[:, None])), 0)
+        # KL(s‖t) is infinite where t lacks an id that s has: of a token that is left out, 0 · inf would be NaN.
+        return jnp.where((s > 0) & (size != 0), s * (size * (ratio - self.of_student[:, None])), 0)
 
 
 class Gap(NamedTuple):
