@@ -17,6 +17,7 @@ from tests.search.logits import Block
 Named = dict[str, Tensor]
 LINEAR = 0.05  # where a logit may be off by more, what follows from it is bounded without a derivative
 MOST = 1e300
+TINY = 2.0**-124  # float32 has no normal numbers below a quarter of it, and GPUs and XLA may take those for 0
 RESCUED = 30.0  # nats below lse: the references of targets that are lower are another number
 
 
@@ -81,7 +82,9 @@ class Rounding:
         sigma = self.sigma.clamp(min=1e-300)
         of_exp = torch.where(sigma < 30, torch.log(torch.expm1(sigma.clamp(max=30))), sigma)
         far = x.log_p + of_exp
-        self.p = torch.where(self.linear, x.p * self.usual, torch.exp(far.clamp(max=0)))  # what p may be off by
+        # p may be 0 where float32 has no normal number for it, whatever multiplies it then: a log(s/t) may be 100.
+        lost = torch.isfinite(x.log_p) * (TINY if eps > 2.0**-30 else 0.0)
+        self.p = torch.where(self.linear, x.p * self.usual, torch.exp(far.clamp(max=0))) + lost  # what p may be off by
         # and an exponential that is not divided by the sum of those beside it, but by what another kernel summed
         self.alone = torch.where(self.linear, self.p, torch.exp(far.clamp(max=600)))
         self.tiles = eps * (4 + x.z.shape[1] ** 0.5 / 32)

@@ -59,7 +59,8 @@ and errors that the elements of a token have in common, each a vector over v:
     a·p_v·(δz_v − Σ_u p_u·δz_u)             errors of one sign, normalised
     a·p_v·3ε·(z_v − Σ_u p_u·z_u)            those that go with the logits, normalised
 
-dz is that times ∂z/∂y, which a softcap κ makes inexact by 2|z|/κ²·δz + 4ε, and 4ε of itself.
+dz is that times ∂z/∂y, which a softcap κ makes inexact by 2|z|/κ²·δz + 4ε, and 4ε of itself. Numbers below 2⁻¹²⁴ may
+be taken for 0, in each of three places: p_v, which adds 2⁻¹²⁴ to δp_v, ∂/∂z and dz.
 
 **Divergences.** With s and t the two distributions and r = log(s / t), log p is rounded, by ε·(2 + |log p|): a part of
 υz. As the terms p·log(p/q) − p + q are never negative, their sum L loses 4τ·L; it has the errors that its
@@ -109,10 +110,9 @@ from torch import Tensor
 from tests.search.calls import CROSS_ENTROPY, DIVERGENCE, LOG_PROBS, Program
 from tests.search.data import Given
 from tests.search.logits import Block, Head, Logits
-from tests.search.terms import Found, Gradients, Tokens, of_divergence, of_numbers
+from tests.search.terms import TINY, Found, Gradients, Tokens, of_divergence, of_numbers
 
 FLOAT16_QUANTUM, SMALLEST = 2.0**-39, 2.0**-70
-TINY = 2.0**-124  # float32 has no normal numbers below a quarter of it, and GPUs and XLA may take those for 0
 Pair = tuple[np.ndarray, np.ndarray]
 
 
@@ -335,7 +335,7 @@ class _Sums:
         size = x.slope.abs()
         dz = torch.where(x.slope == 0, 0.0, found.inner * x.slope)
         dz = torch.where(found.inner.isnan(), torch.nan, dz)
-        d_dz = size * found.independent + 4 * eps * dz.abs() + TINY
+        d_dz = size * found.independent + 4 * eps * dz.abs() + TINY * (1 + size)
         kappa = logits.head.softcap
         heat = logits.head.temperature if logits.temperature is None else logits.temperature[rows][:, None]
         if kappa is not None:
