@@ -127,10 +127,10 @@ def _rows(name: str, found: np.ndarray, of: Rows, program: Program, kept: np.nda
 
     unit, elements = roundoff(program.dtype), want.shape[1]
     eps = 2.0**-44 if program.dtype == "float64" else 2.0**-23
-    result = float(dtype == program.dtype)  # else the gradient is not rounded to e's type
     least = float(ml_dtypes.finfo(program.dtype).tiny if program.dtype != "float16" else 2.0**-24) ** 2 * elements
     terms = program.vocabulary if name == "e" else program.tokens
-    rounded = np.where(finite, unit**2 * (np.nan_to_num(of.rounded) + result * size) + least, 0.0)
+    of_result = size if dtype == program.dtype else np.zeros_like(size)  # else the gradient is not rounded to e's type
+    rounded = np.where(finite, unit**2 * (np.nan_to_num(of.rounded) + of_result) + least, 0.0)
     others = of.float32, of.alike, of.summed, of.left_out
     float32, alike, summed, left_out = (np.where(finite, np.nan_to_num(x), 0.0) for x in others)
     starts = np.arange(0, off.size, BLOCK)
