@@ -159,6 +159,12 @@ def _rows(name: str, found: np.ndarray, of: Rows, program: Program, kept: np.nda
     )
 
 
+def distance(found: np.ndarray, want: np.ndarray) -> float:
+    """The norm of their difference; what float16 cannot hold is as in a gradient."""
+    off, _, _ = _squares(found.reshape(1, -1), torch.tensor(want.reshape(1, -1)))
+    return float(np.sqrt(off.sum()))
+
+
 def _squares(found: np.ndarray, want: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of each row the squares of its error and of its norm, and whether the truth is a number there.
 

@@ -1,5 +1,6 @@
 """The logits of a drawn call in float64, what float32 may make of them, and their slope."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -110,3 +111,21 @@ class Logits:
         slope = torch.where(there, slope, 0.0)
         lse = torch.logsumexp(z, 1)
         return Block(z.requires_grad_(), slope, most, usual, z.detach() - lse[:, None], lse)
+
+
+def steepest(p: Program, e: Any, c: Any, bias: Any = None, temperature: Any = None) -> float:
+    """The most that |scale| / temperature is where a sum over the vocabulary has terms that cancel; else 1.
+
+    It has none where one logit is so far above the others that all p are 0 or 1. e: (..., D); c: (V, D).
+    """
+    head = Head.of(p)
+    temperature = None if temperature is None else np.asarray(temperature).reshape(-1)
+    logits, found = Logits(np.asarray(e).reshape(-1, p.width), np.asarray(c), bias, head, temperature), 1.0
+    for rows in logits.blocks():
+        x = logits.of(rows)
+        at = torch.topk(x.z.detach(), min(2, p.vocabulary), dim=1)
+        gap = at.values[:, 0] - at.values[:, -1] - x.most.gather(1, at.indices).sum(1)
+        coldest = torch.full_like(gap, head.temperature) if temperature is None else logits.temperature[rows]
+        reach = torch.where(gap < -2 * math.log(head.eps), abs(head.scale) / coldest, 1.0)
+        found = max(found, float(reach.nan_to_num(1.0).amax())) if len(reach) else found
+    return found

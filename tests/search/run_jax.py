@@ -17,9 +17,11 @@ from jax.sharding import PartitionSpec as P
 import cce_jax
 from cce_kernels.plan import choose
 from tests.devices.meshes import LAYOUTS, Layout, axes_of, mesh_of, over
+from tests.search.bounds import distance
 from tests.search.calls import CROSS_ENTROPY, DIVERGENCE, LEAVES, LOG_PROBS, TOKEN_LOSS, Call, Program
 from tests.search.data import Given, unrounded
 from tests.search.functions import function_of
+from tests.search.logits import steepest
 
 Named = dict[str, Any]
 Step = Callable[[Named, Named], Named]  # leaves, other arrays -> results
@@ -346,7 +348,7 @@ def forward_mode(p: Program, step: Step) -> Callable[..., tuple[Named, Named]]:
         want, size = _inner(gradients, along)
         unit = max(2.0**-19, *(float(jnp.finfo(x.dtype).eps) for x in wanted.values()))  # sums of float32 at least
         if np.isfinite(want) and np.isfinite(size):
-            allowed = 4 * unit * size + _noise(wanted | others, cotangents, along)
+            allowed = 4 * unit * size + _noise(p, wanted | others, cotangents, along)
             assert abs(found - want) <= allowed, f"the tangent is {found}, not {want}"
         return results, gradients
 
@@ -367,25 +369,27 @@ def second_derivative(p: Program, step: Step) -> Callable[..., tuple[Named, Name
         second = jax.grad(slope)(wanted[name])
         results, gradients = _gradient(step)(wanted, others, cotangents)
         want, size, bent = _differences(p, wanted, others, cotangents, along, name)
-        off, allowed = float(np.linalg.norm(np.float64(second) - want)), TOLERANCES[wanted[name].dtype.name] * size
+        off, allowed = distance(np.asarray(second), want), TOLERANCES[wanted[name].dtype.name] * size
         if np.isfinite(size) and bent <= 0.1 * allowed:  # else differences do not tell
-            allowed += _noise(wanted | others, cotangents, along, 2)
+            allowed += _noise(p, wanted | others, cotangents, along, 2)
             assert off <= allowed, f"the second derivative in {name} is off by {off:.2g}, of which {allowed:.2g} may be"
         return results, gradients
 
     return of
 
 
-def _noise(arrays: Named, cotangents: Named, along: Named, order: int = 1) -> float:
+def _noise(p: Program, arrays: Named, cotangents: Named, along: Named, order: int = 1) -> float:
     """torch_bound.Bound.noise."""
 
     def sizes(x: Named) -> list[np.ndarray]:
         return [np.abs(np.nan_to_num(np.float64(y), nan=0, posinf=0, neginf=0)) for y in x.values()]
 
     leaves = {name: x for name, x in arrays.items() if name in LEAVES}
+    c = leaves["c"] if p.vocab_axis == 0 else leaves["c"].T
+    steep = steepest(p, leaves["e"], c, leaves.get("bias"), arrays.get("temperature"))
     largest = max(float(np.max(x, initial=0.0)) for x in sizes(leaves))
     reach, size = (sum(float(np.sum(y)) for y in sizes(x)) for x in (along, cotangents))
-    return 1e-5 * (1 + largest) ** order * reach * size
+    return 1e-5 * (1 + steep * largest) ** order * reach * size
 
 
 def _differences(

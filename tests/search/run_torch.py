@@ -16,8 +16,9 @@ from cce_kernels.plan import choose
 from cce_torch import functional
 from tests.call_torch import array, small_blocks, tensor
 from tests.search import functions, torch_processes
-from tests.search.calls import CROSS_ENTROPY, DIVERGENCE, LEAVES, LOG_PROBS, TOKEN_LOSS, Call, Program
+from tests.search.calls import CROSS_ENTROPY, DIVERGENCE, LEAVES, LOG_PROBS, REFUSED_BY_MOST, TOKEN_LOSS, Call, Program
 from tests.search.data import TYPES, Given, unrounded
+from tests.search.logits import steepest
 from tests.search.torch_bound import Bound, Named
 from tests.search.torch_transformations import TRANSFORMATIONS, untouched
 
@@ -71,6 +72,9 @@ def bound(call: Call, given: Given) -> Bound:
         tensors[name].requires_grad_()
     plain = replace(program, form="function", impl="reference", gradient_tolerance=0.0)
     own = {name: tensors.pop(name) for name in ("class_weight",) if name in tensors}  # no argument of a module's call
+    steep = 1.0
+    if program.transformation in REFUSED_BY_MOST:  # the others compare nothing with derivatives along directions
+        steep = steepest(program, given.e, given.c, given.optional.get("bias"), given.temperature)
     return Bound(
         function=function_of(call, **own),
         reference=function_of(Call(plain, call.data), **own),
@@ -82,6 +86,7 @@ def bound(call: Call, given: Given) -> Bound:
         leading=program.leading,
         shift=program.shift,
         seed=call.data.seed,
+        steepest=steep,
         autocast_type=getattr(torch, program.dtype),
         backend=program.backend,
     )

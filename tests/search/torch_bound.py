@@ -27,6 +27,7 @@ class Bound:
     leading: tuple[int, ...]  # the shape of the tokens
     shift: int
     seed: int
+    steepest: float  # logits.steepest
     autocast_type: torch.dtype = torch.bfloat16
     backend: str = "aot_eager"
 
@@ -123,9 +124,13 @@ class Bound:
         )
 
     def noise(self, along: Named, order: int = 1) -> float:
-        """What float32 may make of a product of directions with derivatives of that order, whose terms may cancel."""
+        """What float32 may make of a product of directions with derivatives of that order, whose terms may cancel.
+
+        Each order multiplies terms by ∂z/∂y and by a row of another array, also where rows of c are alike and the
+        derivative is 0.
+        """
         largest = max(float(x.abs().nan_to_num(0, 0, 0).max()) if x.numel() else 0.0 for x in self.leaves.values())
         reach = sum(float(x.abs().double().sum()) for x in along.values())
         double = any(x.dtype == torch.float64 for x in self.leaves.values())
         size = sum(float(x.abs().double().sum()) for x in self.cotangents.values())
-        return (1e-13 if double else 1e-5) * (1 + largest) ** order * reach * size
+        return (1e-13 if double else 1e-5) * (1 + self.steepest * largest) ** order * reach * size

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as checkpointed
 
+from tests.search.bounds import distance
 from tests.search.torch_bound import Bound
 
 Named = dict[str, Tensor]
@@ -170,9 +171,9 @@ def second_derivative(x: Bound) -> Found:
         return results, gradients  # float16 does not hold them, nor what follows from them
     if not of:
         want, size = _product(x, gradients, along)
-        _agree(found.double(), want, size, "the derivative of the gradients in a factor of the loss")
+        _agree(found, want, size, "the derivative of the gradients in a factor of the loss")
     elif (differences := _differences(x, along, of)) is not None:
-        _agree(found.double(), *differences, f"the second derivative in {of}")
+        _agree(found, *differences, f"the second derivative in {of}")
     return results, gradients
 
 
@@ -206,8 +207,9 @@ def _differences(x: Bound, along: Named, of: str) -> tuple[Tensor, Tensor] | Non
 def _agree(found: Tensor, want: Tensor, allowed: Tensor, what: str) -> None:
     """Raise unless they do; what is NaN is NaN in both."""
     assert torch.equal(found.isnan(), want.isnan()), f"{what} is NaN where it should not be, or the reverse"
-    wrong = torch.linalg.vector_norm((found - want).nan_to_num())
-    assert not wrong > allowed, f"{what} is off by {float(wrong):.2g}, of which {float(allowed):.2g} is allowed"
+    found = found.detach().cpu()
+    wrong = distance((found.float() if found.dtype == torch.bfloat16 else found).numpy(), want.cpu().numpy())
+    assert not wrong > allowed, f"{what} is off by {wrong:.2g}, of which {float(allowed):.2g} is allowed"
 
 
 def forward_mode(x: Bound) -> Found:
