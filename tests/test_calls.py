@@ -218,6 +218,30 @@ def test_a_token_that_is_left_out_has_no_infinite_divergence(package, impl):
     held(*(Call(program, Data(masked=3, ignored=x)) for x in ("all", "few")))
 
 
+BENT = {"transformation": "second derivative", "impl": "reference"}
+FAR = Program(function=LOG_PROBS, leading=(71,), width=6, vocabulary=118, dtype="float16", softcap=788.0, **BENT)
+REVERSE = Program(function=DIVERGENCE, divergence="reverse_kl", leading=(1,), width=1, vocabulary=56, teacher_width=1)
+REVERSE = replace(REVERSE, arrays=("bias",), wanted=("e", "c", "bias"), teacher_dtype="float32", teacher_bias=True)
+LACKED = {
+    "a second derivative that float16 does not hold": Call(
+        replace(FAR, targets=False, objective=("lse",), temperature=1e-9), Data(kind="far", size=506.0)
+    ),
+    "an infinite gradient in a type that does not round it": Call(
+        replace(REVERSE, impl="chunked", dtype="bfloat16", mixed=True, teacher_dtype="bfloat16", softcap=30.0),
+        Data(123090486, size=3.424, masked=3, teacher="near"),
+    ),
+    "probabilities that float32 does not hold": Call(
+        replace(REVERSE, leading=(2,), vocabulary=80, impl="reference", logit_scale=-1.851),
+        Data(1160093427, size=2.452, offset=100.0, bias=-108.5),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LACKED)
+def test_what_the_bounds_must_allow(name):
+    held(LACKED[name])
+
+
 # Saved exponentials
 
 SAVED = Program(dtype="bfloat16", vocabulary=232, memory_budget=2**40, reduction="none", return_lse=True)

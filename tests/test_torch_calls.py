@@ -71,6 +71,20 @@ def test_padded_to_another_size(program, monkeypatch):
     assert {kind.sizes(40) for kind in kinds._kinds.values()} == {48}
 
 
+def test_terms_of_a_low_temperature_that_cancel():
+    """The rows of c are alike, so that the second derivative is 0."""
+    options = {
+        "transformation": "second derivative",
+        "wanted": ("e",),
+        "strides_c": "expanded",
+        "temperature": 0.00138,
+        "reduction": "none",
+        "fn": "clipped",
+    }
+    program = Program("torch", "reference", TOKEN_LOSS, dtype="float64", **options)
+    assert not failures(Call(replace(program, leading=(3,), width=3, vocabulary=64), Data(622617334, size=2.759)))
+
+
 LSE = Program("torch", "chunked", objective=("loss", "lse"), return_lse=True)
 WEIGHTED_LSE = replace(LSE, arrays=("token_weight",), wanted=("e", "c", "token_weight"))
 BESIDE = [*(replace(LSE, dtype=x) for x in ("float32", "bfloat16", "float16")), replace(LSE, objective=("lse",))]
