@@ -175,8 +175,10 @@ class Tokens:
 
     def padded(self, x: Any, fill: float, axis: int = 0) -> Any:
         """x with as many tokens as the program is compiled for. The new tokens hold fill."""
-        if x is None or self.size == self.count:
-            return x if x is None else dense(x)
+        if x is None:
+            return None
+        if self.size == self.count:
+            return dense(x)
         shape = list(x.shape)
         shape[axis] = self.size - self.count
         return torch.cat([x, x.new_full(shape, fill)], axis)
@@ -226,9 +228,9 @@ def scale_of(scale: float) -> float | None:
 
 def real(x: Tensor | None) -> Tensor | None:
     """x in row-major memory, in a type that JAX holds without x64."""
-    if x is None or x.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        return x if x is None else dense(x)
-    return dense(x.float())
+    if x is None:
+        return None
+    return dense(x if x.dtype in (torch.float32, torch.bfloat16, torch.float16) else x.float())
 
 
 def dense(x: Any) -> Any:
