@@ -34,9 +34,10 @@ def budgets(shape: Shape) -> dict[str, int]:
 
 def numbers(name: str, tokens: int, argnums: tuple[int, ...] = (0, 1)) -> int:
     """Bytes of numbers a token, which budgets count but where 2·N·V bytes save everything, and nothing lies beside it:
-    lse, where it is kept and the like. Partial sums of the forward pass too, if there is no dc to lie in their place.
+    lse, where it is kept and the like, and the references of the forward pass's partial sums. The sums too, if there
+    is no dc to lie in their place.
     """
-    return 128 * tokens + SCRATCH_BYTES * (1 not in argnums) if name == "logits" else 0
+    return 192 * tokens + SCRATCH_BYTES * (1 not in argnums) if name == "logits" else 0
 
 
 def compiled(shape: Shape, memory_budget: int, argnums: tuple[int, ...] = (0, 1)):

@@ -52,7 +52,7 @@ def statistics(
     underflow relative to the reference.
     """
     kept = Kept.of(inputs.targets, plan.rows) if plan.finds_ignored else None
-    ids = None if inputs.ids is None else given_ids.logits(inputs, plan.call, plan.gpu)
+    of_caller, is_shard = inputs, reference is not None
     inputs, at = _arranged(inputs, kept, plan)
     problem = Problem(plan.call, plan.gpu, inputs)
     if plan.forward.target is None:
@@ -69,7 +69,10 @@ def statistics(
         saved = None if saved is None else jnp.where(live[:, None], saved, 0)
     if kept is not None:
         numbers = jax.tree.map(kept.restored, numbers)
-    return numbers._replace(ids=ids), saved
+    if of_caller.ids is not None:
+        target = None if is_shard else numbers.target
+        numbers = numbers._replace(ids=given_ids.logits(of_caller, target, plan.call, plan.gpu))
+    return numbers, saved
 
 
 def of_rows(

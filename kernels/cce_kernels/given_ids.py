@@ -4,6 +4,9 @@
 
 Forward: rows of c are gathered and multiplied by e in float32. A logit is not rounded. Read: N·K rows of c. On a GPU
 XLA makes one kernel of it, which holds none of them. Elsewhere never held: the rows of more than CHUNK_BYTES.
+Tensor cores cut off the last digits of each partial sum. So all logits that an engine sums are too small by about the
+same, where they have a large part in common; the logits of the ids are not, and what is subtracted from them, lse, is.
+So they are moved by what the target's logits of both products are apart.
 
 Backward: dz at the ids is formed in float32 from these logits, with the terms of all numbers in it. Each group of the
 vocabulary writes its ids' elements over those of the dz that an engine formed, before the two matmuls. To add ι to the
@@ -40,11 +43,23 @@ class AtIds(NamedTuple):
     dz: jax.Array  # at least float32
 
 
-def logits(inputs: Inputs, call: Call, gpu: Gpu | None) -> jax.Array:
+def logits(inputs: Inputs, target: jax.Array | None, call: Call, gpu: Gpu | None) -> jax.Array:
     """The logits of the ids, (N, K), at least float32.
 
-    The products are float32's own for every head.precision: no unit for matmuls computes them.
+    target: the engine's logits of the targets; None where the columns are a shard. Without it, or with a softcap, which
+    changes a difference of logits by the slope at each, no logit is moved.
     """
+    assert inputs.ids is not None
+    if target is None or call.head.softcap is not None:
+        return _products(inputs, call, gpu)
+    found = _products(inputs._replace(ids=jnp.concatenate([inputs.ids, inputs.targets[:, None]], axis=1)), call, gpu)
+    apart = target - found[:, -1]
+    apart = jnp.where(jnp.isfinite(apart), apart, 0)[:, None]  # a bias may be −inf
+    return jnp.where(columns_of(inputs, call.head) < 0, 0, found[:, :-1] + apart)
+
+
+def _products(inputs: Inputs, call: Call, gpu: Gpu | None) -> jax.Array:
+    """The logits of the ids in float32's own products for every head.precision: no unit for matmuls computes them."""
     head, (c, bias) = call.head, (inputs.c, inputs.bias)
 
     def of_chunk(arrays: tuple[dict[str, jax.Array], jax.Array]) -> jax.Array:
@@ -116,9 +131,9 @@ def _of_repeated(given: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 def _chunk(call: Call, of_id: int) -> int:
-    """The tokens of a chunk that holds so many bytes for each id."""
+    """The tokens of a chunk that holds so many bytes for each id, and for the target."""
     room = min(CHUNK_BYTES, call.memory_budget // BUDGET_SHARE)
-    return max(room // (max(call.ids, 1) * of_id), 1)
+    return max(room // ((call.ids + 1) * of_id), 1)
 
 
 def _without_ignored(inputs: Inputs) -> Inputs:

@@ -54,7 +54,7 @@ def test_every_number(name, mode):
     found, _ = over_devices(name, mode, others, softcap=5.0, impl="chunked", **EVERY)
     want = jax.jit(program(softcap=5.0, impl="reference", **EVERY))(ARRAYS, others)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=4e-6 * np.abs(y).max())  # 32 roundings of the largest
 
 
 @pytest.mark.parametrize("name", ["vocabulary", "sequence and vocabulary over tensor"])

@@ -88,7 +88,7 @@ class Logits:
 
     def of(self, rows: slice) -> Block:
         head, eps = self.head, self.head.eps
-        y = self.e[rows] @ self.c.T
+        y = products = self.e[rows] @ self.c.T
         reach = self.norms[0][rows][:, None] * self.norms[1]
         if self.bias is not None:
             y, reach = y + self.bias, reach + self.bias.abs()
@@ -102,12 +102,16 @@ class Logits:
         # A tensor core adds 16 products at a time to the sum and cuts off what lies below the largest one's last digit,
         # always towards 0. A sum of products of one sign loses up to ε of itself at each step; bounds.F doubles what is
         # counted here. Of products of float16, which have 22 digits, also most digits of the small ones are cut off.
-        steps = self.e.shape[1] / {"bfloat16": 32, "float16": 16}.get(head.dtype, 64)
+        # Of float32's own products each is added alone, and each sum so far rounded, by a third of ε/2 or so.
+        width = self.e.shape[1]
+        steps = width / {"bfloat16": 32, "float16": 16}.get(head.dtype, 64)
+        walk = 0.5 * steps**0.5 if head.dtype in ("bfloat16", "float16") else width**0.5 / 6
         there = torch.isfinite(y) & torch.isfinite(z)  # a bias may be −inf
-        size, of_y, of_z, reach = (torch.where(there, x, 0.0) for x in (slope.abs(), y.abs(), z.abs(), reach))
+        sizes = slope.abs(), y.abs(), products.detach().abs(), z.abs(), reach
+        size, of_y, of_sum, of_z, reach = (torch.where(there, x, 0.0) for x in sizes)
         factors = 2 if self.temperature is None and head.temperature == 1 else 3
-        most = eps * (size * (reach + (2 + steps) * of_y) + factors * of_z)
-        usual = eps * (size * (0.5 * reach + (1 + 0.5 * steps**0.5) * of_y) + of_z)
+        most = eps * (size * (reach + 2 * of_y + steps * of_sum) + factors * of_z)
+        usual = eps * (size * (0.5 * reach + of_y + walk * of_sum) + of_z)
         slope = torch.where(there, slope, 0.0)
         lse = torch.logsumexp(z, 1)
         return Block(z.requires_grad_(), slope, most, usual, z.detach() - lse[:, None], lse)

@@ -60,6 +60,7 @@ class Tokens:
     weights: Tensor  # (V,), of the classes
     cotangents: Named  # of the results, times what multiplies them
     ids: Tensor | None = None  # (n, K); −1 outside of the vocabulary
+    moved: bool = False  # whether the ids' logits are moved as those of the targets are apart
     arguments: tuple[Tensor, ...] = ()
 
     def column(self, k: int, x: Block) -> Tensor:
@@ -89,6 +90,12 @@ class Rounding:
         self.alone = torch.where(self.linear, self.p, torch.exp(far.clamp(max=600)))
         self.tiles = eps * (4 + x.z.shape[1] ** 0.5 / 32)
 
+    def of_other_product(self, column: Tensor, t: "Tokens") -> Tensor:
+        """What a given id's log p is off by, (n, 1), as its logit is another product than those that are summed."""
+        if t.moved:
+            return 3 * (self.usual.gather(1, column) + self.usual.gather(1, t.targets[:, None]))
+        return self.most.gather(1, column) + (self.x.p * self.most).sum(1, keepdim=True)
+
     def of(self, slope: Tensor, otherwise: Tensor) -> Tensor:
         """The error of a number with these derivatives; `otherwise` where the errors are large."""
         x = self.x
@@ -102,7 +109,8 @@ class Rounding:
 def numbers(x: Block, r: Rounding, t: Tokens, asked: tuple[str, ...], apart: bool = False) -> dict[str, Number]:
     """Those asked for: target, lse, entropy, smooth, and ids, of which each is one, "id 0" and so on.
 
-    apart: whether the target's logit is another product than those that are summed. The ids' logits always are.
+    apart: whether the target's logit is another product than those that are summed. The ids' logits always are;
+    t.moved says whether they are moved by the difference.
     """
     z, eps = x.z, r.eps
     lse = torch.logsumexp(z, 1)
@@ -121,6 +129,8 @@ def numbers(x: Block, r: Rounding, t: Tokens, asked: tuple[str, ...], apart: boo
         own[name] = r.tiles + eps * made[name].detach().abs()
         if apart or name != "target":
             own[name] = own[name] + (x.p * r.most).gather(1, one)[:, 0]
+        if name != "target":
+            own[name] = own[name] + r.of_other_product(one, t)[:, 0]
     if "lse" in asked:
         made["lse"], own["lse"] = lse, r.tiles + 2 * eps * x.lse.abs()
         far["lse"] = torch.logsumexp(x.log_p + r.most, 1).clamp(min=0)
@@ -277,6 +287,9 @@ def _gradients(
         one = torch.zeros_like(p).scatter_(1, index[:, None], 1.0)
         of_ones = of_ones + of_off[name][:, None] * (p - one)
         independent = independent + 4 * eps * one * of[name].abs()[:, None]
+        if name != "target":
+            of_p = torch.where(r.linear, p * r.of_other_product(index[:, None], t), 0.0)
+            independent = independent + one * a.abs()[:, None] * of_p
     alike = [of_ones, scaled, spread, drift]
     hit = torch.zeros_like(p)
     if "target" in have:

@@ -14,11 +14,12 @@ Rounding is followed beside it, from the inputs to each result, with two unit er
 with the sum itself, which a tensor core truncates D/32 times on its way (D/16 in float16), by ε at most. With
 y = e·c + b the raw product and z the logit after scale, softcap and temperature,
 
-    δz_iv   = ε·|∂z/∂y|·(‖e_i‖·‖c_v‖ + |b_v| + (2 + D/32)·|y_iv|) + 2ε·|z_iv|                       at most
-    υz_iv   = ε·|∂z/∂y|·(½(‖e_i‖·‖c_v‖ + |b_v|) + (1 + ½√(D/32))·|y_iv|) + ε·|z_iv|                 usually
+    δz_iv   = ε·|∂z/∂y|·(‖e_i‖·‖c_v‖ + |b_v| + 2|y_iv| + D/32·|e_i·c_v|) + 2ε·|z_iv|                at most
+    υz_iv   = ε·|∂z/∂y|·(½(‖e_i‖·‖c_v‖ + |b_v|) + |y_iv| + ½√(D/32)·|e_i·c_v|) + ε·|z_iv|           usually
 
-(with a temperature 3ε·|z_iv|). υ is the part that is independent from logit to logit. What truncation and rounded
-factors do is not: it has one sign (δz), or goes with the logits themselves (3ε·z).
+(with a temperature 3ε·|z_iv|; with √D/6 for ½√(D/32) in float32, whose products are added one by one). υ is the part
+that is independent from logit to logit. What truncation and rounded factors do is not: it has one sign (δz), or goes
+with the logits themselves (3ε·z).
 
 **Numbers of a token.** They are log p of the target and of ids, lse, the entropy and Σ_v w_v·(lse − z_v). With g_v the
 derivatives of a number n in the logits (by autodiff) the three kinds of errors give
@@ -36,7 +37,8 @@ H is a difference of numbers relative to the target's logit, without targets tha
 loses ε, and of a quotient, which loses 2ε, and ε in its numerator.
 
 The logits of ids, and in kernels that of the target, are not the products that are summed: their log p is off by p·δz
-more, up to the rounding of the logit itself where p is about 1.
+more, up to the rounding of the logit itself where p is about 1. The ids' are moved as the target's logits of both
+products are apart: 3·(υz_id + υz_t). Where they are not (cce_kernels/given_ids.py), by δz_id + Σ_v p_v·δz_v.
 
 Where a δz of a token is above 0.05 (small temperatures) there are no derivatives: log p_v may be off by
 σ_v = δz_v + log Σ_u p_u·exp(δz_u), p_v by p_v·(exp σ_v − 1) and no more than 1, and n by what these give. The p_v of a
@@ -234,7 +236,8 @@ class _Call:
                 of |= {f"id {k}": together[:, k] for k in range(p.ids)}
         arguments = tuple(self.put(np.float64(self._kept(y)[rows])) for y in given.arguments)
         targets, valid = self.put(self.targets[rows]), self.put(self.valid[rows])
-        t = Tokens(targets, valid, p.targets, self.put(self.weights), of, ids, arguments)
+        moved = p.softcap is None and not p.split
+        t = Tokens(targets, valid, p.targets, self.put(self.weights), of, ids, moved, arguments)
         found = of_numbers(x, p, t, self.eps, wants)
         self._select(x, rows, found)
         return found
