@@ -114,7 +114,7 @@ class Logits:
         usual = eps * (size * (0.5 * reach + of_y + walk * of_sum) + of_z)
         slope = torch.where(there, slope, 0.0)
         lse = torch.logsumexp(z, 1)
-        return Block(z.requires_grad_(), slope, most, usual, z.detach() - lse[:, None], lse)
+        return Block(z.requires_grad_(), slope, most, usual, torch.log_softmax(z.detach(), 1), lse)
 
 
 def steepest(p: Program, e: Any, c: Any, bias: Any = None, temperature: Any = None) -> float:

@@ -114,7 +114,7 @@ def numbers(x: Block, r: Rounding, t: Tokens, asked: tuple[str, ...], apart: boo
     """
     z, eps = x.z, r.eps
     lse = torch.logsumexp(z, 1)
-    log_p = z - lse[:, None]
+    log_p = torch.log_softmax(z, 1)  # z − lse has the rounding of both
     p = torch.exp(log_p)
     made: dict[str, Tensor] = {}
     own: Named = {}  # what the rounding of the number itself costs
@@ -373,7 +373,7 @@ _NO_TOKENS = Tokens(torch.zeros(0, dtype=torch.int64), torch.zeros(0), False, to
 
 def _divergence(z_s: Tensor, z_t: Tensor, p: Program) -> tuple[Tensor, ...]:
     """The divergence, s, t, their logarithms, the logarithm in the derivative, and its own derivative in log(s / t)."""
-    log_s, log_t = (z - torch.logsumexp(z, 1, keepdim=True) for z in (z_s, z_t))
+    log_s, log_t = (torch.log_softmax(z, 1) for z in (z_s, z_t))
     s, t = log_s.exp(), log_t.exp()
     none = (s == 0) & (t == 0)
     gap = torch.where(none, 0.0, torch.where(none, 0.0, log_t) - torch.where(none, 0.0, log_s))  # log(t / s)
