@@ -72,8 +72,8 @@ class Tokens:
 class Rounding:
     """What the errors of a block's logits do to a number, and to p."""
 
-    def __init__(self, x: Block, eps: float, more: Tensor | None = None):
-        """more: other errors of log p, independent of each other."""
+    def __init__(self, x: Block, eps: float, more: Tensor | None = None, one_by_one: bool = False):
+        """more: other errors of log p, independent of each other. one_by_one: how sums over V go, not in tiles."""
         self.x, self.eps = x, eps
         self.most = x.most if more is None else x.most + more
         self.usual = x.usual if more is None else x.usual + more
@@ -88,7 +88,7 @@ class Rounding:
         self.p = torch.where(self.linear, x.p * self.usual, torch.exp(far.clamp(max=0))) + lost  # what p may be off by
         # and an exponential that is not divided by the sum of those beside it, but by what another kernel summed
         self.alone = torch.where(self.linear, self.p, torch.exp(far.clamp(max=600)))
-        self.tiles = eps * (4 + x.z.shape[1] ** 0.5 / 32)
+        self.tiles = eps * (4 + x.z.shape[1] ** 0.5 / (3 if one_by_one else 32))
 
     def of_other_product(self, column: Tensor, t: "Tokens") -> Tensor:
         """What a given id's log p is off by, (n, 1), as its logit is another product than those that are summed."""
@@ -319,7 +319,8 @@ def _normalised(x: Block, r: Rounding) -> tuple[Tensor, Tensor]:
 def of_divergence(x: Block, of_teacher: Block, p: Program, size: Tensor, eps: float, gradients: bool) -> Found:
     """size: (n,), what multiplies each token's divergence."""
     own = [eps * (2 + torch.nan_to_num(y.log_p, neginf=0).abs().clamp(max=1e6)) for y in (x, of_teacher)]
-    r, of_t = Rounding(x, eps, own[0]), Rounding(of_teacher, eps, own[1])
+    on_cpu = x.z.device.type == "cpu"  # where XLA adds term by term if a pass has several sums
+    r, of_t = Rounding(x, eps, own[0], on_cpu), Rounding(of_teacher, eps, own[1], on_cpu)
     loss, s, t, log_s, log_t, ratio, inside = _divergence(x.z, of_teacher.z, p)
     of_s, of_z = torch.autograd.grad(loss.sum(), (x.z, of_teacher.z), retain_graph=True)
     s, t, log_s, log_t, ratio, inside, loss = (y.detach() for y in (s, t, log_s, log_t, ratio, inside, loss))
@@ -336,7 +337,7 @@ def of_divergence(x: Block, of_teacher: Block, p: Program, size: Tensor, eps: fl
         error = error + 3 * (apart**2).sum(1).sqrt() + 2 * share * max(r.tiles, of_t.tiles)
     results = {"loss": (loss, error)}
     if p.return_entropy:
-        have = numbers(x, Rounding(x, eps), _NO_TOKENS, ("entropy",))["entropy"]
+        have = numbers(x, Rounding(x, eps, one_by_one=on_cpu), _NO_TOKENS, ("entropy",))["entropy"]
         results["entropy"] = have.value, have.error
     if not gradients:
         return Found(results)

@@ -65,11 +65,11 @@ dz is that times ∂z/∂y, which a softcap κ makes inexact by 2|z|/κ²·δz +
 be taken for 0, in each of three places: p_v, which adds 2⁻¹²⁴ to δp_v, ∂/∂z and dz.
 
 **Divergences.** With s and t the two distributions and r = log(s / t), log p is rounded, by ε·(2 + |log p|): a part of
-υz. As the terms p·log(p/q) − p + q are never negative, their sum L loses 4τ·L; it has the errors that its
-derivatives in both sides' logits give (by autodiff), and Σ max(s, t)·(σ_s + σ_t)² (of a jsd β(1 − β) times that) where
-s and t are about equal and these derivatives 0. "reference" sums the textbook's terms, which may be negative: it is off
-by ε·(2 + |log p|)·max(s, t) of both in each (of a jsd β(1 − β) times that). The elements of the derivative, ∂L/∂z_v,
-are off by
+υz. As the terms p·log(p/q) − p + q are never negative, their sum L loses 4τ·L, of which τ is ε·(4 + √V/3) on a CPU,
+which adds and rounds term by term; it has the errors that its derivatives in both sides' logits give (by autodiff), and
+Σ max(s, t)·(σ_s + σ_t)² (of a jsd β(1 − β) times that) where s and t are about equal and these derivatives 0.
+"reference" sums the textbook's terms, which may be negative: it is off by ε·(2 + |log p|)·max(s, t) of both in each (of
+a jsd β(1 − β) times that). The elements of the derivative, ∂L/∂z_v, are off by
 
     forward_kl    δs + δt
     reverse_kl    δs·|r − K| + s·(υ_s + υ_t + 4ε·|r|) + s·δK
