@@ -224,7 +224,8 @@ def of_numbers(x: Block, p: Program, t: Tokens, eps: float, gradients: bool) -> 
     found = _joined(found, t)
     if not gradients:
         return Found(found)
-    asked = {*t.cotangents, *(results if p.transformation == "reentrant checkpoint" else ())}  # 0 for all others there
+    # There each result has a cotangent, 0 if it has no other: 0 · NaN for a token whose target is out of range.
+    asked = {*t.cotangents, *(results if p.transformation in ("reentrant checkpoint", "compile") else ())}
     if poisoned & asked:
         of = {name: y * poison for name, y in of.items()}
     return Found(found, _gradients(x, r, t, have, of, of_off, p.impl == "reference"))
