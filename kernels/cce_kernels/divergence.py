@@ -207,12 +207,12 @@ def _by_xla(
     head, teacher = plan.call.head, own.of_teacher
     x = head.whole_logits(own.inputs.e, own.inputs.c, own.inputs.bias, own.inputs.scale)
     y = of.teacher.whole_logits(teacher.e, teacher.c, teacher.bias, teacher.scale).astype(x.dtype)
-    divided = own.inputs.divided
+    divided, on_cpu = own.inputs.divided, plan.gpu is None or plan.gpu.interpreted
     # Each pass begins with the logits behind a barrier: XLA then holds no other array of their size.
-    both, found = lax.optimization_barrier(((x, y), _reduced(lax.max, -jnp.inf, divided(x), divided(y))))
+    both, found = lax.optimization_barrier(((x, y), _reduced(lax.max, -jnp.inf, on_cpu, divided(x), divided(y))))
     peaks = [jnp.where(jnp.isfinite(peak), peak, 0) for peak in found]
     exponentials = (jnp.exp(divided(x) - peak[:, None]) for x, peak in zip(both, peaks, strict=True))
-    masses = _reduced(lax.add, 0.0, *exponentials)
+    masses = _reduced(lax.add, 0.0, on_cpu, *exponentials)
     sides = [Whole(x, peak, jnp.log(mass)) for x, peak, mass in zip(both, peaks, masses, strict=True)]
     given = lax.optimization_barrier(Pass(sides[0], sides[1], own.inputs.inverse_temperature, None, None, shares))
     sums: list[jax.Array] = []
@@ -220,7 +220,7 @@ def _by_xla(
         terms = [given.terms(Static(of.kind, True, False))[k]]
         if of.entropy and k == 0:
             terms += given.terms(Static(of.kind, False, True))
-        given, found = lax.optimization_barrier((given, _reduced(lax.add, 0.0, *terms)))
+        given, found = lax.optimization_barrier((given, _reduced(lax.add, 0.0, on_cpu, *terms)))
         sums += found
     size, unit = own.size, None
     if plan.call.dtype == "float16":
@@ -235,13 +235,27 @@ def _total(of: Divergence, shares: Any, sums: list[jax.Array]) -> jax.Array:
     return sums[0] if of.kind != "jsd" else shares[0] * sums[1] + shares[1] * sums[0]
 
 
-def _reduced(combine: Any, start: float, *arrays: jax.Array) -> list[jax.Array]:
-    """Each array (n, V), reduced over V. One operation reduces all: XLA then reads what they are made from once."""
+def _reduced(combine: Any, start: float, on_cpu: bool, *arrays: jax.Array) -> list[jax.Array]:
+    """Each array (n, V), reduced over V. One operation reduces all: XLA then reads what they are made from once.
+
+    on_cpu: there XLA adds one term after the other, and a sum of V equal terms is off by up to V/4 roundings. So runs
+    of about √V columns are reduced first, and then what these give.
+    """
 
     def of_pair(some: Any, more: Any) -> Any:
         return tuple(map(combine, some, more))
 
-    return lax.reduce(arrays, tuple(jnp.asarray(start, x.dtype) for x in arrays), of_pair, (1,))
+    def reduced(*arrays: jax.Array) -> list[jax.Array]:
+        of_nothing = tuple(jnp.asarray(start, x.dtype) for x in arrays)
+        return lax.reduce(arrays, of_nothing, of_pair, (arrays[0].ndim - 1,))
+
+    rows, columns = arrays[0].shape
+    run = 1 << (columns.bit_length() + 1) // 2
+    if not on_cpu or columns < 4 * run:
+        return reduced(*arrays)
+    whole = columns - columns % run
+    found = reduced(*(x[:, :whole].reshape(rows, whole // run, run) for x in arrays))
+    return reduced(*(jnp.concatenate([x, y[:, whole:]], axis=1) for x, y in zip(found, arrays, strict=True)))
 
 
 def _dbias_of(dz: jax.Array, call: Call) -> jax.Array:
