@@ -14,7 +14,8 @@ from cce_jax.losses import TokenNumbers
 from cce_jax.plans import Impl
 from cce_jax.sharding import Layout
 from cce_kernels import contract
-from cce_kernels.device import Gpu, has_triton
+from cce_kernels.compat import has_triton
+from cce_kernels.device import Gpu
 
 INT32 = np.iinfo(np.int32)
 MOST_IDS = 256  # of each token

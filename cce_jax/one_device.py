@@ -11,8 +11,8 @@ program for several platforms, such as that of a multi-platform jax.export, JAX 
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+
+from cce_jax.compat import identity, platforms_of, split_axes_of
 
 
 def on_one_device(x: jax.Array, name: str) -> jax.Array:
@@ -24,18 +24,13 @@ def on_one_device(x: jax.Array, name: str) -> jax.Array:
 
 
 def _lowered(ctx: Any, x: Any, name: str) -> list[Any]:
-    platforms, where = ctx.module_context.platforms, ctx.module_context.axis_context
+    platforms = platforms_of(ctx)
     if len(platforms) > 1:
         raise NotImplementedError(
             f"{name}: JAX lowers kernels for one platform at a time, and this program is for {', '.join(platforms)}: "
             "export it for each platform, such as jax.export.export(..., platforms=['cuda']), or use impl='chunked'"
         )
-    mesh = getattr(where, "mesh", None)
-    if mesh is not None:  # inside jax.shard_map
-        manual = set(where.manual_axes) | set(getattr(mesh, "manual_axes", ()))
-        split = [a for a in mesh.axis_names if a not in manual and mesh.shape[a] > 1]
-    else:
-        split = ["data"] * (getattr(where, "num_devices", 1) not in (None, 1))
+    split = split_axes_of(ctx)
     if split:
         raise NotImplementedError(
             f"{name}: XLA cannot split the kernels over the devices of this program. Say how e and c lie, "
@@ -46,8 +41,4 @@ def _lowered(ctx: Any, x: Any, name: str) -> list[Any]:
     return [x]
 
 
-_identity = Primitive("on_one_device")
-_identity.def_abstract_eval(lambda x, name: x)
-_identity.def_impl(lambda x, name: x)
-mlir.register_lowering(_identity, _lowered)
-batching.defvectorized(_identity)
+_identity = identity("on_one_device", _lowered)

@@ -14,9 +14,8 @@ mode.
 from typing import Any, NoReturn
 
 import jax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
+from cce_jax.compat import identity_in_reverse
 from cce_jax.plans import Core
 
 
@@ -34,16 +33,4 @@ def _refuse(*_: Any, name: str, **__: Any) -> NoReturn:
     )
 
 
-_tangent = Primitive("reverse_mode_only_tangent")
-_tangent.def_abstract_eval(lambda x, name: x)
-_tangent.def_impl(_refuse)
-mlir.register_lowering(_tangent, _refuse)
-ad.deflinear(_tangent, lambda cotangent, name: [cotangent])
-batching.primitive_batchers[_tangent] = _refuse
-
-_identity = Primitive("reverse_mode_only")
-_identity.def_abstract_eval(lambda x, name: x)
-_identity.def_impl(lambda x, name: x)
-mlir.register_lowering(_identity, lambda _, x, name: [x])
-ad.defjvp(_identity, lambda tangent, _, name: _tangent.bind(tangent, name=name))
-batching.defvectorized(_identity)
+_identity = identity_in_reverse("reverse_mode_only", _refuse)

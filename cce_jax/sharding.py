@@ -19,9 +19,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.core import get_axis_env  # jax.core has none
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from cce_jax.compat import get_axis_env
 
 Axes = tuple[str, ...]  # the mesh axes that split one axis of an array, the slowest first
 

@@ -122,5 +122,31 @@ def test_names_have_the_words_of_the_list():
     assert {name: str(path.relative_to(ROOT)) for name, path in found.items()} == {}
 
 
+COMPAT = "kernels/cce_kernels/compat.py", "cce_jax/compat.py", "cce_torch/on_jax/compat.py"
+PRIVATE = re.compile(r"(jax\.(_src|extend|interpreters|lib|version|__version\w*)|jaxlib)(\.|$)")
+
+
+def private(path: Path) -> set[str]:
+    """What a file imports or reads of JAX that is private, or is its version."""
+    read = {ast.unparse(node) for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
+    return {name for name in imports(path) | read if PRIVATE.match(name)}
+
+
+def test_one_file_of_each_package_has_all_that_is_private_in_jax():
+    of_files = {str(path.relative_to(ROOT)): private(path) for path in FILES}
+    assert all(of_files.pop(name) for name in COMPAT)
+    assert {name: found for name, found in of_files.items() if found} == {}
+    text = "".join(path.read_text() for path in FILES if path.name != "compat.py")
+    assert not re.search(r"""version\(["']jax(lib)?["']\)""", text), "of importlib.metadata"
+
+
+def test_no_package_imports_from_one_above_it():
+    order = "cce_kernels", "cce_jax", "cce_torch"
+    for path in FILES:
+        of, *_ = module(path).split(".")
+        above = order[order.index(of) + 1 :]
+        assert not {name for name in imports(path) if name.split(".")[0] in above}, path
+
+
 def test_nothing_is_kept_from_the_formatter():
     assert [str(path.relative_to(ROOT)) for path in FILES if "fmt: " + "skip" in path.read_text()] == []

@@ -38,11 +38,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax._src.interpreters import pxla
-from jax._src.lib import _jax, jaxlib_extension_version  # type: ignore[attr-defined]
 from torch import Tensor
 
 from cce_torch.on_jax import settings
+from cce_torch.on_jax.compat import NAMES_PLATFORM, ShapedArray, batched_device_put, from_capsule, to_capsule
 from cce_torch.on_jax.jax_devices import cpu, gpu, jax_device, out_of_memory
 
 GPU_ALIGNMENT = 16  # bytes: the widest loads of XLA's kernels
@@ -119,13 +118,12 @@ def _on_cpu(x: Tensor) -> jax.Array:
     else:
         array = np.from_dlpack(_Memory(x))  # type: ignore[arg-type]
     device, sharding = cpu()
-    # jax.device_put(array, device) ends in this call, but takes 30 µs more.
-    return pxla.batched_device_put(_aval(array.shape, array.dtype), sharding, [array], [device])
+    return batched_device_put(_aval(array.shape, array.dtype), sharding, [array], [device])
 
 
 @lru_cache(maxsize=1024)
 def _aval(shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    return jax.core.ShapedArray(shape, dtype)  # type: ignore[attr-defined]
+    return ShapedArray(shape, dtype)
 
 
 def _run_gpu_or_retry(program: Callable, inputs: Sequence[Input], outputs: Sequence[Tensor]) -> None:
@@ -165,7 +163,7 @@ def _run_gpu(program: Callable, inputs: Sequence[Input], outputs: Sequence[Tenso
     try:
         results = program(*arrays)
         # fact 2: this makes `current` wait for the program's end; the capsule itself is not used
-        _jax.buffer_to_dlpack_managed_tensor(results[0], stream=current or DEFAULT_STREAM)
+        to_capsule(results[0], stream=current or DEFAULT_STREAM)
     except jax.errors.JaxRuntimeError:  # the program did not start, or has ended
         raise
     except BaseException:
@@ -199,10 +197,7 @@ def _stream(handle: int, index: int) -> torch.cuda.Stream:
 
 
 def _lent(x: Tensor, index: int, stream: int | None = None):
-    """A jax.Array on the memory of x, to be used once. It does not keep x alive. Ready when `stream` is; None: now.
-
-    jax.dlpack.from_dlpack would keep x alive, and takes 60 µs of Python and events.
-    """
+    """A jax.Array on the memory of x, to be used once. It does not keep x alive. Ready when `stream` is; None: now."""
     return _array(x.data_ptr(), x.shape, x.dtype, index, stream)
 
 
@@ -252,12 +247,12 @@ _new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p
 
 
 def _array(address: int, shape: torch.Size, dtype: torch.dtype, index: int, stream: int | None):
-    platform = (DLPACK_CUDA,) if jaxlib_extension_version >= 467 else ()
+    platform = (DLPACK_CUDA,) if NAMES_PLATFORM else ()
     but_address, _sizes = _described(shape, dtype, index)
     description = _malloc(DESCRIPTION_BYTES)  # JAX reads `deleter` from here when it frees the array, on any thread
     ctypes.memmove(description, address.to_bytes(ADDRESS_BYTES, sys.byteorder) + but_address, DESCRIPTION_BYTES)
     capsule = _new_capsule(description, b"dltensor", None)
-    return _jax.dlpack_managed_tensor_to_buffer(capsule, gpu(index), stream, None, *platform)
+    return from_capsule(capsule, gpu(index), stream, None, *platform)
 
 
 @lru_cache(maxsize=1024)

@@ -8,9 +8,9 @@ from functools import cache
 import jax
 import numpy as np
 import torch
-from jax._src import xla_bridge
 
 from cce_torch.on_jax import settings
+from cce_torch.on_jax.compat import backends_are_initialized
 
 HELD_SHARE = 0.5  # of the GPU's memory: if JAX holds more, it has reserved memory before it needed it
 
@@ -82,7 +82,7 @@ def check_can_run(device: torch.device) -> None:
 
 def _after_fork() -> None:
     global _is_child
-    _is_child = xla_bridge.backends_are_initialized()
+    _is_child = backends_are_initialized()
 
 
 if hasattr(os, "register_at_fork"):
@@ -97,7 +97,7 @@ def start() -> None:
     not the first, JAX 0.11.2 fails at its first operation.
     """
     with _starting:
-        if xla_bridge.backends_are_initialized():
+        if backends_are_initialized():
             return
         if not jax.config.jax_pjrt_client_create_options and "XLA_PYTHON_CLIENT_PREALLOCATE" not in os.environ:  # type: ignore[attr-defined]
             jax.config.update("jax_pjrt_client_create_options", {"preallocate": False})

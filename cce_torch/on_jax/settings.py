@@ -12,31 +12,11 @@ its thread and then restores them. JAX's own context managers would serve for mo
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
-from jax._src import api, config, mesh
+from cce_torch.on_jax.compat import DEFAULTS, GUARDS
 
-_meshes: Any = config if hasattr(config, "device_context") else mesh  # JAX 0.10 has them in config, 0.11 in mesh
-_post_hook: Any = api._post_hook_state  # the function that checks results under jax_debug_nans
-_GUARDS = (
-    config.transfer_guard_host_to_device,
-    config.transfer_guard_device_to_device,
-    config.transfer_guard_device_to_host,
-)
-_DEFAULTS: dict[Any, Any] = {
-    config.numpy_dtype_promotion: config.numpy_dtype_promotion("standard").new_val,
-    config.numpy_rank_promotion: "allow",
-    config.disable_jit: False,
-    config.debug_nans: False,
-    config.debug_infs: False,
-    _post_hook: None,
-    config.enable_x64: False,
-    config.default_matmul_precision: None,
-    _meshes.abstract_mesh_context_manager: _meshes.abstract_mesh_context_manager.get_global(),  # jax.set_mesh sets
-    _meshes.device_context: _meshes.device_context.get_global(),  # both for the thread alone
-}
-_STATES = (*_DEFAULTS, *_GUARDS)
-_VALUES = [*_DEFAULTS.values(), None, None, None]
+_STATES = (*DEFAULTS, *GUARDS)
+_VALUES = [*DEFAULTS.values(), None, None, None]
 
 
 def are_default() -> bool:
@@ -48,8 +28,8 @@ def are_default() -> bool:
 def defaults() -> Iterator[None]:
     """JAX's default settings, in this thread."""
     with ExitStack() as stack:
-        for state, value in _DEFAULTS.items():
+        for state, value in DEFAULTS.items():
             stack.callback(state.set_local, state.swap_local(value))
-        for guard in _GUARDS:
+        for guard in GUARDS:
             stack.enter_context(guard("allow"))  # not set_local alone: this also tells the runtime
         yield

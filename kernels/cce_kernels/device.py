@@ -1,10 +1,11 @@
 """The GPU that a call is planned for."""
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import jax
+
+from cce_kernels.compat import has_triton
 
 
 @dataclass(frozen=True)
@@ -20,18 +21,6 @@ class Gpu:
         """Whether the kernels run on this GPU: NVIDIA, compute capability 8.0 or more; and jaxlib has Triton."""
         major = self.compute_capability.partition(".")[0]
         return has_triton() and (self.interpreted or (major.isdigit() and int(major) >= 8))
-
-
-@cache
-def has_triton() -> bool:
-    """Whether this jaxlib has Triton, which all kernels need, also in the interpreter. Its wheels for Windows do not:
-    they lack jaxlib.mlir._mlir_libs._triton_ext.
-    """
-    try:
-        from jax.experimental.pallas import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 H200 = Gpu("9.0", 132)  # a CUDA program that is lowered on a machine without a GPU is planned for this one

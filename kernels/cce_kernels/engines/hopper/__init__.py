@@ -6,10 +6,9 @@ The modules that import Mosaic GPU take a quarter of a second, so they are impor
 from dataclasses import replace
 from functools import partial
 
-import jax
-
 from cce_kernels.block_floats import block_of
 from cce_kernels.call import Call
+from cce_kernels.compat import MOSAIC, VERSION
 from cce_kernels.device import Gpu
 from cce_kernels.engines.engine import Block, Engine, Multiplying, Step
 from cce_kernels.engines.hopper import tiles
@@ -19,9 +18,6 @@ from cce_kernels.tokens import MANY
 from cce_kernels.windows import Groups, vocabulary_groups
 
 BLOCK = tiles.PAIR_ROWS // 2  # tokens of a program
-MOSAIC = jax.__version_info__ >= (0, 11)  # in JAX 0.10 the kernels lower, but were never run on a GPU
-
-
 WHOLE = "whole_logits", "logits_and_maxima"
 
 
@@ -41,7 +37,7 @@ class Hopper(Engine):
         if gpu is None or not gpu.supported or gpu.compute_capability != "9.0":
             return "it needs a GPU of compute capability 9.0 (H100, H200)"
         if not MOSAIC:
-            return f"it needs JAX 0.11, and so Python 3.12 or newer; this is JAX {jax.__version__}"
+            return f"it needs JAX 0.11, and so Python 3.12 or newer; this is JAX {VERSION}"
         if call.itemsize != 2:
             return f"it takes bfloat16 and float16, not {call.dtype}"
         if call.with_bias or call.with_sum:

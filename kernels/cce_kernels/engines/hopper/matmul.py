@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from cce_kernels.compat import run_on_mesh
 from cce_kernels.device import Gpu
 from cce_kernels.engines.hopper.registers import BLOCK, ROWS, multiple, remainder
 from cce_kernels.engines.hopper.tiles import DEPTH, TMA_ROWS, PairTiles
@@ -331,10 +332,7 @@ def launch(
                 pl.run_scoped(scoped, *scratch, collective_axes="warpgroup")
 
             options = {"name": name, "interpret": interpret_params(gpu), "compiler_params": PARAMETERS}
-            if jax.__version_info__ < (0, 11):  # there pl.kernel copies arrays that are only read, as it aliases them
-                pl.core_map(mesh, **options)(body)
-            else:
-                pl.kernel(body, mesh=mesh, **options)()  # type: ignore[reportCallIssue]
+            run_on_mesh(body, mesh, **options)
 
         return pl.run_state(stateful)(arrays)[inputs:]
 

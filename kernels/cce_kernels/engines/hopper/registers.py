@@ -8,6 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from cce_kernels.compat import NO_INDEX
 from cce_kernels.engines.hopper.tiles import BLOCK
 
 ROWS = BLOCK // 2  # rows of a warpgroup: the height of the tensor cores' tiles
@@ -40,8 +41,7 @@ def parts_of(tile: jax.Array, dtype) -> Iterator[tuple[int, jax.Array]]:
 def vector_of(ref, row) -> jax.Array:
     """ref[row : row + ROWS]: a number for each row of a warpgroup's tile."""
     at = ref.at[pl.ds(row, ROWS)]
-    index = ((),) if jax.__version_info__ < (0, 11) else ()
-    loaded = plgpu.load(at, *index, optimized=False)  # type: ignore[reportCallIssue]
+    loaded = plgpu.load(at, *NO_INDEX, optimized=False)  # type: ignore[reportCallIssue]
     return plgpu.layout_cast(loaded, plgpu.Layout.WGMMA.reduce(1))
 
 

@@ -1,6 +1,6 @@
 """The triton engine: Pallas kernels for NVIDIA GPUs of compute capability 8.0 and up, and for Pallas' interpreter.
 
-The modules that import Triton are imported at the first launch: a jaxlib may lack Triton (device.has_triton).
+The modules that import Triton are imported at the first launch: a jaxlib may lack Triton (compat.has_triton).
 """
 
 from dataclasses import replace

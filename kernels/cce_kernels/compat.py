@@ -1,0 +1,44 @@
+"""What the kernels use of JAX that differs between its versions, and JAX's version. Both are read at the import.
+
+cce_jax and cce_torch/on_jax have a file of this name, for the private parts of JAX that they use. No other file imports
+a private part of JAX or reads its version (tests/test_house.py).
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import jax
+
+VERSION = jax.__version__  # for messages
+
+_IS_0_10 = jax.__version_info__ < (0, 11)
+
+# Whether the kernels for Hopper run. In JAX 0.10 they lower, but were never run on a GPU.
+MOSAIC = not _IS_0_10
+
+# The index of mosaic_gpu.load for a whole reference, which JAX 0.10 wants to be given.
+NO_INDEX: tuple[Any, ...] = ((),) if _IS_0_10 else ()
+
+
+def run_on_mesh(body: Callable, mesh: Any, **options: Any) -> None:
+    """Runs the body of a kernel. Public: pl.kernel, but in JAX 0.10 this copies arrays that are only read."""
+    from jax.experimental import pallas as pl
+
+    if _IS_0_10:
+        pl.core_map(mesh, **options)(body)
+    else:
+        pl.kernel(body, mesh=mesh, **options)()  # type: ignore[reportCallIssue]
+
+
+@cache
+def has_triton() -> bool:
+    """Whether JAX has Pallas' Triton, which all kernels need, also in the interpreter. Nothing public tells.
+
+    Without jaxlib.mlir._mlir_libs._triton_ext the import fails. jaxlib's wheels for Windows lack it.
+    """
+    try:
+        from jax.experimental.pallas import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
