@@ -2,13 +2,18 @@
 
 import importlib.metadata
 import importlib.resources
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import cce_jax
 import cce_torch
+from cce_kernels import compat
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("package", [cce_jax, cce_torch])
@@ -70,3 +75,48 @@ def test_without_triton_all_but_its_kernels_work():
     assert run.returncode == 0, run.stderr[-3000:]
     assert "impl='cce' needs Triton, which this jaxlib lacks" in run.stdout
     assert "impl='chunked'" in run.stdout
+
+
+IN_A_NEWER_JAX = """
+import importlib, sys, warnings
+import jax, jax.numpy as jnp, torch
+jax.__version__, jax.__version_info__ = "0.13.1", (0, 13, 1)
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    import cce_jax, cce_torch
+    from cce_kernels import compat
+    assert not seen, seen[0]
+    e, c = jnp.ones((3, 4)), jnp.ones((5, 4))
+    def in_jax(n):
+        return cce_jax.linear_cross_entropy(e[:n], c, jnp.zeros(n, jnp.int32))
+    def in_torch(n):
+        return cce_torch.linear_cross_entropy(torch.ones(n, 4), torch.ones(5, 4), torch.zeros(n).long(), impl="chunked")
+    first, second = (in_jax, in_torch) if sys.argv[1] == "cce_jax" else (in_torch, in_jax)
+    found = [first(3)]
+    print(*(x.message for x in seen))
+    found += [first(2), second(3), second(2)]
+    assert len(seen) == 1, seen
+    assert all(abs(float(x) - 1.6094) < 1e-3 for x in found), found
+    jax.__version_info__ = (0, 12, 9)
+    importlib.reload(compat).warn_if_untested()
+    assert len(seen) == 1, seen
+"""
+
+
+@pytest.mark.parametrize("first", ["cce_jax", "cce_torch"])
+def test_the_first_call_warns_of_a_jax_that_was_not_tested(first):
+    """Once, at the call and not at the import; and the call works."""
+    command = [sys.executable, "-c", IN_A_NEWER_JAX, first]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout == (
+        "cce-jax was tested with JAX up to 0.12, and this is JAX 0.13.1: should a call fail or be slow, "
+        "update cce-jax, or install 'jax<0.13'\n"
+    )
+
+
+def test_the_newest_jax_that_was_tested_is_the_newest_that_is_installed():
+    bounds = re.findall(r"\bjax[\w\[\]-]*>=[\d.]+,<([\d.]+)", (ROOT / "pyproject.toml").read_text())
+    major, minor = compat.NEWEST
+    assert set(bounds) == {f"{major}.{minor + 1}"}
+    assert len(bounds) >= 3

@@ -4,6 +4,7 @@ cce_jax and cce_torch/on_jax have a file of this name, for the private parts of 
 a private part of JAX or reads its version (tests/test_house.py).
 """
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import jax
 
 VERSION = jax.__version__  # for messages
+NEWEST = 0, 12  # the newest JAX that was tested: pyproject.toml asks for no newer one
+_is_untested = jax.__version_info__[:2] > NEWEST
 
 _IS_0_10 = jax.__version_info__ < (0, 11)
 
@@ -19,6 +22,19 @@ MOSAIC = not _IS_0_10
 
 # The index of mosaic_gpu.load for a whole reference, which JAX 0.10 wants to be given.
 NO_INDEX: tuple[Any, ...] = ((),) if _IS_0_10 else ()
+
+
+def warn_if_untested() -> None:
+    """Warns once in a process where JAX is newer than the newest one that was tested."""
+    global _is_untested
+    if _is_untested:
+        _is_untested = False
+        major, minor = NEWEST
+        message = (
+            f"cce-jax was tested with JAX up to {major}.{minor}, and this is JAX {VERSION}: should a call fail or be "
+            f"slow, update cce-jax, or install 'jax<{major}.{minor + 1}'"
+        )
+        warnings.warn(message, stacklevel=2)
 
 
 def run_on_mesh(body: Callable, mesh: Any, **options: Any) -> None:

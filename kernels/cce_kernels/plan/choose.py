@@ -1,6 +1,6 @@
 """The one place that decides which engine computes a call, what is saved, and in which groups and tiles.
 
-`plan_of` is pure arithmetic: it launches nothing and asks no device.
+`plan_of` is arithmetic: it launches nothing and asks no device.
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from cce_kernels.call import Call
+from cce_kernels.compat import warn_if_untested
 from cce_kernels.device import Gpu
 from cce_kernels.engines.engine import Block, Engine, Multiplying, Step
 from cce_kernels.engines.hopper import HOPPER
@@ -53,8 +54,9 @@ def plan_of(
     gpu: None for a device that is no CUDA GPU. What the plan for another platform has decided already, or None: saved,
     the number of tokens whose exponentials are saved, all or 0; last, that the forward pass forms the gradients, and
     the number of tokens of its last chunk. chunks (Chunks): the same from the plan for another shard of the
-    vocabulary, and all its chunks.
+    vocabulary, and all its chunks. The first plan warns of a JAX that was not tested: each new call comes by here.
     """
+    warn_if_untested()
     if call.forms_dz or not can_be_saved(call):  # block_sparse.py bounds what products of exponentials leave out
         call = replace(call, gradient_tolerance=0.0)
     gathered = with_gathered_rows(call)
