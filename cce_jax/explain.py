@@ -39,9 +39,9 @@ def explain(
       gradients_of: of which of "e", "c" and "bias" the gradient is asked for; () for evaluation.
 
     Returns:
-      An Explanation: the engine, why faster engines refuse the call, how the gradients are formed, in which chunks of
-      tokens, the bytes held, and the predicted time. `logging.getLogger("cce_kernels")` has the same in one line, at
-      the level INFO, when a call is first planned.
+      An Explanation: the engine, why faster engines refuse the call or this machine, how the gradients are formed, in
+      which chunks of tokens, the bytes held, and the predicted time. `logging.getLogger("cce_kernels")` has the same in
+      one line, at the level INFO, when a call is first planned; there no engine is named that refuses the machine.
 
     Raises:
       ValueError: an option is out of its range, or impl is "reference", which plans nothing.
@@ -59,7 +59,7 @@ def explain(
     core = plans.Core(
         Head(contract.softcap(softcap), vocab_axis, precision),
         smooths,
-        resolved(impl, e.dtype, gpu),
+        resolved(impl, e.dtype, None if impl == "auto" else gpu),  # the engines say why they refuse this GPU
         contract.memory_budget(memory_budget),
         gpu,
         wide_dc=c.dtype != e.dtype,

@@ -1,6 +1,7 @@
 """How a call would run, without running it."""
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -28,7 +29,7 @@ def explain(
 
     The same as cce_jax.explain, which says what the fields of the result are, for tensors: e (..., D), c (V, D), or
     (D, V) with vocab_axis=1, bias (V,). Only their shapes, types, layout and device are read. Raises ValueError where
-    an option is out of its range, or the call would run PyTorch's own operators, as with float64.
+    an option is out of its range, or the call would run PyTorch's own operators; it then says why, such as float64.
     """
     from cce_jax import plans
     from cce_torch.arguments import resolved
@@ -36,8 +37,12 @@ def explain(
 
     contract.choice("reduction", reduction, contract.REDUCTIONS)
     contract.choice("impl", impl, ("auto", "cce", "chunked"))
-    impl = resolved(impl, e)  # type: ignore[assignment]
-    contract.choice("impl", impl, ("auto", "cce", "chunked"))
+    runs: Any = resolved(impl, e)
+    if runs == "torch_compile":
+        try:
+            resolved("cce", e)
+        except (NotImplementedError, TypeError) as error:
+            raise ValueError(f"this call runs PyTorch's own operators, which plan nothing, as {error}") from None
     smooths = contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0) > 0
     softcap, budget = contract.softcap(softcap), contract.memory_budget(memory_budget)
     call = Call(
@@ -47,9 +52,10 @@ def explain(
         reduction=reduction,
         smooths=smooths,
         precision=precision,
-        impl=impl,
+        impl=runs,
         wide_dc=c.dtype != e.dtype,
     )
     kind = kinds.kind_of_tensors(e, c.T if vocab_axis else c, call)
     shapes = kind.shapes(kind.sizes(e.numel() // max(e.shape[-1], 1)), bias is not None)
-    return plans.explanation(shapes, kind.static, reduction, gradients_of)
+    static = replace(kind.static, impl=impl)  # with "auto" the engines say why they refuse a CPU
+    return plans.explanation(shapes, static, reduction, gradients_of)

@@ -3,18 +3,24 @@
 import logging
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cce_jax
 import cce_torch
 from cce_jax import prepare
-from cce_kernels.device import H200
+from cce_kernels import device
+from cce_kernels.compat import VERSION
+from cce_kernels.device import H200, Gpu
 from cce_kernels.engines import hopper
 from cce_kernels.plan import plan_of
+from cce_torch import arguments
+from cce_torch.on_jax import jax_devices, kinds
 
 S = jax.ShapeDtypeStruct
 E, C = S((2048, 128), jnp.bfloat16), S((32000, 128), jnp.bfloat16)
@@ -68,6 +74,57 @@ def test_a_faster_engine_says_why_it_refuses(on_h200, monkeypatch):
         assert reason in str(found)
 
 
+def on_gpu(monkeypatch, gpu: Gpu):
+    """Both packages' explain of E and C as on this GPU: cce_torch's gets fake tensors."""
+    for module in (prepare, sys.modules["cce_jax.explain"]):
+        monkeypatch.setattr(module, "local_gpu", lambda: gpu)
+    major, _, minor = gpu.compute_capability.partition(".")
+    on = SimpleNamespace(compute_capability=gpu.compute_capability, core_count=gpu.multiprocessors)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(arguments, "_capability", lambda _: (int(major), int(minor)))
+    monkeypatch.setattr(jax_devices, "check_can_run", lambda _: None)
+    monkeypatch.setattr(jax_devices, "jax_device", lambda _: on)
+    monkeypatch.setattr(kinds, "_kinds", {})
+    plan_of.cache_clear()
+
+    def in_torch(**options):
+        with FakeTensorMode():
+            e, c = (torch.empty(x.shape, dtype=torch.bfloat16, device="cuda") for x in (E, C))
+            return cce_torch.explain(e, c, **options)
+
+    return partial(cce_jax.explain, E, C), in_torch
+
+
+def test_without_pallas_triton_all_kernels_say_that_they_need_it(on_h200, monkeypatch):
+    """Those for Hopper too: a plan takes the launches that they lack from the engine triton."""
+    name = "jax.experimental.pallas.triton"
+    monkeypatch.setattr(device, "has_triton", lambda: False)
+    monkeypatch.setattr(hopper, "MOSAIC", True)
+    for explain in on_gpu(monkeypatch, H200):
+        found = explain()
+        assert (found.engine, list(found.refused)) == ("xla", ["hopper", "triton"])
+        assert str(found).count(f"it needs Pallas' Triton ({name}), which this JAX, {VERSION}, lacks\n") == 2
+    with pytest.raises(ValueError, match=r"; triton: it needs Pallas' Triton .*\); impl='chunked' computes it"):
+        cce_torch.linear_cross_entropy(torch.zeros(5, 4), torch.zeros(7, 4), torch.zeros(5).long(), impl="cce")
+
+
+def test_a_gpu_that_is_too_old_is_named(on_h200, monkeypatch):
+    in_jax, in_torch = on_gpu(monkeypatch, Gpu("7.5", 40))
+    found = in_jax()
+    assert found.engine == "xla"
+    assert "  not hopper: it needs a GPU of compute capability 9.0 (H100, H200)\n" in str(found)
+    assert found.refused["triton"] == "it needs an NVIDIA GPU of compute capability 8.0 or more, and this GPU's is 7.5"
+    with pytest.raises(ValueError, match=r"runs PyTorch's own operators.* cuda:0: it needs compute capability 8\.0"):
+        in_torch()
+
+
+def test_a_device_that_is_no_gpu_is_refused_too():
+    for found in (cce_jax.explain(E, C), cce_torch.explain(*(torch.zeros(x.shape).bfloat16() for x in (E, C)))):
+        assert found.engine == "xla"
+        assert found.refused["triton"] == "it needs an NVIDIA GPU of compute capability 8.0 or more"
+    assert not cce_jax.explain(E, C, impl="chunked").refused
+
+
 def test_it_tells_of_the_program_that_runs():
     """In JAX on this machine, in float32: where gradients are formed before, the backward pass has no matmul."""
     e, c, targets = jnp.ones((1024, 16)), jnp.ones((4000, 16)), jnp.zeros(1024, jnp.int32)
@@ -107,4 +164,6 @@ def test_what_is_no_option_is_an_error():
     with pytest.raises(ValueError, match="impl"):
         cce_jax.explain(E, C, impl="reference")
     with pytest.raises(ValueError, match="impl"):
+        cce_torch.explain(torch.zeros(2, 2), torch.zeros(3, 2), impl="reference")
+    with pytest.raises(ValueError, match=r"runs PyTorch's own operators.*e is float64"):
         cce_torch.explain(torch.zeros(2, 2, dtype=torch.float64), torch.zeros(3, 2, dtype=torch.float64))

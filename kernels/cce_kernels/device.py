@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from cce_kernels.compat import has_triton
+from cce_kernels.compat import VERSION, has_triton
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,18 @@ class Gpu:
 
     @property
     def supported(self) -> bool:
-        """Whether the kernels run on this GPU: NVIDIA, compute capability 8.0 or more; and jaxlib has Triton."""
+        """Whether the kernels run on this GPU: NVIDIA, compute capability 8.0 or more; and JAX has Triton."""
+        return not self.lacks
+
+    @property
+    def lacks(self) -> str:
+        """What a kernel needs and does not find on this GPU, in words for a user; "" if the kernels run."""
+        if not has_triton():
+            return f"it needs Pallas' Triton (jax.experimental.pallas.triton), which this JAX, {VERSION}, lacks"
         major = self.compute_capability.partition(".")[0]
-        return has_triton() and (self.interpreted or (major.isdigit() and int(major) >= 8))
+        if self.interpreted or (major.isdigit() and int(major) >= 8):
+            return ""
+        return f"it needs an NVIDIA GPU of compute capability 8.0 or more, and this GPU's is {self.compute_capability}"
 
 
 H200 = Gpu("9.0", 132)  # a CUDA program that is lowered on a machine without a GPU is planned for this one

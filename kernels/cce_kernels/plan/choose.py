@@ -60,9 +60,11 @@ def plan_of(
     if call.forms_dz or not can_be_saved(call):  # block_sparse.py bounds what products of exponentials leave out
         call = replace(call, gradient_tolerance=0.0)
     gathered = with_gathered_rows(call)
-    serving = tuple(engine for engine in engines(call.itemsize, impl) if engine.serves(gathered, gpu))
+    asked = engines(call.itemsize, impl)
+    serving = tuple(engine for engine in asked if engine.serves(gathered, gpu))
     if not serving:
-        raise ValueError(f"impl={impl!r} has no engine for {call} on {gpu}")
+        why = "; ".join(f"{engine.name}: {engine.refuses(gathered, gpu)}" for engine in asked)
+        raise ValueError(f"impl={impl!r} has no engine for {call} on {gpu} ({why}); impl='chunked' computes it")
     x = _Setting(call, gpu, serving)
     if call.teacher_width:
         return _beside_a_teacher(x, last, chunks)

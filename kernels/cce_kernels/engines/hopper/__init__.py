@@ -34,8 +34,10 @@ class Hopper(Engine):
         TMA copies tiles of TMA_ROWS × TMA_COLUMNS. D and V must be larger than one: if an array is exactly as wide, a
         write beyond its edge lands in the array (seen on an H200).
         """
-        if gpu is None or not gpu.supported or gpu.compute_capability != "9.0":
+        if gpu is None or gpu.compute_capability != "9.0":
             return "it needs a GPU of compute capability 9.0 (H100, H200)"
+        if gpu.lacks:
+            return gpu.lacks
         if not MOSAIC:
             return f"it needs JAX 0.11, and so Python 3.12 or newer; this is JAX {VERSION}"
         if call.itemsize != 2:

@@ -24,8 +24,10 @@ class Triton(Engine):
 
     def refuses(self, call: Call, gpu: Gpu | None) -> str:
         """All types except float64."""
-        if gpu is None or not gpu.supported:
+        if gpu is None:
             return "it needs an NVIDIA GPU of compute capability 8.0 or more"
+        if gpu.lacks:
+            return gpu.lacks
         return "" if call.itemsize <= 4 else "it takes no float64"
 
     def step(self, method: str, call: Call, gpu: Gpu, rows: int = 0, block: Block | None = None) -> Step:
