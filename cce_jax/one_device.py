@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from cce_jax.compat import identity, platforms_of, split_axes_of
+from cce_kernels.compat import ignore_deprecation_of_triton
 
 
 def on_one_device(x: jax.Array, name: str) -> jax.Array:
@@ -24,6 +25,7 @@ def on_one_device(x: jax.Array, name: str) -> jax.Array:
 
 
 def _lowered(ctx: Any, x: Any, name: str) -> list[Any]:
+    ignore_deprecation_of_triton()  # the kernels are lowered next, and may have been traced long ago
     platforms = platforms_of(ctx)
     if len(platforms) > 1:
         raise NotImplementedError(

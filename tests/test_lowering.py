@@ -1,5 +1,7 @@
 """Every kernel lowers for CUDA without a GPU, and every shipped tile configuration fits the GPUs it is for."""
 
+import itertools
+import warnings
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -118,6 +120,29 @@ def test_ragged_shapes_and_every_option_lower(shape, vocab_axis, memory_budget):
     options: dict[str, Any] = {"softcap": 30.0, "label_smoothing": 0.1, "logit_scale": 2.0, "arrays": True}
     found = gradient(jnp.bfloat16, *shape, vocab_axis, memory_budget=memory_budget, **options)
     assert set(FORWARD) < set(names(found))
+
+
+def test_that_jax_deprecates_triton_reaches_no_user():
+    """Nor an error where warnings are errors in each test of a user, and the loss was traced in an earlier one.
+
+    cce_torch also has programs that launch kernels without cce_jax.
+    """
+    given = S((256, 128), jnp.bfloat16), S((512, 128), jnp.bfloat16), S((256,), jnp.int32)
+    traced = jax.jit(jax.grad(linear_cross_entropy, (0, 1)))
+    plan = plan_of(call_of((256, 128, 512), 2**20), Gpu("8.9", 132), "cce")
+
+    def alone(e, c, targets):
+        return forward.statistics(Inputs(e, c, None, targets), plan)[0].lse
+
+    for function, factor in itertools.product((traced, alone), (1, 2, 3)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = kernels(lambda *x, f=function, by=factor: jax.tree.map(lambda y: by * y, f(*x)), *given)
+        assert "statistics" in names(found)
+    before = list(warnings.filters)
+    kernels(traced, *given)
+    kernels(traced, *given)
+    assert len(warnings.filters) <= len(before) + 1
 
 
 @pytest.mark.parametrize("impl", ["auto", "cce"])

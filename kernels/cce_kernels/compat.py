@@ -4,6 +4,7 @@ cce_jax and cce_torch/on_jax have a file of this name, for the private parts of 
 a private part of JAX or reads its version (tests/test_house.py).
 """
 
+import re
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -16,6 +17,7 @@ NEWEST = 0, 12  # the newest JAX that was tested: pyproject.toml asks for no new
 _is_untested = jax.__version_info__[:2] > NEWEST
 
 _IS_0_10 = jax.__version_info__ < (0, 11)
+_DEPRECATION = "ignore", re.compile("The Pallas Triton backend is deprecated", re.I), DeprecationWarning, None, 0
 
 # Whether the kernels for Hopper run. In JAX 0.10 they lower, but were never run on a GPU.
 MOSAIC = not _IS_0_10
@@ -35,6 +37,15 @@ def warn_if_untested() -> None:
             f"slow, update cce-jax, or install 'jax<{major}.{minor + 1}'"
         )
         warnings.warn(message, stacklevel=2)
+
+
+def ignore_deprecation_of_triton() -> None:
+    """Has Python ignore what JAX says at each lowering of a Triton kernel since 0.11: a user can do nothing about it.
+
+    To be called before each lowering: by then the filters may be others, as they are in each test of pytest.
+    """
+    if warnings.filters[:1] != [_DEPRECATION]:
+        warnings.filterwarnings("ignore", _DEPRECATION[1].pattern, DeprecationWarning)
 
 
 def run_on_mesh(body: Callable, mesh: Any, **options: Any) -> None:

@@ -1,6 +1,5 @@
 """The launch of one Triton kernel, and what it knows when it is compiled."""
 
-import warnings
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -8,12 +7,10 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from cce_kernels.compat import ignore_deprecation_of_triton
 from cce_kernels.engines.engine import Problem, Step
 from cce_kernels.engines.triton.tiles import TileConfig
 from cce_kernels.head import Head
-
-# JAX 0.11 warns at every Triton lowering. A user can do nothing about it: pyproject.toml bounds jax from above instead.
-warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
 
 
 class How(NamedTuple):
@@ -36,6 +33,7 @@ def launch(kernel, how: How, *operands: Any, programs: int, name: str, out_shape
     in_place: the operands, one or a tuple, whose buffers become the first outputs, or all where out_shape is None.
     Elements that the kernel does not write keep the operand's values.
     """
+    ignore_deprecation_of_triton()
     if out_shape is None:
         out_shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), in_place)
     arrays = jax.tree.leaves(operands)
