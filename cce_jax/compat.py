@@ -40,7 +40,10 @@ def platforms_of(context: Any) -> tuple[str, ...]:
 
 
 def split_axes_of(context: Any) -> list[str]:
-    """The mesh axes over which XLA will split a lowering rule's program, or ["data"] outside of jax.shard_map."""
+    """The mesh axes over which XLA will split a lowering rule's program. Nothing public tells.
+
+    Outside of jax.shard_map they are not known: ["data"] if there are several devices.
+    """
     where = context.module_context.axis_context
     mesh = getattr(where, "mesh", None)
     if mesh is None:

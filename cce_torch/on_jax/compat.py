@@ -41,7 +41,7 @@ DEFAULTS: dict[Any, Any] = {
     _meshes.device_context: _meshes.device_context.get_global(),  # both for the thread alone
 }
 
-# The three settings of jax.transfer_guard, whose default is None. As public as DEFAULTS.
+# More of them, whose default is None. Public: jax.transfer_guard, which sets all three, but tells none.
 GUARDS = (
     config.transfer_guard_host_to_device,
     config.transfer_guard_device_to_device,
