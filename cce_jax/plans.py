@@ -64,7 +64,7 @@ def plan_for(
     impl: Any = core.impl if gpu is not None else "chunked"
     plan = _plan(inputs, core, wanted, decided, one_factor, gpu, impl)
     if decided == UNDECIDED:
-        logged(plan, impl)
+        logged(plan, impl, core.gradient_tolerance)
     return plan
 
 
@@ -110,7 +110,7 @@ def explanation(inputs: Inputs, core: Core, reduction: str, gradients_of: Collec
         contract.choice("gradients_of", name, NAMES)
     wanted = Wanted(*(name in gradients_of for name in NAMES)) if gradients_of else None
     plan = plan_for(inputs, core, wanted, one_factor=reduction != "none")
-    return explained(plan, core.impl)  # type: ignore[arg-type]
+    return explained(plan, core.impl, core.gradient_tolerance)  # type: ignore[arg-type]
 
 
 def on_platform(

@@ -49,12 +49,39 @@ def test_each_way_to_the_gradients(on_h200, monkeypatch):
         assert (found.chunks is not None) == (way == "in the forward pass")
         assert found.held > 0
         assert str(found).count("\n") >= 2
+        assert found.time > 0.9
     head = S((8192, 4096), jnp.bfloat16), S((128256, 4096), jnp.bfloat16)
     exact, tolerant = (cce_jax.explain(*head, memory_budget="all", gradient_tolerance=x) for x in (0.0, 2**-7))
     assert exact.gradients == "from exponentials that the forward pass saves"
     assert tolerant.gradients == "in the forward pass", "which alone can leave out blocks"
     evaluation = cce_jax.explain(E, C, gradients_of=())
     assert (evaluation.gradients, evaluation.chunks, evaluation.time) == (None, None, None)
+
+
+def test_what_is_said_is_a_sentence_that_is_true(on_h200, monkeypatch):
+    """A time is no 1313.71; a tolerance that does nothing is said to do nothing."""
+    monkeypatch.setattr(hopper, "MOSAIC", True)
+    small = cce_jax.explain(E, C, memory_budget=0)
+    assert small.time > 10
+    assert "more than 10 times the matrix products alone, which take little of this call's time" in str(small)
+    evaluation = str(cce_jax.explain(E, C, gradients_of=()))
+    assert evaluation.endswith("gradients: none, as in evaluation; no time is predicted for it")
+    assert "gradient_tolerance" not in evaluation + str(small)
+
+    head = S((8192, 4096), jnp.bfloat16), S((128256, 4096), jnp.bfloat16)
+    tolerant = cce_jax.explain(*head, gradient_tolerance=2**-7)
+    assert tolerant.leaves_out
+    assert "gradient_tolerance: blocks are left out of the products" in str(tolerant)
+    for options in ({"reduction": "none"}, {"bias": S((128256,), jnp.bfloat16)}, {"impl": "chunked"}):
+        exact = cce_jax.explain(*head, gradient_tolerance=2**-7, **options)
+        assert exact.leaves_out is False
+        assert "gradient_tolerance: does nothing here" in str(exact)
+
+
+def test_one_chunk_on_a_cpu_and_a_tolerance_that_does_nothing():
+    one = cce_jax.explain(S((64, 32), jnp.float32), S((500, 32), jnp.float32))
+    assert ", 1 chunk of 64 tokens\n" in str(one)
+    assert "gradient_tolerance: does nothing here" in str(cce_jax.explain(E, C, gradient_tolerance=2**-7))
 
 
 def test_a_faster_engine_says_why_it_refuses(on_h200, monkeypatch):

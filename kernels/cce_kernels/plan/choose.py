@@ -74,15 +74,15 @@ def plan_of(
         return plan
     saves = _saves(x) if saved is None or not x.engine.stops else saved > 0
     gradients, of_gradients = _saved(x) if saves else _recomputed(x)
-    held, times = max(of_forward, of_gradients), None
+    held = max(of_forward, of_gradients)
     decided = last is not None or chunks is not None
-    if decided or (saved is None and (call.one_factor or of_any_cotangents(call))):
-        if chunks is None and (decided or _may_form_in_forward(x)):
-            chunks = fastest_chunks(x.bytes, last)
-        recomputed = gradients if isinstance(gradients, Recomputed) else _recomputed(x)[0]
-        times = predicted(x.bytes, recomputed.products.groups.count, chunks, saves)
-        if chunks is not None and (decided or _is_fastest_in_forward(times) or _may_leave_out(x, times)):
-            gradients, held = _in_forward(x, chunks), x.bytes.of_chunks(chunks)
+    may = decided or (saved is None and (call.one_factor or of_any_cotangents(call)))
+    if may and chunks is None and (decided or _may_form_in_forward(x)):
+        chunks = fastest_chunks(x.bytes, last)
+    recomputed = gradients if isinstance(gradients, Recomputed) else _recomputed(x)[0]
+    times = predicted(x.bytes, recomputed.products.groups.count, chunks, saves)
+    if chunks is not None and (decided or _is_fastest_in_forward(times) or _may_leave_out(x, times)):
+        gradients, held = _in_forward(x, chunks), x.bytes.of_chunks(chunks)
     if not isinstance(gradients, InForward):  # the other ways leave out nothing
         plan = replace(plan, call=replace(call, gradient_tolerance=0.0))
     return replace(plan, gradients=gradients, held=held, least=x.bytes.least(), times=times)

@@ -10,9 +10,11 @@ from cce_kernels.plan.plan import Plan
 
 log = logging.getLogger("cce_kernels")
 MIB = 2**20
+LARGE = 10.0  # a predicted time beyond it says only that the matrix products take little of it
 RECOMPUTED = "from logits that the backward pass computes again"
 SAVED = "from exponentials that the forward pass saves"
 IN_FORWARD = "in the forward pass"
+NOTHING_LEFT_OUT = "does nothing here; only the engine hopper leaves out blocks, in the forward pass"
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,9 @@ class Explanation:
     gradients: how they are formed; None for evaluation. chunks: the chunks of tokens in which the forward pass forms
     them, as (how many, tokens of each); None for the other ways. held: the most bytes that the call holds besides its
     inputs, its results and a few numbers for each token. memory_budget: in bytes. time: the predicted time of forward
-    and backward, divided by that of the matrix products alone that the call cannot do without; None where no other way
-    to the gradients was weighed, as for reduction="none".
+    and backward, divided by that of the matrix products alone that the call cannot do without; None for evaluation. It
+    is large for small calls, which take as long as their launches. leaves_out: whether the products leave out blocks,
+    as a gradient_tolerance allows; None without a tolerance.
     """
 
     engine: str
@@ -34,20 +37,33 @@ class Explanation:
     held: int
     memory_budget: int
     time: float | None
+    leaves_out: bool | None
 
     def __str__(self) -> str:
         lines = [f"engine: {self.engine}", *(f"  not {name}: {why}" for name, why in self.refused.items())]
-        if self.gradients is not None:
-            chunks = "" if self.chunks is None else f", {self.chunks[0]} chunks of {self.chunks[1]} tokens"
+        if self.gradients is None:
+            lines.append("gradients: none, as in evaluation; no time is predicted for it")
+        else:
+            chunks = "" if self.chunks is None else f", {_chunks(*self.chunks)}"
             lines.append(f"gradients: {self.gradients}{chunks}")
             budget = "all" if self.memory_budget >= EVERYTHING else f"{self.memory_budget / MIB:.0f} MiB"
             lines.append(f"memory: {self.held / MIB:.0f} MiB; memory_budget: {budget}")
         if self.time is not None:
-            lines.append(f"predicted time: {self.time:.2f} of the matrix products alone")
+            time = f"{self.time:.2f} of" if self.time <= LARGE else f"more than {LARGE:.0f} times"
+            why = "" if self.time <= LARGE else ", which take little of this call's time"
+            lines.append(f"predicted time: {time} the matrix products alone{why}")
+        if self.leaves_out is not None:
+            does = "blocks are left out of the products" if self.leaves_out else NOTHING_LEFT_OUT
+            lines.append(f"gradient_tolerance: {does}")
         return "\n".join(lines)
 
 
-def explained(plan: Plan, impl: Impl) -> Explanation:
+def _chunks(number: int, size: int) -> str:
+    return f"{number} chunk{'s' * (number != 1)} of {size} token{'s' * (size != 1)}"
+
+
+def explained(plan: Plan, impl: Impl, gradient_tolerance: float) -> Explanation:
+    """gradient_tolerance: what the user gave. That of the plan's call is 0 where the plan leaves out nothing."""
     call, engine = plan.call, plan.forward.sums.engine
     asked = list(engines(call.itemsize, impl))
     refused = {x.name: x.refuses(with_gathered_rows(call), plan.gpu) for x in asked[: asked.index(engine)]}
@@ -58,19 +74,21 @@ def explained(plan: Plan, impl: Impl) -> Explanation:
     elif call.wanted is not None:
         gradients = SAVED if plan.saved else RECOMPUTED
     if plan.times is not None:
-        time = {IN_FORWARD: plan.times.in_forward, SAVED: plan.times.saved, RECOMPUTED: plan.times.recomputed}[
-            gradients or RECOMPUTED
-        ]
-    return Explanation(engine.name, refused, gradients, chunks, plan.held, call.memory_budget, time)
+        times = {IN_FORWARD: plan.times.in_forward, SAVED: plan.times.saved, RECOMPUTED: plan.times.recomputed}
+        time = times[gradients or RECOMPUTED]
+    sparse = plan.in_forward is not None and plan.in_forward.thresholds is not None
+    leaves_out = sparse if gradient_tolerance and gradients else None
+    return Explanation(engine.name, refused, gradients, chunks, plan.held, call.memory_budget, time, leaves_out)
 
 
-def logged(plan: Plan, impl: Impl) -> None:
+def logged(plan: Plan, impl: Impl, gradient_tolerance: float) -> None:
     """Logs a plan once, in one line, at the level INFO."""
     if log.isEnabledFor(logging.INFO):
-        _logged(plan, impl)
+        _logged(plan, impl, gradient_tolerance)
 
 
 @lru_cache(maxsize=4096)
-def _logged(plan: Plan, impl: Impl) -> None:
+def _logged(plan: Plan, impl: Impl, gradient_tolerance: float) -> None:
     n, d, v = plan.call.tokens, plan.call.width, plan.call.vocabulary
-    log.info("%s×%s×%s %s: %s", n, d, v, plan.call.dtype, str(explained(plan, impl)).replace("\n", "; "))
+    told = str(explained(plan, impl, gradient_tolerance)).replace("\n", "; ")
+    log.info("%s×%s×%s %s: %s", n, d, v, plan.call.dtype, told)

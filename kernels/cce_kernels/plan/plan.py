@@ -113,7 +113,7 @@ class Plan:
     gradients: Recomputed | Saved | InForward | None  # the way to the gradients; None: none is wanted
     held: int  # the most bytes that this plan holds besides inputs and results; 0 for evaluation
     least: int  # the bytes that the least plan holds, whatever the budget; 0 for evaluation
-    times: Times | None = None  # None unless the forward pass may form the gradients
+    times: Times | None = None  # None for evaluation, and beside a teacher
 
     @property
     def saved(self) -> int:
