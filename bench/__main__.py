@@ -104,7 +104,7 @@ def main() -> None:
     results = Results([], [], [])
     for results in run(asked):  # what there is is kept, whatever becomes of the rest
         report.write(asked.out, precision=asked.precision, **results._asdict())
-    plot.draw(results.rows, asked.out.with_suffix(".png"))
+    plot.draw(results.rows, jax.devices()[0].device_kind, asked.out.with_suffix(".png"))
     print("", *absences(results), f"wrote {asked.out.with_suffix('.json')}", sep="\n")
 
 

@@ -7,90 +7,116 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # without pyplot it draws with the Agg backend, which needs no display
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from bench.report import Row, size
+from bench.report import Row
 from bench.run import gradients
 
-# Of each package, what its methods' names begin with: its color, and what a point's label says of its settings.
+
+class Look(NamedTuple):
+    """What the methods of a package are called in the legend, and how they look."""
+
+    label: str
+    color: str
+    marker: str
+
+
+# By what the names of a package's methods begin with.
 PACKAGES = {
-    "cce_jax": ("#00798c", "memory_budget"),
-    "cce_torch": ("#d1495b", "the same"),
-    "Liger": ("#e09f3e", "chunk_mem_const, 1 by default"),
-    "quack": ("#6a4c93", "tokens in a chunk, 4096 by default"),
-    "torch.compile": ("#2b2d42", "full logits"),
-    "gist": ("#8d99ae", "chunks of tokens, torch.compile"),
-    "cut_cross_entropy": ("#588157", ""),
-    "tokamax": ("#a98467", ""),
-    "full": ("#6c757d", "logits"),
+    "cce_jax": Look("cce_jax", "#00798c", "o"),
+    "cce_torch": Look("cce_torch", "#d1495b", "o"),
+    "Liger": Look("Liger", "#e09f3e", "s"),
+    "quack": Look("quack", "#6a4c93", "^"),
+    "torch.compile": Look("full logits, torch.compile", "#2b2d42", "D"),
+    "PyTorch eager": Look("full logits, PyTorch eager", "#6c757d", "D"),
+    "full logits": Look("full logits, XLA", "#adb5bd", "D"),
+    "F.linear_cross_entropy": Look("F.linear_cross_entropy", "#bc4749", ">"),
+    "gist": Look("recipe of chunks", "#8d99ae", "p"),
+    "cut_cross_entropy": Look("cut_cross_entropy", "#588157", "v"),
+    "tokamax": Look("tokamax", "#a98467", "<"),
 }
-DEFAULTS = {"cce_jax": "default", "Liger": "1", "quack": "4096"}
+WIDTH = 5.0  # inches: in a picture 400 pixels wide, letters of 9 points have the height of 10 pixels
 LEAST = 1.0  # MiB, where a method holds less
 ALIKE = 1.01  # of two points whose memory differs by a smaller factor, the line has the faster one alone
 TICKS = [round(factor * 10.0**power, 9) for power in range(-3, 5) for factor in (1, 1.5, 2, 3, 4, 5, 6, 7, 8)]
 Point = tuple[float, float]
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[Row], device: str, path: Path) -> None:
     """A panel for each set of inputs. Without rows that know their memory there is no picture, nor an old one left."""
     path.unlink(missing_ok=True)
     panels: dict[tuple, dict[str, Row]] = {}
     for row in rows:
         if row["op_mem_mb"]:
-            panels.setdefault((size(row["shape"]), row["test_data"]), {}).setdefault(row["method"], row)
+            panels.setdefault((*row["shape"], row["dtype"], row["test_data"]), {}).setdefault(row["method"], row)
     if not panels:
         return
     # One below the other, so that a page as narrow as a column of text shows letters of its own size.
-    figure = Figure(figsize=(9, 4.3 * len(panels)), layout="constrained", dpi=150)
-    for axes, ((shape, data), found) in zip(np.ravel(figure.subplots(len(panels))), panels.items(), strict=True):
+    figure = Figure(figsize=(WIDTH, 1.0 + 2.9 * len(panels)), layout="constrained", dpi=170)
+    handles: dict[str, Any] = {}
+    for axes, (inputs, found) in zip(np.ravel(figure.subplots(len(panels))), panels.items(), strict=True):
+        tokens, width, vocabulary, dtype, data = inputs
+        title = f"{device}, {dtype}" + f", {data} data" * (data != "trained")
+        title += f"\n{tokens:,} tokens, width {width:,}, vocabulary {vocabulary:,}"
+        axes.set_title(title, loc="left", fontsize=9)
         _panel(axes, list(found.values()))
-        axes.set_title(f"tokens × width × vocabulary: {shape}" + f", {data} data" * (data != "trained"), loc="left")
+        handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    title = "hollow: an error beyond rounding's" if any(row["marked"] for row in rows) else None
+    how = {"fontsize": 8.5, "ncols": 2, "frameon": False, "title": title, "title_fontsize": 8.5}
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", **how)
     figure.savefig(path)
 
 
 def _panel(axes: Axes, rows: Sequence[Row]) -> None:
     places = points(rows)
-    for package, (color, settings) in PACKAGES.items():
+    for package, look in PACKAGES.items():
         of = {row["method"]: row for row in rows if row["method"].startswith(package)}
         if not of:
             continue
         ours = package.startswith("cce")
-        label = f"{package} ({settings})" if settings else package
+        style: dict[str, Any] = {"color": look.color, "marker": look.marker, "markersize": 7.5 if ours else 6.5}
         line = front([places[x] for x in of])
-        style: dict[str, Any] = {"color": color, "marker": "o"}
-        axes.plot(*zip(*line, strict=True), **style, linewidth=2.4 if ours else 1.2, alpha=0.6, label=label, zorder=2)
+        axes.plot(*zip(*line, strict=True), **style, linewidth=2.4 if ours else 1.2, label=look.label, zorder=2 + ours)
         for name, row in of.items():
-            axes.plot(*places[name], **style, markerfacecolor="white" if row["marked"] else color, zorder=4)
-            setting = name.removeprefix(package).strip() or DEFAULTS.get(package, "")
-            at, side = ((0, -11 if ours else 5), "center") if places[name] in line else ((6, -3), "left")
-            text: dict[str, Any] = {"fontsize": 8, "color": color, "weight": "bold" if ours else None, "ha": side}
-            axes.annotate(setting, places[name], at, textcoords="offset points", **text)
-    floor = rows[0]["floor_ms"]
-    axes.axhline(floor, color="#2b2d42", linewidth=1.2, linestyle=(0, (4, 3)), label="three matrix products alone")
+            filled = "white" if row["marked"] else look.color
+            axes.plot(*places[name], **style, markerfacecolor=filled, markeredgecolor="white", zorder=4 + ours)
+        if package == "cce_jax":
+            _name_settings(axes, {name.removeprefix(package).strip() or "default": places[name] for name in of})
+    floor, dark = rows[0]["floor_ms"], "#2b2d42"
+    axes.axhline(floor, color=dark, linewidth=1.2, linestyle=(0, (4, 3)), label="three matrix products, by XLA")
     held, times = (np.array(numbers) for numbers in zip(*places.values(), strict=True))
     axes.set(
         xscale="log",
         yscale="log",
-        xlim=(held.min() / 1.5, held.max() * 1.5),
-        ylim=(0.85 * min(floor, times.min()), 1.1 * times.max()),
-        xlabel="peak memory besides inputs and gradients, MiB",
-        ylabel="time of loss and gradients, ms",
+        xlim=(held.min() / 1.5, held.max() * 1.7),
+        ylim=(0.8 * min(floor, times.min()), 1.1 * times.max()),
     )
+    axes.set_xlabel("memory besides inputs and gradients, MiB", fontsize=9)
+    axes.set_ylabel("loss and gradients, ms", fontsize=9)
     low, high = axes.get_ylim()
     axes.set_yticks(shown := [y for y in TICKS if low <= y <= high], labels=[f"{y:g}" for y in shown])
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.xaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+    axes.xaxis.set_major_locator(LogLocator(10))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.grid(color="#edf2f4", zorder=0)
+    axes.tick_params(labelsize=8.5)
+    axes.grid(color="#e5e9ec", zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
-    hollow = "hollow: an error beyond rounding's" if any(row["marked"] for row in rows) else None
-    axes.legend(fontsize=8, frameon=False, title=hollow, title_fontsize=8)
+
+
+def _name_settings(axes: Axes, settings: dict[str, Point]) -> None:
+    """The memory_budget of the least point, of the default and of "all"; the others lie between them."""
+    for name, (across, side) in {"300 MiB": (-4, "right"), "default": (0, "center"), "all": (0, "center")}.items():
+        if name in settings:
+            label = axes.annotate(name, settings[name], (across, -9), textcoords="offset points", zorder=6)
+            label.set(fontsize=8.5, color=PACKAGES["cce_jax"].color, weight="bold", ha=side, va="top")
+            label.set_path_effects([withStroke(linewidth=2.5, foreground="white")])
 
 
 def points(rows: Sequence[Row]) -> dict[str, Point]:
@@ -114,10 +140,13 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m bench.plot", description=__doc__)
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--first", action="store_true", help="the first shape alone, as in the README")
+    parser.add_argument("--package", choices=PACKAGES, nargs="+", default=list(PACKAGES), help="these alone")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
-    rows = [row for path in asked.results for row in json.loads(path.read_text())["rows"]]
-    draw([row for row in rows if not asked.first or row["shape"] == rows[0]["shape"]], asked.out)
+    found = [json.loads(path.read_text()) for path in asked.results]
+    rows = [row for of in found for row in of["rows"] if row["method"].startswith(tuple(asked.package))]
+    rows = [row for row in rows if not asked.first or row["shape"] == rows[0]["shape"]]
+    draw(rows, ", ".join(dict.fromkeys(of["device"] for of in found)), asked.out)
 
 
 if __name__ == "__main__":
