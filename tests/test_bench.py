@@ -65,6 +65,15 @@ def test_one_shape(tmp_path):
     assert all(word in printed for word in ("runtime_ms", "besides", ours, eager, xla))
 
 
+def test_without_its_libraries_a_command_says_what_to_install():
+    code = "import sys, runpy; sys.modules['matplotlib'] = None; sys.argv = ['-m', '--help']; "
+    code += "runpy.run_module('bench', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert 'need matplotlib, which are not installed here: pip install ".[bench]"' in done.stderr
+
+
 def unusable(fault: str):
     """Methods that a run must survive."""
 
@@ -165,6 +174,19 @@ def test_a_line_joins_the_settings_that_no_other_beats():
     assert plot.front([(4, 9), (1, 10), (2, 12), (3, 8), (5, 8)]) == [(1, 10), (3, 8)]
     nearly = [(100, 9), (100.5, 8), (300, 7)]  # memory that differs by less than 1 %
     assert plot.front(nearly) == nearly[1:]
+
+
+def test_the_picture_tells_the_gpu_the_type_and_the_sizes(monkeypatch, tmp_path):
+    rows = json.loads(Path("bench/results/head-gemma2-2b.json").read_text())["rows"]
+    drawn = []
+    monkeypatch.setattr(plot.Figure, "savefig", lambda figure, path: drawn.append(figure))
+    plot.draw(rows, "NVIDIA H200", tmp_path / "bench.png")
+    [axes], [legend] = drawn[0].axes, drawn[0].legends
+    assert axes.get_title("left") == "NVIDIA H200, bfloat16\n8,192 tokens, width 2,304, vocabulary 256,000"
+    shown = {x.label for name, x in plot.PACKAGES.items() if any(row["method"].startswith(name) for row in rows)}
+    assert {text.get_text() for text in legend.get_texts()} == {*shown, "three matrix products, by XLA"}
+    assert all(any(row["method"].startswith(name) for name in plot.PACKAGES) for row in rows), "every method is drawn"
+    assert {text.get_text() for text in axes.texts} == {"300 MiB", "default", "all"}
 
 
 def test_the_table_of_three_heads_has_the_points_of_the_picture():
