@@ -29,6 +29,7 @@ from bench import (
 from bench import truth as float64
 from bench.calls import Call, step
 from bench.data import HEADS, SHAPES, Shape, flat, trained
+from bench.devices.__main__ import plot as plot_devices
 from bench.devices.__main__ import related
 from bench.in_time import prepared, timed
 from bench.measure import HEATING, in_turns, steady
@@ -265,6 +266,17 @@ def test_the_bare_time_of_several_gpus_has_each_matmul_and_collective():
     bare |= {"all-gather of c": 10, "reduce-scatter of dc": 100, "all-reduce of dc": 1000}
     [row] = related([bare, {"layout": "fsdp", "method": "default", "gpus": 2, "ms": 252}])
     assert (row["bare_ms"], row["ratio"]) == (126, 2)  # c is gathered twice
+
+
+def test_the_picture_of_several_gpus_has_a_panel_for_each_layout(monkeypatch, tmp_path):
+    found, drawn = json.loads(Path("bench/results/devices.json").read_text()), []
+    monkeypatch.setattr(plot.Figure, "savefig", lambda figure, path: drawn.append(figure))
+    plot_devices(found["rows"], found["device"], tmp_path / "devices.png")
+    panels = drawn[0].axes
+    assert len(panels) == len({row["layout"] for row in found["rows"]}) == 3
+    assert found["device"] in panels[-1].get_xlabel()
+    named = {text.get_text() for text in drawn[0].legends[0].get_texts()}
+    assert {"cce_jax, default", "cce_torch, 2·N·V bytes in all", "cce_jax, bare"} <= named
 
 
 def test_ids_in_order_of_probability_change_no_loss():

@@ -69,26 +69,31 @@ def related(rows: list[report.Row]) -> list[report.Row]:
     return found
 
 
-def plot(rows: list[report.Row], path: Path) -> None:
+def plot(rows: list[report.Row], device: str, path: Path) -> None:
     """Milliseconds against GPUs at the first shape: a panel for each layout. On one GPU all layouts are the same."""
     rows = [row for row in rows if row["shape"] == rows[0]["shape"]]
     layouts = [x for x in LAYOUTS if any(row["layout"] == x for row in rows)]
-    figure = Figure(figsize=(3.2 * len(layouts) + 2.4, 3), layout="constrained", dpi=150)
-    panels = figure.subplots(1, len(layouts), sharey=True, squeeze=False)[0]
+    figure = Figure(figsize=(5.0, 1.4 + 2.0 * len(layouts)), layout="constrained", dpi=170)
+    panels = figure.subplots(len(layouts), 1, sharex=True, squeeze=False)[:, 0]
     drawn: dict[str, Line2D] = {}
     for panel, layout in zip(panels, layouts, strict=True):
         lines: dict[str, dict[int, float]] = {}
         for row in rows:
             if row["layout"] == (layout if row["gpus"] > 1 else "tokens"):
-                lines.setdefault(f"{row['package']}, {row['method']}", {})[row["gpus"]] = row["ms"]
+                budget = row["method"].replace("2NV", "2·N·V bytes")
+                lines.setdefault(f"{row['package']}, {budget}", {})[row["gpus"]] = row["ms"]
                 lines.setdefault(f"{row['package']}, bare", {})[row["gpus"]] = row["bare_ms"]
         for label, line in lines.items():
             color = drawn[label].get_color() if label in drawn else f"C{len(drawn)}"
             style = ":" if "bare" in label else "o-"
             (drawn[label],) = panel.plot(*zip(*sorted(line.items()), strict=True), style, color=color)
-        panel.set(title=TITLES[layout], xlabel="GPUs", xticks=sorted({row["gpus"] for row in rows}), ylim=(0, None))
-    panels[0].set_ylabel("loss and gradients, ms")
-    figure.legend(drawn.values(), drawn.keys(), loc="outside right center", fontsize=7)
+        panel.set(xticks=sorted({row["gpus"] for row in rows}), ylim=(0, None))
+        panel.set_title(TITLES[layout], loc="left", fontsize=9)
+        panel.set_ylabel("ms", fontsize=9)
+        panel.tick_params(labelsize=8.5)
+    panels[-1].set_xlabel(f"GPUs: {device}; {report.size(rows[0]['shape'])}, bfloat16", fontsize=9)
+    how = {"loc": "outside upper center", "fontsize": 8.5, "ncols": 2, "frameon": False}
+    figure.legend(drawn.values(), drawn.keys(), title="loss and gradients", title_fontsize=9, **how)
     figure.savefig(path)
 
 
@@ -112,7 +117,7 @@ def main() -> None:
             f"\n{report.size(shape)}", report.table([x for x in rows if x["shape"] == list(shape)], **COLUMNS), sep="\n"
         )
     if rows:
-        plot(rows, asked.out.with_suffix(".png"))
+        plot(rows, report.environment()["device"], asked.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":
