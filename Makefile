@@ -5,8 +5,10 @@ BIN := $(VENV)/bin
 # The GPU extra to install for the demo: empty on a machine without an NVIDIA driver.
 comma := ,
 GPU := $(if $(shell command -v nvidia-smi),$(comma)cuda13)
-# Said before PyTorch is installed where it is not yet, on Linux without a GPU: pip cannot choose the CPU build by itself.
-define say_what_torch_brings
+# Said before anything is installed; and where PyTorch is not yet, on Linux without a GPU, what its plain build brings: pip
+# cannot choose the CPU build by itself.
+define say_what_is_installed
+	@echo "Installing into $(VENV) what this target needs, JAX and PyTorch among it. This takes some minutes, once."
 	@test -n "$(GPU)" || test "$$(uname)" != Linux || $(BIN)/python -c "import torch" 2>/dev/null || echo \
 	  "PyTorch's plain build brings 6 GB of CUDA, which this machine has no use for. To avoid that, stop here and" \
 	  "install the CPU build of $$(grep ^torch= constraints.txt) with $(BIN)/pip, as PyTorch's installation page says."
@@ -50,22 +52,22 @@ $(VENV)/python:
 	touch $@
 
 $(VENV)/examples: $(VENV)/python pyproject.toml constraints.txt
-	$(say_what_torch_brings)
+	$(say_what_is_installed)
 	$(BIN)/pip install -q -c constraints.txt -e ".[examples$(GPU)]"
 	touch $@
 
 $(VENV)/dev: $(VENV)/python pyproject.toml constraints.txt
-	$(say_what_torch_brings)
+	$(say_what_is_installed)
 	$(BIN)/pip install -q -c constraints.txt -e ".[test,examples,bench,dev]"
 	touch $@
 
 $(VENV)/docs: $(VENV)/python pyproject.toml constraints.txt
-	$(say_what_torch_brings)
+	$(say_what_is_installed)
 	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
 	touch $@
 
 $(VENV)/hopper: $(VENV)/python pyproject.toml constraints.txt
-	$(say_what_torch_brings)
+	$(say_what_is_installed)
 	$(BIN)/pip install -q -c constraints.txt -e ".[hopper-test]"
 	touch $@
 

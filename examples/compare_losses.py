@@ -14,11 +14,16 @@ train_lm.py trains a model of your own with the same parts (lm/).
 """
 
 import argparse
+import os
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+# Read when PyTorch is imported. By default its threads wait for work at full speed, on the cores on which JAX computes
+# the loss: on two cores, which other work used too, a step then took two to three times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import jax
 import jax.numpy as jnp

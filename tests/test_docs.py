@@ -70,7 +70,7 @@ def test_make_says_what_pytorch_brings_before_it_installs_it(target, gpu, tmp_pa
     command = ["make", "--dry-run", target, f"VENV={tmp_path}", f"GPU={gpu}"]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     notice, installs = said.index(f'test -n "{gpu}" ||'), said.index("pip install -q -c constraints.txt -e")
-    assert notice < said.index("CPU build") < installs
+    assert said.index("This takes some minutes") < notice < said.index("CPU build") < installs
 
 
 def test_the_quick_start_has_the_words_that_people_search_for():
