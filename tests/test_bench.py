@@ -201,6 +201,46 @@ def test_the_table_of_three_heads_has_the_points_of_the_picture():
         assert sorted(filter(None, cells)) == sorted(f"{ms:.1f} ms, {held:.0f}" for held, ms in points.values())
 
 
+def test_the_first_screen_has_the_figures_of_the_files():
+    def found(name: str) -> dict:
+        return json.loads(Path(f"bench/results/{name}.json").read_text())
+
+    heads = [{row["method"]: row for row in found(f"head-{x}")["rows"]} for x in ("gemma2-2b", "llama3-8b", "gist")]
+    places = [plot.points(list(rows.values())) for rows in heads]
+    both = [(of[x], of["torch.compile"]) for of in places for x in ("cce_jax", "cce_torch")]
+    times, memory = zip(*((ours[1] / full[1], full[0] / ours[0]) for ours, full in both), strict=True)
+    steps = {row["method"]: row["peak_gib"] for row in found("hugging-face")["rows"]}
+    training = found("training")
+    [full, ours] = [
+        next(row for row in training["largest"] if row["loss"] == loss) for loss in ("float32 logits", "cce_torch")
+    ]
+    parameters = f"{training['rows'][0]['parameters'] / 1e6:.0f}M parameters"
+    figures = [
+        f"{min(memory):.1f} to {max(memory):.0f} times the memory",
+        f"takes {min(times):.2f} to {max(times):.2f} of that time",
+        f"takes {steps['cce_patch']:.0f} GiB in place of {steps['unpatched']:.0f}",
+        f"in {full['limit_gib']} GiB a model of {parameters} trains on {ours['sequences']} sequences in place of "
+        f"{full['sequences']}.",
+    ]
+    for page in ("README.md", "docs/index.md"):
+        text = " ".join(Path(page).read_text().split())
+        assert [x for x in figures if x not in text] == [], page
+
+    text, rows = Path("README.md").read_text(), heads[0]
+    names = ("cce_jax", "cce_jax all", "Liger 16", "quack", "torch.compile", "cut_cross_entropy")
+    table = text.split("| --- | --- | --- |\n")[1].split("\n\n")[0].splitlines()
+    assert [line.split(" | ")[1:] for line in table] == [
+        [f"{time:.1f}", f"{held:.0f} |"] for held, time in (places[0][x] for x in names)
+    ]
+    assert f"matrix products alone take {rows['cce_jax']['floor_ms']:.1f} ms" in text
+    ours, full, liger = (
+        [row[f"{x}_error"] / row[f"rounding_{x}"] for x in ("de", "dc")]
+        for row in (rows[x] for x in ("cce_jax", "torch.compile", "Liger 16"))
+    )
+    assert f"is {ours[0]:.1f} to {ours[1]:.1f} times that of rounding" in text
+    assert {round(x) for x in full + liger} == {7}
+
+
 def test_log_probs_of_ours_and_of_a_float32_head_are_not_those_of_rounded_logits(monkeypatch):
     monkeypatch.setattr(float32_head, "BLOCK", 48)  # two blocks, the last one ragged
     ours, rounded, in_float32 = float32_head.rows_of("trained", Shape(64, 1024, 512))
