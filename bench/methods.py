@@ -51,7 +51,7 @@ METHODS = {
 ALL = (
     *("cce_jax 300 MiB", "cce_jax", "cce_jax 1.2 GB", "cce_jax 2.4 GB", "cce_jax all", "cce_torch"),
     *("Liger", "Liger 4", "Liger 16", "Liger 64", "Liger 16 float32", "quack 1024", "quack 2048", "quack"),
-    *("torch.compile", "Liger 4 CuTe", "Liger 16 CuTe", "Liger SM90", "gist"),
+    *("torch.compile", "PyTorch eager", "Liger 4 CuTe", "Liger 16 CuTe", "Liger SM90", "gist"),
     *("cut_cross_entropy", "cut_cross_entropy exact", "tokamax", "tokamax chunked"),
 )
 # The fastest of them.

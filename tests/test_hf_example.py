@@ -10,6 +10,7 @@ from subprocess import PIPE
 from types import MethodType, ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")  # Trainer needs it
@@ -67,9 +68,9 @@ def in_this_process(monkeypatch) -> None:
     monkeypatch.setattr(bench, "run", run)
 
 
-def run_benchmark(methods: list[str], out: Path, monkeypatch) -> None:
+def run_benchmark(methods: list[str], out: Path, monkeypatch, *flags: str) -> None:
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # as main sets it, but not for other tests
-    monkeypatch.setattr(sys, "argv", ["bench.hugging_face", "--tiny", "--method", *methods, "--out", str(out)])
+    monkeypatch.setattr(sys, "argv", ["bench.hugging_face", "--tiny", "--method", *methods, "--out", str(out), *flags])
     bench.main()
 
 
@@ -87,6 +88,38 @@ def test_benchmark(tmp_path, monkeypatch, capsys):
         assert row["last_loss"] < row["first_loss"]
     assert kept["without"] == [{"method": "cut_cross_entropy", "missing": "it needs a GPU"}]
     assert all(name in printed for name in ("unpatched", "cce_patch", "tokens_per_second"))
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_the_largest_batch_is_that_whose_memory_is_within_the_limit(tmp_path, monkeypatch):
+    """The peak is told, as a CPU's is not: 1 GiB a sequence, and out of memory beyond 12."""
+
+    class Memory:
+        def restart(self) -> None:
+            self.sequences = 0
+
+        def gib(self) -> float:
+            return 1.0 * self.sequences
+
+    memory = Memory()
+
+    def drawn(size):
+        memory.sequences = size.batch
+        if size.batch > 12:
+            raise RuntimeError("CUDA out of memory")
+        return torch.zeros(1, size.batch, size.context, dtype=torch.int64)
+
+    monkeypatch.setattr(alone, "Memory", lambda: memory)
+    monkeypatch.setattr(alone, "batches", drawn)
+    out = tmp_path / "largest"
+    run_benchmark(["unpatched"], out, monkeypatch, "--largest", "6.5")
+    [row] = json.loads(out.with_suffix(".json").read_text())["rows"]
+    assert (row["sequences"], row["limit_gib"], row["optimizer"]) == (6, 6.5, "AdamW")
+    assert row["tokens_per_second"] > 0
+    run_benchmark(["cce_patch"], out, monkeypatch, "--largest", "100")
+    [row] = json.loads(out.with_suffix(".json").read_text())["rows"]
+    assert row["sequences"] == 12
+    assert row["tried_gib"]["16"] is None
 
 
 def scaled(self, input_ids, labels):

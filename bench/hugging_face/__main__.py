@@ -3,6 +3,8 @@
 The model has the shape of Llama 3.2 1B and random bfloat16 weights; a batch is 8 × 2048 tokens, drawn with the
 frequencies that words have in a text (Zipf's law). Each method runs in a process of its own, from the same weights and
 on the same batches. See bench/hugging_face/methods.py for the methods and bench/hugging_face/alone.py for a step.
+
+With --largest GIB it seeks the largest batch whose step fits into so much memory: --largest 74.5 is that of 80 GB.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from bench.report import Row
 
 COLUMNS = {"method": "", "tokens_per_second": ",.0f", "ms": ".1f", "peak_gib": ".2f"}
 COLUMNS |= {"first_loss": ".5f", "last_loss": ".4f"}
+COLUMNS_OF_LARGEST = {"method": "", "limit_gib": ".1f", "sequences": "", "tokens_per_second": ",.0f"}
 
 
 def row_of(method: str, flags: list[str]) -> Row:
@@ -56,19 +59,21 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--method", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU")
+    parser.add_argument("--largest", type=float, metavar="GIB", help="seek the largest batch within so much memory")
     parser.add_argument("--out", type=Path, default=Path("out/hugging-face"))
     asked = parser.parse_args()
     size, flags = TINY if asked.tiny else LLAMA, ["--tiny"] * asked.tiny
+    flags += ["--largest", str(asked.largest)] if asked.largest else []
 
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # so that JAX leaves the GPU's memory to PyTorch
     rows, without = [], []
     for method in track(asked.method, "methods", console=Console(stderr=True)):
         needs_gpu = asked.tiny and method not in ON_CPU
         row = {"method": method, "missing": "it needs a GPU"} if needs_gpu else row_of(method, flags)
-        (rows if "ms" in row else without).append(row)
+        (rows if "ms" in row or "sequences" in row else without).append(row)
         report.write(asked.out, size=size._asdict(), rows=rows, without=without)
-    print(report.table(rows, **COLUMNS), *without, sep="\n")
-    different = differences(rows)
+    print(report.table(rows, **COLUMNS_OF_LARGEST if asked.largest else COLUMNS), *without, sep="\n")
+    different = [] if asked.largest else differences(rows)
     print(*different, sep="\n")
     failed = [line for line in different if line.startswith(OURS)]
     failed += [f"{row['method']}: {row['failed']}" for row in without if "failed" in row]

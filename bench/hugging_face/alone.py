@@ -16,9 +16,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
 
 from bench import memory
 from bench.calls import Call
+from bench.fitting import Memory, searched
 from bench.hugging_face.methods import LLAMA, METHODS, OURS, TINY, Size
 
 GIB = 2**30
+MOST = 16  # times the usual batch: the largest batch is not sought beyond it
 
 
 def new_model(size: Size, device: str) -> Any:
@@ -77,6 +79,48 @@ def measure(method: str, size: Size, device: str) -> dict[str, Any]:
     return row
 
 
+def largest(method: str, size: Size, device: str, limit_gib: float) -> dict[str, Any]:
+    """The most sequences of a step with AdamW, forward and backward, whose peak in both pools is within the limit."""
+    model, tried = new_model(size, device), {}
+    METHODS[method](model)
+    optimizer, kept, most = torch.optim.AdamW(model.parameters(), 1e-4, fused=True), Memory(), MOST * size.batch
+
+    def run(sequences: int, steps: int) -> float:
+        """Seconds of so many steps."""
+        tokens = batches(size._replace(batch=sequences, warm=0, steps=1)).to(device)[0]
+        since = time.perf_counter()
+        for _ in range(steps):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - since
+
+    def fits(sequences: int) -> bool:
+        optimizer.zero_grad()
+        memory.release()
+        kept.restart()
+        try:
+            run(sequences, 2)  # the first step makes the optimizer's state
+        except RuntimeError as error:
+            if "out of memory" not in str(error).lower():
+                raise
+            tried[sequences] = None
+            return False
+        tried[sequences] = kept.gib()
+        return not (tried[sequences] or 0) > limit_gib
+
+    found = searched(fits, tried, limit_gib, most, first=size.batch, finest=1)
+    row = {"method": method, "limit_gib": limit_gib, "optimizer": "AdamW", "sequences": found, "tried_gib": tried}
+    if found:
+        optimizer.zero_grad()
+        memory.release()
+        run(found, size.warm)
+        row["tokens_per_second"] = size.steps * found * size.context / run(found, size.steps)
+    return row
+
+
 def held(step: Call, with_jax: bool) -> dict[str, float]:
     """GiB: the peak of the steps before in PyTorch's pool, that of a step in JAX's, and what the pools have reserved.
 
@@ -96,10 +140,12 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m bench.hugging_face.alone", description=__doc__)
     parser.add_argument("method", choices=METHODS)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--largest", type=float, metavar="GIB")
     asked = parser.parse_args()
     size, device = (TINY, "cpu") if asked.tiny else (LLAMA, "cuda")
     try:
-        row = measure(asked.method, size, device)
+        found = largest(asked.method, size, device, asked.largest) if asked.largest else None
+        row = found or measure(asked.method, size, device)
     except ImportError as error:
         row = {"method": asked.method, "missing": str(error)}
     print("row", json.dumps(row))

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from bench.fitting import searched
 from bench.memory import release
 from bench.report import Row
 from bench.training.jobs import Job
@@ -43,12 +44,7 @@ def largest(job: Job, settings: Settings, limit_gib: float, most: int) -> Row:
         tried[sequences] = training.memory.gib()
         return not (tried[sequences] or 0) > limit_gib
 
-    fitting, not_fitting = 0, FIRST
-    while not_fitting <= most and fits(not_fitting):
-        fitting, not_fitting = not_fitting, 2 * not_fitting
-    while not_fitting <= most and not_fitting - fitting > FINEST:
-        middle = _between(fitting, not_fitting, tried, limit_gib)
-        fitting, not_fitting = (middle, not_fitting) if fits(middle) else (fitting, middle)
+    fitting = searched(fits, tried, limit_gib, most, FIRST, FINEST)
     found: Row = {"limit_gib": limit_gib, "sequences": fitting, "tokens": fitting * settings.context}
     if fitting:
         release()
@@ -60,12 +56,3 @@ def largest(job: Job, settings: Settings, limit_gib: float, most: int) -> Row:
         training.wait()
         found["tokens_per_second"] = TIMED * found["tokens"] / (time.perf_counter() - since)
     return {**found, "tried_gib": tried}
-
-
-def _between(fitting: int, not_fitting: int, tried: dict[int, float | None], limit_gib: float) -> int:
-    """The size to try next: where the peak reaches the limit if it grows evenly with the batch."""
-    low, high = tried.get(fitting), tried[not_fitting]
-    guess = (fitting + not_fitting) / 2
-    if low and high:
-        guess = fitting + (limit_gib - low) / (high - low) * (not_fitting - fitting)
-    return min(max(int(guess) // FINEST * FINEST, fitting + FINEST), not_fitting - FINEST)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import torch
 
+from bench.fitting import Memory
 from bench.report import Row
 from bench.training.jobs import REFERENCE_IN_JAX, REFERENCES, Job
 from bench.training.models import model_type
@@ -76,31 +77,6 @@ class InJax:
     def weights(self) -> np.ndarray:
         arrays = jax.tree.leaves(jax.device_get(self.trainer.state["params"]))
         return np.concatenate([np.ravel(x) for x in arrays])
-
-
-class Memory:
-    """The peak of both frameworks' pools since it was made.
-
-    JAX's counter cannot be set back, so that of a process is taken. It counts if anything was allocated there: the
-    scratch of our kernels, which the process keeps.
-    """
-
-    def __init__(self) -> None:
-        self.on_gpu, self.device = torch.cuda.is_available(), jax.devices()[0]
-        self.restart()
-
-    def restart(self) -> None:
-        if self.on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-            self.allocations = self.device.memory_stats()["num_allocs"]
-
-    def gib(self) -> float | None:
-        """None on a CPU."""
-        if not self.on_gpu:
-            return None
-        stats = self.device.memory_stats()
-        in_jax = stats["peak_bytes_in_use"] if stats["num_allocs"] > self.allocations else 0
-        return (torch.cuda.max_memory_allocated() + in_jax) / 2**30
 
 
 def train(job: Job, settings: Settings, text: Text, folder: Path) -> Row:
