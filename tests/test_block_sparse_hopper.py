@@ -25,7 +25,18 @@ from cce_kernels.numbers import Inputs, Wanted
 from cce_kernels.tokens import Rows
 from cce_kernels.windows import Groups
 from tests.lowering import for_hopper
-from tests.test_hopper import INTERPRETED, SMALL, TOKENS, VOCABULARIES, WIDTH, adding_copies, error, problem, problem_of  # noqa: F401
+from tests.test_hopper import (  # noqa: F401
+    INTERPRETED,
+    SMALL,
+    TOKENS,
+    VOCABULARIES,
+    WIDTH,
+    adding_copies,
+    error,
+    interpret,
+    problem,
+    problem_of,
+)
 
 pytestmark = INTERPRETED
 S = jax.ShapeDtypeStruct
@@ -79,7 +90,7 @@ def test_masses_are_the_sums_of_the_exponentials_of_each_part(vocab_axis, softca
 
 
 @pytest.mark.parametrize(("tokens", "splits", "vocab_axis", "tile"), [(304, 1, 0, 0), (304, 3, 1, 2), (512, 2, 0, 1)])
-def test_de_of_the_kept_blocks(tokens, splits, vocab_axis, tile, adding_copies):  # noqa: F811
+def test_de_of_the_kept_blocks(tokens, splits, vocab_axis, tile, adding_copies, monkeypatch):  # noqa: F811
     """In partial sums: each takes a run of the list, also of one that is shorter than there are partial sums."""
     draw, vocabulary, width = np.random.default_rng([tokens, splits]), VOCABULARIES[vocab_axis], 192
     call, count = call_of(tokens, width, vocabulary, vocab_axis), tokens - 40
@@ -94,6 +105,10 @@ def test_de_of_the_kept_blocks(tokens, splits, vocab_axis, tile, adding_copies):
     p, c = jnp.asarray(p, BF16), jnp.asarray(c, BF16)
     inputs = Inputs(jnp.zeros((tokens, width), BF16), c if vocab_axis == 0 else c.T, None, jnp.zeros(tokens, jnp.int32))
     step = Multiplying(HOPPER, SPARSE_DE[tile], None, Groups.whole(vocabulary, beyond=True), splits)
+    if splits > 1 and tokens % SPARSE_DE[tile].of_pair[0]:
+        # A partial sum's last tile adds zeros to rows of the next one. The GPU's memory system adds; what stands in its
+        # place here reads and writes, which the interpreter takes for a race.
+        interpret(monkeypatch, detect_races=False)
     of = HOPPER.products(step, Problem(call, SMALL, inputs), None, jnp.full(1, count, jnp.int32), jnp.asarray(kept))
     sums = np.float64(of.add_de(None, p, ALL_COLUMNS)).reshape(splits, tokens, width)
     want = np.nan_to_num(np.float64(p)[:count, :vocabulary]) @ np.float64(c)

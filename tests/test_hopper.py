@@ -430,22 +430,30 @@ def test_de_of_saved_tokens(kept, vocab_axis):
     assert kept == 0 or error(found[:kept], wanted) < 2.0**-9
 
 
+def interpret(monkeypatch, **parameters) -> None:
+    """Has the interpreter run the kernels with these parameters changed."""
+    before = matmul.interpret_params
+
+    def changed(gpu):
+        found = before(gpu)
+        return found and replace(found, **parameters)
+
+    monkeypatch.setattr(matmul, "interpret_params", changed)
+
+
 @pytest.fixture
 def adding_copies(monkeypatch):
     """The interpreter knows no copy that adds. A sum stands in its place, which reads NaN beyond an array's edge."""
-    copy, params = plgpu.copy_smem_to_gmem, matmul.interpret_params
+    copy = plgpu.copy_smem_to_gmem
 
     def added(source, destination, reduction_op=None):
         if reduction_op == "add":
             before = plgpu.load(destination, optimized=False)  # type: ignore[reportCallIssue]
             source[...] += plgpu.layout_cast(before, plgpu.Layout.WGMMA)
+            plgpu.commit_smem()  # the copy reads what was just written
         copy(source, destination)
 
-    def reading_beyond(gpu):
-        found = params(gpu)
-        return found and replace(found, out_of_bounds_reads="uninitialized")
-
-    monkeypatch.setattr(matmul, "interpret_params", reading_beyond)
+    interpret(monkeypatch, out_of_bounds_reads="uninitialized")
     monkeypatch.setattr(plgpu, "copy_smem_to_gmem", added)
 
 
