@@ -15,6 +15,9 @@ from jax.sharding import AbstractMesh, use_abstract_mesh
 
 LIMITS = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}  # KiB of shared memory a program
 REGISTERS = 255  # a thread, on every GPU
+# What a load or store says of the caches, as JAX up to 0.11 writes it, and as 0.12 does. Triton 3.7 cannot parse the
+# second form, and 3.9 not the first. It takes no registers and no shared memory.
+EVICTION = r" evictionPolicy = \w+| \{cachePolicy = #tt\.cache_policy<[^>]*>\}"
 
 
 class Kernel(NamedTuple):
@@ -186,7 +189,7 @@ def _compiled(kernel: Kernel, capability: str):
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/kernel.ttir"
         with open(path, "w") as file:
-            file.write(re.sub(r" evictionPolicy = \w+", "", kernel.module))  # Triton 3.9 reads this in another form
+            file.write(re.sub(EVICTION, "", kernel.module))
         # triton.compile skips the first passes of a .ttir file; one of them turns a dot and an add into a dot.
         backend, context = CUDABackend(target), ir.context()
         ir.load_dialects(context)
