@@ -126,15 +126,15 @@ def _pass_kernel(how: How, of: Pass, count_ref, start_ref, _, *found_refs, stati
             x, y = (_load(side.logits, row, columns, beyond, last=dz and not sums) for side in of[:2])
             sides = of_token.student._replace(logits=x), of_token.teacher._replace(logits=y)
             of_tile = of_token._replace(student=sides[0], teacher=sides[1])
-            if sums:
-                for ref, terms in zip(sums_refs, of_tile.terms(static, f), strict=True):
-                    found = jnp.sum(terms, axis=1)
-                    _store(ref, at, jnp.where(found == NOT_YET, jnp.nan, found))
-            if dz:
+            if dz:  # before the sums: dz after them took 133 registers, which let fewer programs run at a time
                 of_student = _total(sums_refs[0], token, how) if static.twice else None
                 of_columns = of_tile._replace(of_student=of_student).dz(static.kind, how.head, f)
                 inner = (columns < vocabulary)[None, :]
                 store_dz(jnp.where(inner, of_columns, 0.0) if columns_of_dz > vocabulary else of_columns)
+            if sums:
+                for ref, terms in zip(sums_refs, of_tile.terms(static, f), strict=True):
+                    found = jnp.sum(terms, axis=1)
+                    _store(ref, at, jnp.where(found == NOT_YET, jnp.nan, found))
 
         def of_others() -> None:
             if sums:
