@@ -113,6 +113,10 @@ class Arranged(NamedTuple):
     def finished(self, found: Gradients) -> Gradients:
         """The gradients times the unit, in their types; de of each token in its own row."""
         de, dc, dbias = found
+        if de is not None and dc is not None:
+            # So that the rows of the result de are written after dc. Until then their memory holds the gathered e,
+            # from which dc is computed.
+            de, dc = lax.optimization_barrier((de, dc))
         if de is not None:
             de = unscaled(de, self.unit, self.plan.call.de_dtype)
             de = de[: self.plan.call.tokens] if self.kept is None else self.kept.restored(de)
