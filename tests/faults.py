@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-DRAWN = "test_search.py::test_calls_without_a_gpu"
+# Of a fault that names no test. Named calls come first: which ones are drawn changes with tests/search/calls.py.
+CALLS = "test_calls.py", "test_search.py::test_calls_without_a_gpu"
 PACKAGES = ("kernels", "cce_jax", "cce_torch")
 COPIED = (*PACKAGES, "tests", "pyproject.toml")
 SECONDS = 400  # a fault may make a kernel wait for ever
@@ -33,7 +34,7 @@ ANSWERS, NOTHING = {0: "survived", 1: "caught"}, "no test ran"  # by pytest's ex
 class Fault:
     file: str
     what: str
-    test: str = DRAWN  # an argument of pytest, in the folder tests
+    tests: tuple[str, ...] = CALLS  # arguments of pytest, in the folder tests
     jax11: bool = False  # whether the test needs JAX 0.11: its GPU interpreter, or to compile for an absent GPU
     old: str = ""
     new: str = ""
@@ -51,8 +52,8 @@ def listed() -> list[Fault]:
         elif not line.startswith("    "):
             found.append(Fault(file, line.strip()))
         elif sign == "@":
-            needs, found[-1].test = text.split(maxsplit=1) if text.startswith("jax11") else ("", text.strip())
-            found[-1].jax11 = bool(needs)
+            needs, test = text.split(maxsplit=1) if text.startswith("jax11") else ("", text.strip())
+            found[-1].tests, found[-1].jax11 = (test,), bool(needs)
         elif sign == "-":
             found[-1].old += "\n" * bool(found[-1].old) + text
         elif sign == "+":
@@ -86,7 +87,7 @@ def planted(fault: Fault | None) -> Iterator[Path]:
 def answer(fault: Fault, sound: bool, python: str) -> tuple[str, str]:
     """What became of the fault, and pytest's last line that says why."""
     with planted(None if sound else fault) as copy:
-        command = [python, "-m", "pytest", "-x", "-p", "no:cacheprovider", fault.test]
+        command = [python, "-m", "pytest", "-x", "-p", "no:cacheprovider", *fault.tests]
         paths = f"{copy}{os.pathsep}{copy / 'kernels'}"
         environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
         try:

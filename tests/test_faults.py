@@ -17,5 +17,6 @@ def test_a_fault_replaces_one_place_of_a_package(fault: Fault):
     assert fault.file.split("/")[0] in PACKAGES
     assert text(fault.file).count(fault.old) == 1
     assert fault.new != fault.old
-    file, _, name = fault.test.partition("::")
-    assert f"def {name.partition('[')[0]}(" in text(f"tests/{file}")
+    for test in fault.tests:
+        file, _, name = test.partition("::")
+        assert f"def {name.partition('[')[0]}(" in text(f"tests/{file}") or not name

@@ -88,8 +88,9 @@ def of_rows(
     numbers = numbers._replace(target=jnp.where(_named(problem), sums.target, 0.0))
     if sums.saved is None:
         return numbers, None, None
-    # `sums` did not know that these tokens have another reference. One that is rescued may keep its own: its target has
-    # the largest logit, in which the roundings of two matmuls differ by so much that the exponential was infinite.
+    # Saved again: tokens that have another reference now than `sums` knew, and all that were rescued. A rescued token
+    # keeps its reference if its target has the largest logit. Two matmuls rounded this logit so differently that its
+    # exponential was infinite.
     assert how.rescue is not None
     assert rescued is not None
     others = (problem.inputs.targets >= 0) & ((numbers.reference != reference) | rescued)
@@ -152,7 +153,7 @@ def reference_of(problem: Problem, at: Rows, how: Forward) -> jax.Array:
 def _sums(
     problem: Problem, at: Rows, reference: jax.Array | None, how: Forward, save: bool
 ) -> tuple[Sums, jax.Array | None]:
-    """The sums of every token and the logit of its target; and which tokens were rescued, None where no step does."""
+    """The sums of every token and the logit of its target; and which tokens were rescued, None if no step rescues."""
     sums = how.sums.engine.sums(how.sums, problem, at, reference, save)
     if reference is None:
         return sums, None

@@ -4,9 +4,9 @@
 
 Forward: rows of c are gathered and multiplied by e in float32. A logit is not rounded. Read: N·K rows of c. On a GPU
 XLA makes one kernel of it, which holds none of them. Elsewhere never held: the rows of more than CHUNK_BYTES.
-Tensor cores cut off the last digits of each partial sum. So all logits that an engine sums are too small by about the
-same, where they have a large part in common; the logits of the ids are not, and what is subtracted from them, lse, is.
-So they are moved by what the target's logits of both products are apart.
+Tensor cores cut off the last digits of each partial sum. So where all logits of a token have a large part in common,
+those that an engine sums, and lse with them, are too small by about the same number. The ids' logits are not. So this
+number is added to them: the target's logit of the engine minus that of this product.
 
 Backward: dz at the ids is formed in float32 from these logits, with the terms of all numbers in it. Each group of the
 vocabulary writes its ids' elements over those of the dz that an engine formed, before the two matmuls. To add ι to the

@@ -59,11 +59,11 @@ def divided(x: jax.Array, inverse_temperature: jax.Array | None) -> jax.Array:
 
 
 def rounded(product: jax.Array, x: jax.Array) -> jax.Array:
-    """Logits, the product of x and others, as they are: no compiler leaves out their rounding.
+    """product: logits that are x times other numbers. They are rounded before a reference is subtracted from them.
 
-    A reference is subtracted from logits, which is such a product itself. A compiler may multiply and subtract in one
-    operation, which rounds once: of two equal logits the difference would be the rounding of one, which grows with the
-    logit, and its exponential may be any number. There is no such operation for the least of a product and a number.
+    Else a compiler may multiply and subtract in one operation, which rounds once. The reference is a rounded logit: the
+    difference of two equal logits would then not be 0 but the rounding of one, which grows with the logit, and its
+    exponential may be any number. There is no such operation for the least of a product and a number.
     """
     return jnp.where(jnp.abs(x) < jnp.inf, jnp.minimum(product, jnp.finfo(product.dtype).max), product)
 

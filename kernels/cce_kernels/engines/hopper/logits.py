@@ -22,7 +22,7 @@ def divided(x: jax.Array, inverse: jax.Array | None) -> jax.Array:
 
 
 def _rounded(product: jax.Array) -> jax.Array:
-    """cce_kernels.numbers.rounded, of finite numbers."""
+    """cce_kernels.numbers.rounded in one instruction, for products that are finite, as without a bias they are."""
     return jnp.maximum(product, -FLOAT32_MAX)
 
 
