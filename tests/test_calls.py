@@ -103,6 +103,15 @@ def test_a_mean_is_differentiated_twice_in_the_weights(package, impl):
     held(Call(replace(PLAIN, transformation="second derivative", **fields), Data(size=3.0)))
 
 
+@IN_BOTH
+@pytest.mark.usefixtures("small_blocks")
+def test_weights_are_shifted_with_their_targets(package, impl):
+    """And their gradient back."""
+    fields = dict(package=package, impl=impl, leading=(4, 6), shift=1, arrays=("token_weight",))
+    wanted = ("token_weight",), ("e", "token_weight")
+    held(*(Call(replace(PLAIN, wanted=x, memory_budget=y, **fields), Data()) for x in wanted for y in (0, "all")))
+
+
 @pytest.mark.parametrize("impl", ["cce", "chunked"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_derivatives_in_the_weights_and_in_e(reduction, impl):
@@ -203,6 +212,14 @@ def test_a_jsd_whose_beta_goes_to_0_or_1(package, impl):
     """It goes to 0 itself."""
     program = replace(DISTILLED, package=package, impl=impl)
     held(*(Call(replace(program, beta=beta), Data(size=5.0)) for beta in (1e-12, 1e-6, 1 - 1e-6)))
+
+
+@pytest.mark.parametrize("package", ["jax", "torch"])
+def test_a_large_forward_kl_costs_float16_no_digits(package):
+    """However large it is, no derivative by a logit is above 1: a row of dc that is small keeps its digits."""
+    fields = dict(leading=(3,), width=1, vocabulary=3135, dtype="float16", wanted=("c",), teacher_dtype="bfloat16")
+    program = replace(DISTILLED, package=package, divergence="forward_kl", **fields)
+    held(Call(replace(program, teacher_width=8), Data(469166881, size=6.249, offset=1000.0)))
 
 
 def test_ids_that_neither_has_count_nothing():

@@ -18,6 +18,7 @@ from cce_jax import api, linear_cross_entropy, linear_log_probs, linear_token_lo
 from cce_kernels import given_ids
 from cce_kernels.block_floats import steps_shape
 from cce_kernels.device import H200, INTERPRETER
+from cce_kernels.numbers import divided
 from cce_kernels.plan import plan_of
 from tests.lowering import nested
 from tests.plans import call_of, whole_bytes
@@ -69,6 +70,20 @@ def kernels(jaxpr) -> dict[str, list]:
         if eqn.primitive.name == "pallas_call":
             found.setdefault(eqn.params["name"], []).append(eqn)
     return found
+
+
+def test_no_reference_is_subtracted_from_a_product_itself():
+    """Some operation stays between the two in the compiled program: a GPU may do both in one, which rounds once."""
+
+    def exponentials(x, inverse, reference):
+        return jnp.exp(divided(x, inverse) - reference[:, None])
+
+    shapes = S((8, 512), jnp.float32), S((8,), jnp.float32), S((8,), jnp.float32)
+    compiled = jax.jit(exponentials).lower(*shapes).compile().as_text()
+    made_by = dict(re.findall(r"(\S+) = f32\[8,512\]\S* (\w+)\(", compiled))
+    (of,) = re.findall(r"f32\[8,512\]\S* subtract\((\S+),", compiled)
+    assert "multiply" in made_by.values()
+    assert made_by[of] != "multiply"
 
 
 @pytest.mark.parametrize("argnums", [None, 0, 1, (0, 1)])

@@ -266,13 +266,15 @@ def _dbias_of(dz: jax.Array, call: Call) -> jax.Array:
     return lax.dot(ones, dz, preferred_element_type=jnp.float32)[0, : call.vocabulary]
 
 
-def _largest_derivative(of: Divergence, shares: Any, of_student: jax.Array) -> jax.Array:
+def _largest_derivative(of: Divergence, shares: Any, of_student: jax.Array) -> jax.Array | float:
     """A bound of the derivative by a logit, (n,), where of_student is KL(s‖t), or of a jsd KL(s‖m).
 
-    It is 1 for the forward KL. For the reverse KL s·(log(s/t) − KL(s‖t)) is at most 1 + KL(s‖t): the negative terms of
-    KL(s‖t) are the s·log(t/s) ≤ t − s of some ids, and their sum is at most 1. For a jsd the s·log(m/s) ≤ m − s are
-    β·(t − s), and their sum is at most β.
+    It is 1 for the forward KL, however large that is: it is s − t. For the reverse KL s·(log(s/t) − KL(s‖t))
+    is at most 1 + KL(s‖t): the negative terms of KL(s‖t) are the s·log(t/s) ≤ t − s of some ids, and their sum is at
+    most 1. For a jsd the s·log(m/s) ≤ m − s are β·(t − s), and their sum is at most β.
     """
+    if of.kind == "forward_kl":
+        return 1.0
     return shares[1] * (shares[0] + of_student) if of.kind == "jsd" else 1 + of_student
 
 

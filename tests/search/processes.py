@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import groupby
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
@@ -120,15 +121,16 @@ class _Process:
 
 def in_processes(options: argparse.Namespace, drawn: Drawn, until: float, add: Callable[[Report], None]) -> None:
     """Each worker takes the calls of one program after the other; one that dies is a failure, and is replaced."""
-    programs = iter(range(options.first // SHARED, -(-(options.first + options.cases) // SHARED)))
+    calls = options.only or range(options.first, options.first + options.cases)
+    programs = groupby(calls, lambda number: number // SHARED)
     queues: list[list[int]] = [[] for _ in range(options.processes)]
 
     def next_call(k: int) -> int | None:
         if time.monotonic() > until:
             return None
-        if not queues[k] and (program := next(programs, None)) is not None:
-            numbers = range(program * SHARED, program * SHARED + SHARED)
-            queues[k] = [n for n in numbers if options.first <= n < options.first + options.cases]
+        if not queues[k]:
+            _, numbers = next(programs, (None, ()))
+            queues[k] = list(numbers)
         return queues[k].pop(0) if queues[k] else None
 
     workers: dict[Any, tuple[int, _Process]] = {}
