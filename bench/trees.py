@@ -11,11 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+FUNCTIONS = "linear_cross_entropy", "linear_log_probs", "linear_divergence"
 BURST = 5  # calls of a turn, the first not counted
 HERE = Path(__file__).resolve().parent.parent
 # The other checkout's process runs this file too, with that checkout's packages.
@@ -39,29 +41,37 @@ def worker() -> None:
         print("took " + json.dumps(times[1:]), flush=True)
 
 
-def step(shape: list[int], package: str, options: dict[str, Any]) -> Callable[[], object]:
+def step(shape: list[int], package: str, function: str, options: dict[str, Any]) -> Callable[[], object]:
     import jax
 
     from bench.data import Shape, trained
 
-    e, c, targets = trained(Shape(*shape))
+    e, c, *others = trained(Shape(*shape))
+    if function == "linear_divergence":
+        others = trained(Shape(*shape), of_head=1)[:2]
     if package == "cce_jax":
         import cce_jax
 
-        program = jax.jit(jax.value_and_grad(cce_jax.linear_cross_entropy, (0, 1)), static_argnames=list(options))
-        return lambda: jax.block_until_ready(program(e, c, targets, **options))
+        program = jax.jit(jax.value_and_grad(partial(loss, getattr(cce_jax, function), options), (0, 1)))
+        return lambda: jax.block_until_ready(program(e, c, *others))
     import torch
 
     import cce_torch
 
-    in_torch = [torch.from_dlpack(x).clone() for x in (e, c, targets)]
-    leaves, labels = [x.requires_grad_() for x in in_torch[:2]], in_torch[2].long()
+    leaves = [torch.from_dlpack(x).clone().requires_grad_() for x in (e, c)]
+    beside = [torch.from_dlpack(x).clone() for x in others]
+    beside = [x if x.is_floating_point() else x.long() for x in beside]
 
     def run() -> None:
-        torch.autograd.grad(cce_torch.linear_cross_entropy(leaves[0], leaves[1], labels, **options), leaves)
+        torch.autograd.grad(loss(getattr(cce_torch, function), options, *leaves, *beside), leaves)
         torch.cuda.synchronize()
 
     return run
+
+
+def loss(function: Callable[..., Any], options: dict[str, Any], *arrays: Any) -> Any:
+    found = function(*arrays, **options)
+    return found.log_probs.sum() if hasattr(found, "log_probs") else found
 
 
 class Checkout:
@@ -95,15 +105,18 @@ def main() -> None:
     parser.add_argument("--head", choices=HEADS, nargs="+", default=HEADS)
     parser.add_argument("--package", choices=["cce_jax", "cce_torch"], nargs="+", default=["cce_jax", "cce_torch"])
     parser.add_argument("--memory-budget", nargs="+", default=["default", "all"], help='"default", "all" or bytes')
+    parser.add_argument("--function", choices=FUNCTIONS, default=FUNCTIONS[0])
+    parser.add_argument("--temperature", type=float, help="of the function's call (none)")
     parser.add_argument("--rounds", type=int, default=10, help="turns of each (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("out/trees.json"))
     asked = parser.parse_args()
     rows: list[report.Row] = []
+    of_all = {} if asked.temperature is None else {"temperature": asked.temperature}
     budgets = [{} if x == "default" else {"memory_budget": x if x == "all" else int(x)} for x in asked.memory_budget]
     checkouts = [Checkout(folder) for folder in (HERE, asked.other.resolve())]
     for head in asked.head:
         for package, options in ((x, y) for x in asked.package for y in budgets):
-            what = {"shape": SHAPES[head], "package": package, "options": options}
+            what = {"shape": SHAPES[head], "package": package, "function": asked.function, "options": of_all | options}
             turns = [[checkout.times(what) for checkout in checkouts] for _ in range(asked.rounds)]
             this, other = np.median(turns, axis=(0, 2)).tolist()
             rows.append({"head": head, **what, "this": this, "other": other, "ratio": this / other})
