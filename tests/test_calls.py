@@ -305,6 +305,12 @@ def test_infinite_exponentials_of_tokens_that_keep_their_reference_are_saved_aga
     held(Call(program, Data(kind="confident", size=30.0)))
 
 
+@pytest.mark.parametrize("vocabulary", [32, 96])
+def test_a_whole_tile_beyond_the_vocabulary(vocabulary):
+    """The interpreter's tiles of 32 columns end with V. Rows of saved exponentials end 32 columns later."""
+    held(Call(replace(SAVED, impl="cce", vocabulary=vocabulary), Data()))
+
+
 def test_saved_exponentials_of_classes_that_a_bias_removes():
     held(Call(OF_BIAS, Data(masked=40)))
 
