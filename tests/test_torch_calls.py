@@ -47,6 +47,12 @@ def test_gradients_formed_in_chunks_through_autograd(function, transformation, d
         assert not failures(Call(program, Data(ignored="few", seed=1)))
 
 
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_a_compiled_divergence_where_no_gradient_is_wanted(divergence):
+    program = Program("torch", "chunked", DIVERGENCE, divergence=divergence, transformation="compile without gradient")
+    assert not failures(Call(replace(program, wanted=(), teacher_width=24, teacher_dtype="float32"), Data()))
+
+
 SAVING = Program("torch", dtype="bfloat16", memory_budget="all", arrays=("bias",), wanted=("e", "c", "bias"))
 EACH = {"reduction": "none", "objective": ("loss", "lse"), "return_lse": True}
 WEIGHTED = {"arrays": ("token_weight",), "wanted": ("e", "c", "token_weight"), "leading": (4, 10), "shift": 2}

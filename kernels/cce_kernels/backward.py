@@ -41,7 +41,7 @@ def gradients(
 def _recomputed(run: Arranged, way: Recomputed) -> Gradients:
     def found(products: Multiplying) -> Gradients:
         problem, count = run.problem, run.count if products.engine.stops else None
-        form = way.dz.engine.form_dz(way.dz, problem, run.numbers.reference, run.relative, count)
+        form = way.dz.engine.form_dz(way.dz, problem, run.numbers, run.relative, count)
         if run.at_ids is not None:
             form = given_ids.written(form, run.at_ids, run.count)
         start = run.zeros(problem)

@@ -6,7 +6,9 @@ Forward: rows of c are gathered and multiplied by e in float32. A logit is not r
 XLA makes one kernel of it, which holds none of them. Elsewhere never held: the rows of more than CHUNK_BYTES.
 Tensor cores cut off the last digits of each partial sum. So where all logits of a token have a large part in common,
 those that an engine sums, and lse with them, are too small by about the same number. The ids' logits are not. So this
-number is added to them: the target's logit of the engine minus that of this product.
+number is added to them: the target's logit of the engine minus that of this product. (A logit loses in proportion to
+itself. So where the target's logit is far below the largest ones, most of what lse lost stays: with D = 4096 and a
+difference of 40 up to 7e-4 nats.)
 
 Backward: dz at the ids is formed in float32 from these logits, with the terms of all numbers in it. Each group of the
 vocabulary writes its ids' elements over those of the dz that an engine formed, before the two matmuls. To add ι to the
@@ -92,7 +94,8 @@ def dz_at(inputs: Inputs, numbers: Statistics, of: Cotangents, call: Call) -> At
     head, inputs = call.head, _without_ignored(inputs)
     columns, inverse = columns_of(inputs, head), inputs.inverse_temperature
     x = numbers.ids if inverse is None else numbers.ids / inverse[:, None]
-    log_p, of = numbers.ids - numbers.reference[:, None], relative(of, numbers, inputs.targets >= 0)
+    log_p = jnp.minimum(numbers.ids - numbers.reference[:, None], numbers.log_mass[:, None])
+    of = relative(of, numbers, inputs.targets >= 0)
     weights = None if inputs.weights is None else inputs.weights[jnp.maximum(columns, 0)]
     of_tokens = jax.tree.map(lambda x: x[:, None], of._replace(ids=None))
     of_tokens = of_tokens._replace(ids=in_chunks(_of_repeated, (columns, of.ids), _chunk(call, 4 * call.ids)))

@@ -101,6 +101,14 @@ class Statistics(NamedTuple):
         entropy = self.log_mass - self.mean
         return entropy - lax.stop_gradient(jnp.minimum(entropy, 0))
 
+    def most(self, inputs: Inputs) -> jax.Array | None:
+        """lse, which no logit exceeds, for kernels that compute logits again; None where there is no need of it.
+
+        Two kernels may round a logit apart. A large factor multiplies the difference, and the exponential relative to
+        lse, which is 1 at most, would be any number.
+        """
+        return None if inputs.factor is None else self.lse
+
     def relative_to(self, reference: jax.Array) -> "Statistics":
         """The same numbers relative to another reference, without the sum."""
         between = self.reference - reference

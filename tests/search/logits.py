@@ -47,6 +47,7 @@ class Block:
     slope: Tensor  # ∂z/∂y of the raw products y = e·c + b
     most: Tensor  # δz, what float32 may be off by
     usual: Tensor  # the part of it that is independent of the other logits, as a root mean square
+    cut: Tensor  # the part that goes with the sum of the products, with its sign: what a tensor core cuts off of it
     log_p: Tensor
     lse: Tensor
 
@@ -111,10 +112,11 @@ class Logits:
         size, of_y, of_sum, of_z, reach = (torch.where(there, x, 0.0) for x in sizes)
         factors = 2 if self.temperature is None and head.temperature == 1 else 3
         most = eps * (size * (reach + 2 * of_y + steps * of_sum) + factors * of_z)
+        cut = eps * steps * size * torch.where(there, products.detach(), 0.0)
         usual = eps * (size * (0.5 * reach + of_y + walk * of_sum) + of_z)
         slope = torch.where(there, slope, 0.0)
         lse = torch.logsumexp(z, 1)
-        return Block(z.requires_grad_(), slope, most, usual, torch.log_softmax(z.detach(), 1), lse)
+        return Block(z.requires_grad_(), slope, most, usual, cut, torch.log_softmax(z.detach(), 1), lse)
 
 
 def steepest(p: Program, e: Any, c: Any, bias: Any = None, temperature: Any = None) -> float:

@@ -93,7 +93,9 @@ class Rounding:
     def of_other_product(self, column: Tensor, t: "Tokens") -> Tensor:
         """What a given id's log p is off by, (n, 1), as its logit is another product than those that are summed."""
         if t.moved:
-            return 3 * (self.usual.gather(1, column) + self.usual.gather(1, t.targets[:, None]))
+            at_target = t.targets[:, None]
+            between = self.x.cut.gather(1, at_target) - (self.x.p * self.x.cut).sum(1, keepdim=True)
+            return 3 * (self.usual.gather(1, column) + self.usual.gather(1, at_target)) + between.abs()
         return self.most.gather(1, column) + (self.x.p * self.most).sum(1, keepdim=True)
 
     def of(self, slope: Tensor, otherwise: Tensor) -> Tensor:

@@ -38,7 +38,9 @@ loses ε, and of a quotient, which loses 2ε, and ε in its numerator.
 
 The logits of ids, and in kernels that of the target, are not the products that are summed: their log p is off by p·δz
 more, up to the rounding of the logit itself where p is about 1. The ids' are moved as the target's logits of both
-products are apart: 3·(υz_id + υz_t). Where they are not (cce_kernels/given_ids.py), by δz_id + Σ_v p_v·δz_v.
+products are apart: 3·(υz_id + υz_t), and where the target is not likely |k_t − Σ_v p_v·k_v| with k the part
+ε·|∂z/∂y|·D/32·e·c of δz, as a logit loses in proportion to itself. Where they are not moved (cce_kernels/given_ids.py),
+by δz_id + Σ_v p_v·δz_v.
 
 Where a δz of a token is above 0.05 (small temperatures) there are no derivatives: log p_v may be off by
 σ_v = δz_v + log Σ_u p_u·exp(δz_u), p_v by p_v·(exp σ_v − 1) and no more than 1, and n by what these give. The p_v of a

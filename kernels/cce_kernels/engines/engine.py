@@ -17,7 +17,7 @@ from cce_kernels.device import Gpu
 from cce_kernels.divergence_terms import Pass, Static, Whole
 from cce_kernels.gradients import FormDz, Left, Products
 from cce_kernels.head import Head
-from cce_kernels.numbers import Cotangents, Inputs
+from cce_kernels.numbers import Cotangents, Inputs, Statistics
 from cce_kernels.tokens import Kept, Rows
 from cce_kernels.windows import Groups
 
@@ -170,12 +170,12 @@ class Launched:
         """saved, with exp(z − reference) written for the tokens where `others` is true."""
         return self.kernels.saved_again(step, problem, reference, others, saved)
 
-    def form_dz(self, step: Step, problem: Problem, reference: jax.Array, of: Cotangents, count: Any) -> FormDz:
+    def form_dz(self, step: Step, problem: Problem, numbers: Statistics, of: Cotangents, count: Any) -> FormDz:
         """Forms dz of a group from logits that are computed again. Rows of dz from `count` on are arbitrary.
 
-        reference: FLOAT32_MAX for ignored tokens. of: mean.relative.
+        numbers: the reference is FLOAT32_MAX for ignored tokens. of: mean.relative.
         """
-        return self.kernels.form_dz(step, problem, reference, of, count)
+        return self.kernels.form_dz(step, problem, numbers, of, count)
 
     def form_dz_of_saved(self, step: Step, problem: Problem, saved: jax.Array, of: Cotangents) -> FormDz:
         """Forms dz of a group from saved exponentials. of: mean.relative."""

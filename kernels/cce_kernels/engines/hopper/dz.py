@@ -17,17 +17,18 @@ from cce_kernels.engines.hopper.registers import along_rows, column_numbers, par
 from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS
 from cce_kernels.engines.order import row_group
 from cce_kernels.gradients import FormDz
-from cce_kernels.numbers import LOG2_E, Cotangents
+from cce_kernels.numbers import LOG2_E, Cotangents, Statistics
 from cce_kernels.windows import Window
 
 
-def form_dz(step: Step, problem: Problem, reference: jax.Array, of: Cotangents, count: jax.Array) -> FormDz:
+def form_dz(step: Step, problem: Problem, numbers: Statistics, of: Cotangents, count: jax.Array) -> FormDz:
     """engine.Launched.form_dz. groups.columns: a multiple of DEPTH. dz is 0 from column V on."""
     head, groups = problem.head, step.groups
     e, c, vocabulary = problem.inputs.e, problem.inputs.c, problem.call.vocabulary
+    inputs = problem.inputs
     # the same for all groups
-    of_rows = reference, problem.inputs.targets, of, problem.inputs.inverse_temperature
-    of_tokens = jax.tree.map(padded, of_rows), count, problem.inputs.scale
+    of_rows = numbers.reference, numbers.most(inputs), inputs.targets, of, inputs.inverse_temperature
+    of_tokens = jax.tree.map(padded, of_rows), count, inputs.scale
     multiply = Multiply(step.tiles, right_axis=1 - head.vocab_axis)
     group = row_group(e.shape[1], e.dtype.itemsize, PAIR_ROWS, PAIR_GROUP)
 
@@ -41,13 +42,13 @@ def form_dz(step: Step, problem: Problem, reference: jax.Array, of: Cotangents, 
     def write(warpgroup, product, row, column, dz_ref, others):
         (rows_refs, _, scale_ref), number_ref = others
         start = groups.window(number_ref[0]).start
-        origin, targets, of, inverse = jax.tree.map(lambda ref: vector_of(ref, row), rows_refs)
+        origin, most, targets, of, inverse = jax.tree.map(lambda ref: vector_of(ref, row), rows_refs)
         scale = None if scale_ref is None else scale_ref[0]
 
         def parts():
             for first, raw in parts_of(product(), e.dtype):
                 x, shape = logits(raw, head, scale), raw.shape
-                log_p = divided(x, inverse) - along_rows(origin, shape)
+                log_p = divided(x, inverse, most) - along_rows(origin, shape)
                 p = jnp.exp2(log_p * LOG2_E)
                 begin = start + column + first
                 if vocabulary % DEPTH:

@@ -16,9 +16,15 @@ def logits(raw: jax.Array, head: Head, scale) -> jax.Array:
     return z if head.softcap is None else _capped(z, head.softcap)
 
 
-def divided(x: jax.Array, inverse: jax.Array | None) -> jax.Array:
-    """Logits divided by the temperatures of their rows. inverse: a number for each row; None for 1."""
-    return x if inverse is None else _rounded(x * along_rows(inverse, x.shape))
+def divided(x: jax.Array, inverse: jax.Array | None, most: jax.Array | None = None) -> jax.Array:
+    """Logits divided by the temperatures of their rows. inverse: a number for each row; None for 1.
+
+    most: as Statistics.most has it.
+    """
+    z = x if inverse is None else x * along_rows(inverse, x.shape)
+    if most is not None:
+        return jnp.minimum(z, along_rows(most, x.shape))
+    return z if inverse is None else _rounded(z)
 
 
 def _rounded(product: jax.Array) -> jax.Array:

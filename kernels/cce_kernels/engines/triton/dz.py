@@ -21,7 +21,7 @@ from cce_kernels.engines.triton.launch import How, launch
 from cce_kernels.engines.triton.loads import indices, inside, load_vector, tile_index, tile_mask
 from cce_kernels.engines.triton.logits import divided, exp, factor_of, load_inverse_temperature, logits_tile
 from cce_kernels.gradients import FormDz
-from cce_kernels.numbers import Cotangents, Inputs
+from cce_kernels.numbers import Cotangents, Inputs, Statistics
 from cce_kernels.windows import Window
 
 
@@ -56,8 +56,11 @@ def dz_shapes(tokens: int, columns: int, dtype, rows: int, with_sums: bool) -> t
     return jax.ShapeDtypeStruct((tokens, columns), dtype), sums
 
 
-def _kernel(how: How, inputs: Inputs, reference_ref, cotangents, window_ref, count_ref, dz_ref, sums_ref):
-    """One tile of dz. Blocks of tokens from count_ref[0] on are neither computed nor written."""
+def _kernel(how: How, inputs: Inputs, of_rows, cotangents, window_ref, count_ref, dz_ref, sums_ref):
+    """One tile of dz. Blocks of tokens from count_ref[0] on are neither computed nor written.
+
+    of_rows: the references, and what no logit exceeds or None.
+    """
     head, tiles, groups = how.head, how.tiles, how.groups
     tokens, group_columns = dz_ref.shape
     column_blocks = cdiv(group_columns, tiles.columns)
@@ -71,14 +74,14 @@ def _kernel(how: How, inputs: Inputs, reference_ref, cotangents, window_ref, cou
         columns = window_ref[0] + local
 
         # The epilogue's operands are loaded before the K loop, which hides the wait for them.
-        reference = load_vector(reference_ref, rows, rows_ok)[:, None]
+        reference, most = jax.tree.map(lambda ref: load_vector(ref, rows, rows_ok)[:, None], of_rows)
         targets = load_vector(inputs.targets, rows, rows_ok, other=-1)[:, None]
         weights = load_weights(inputs.weights, columns, local_ok)
         of = load_cotangents(cotangents, rows, rows_ok)
         inverse = load_inverse_temperature(inputs, rows, rows_ok)
 
         x = logits_tile(inputs, rows, columns, rows_ok, local_ok, head=head, tiles=tiles)
-        log_p = divided(x, inverse) - reference
+        log_p = divided(x, inverse, most) - reference
         p, is_target = exp(log_p, how.interpret), columns[None, :] == targets
         dz = head.cotangent(x, p, is_target, of, weights, factor_of(inputs, inverse), log_p)
         if groups.overlap:
@@ -91,15 +94,16 @@ def _kernel(how: How, inputs: Inputs, reference_ref, cotangents, window_ref, cou
         pl.when(row_block * tiles.rows < count_ref[0])(tile)
 
 
-def form_dz(step: Step, problem: Problem, reference: jax.Array, of: Cotangents, count: jax.Array | None) -> FormDz:
+def form_dz(step: Step, problem: Problem, numbers: Statistics, of: Cotangents, count: jax.Array | None) -> FormDz:
     """engine.Launched.form_dz. count: rows of dz from this one on need not be written; None: all rows are written."""
     inputs, tiles, groups = problem.inputs, step.tiles, step.groups
     tokens, with_sums = inputs.e.shape[0], problem.call.wants.bias
     row_blocks, column_blocks = cdiv(tokens, tiles.rows), cdiv(groups.columns, tiles.columns)
     out = dz_shapes(tokens, groups.columns, inputs.e.dtype, tiles.rows, with_sums)
+    of_rows = numbers.reference, numbers.most(inputs)
 
     def form(window: Window) -> tuple[jax.Array, jax.Array | None]:
-        given = How.of(step, problem), inputs, reference, of, window_numbers(window), count
+        given = How.of(step, problem), inputs, of_rows, of, window_numbers(window), count
         dz, sums = launch(_kernel, *given, programs=row_blocks * column_blocks, name="cce_dz", out_shape=out)
         if sums is None:
             return dz, None

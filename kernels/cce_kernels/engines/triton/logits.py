@@ -20,12 +20,16 @@ def load_inverse_temperature(inputs: Inputs, rows: jax.Array, rows_ok: jax.Array
     return None if inverse is None else load_vector(inverse, rows, rows_ok, other=1)[:, None]
 
 
-def divided(x: jax.Array, inverse: jax.Array | None) -> jax.Array:
+def divided(x: jax.Array, inverse: jax.Array | None, most: jax.Array | None = None) -> jax.Array:
     """Logits divided by the temperatures of their tokens, each rounded, as cce_kernels.numbers.rounded explains.
 
-    −inf becomes the least finite number, whose exponential is 0 as well; inf stays, so that its token has no numbers.
+    most: as Statistics.most has it, in the form of inverse. Without it −inf becomes the least finite number, whose
+    exponential is 0 as well; inf stays, so that its token has no numbers.
     """
-    return x if inverse is None else jnp.maximum(x * inverse, LEAST)
+    z = x if inverse is None else x * inverse
+    if most is not None:
+        return jnp.minimum(z, most)
+    return z if inverse is None else jnp.maximum(z, LEAST)
 
 
 def factor_of(inputs: Inputs, inverse: jax.Array | None):

@@ -13,7 +13,7 @@ from cce_kernels.engines.engine import Problem, Step, Sums
 from cce_kernels.gradients import FormDz, over_groups
 from cce_kernels.head import Head
 from cce_kernels.mean import finite, quotient, sums_of
-from cce_kernels.numbers import Cotangents, Inputs
+from cce_kernels.numbers import Cotangents, Inputs, Statistics
 from cce_kernels.windows import Groups, Window
 
 
@@ -70,9 +70,9 @@ def sums(step: Step, problem: Problem, *_) -> Sums:
     return Sums(log_mass, target, total, None, mean=mean, reference=peak)  # type: ignore[arg-type]
 
 
-def form_dz(step: Step, problem: Problem, reference: jax.Array, of: Cotangents, _) -> FormDz:
+def form_dz(step: Step, problem: Problem, numbers: Statistics, of: Cotangents, _) -> FormDz:
     """engine.Launched.form_dz."""
-    inputs, head, groups = problem.inputs, problem.head, step.groups
+    inputs, head, groups, most = problem.inputs, problem.head, step.groups, numbers.most(problem.inputs)
     with_sums = problem.call.wants.bias
     of = jax.tree.map(lambda x: x[:, None], of)
 
@@ -80,7 +80,8 @@ def form_dz(step: Step, problem: Problem, reference: jax.Array, of: Cotangents, 
         x, columns = _logits(inputs, window, head=head, groups=groups)
         weights = None if inputs.weights is None else _columns(inputs.weights, window, groups)
         is_target = columns == inputs.targets[:, None]
-        log_p = inputs.divided(x) - reference[:, None]
+        z = inputs.divided(x)
+        log_p = (z if most is None else jnp.minimum(z, most[:, None])) - numbers.reference[:, None]
         dz = head.cotangent(x, jnp.exp(log_p), is_target, of, weights, inputs.factor_of_rows, log_p)
         if groups.overlap:
             dz = jnp.where(columns >= window.owned, dz, 0)
