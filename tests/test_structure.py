@@ -18,6 +18,7 @@ from cce_jax import api, linear_cross_entropy, linear_log_probs, linear_token_lo
 from cce_kernels import given_ids
 from cce_kernels.block_floats import steps_shape
 from cce_kernels.device import H200, INTERPRETER
+from cce_kernels.head import Head
 from cce_kernels.numbers import divided
 from cce_kernels.plan import plan_of
 from tests.lowering import nested
@@ -70,6 +71,14 @@ def kernels(jaxpr) -> dict[str, list]:
         if eqn.primitive.name == "pallas_call":
             found.setdefault(eqn.params["name"], []).append(eqn)
     return found
+
+
+def test_passes_over_the_logits_read_what_comes_out_of_a_barrier():
+    """Else XLA computes them again in each, perhaps with other roundings, which a low temperature multiplies."""
+    shapes = (S((8, 16), jnp.float32), S((96, 16), jnp.float32), S((96,), jnp.float32), S((1,), jnp.float32))
+    traced = jax.make_jaxpr(Head(softcap=3.0).whole_logits)(*shapes).jaxpr
+    assert traced.eqns[-1].primitive.name == "optimization_barrier"
+    assert traced.eqns[-1].outvars == traced.outvars
 
 
 def test_no_reference_is_subtracted_from_a_product_itself():
