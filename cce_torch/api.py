@@ -71,6 +71,7 @@ def linear_cross_entropy(
     return_lse: bool = False,
     **options: Unpack[OptionsOfTokens],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@arguments.traced
 def linear_cross_entropy(
     e: Tensor,
     c: Tensor,

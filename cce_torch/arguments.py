@@ -1,8 +1,9 @@
 """Checks of the arguments of the public functions, and the form in which these pass their arguments on."""
 
 import sys
+from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,12 +14,19 @@ from cce_torch.options import Impl
 from cce_torch.processes import vocab_parallel as parallel
 from cce_torch.processes.vocab_parallel import VocabParallel
 
+F = TypeVar("F", bound=Callable)
 IMPLS = (*contract.IMPLS, "torch_compile")
 OF_TORCH = ("torch_compile", "reference")  # which run without JAX
 PRECISIONS = ("highest", "high", "medium")
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 REQUIRED, WEIGHTS = ("e", "c", "targets"), ("class_weight", "token_weight")
+
+
+def traced(function: F) -> F:
+    """The function; in PyTorch 2.8, whose torch.compile cannot trace named tuples, a break in the graph around it."""
+    old = torch.__version__ < (2, 9)  # type: ignore[operator]
+    return torch.compiler.disable(function) if old else function  # type: ignore[return-value]
 
 
 CHECKED = (
@@ -29,7 +37,7 @@ CHECKED = (
 
 def options(*given: Any) -> tuple:
     """`checked`, which looks only once at values that it has seen."""
-    cacheable = CACHEABLE.issuperset(map(type, given)) and not torch.compiler.is_compiling()
+    cacheable = not torch.compiler.is_compiling() and CACHEABLE.issuperset(map(type, given))
     return (_checked_once if cacheable else checked)(*given)
 
 
@@ -88,11 +96,7 @@ class Prepared(NamedTuple):
     shard: VocabParallel | None
     called: str  # the public function
     num_items: Tensor | None  # ()
-
-    @property
-    def alone(self) -> bool:
-        """Whether the operators of ops.py compute: with JAX, in one process."""
-        return self.impl not in OF_TORCH and self.shard is None
+    alone: bool  # whether the operators of ops.py compute: with JAX, in one process
 
     def unshifted(self, x: Tensor) -> Tensor:
         """A number of each token, (N,), in the shape of targets after the shift."""
@@ -134,7 +138,10 @@ def prepared(given: dict[str, Any], asked: Asked, num_items: Any = None) -> Prep
             f"torch.jit.trace cannot record the JAX programs of impl={impl!r}: give impl='torch_compile'"
         )
     items = None if num_items is None else scalar(num_items, e)
-    return Prepared(e, c, bias, targets, vocabulary, shift, asked.ignore_index, impl, shard, asked.function, items)
+    alone = impl not in OF_TORCH and shard is None
+    return Prepared(
+        e, c, bias, targets, vocabulary, shift, asked.ignore_index, impl, shard, asked.function, items, alone
+    )
 
 
 def shard_of(vocab_parallel: VocabParallel | None, options: Any) -> VocabParallel | None:

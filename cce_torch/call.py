@@ -70,18 +70,19 @@ class Call(NamedTuple):
         """
         return self._replace(with_mean=False, mean_is_detached=False) if self.mean_is_detached else self
 
-    def encoded(self) -> tuple[str, float | None, int | None, float]:
-        """The arguments of a PyTorch operator. torch.compile can make a constant of a number there, not in a str."""
-        return repr(tuple(self[3:])), *self[:3]
+
+def encoded(call: Call) -> tuple[str, float | None, int | None, float]:
+    """The arguments of a PyTorch operator. torch.compile can make a constant of a number there, not in a str."""
+    return repr(tuple(call[3:])), *call[:3]
 
 
-SCHEMA = "str options, float? softcap, int? memory_budget, float gradient_tolerance"  # of what `Call.encoded` returns
+SCHEMA = "str options, float? softcap, int? memory_budget, float gradient_tolerance"  # of what `encoded` returns
 ENCODED = 4  # arguments
 
 
 @lru_cache(maxsize=1024)
 def decoded(options: str, softcap: float | None, memory_budget: int | None, gradient_tolerance: float) -> Call:
-    """The inverse of `Call.encoded`."""
+    """The inverse of `encoded`."""
     return Call(softcap, memory_budget, gradient_tolerance, *literal_eval(options))
 
 

@@ -18,6 +18,7 @@ NAME = "linear_divergence"
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
 
 
+@arguments.traced
 def linear_divergence(
     e: Tensor,
     c: Tensor,

@@ -32,6 +32,7 @@ class LogProbs(NamedTuple):
     mean_logit: Tensor | None = None  # the mean of the logits over the vocabulary
 
 
+@arguments.traced
 def linear_log_probs(
     e: Tensor,
     c: Tensor,

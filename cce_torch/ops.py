@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cce_torch.call import FIELDS, TENSORS, Call, Given, decoded
+from cce_torch.call import FIELDS, TENSORS, Call, Given, decoded, encoded
 from cce_torch.on_jax import tensors
 from cce_torch.operators import define, one_by_one
 from cce_torch.reverse_mode import first_order, refuse
@@ -109,7 +109,7 @@ class _Loss(torch.autograd.Function):
             value, statistics, left = _loss_operator(rounded, saving_for, call, kind)
         left, selected = ([], left) if call.selects else (left, [])
         ctx.mark_non_differentiable(*selected)
-        ctx.formed, ctx.kind = bool(left) if compiling else formed, kind if left else None
+        ctx.formed, ctx.kind = len(left) > 0 if compiling else formed, kind if left else None
         ctx.in_place = formed and may_be_overwritten()
         _save(ctx, given, given if ctx.formed else rounded, (saving_for, call), statistics, left)
         return value, statistics, *selected
@@ -143,7 +143,9 @@ def _save(ctx: Any, inputs: Given, given: Given, options: Sequence, statistics: 
     ctx.inputs = len(inputs_saved)
     ctx.saving_for, ctx.call = options[0], options[1].without_selections
     ctx.row_length, ctx.scheduled = given.row_length, None if isinstance(given.scheduled, Tensor) else given.scheduled
-    ctx.save_for_backward(*given.tensors, None if ctx.scheduled else given.scheduled, statistics, *left, *inputs_saved)
+    ctx.save_for_backward(
+        *given[:TENSORS], None if ctx.scheduled else given.scheduled, statistics, *left, *inputs_saved
+    )
     ctx.set_materialize_grads(False)
 
 
@@ -155,14 +157,14 @@ def _gradients(
     inputs: those of the call that are not in given, as their rounded copies are.
     """
     kind, saving_for, call = ctx.kind, ctx.saving_for if left else [], ctx.call
-    formed = ctx.formed and bool(left)
+    formed = ctx.formed and len(left) > 0
     if not formed:
         given = _in_type_of_e(given)
     # The memory of what the forward pass left is free for the results if no other backward pass can come.
     in_place = formed and ctx.in_place and not torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
     scheduled, row_length, compiling = given.scheduled, given.row_length, torch.compiler.is_compiling()
 
-    def run(of_loss: Any, of_statistics: Any, statistics: Tensor, *arrays: Any) -> tuple[Tensor | None, ...]:
+    def run(of_loss: Any, of_statistics: Any, statistics: Tensor, *arrays: Any) -> tuple:
         left, given = arrays[TENSORS:], Given(*arrays[:TENSORS], scheduled, row_length)  # type: ignore[call-arg]
         observed = of_loss, of_statistics, statistics, *arrays
         if not compiling and _is_plain(observed) and not is_batched(of_loss) and not is_batched(of_statistics):
@@ -178,10 +180,10 @@ def _gradients(
             saving_for,
             wanted,
             compiling,
-            *call.encoded(),
+            *encoded(call),
         )
 
-    arguments: Any = *of, statistics, *given.tensors, *left
+    arguments: Any = *of, statistics, *given[:TENSORS], *left
     return first_order(ctx.called, run, arguments, inputs)
 
 
@@ -225,7 +227,7 @@ def _loss_operator(given: Given, saving_for: list[bool], call: Call, kind: Any =
     if _is_plain(given.tensors):
         return _run_loss(given, saving_for, call, kind)
     compiling = torch.compiler.is_compiling()
-    return torch.ops.cce_torch.loss.default(*_for_operator(given), saving_for, compiling, *call.encoded())
+    return torch.ops.cce_torch.loss.default(*_for_operator(given), saving_for, compiling, *encoded(call))
 
 
 def _for_operator(given: Given) -> Given:

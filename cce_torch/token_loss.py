@@ -17,6 +17,7 @@ from cce_torch.processes.vocab_parallel import Setting, VocabParallel
 from cce_torch.token_function import NAME, TokenFunction, TokenNumbers, kept, token_numbers
 
 
+@checks.traced
 def linear_token_loss(
     e: Tensor,
     c: Tensor,

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from cce_torch import LinearCrossEntropy, linear_cross_entropy, ops
-from cce_torch.call import Call, Given
+from cce_torch.call import Call, Given, encoded
 from tests.call_torch import small_blocks
 from tests.tolerance import error
 
@@ -76,12 +76,12 @@ def test_opcheck(options):
     inverse, weight = (torch.rand(24) + 0.5, None) if call.with_temperature else (None, torch.rand(24))
     ids = torch.randint(-1, len(c), (24, call.ids), dtype=torch.int32) if call.ids else None
     given = (e, c, None, t, None, weight, None, inverse, ids, torch.tensor([0.1 * call.smooths, 0.0, 1.0]), 24)
-    torch.library.opcheck(torch.ops.cce_torch.loss.default, (*given, [], False, *call.encoded()))
-    _, statistics, left = torch.ops.cce_torch.loss.default(*given, [], False, *call.encoded())
+    torch.library.opcheck(torch.ops.cce_torch.loss.default, (*given, [], False, *encoded(call)))
+    _, statistics, left = torch.ops.cce_torch.loss.default(*given, [], False, *encoded(call))
     assert left == []
     cotangents = None if weight is None else torch.rand(24), torch.rand_like(statistics)
     wanted = [True, True, False, weight is not None]
-    arguments = *cotangents, *given, statistics, *[None] * ops.LEFT, [], wanted, False, *call.encoded()
+    arguments = *cotangents, *given, statistics, *[None] * ops.LEFT, [], wanted, False, *encoded(call)
     torch.library.opcheck(torch.ops.cce_torch.gradients.default, arguments)
 
 
@@ -322,7 +322,7 @@ def test_ops_refuse_nothing_that_the_fakes_allow():
     for wanted in [(a, b, False, d) for a in (True, False) for b in (True, False) for d in (True, False)]:
         weight = torch.rand(24)
         given = e, c.T.contiguous().T, None, t, None, weight, None, None, None, torch.tensor(SCHEDULED), 1
-        left, call = [None] * ops.LEFT, CALL_OF.encoded()
+        left, call = [None] * ops.LEFT, encoded(CALL_OF)
         arguments = torch.ones(()), None, *given, statistics, *left, [], wanted, False, *call
         for x, y in zip(ops._called_gradients(*arguments), ops._fake_gradients(*arguments), strict=True):
             assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())

@@ -10,7 +10,7 @@ import torch
 
 from cce_kernels.exponentials import saved_shape
 from cce_torch import linear_cross_entropy, ops
-from cce_torch.call import Call
+from cce_torch.call import Call, encoded
 from cce_torch.on_jax import kinds, programs
 from tests import call, call_torch
 from tests.call_torch import assert_same_bits, tensor
@@ -122,7 +122,7 @@ def test_func_grad_saves_nothing_and_is_right(saved):
 def test_opcheck(budget):
     given = inputs(Case("", (TOKENS,), D, V, (), 0.0), "bfloat16")  # of ignored tokens what is saved is arbitrary
     e, c, t = tensor(given.e), tensor(given.c), tensor(given.targets).long()
-    call, saving_for = Call(impl="cce", memory_budget=budget).encoded(), [True, True, False]
+    call, saving_for = encoded(Call(impl="cce", memory_budget=budget)), [True, True, False]
     given = (e, c, None, t, None, None, None, None, None, torch.tensor([0.0, 0.0, 1.0]), 1)
     torch.library.opcheck(torch.ops.cce_torch.loss.default, (*given, saving_for, False, *call))
     _, statistics, left = torch.ops.cce_torch.loss.default(*given, saving_for, False, *call)

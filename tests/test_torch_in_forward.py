@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from cce_jax import passes
 from cce_kernels.numbers import Cotangents, Wanted
 from cce_torch import LinearCrossEntropy, LinearCrossEntropyHead, linear_cross_entropy, ops
-from cce_torch.call import TENSORS, Call
+from cce_torch.call import TENSORS, Call, encoded
 from cce_torch.on_jax import bridge, kinds, programs
 from tests.call_torch import assert_same_bits
 from tests.test_in_forward import in_forward as on  # noqa: F401  # for all tests of this file
@@ -296,7 +296,7 @@ def test_compiled_code_that_computes_the_logits_again(more, ran):
 def test_opcheck(axis, wide):
     e, c, t = (x.detach() for x in example(wide=wide, axis=axis))
     rounded, weight, scheduled = c.to(e.dtype), torch.rand(600), torch.tensor(SCHEDULED)
-    call = CALL_OF._replace(wide_dc=wide, gradient_tolerance=TOLERANCE * axis).encoded()
+    call = encoded(CALL_OF._replace(wide_dc=wide, gradient_tolerance=TOLERANCE * axis))
     saving_for, wanted = [True, True, False], [True, True, False, True]
     assert rounded.stride() == c.stride()
     given = None, t, None, weight, None, None, None, scheduled, 1

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cce_torch import ops
-from cce_torch.call import ENCODED, Call, Operands, decoded
+from cce_torch.call import ENCODED, Call, Operands, decoded, encoded
 from cce_torch.operators import OPERANDS, define
 
 
@@ -31,7 +31,7 @@ def programs() -> Any:
 def target(operands: Operands, saving_for: tuple[bool, ...], call: Call, scale: float) -> Tensor:
     if not torch.compiler.is_compiling():
         return programs().target(operands, saving_for, call, scale)
-    return torch.ops.cce_torch.shard_target.default(*operands, saving_for, scale, *call.encoded())
+    return torch.ops.cce_torch.shard_target.default(*operands, saving_for, scale, *encoded(call))
 
 
 def statistics(
@@ -39,7 +39,7 @@ def statistics(
 ) -> tuple[Tensor, Tensor | None]:
     if not torch.compiler.is_compiling():
         return programs().statistics(operands, reference, saving_for, call, scale)
-    of_call = reference, saving_for, scale, *call.encoded()
+    of_call = reference, saving_for, scale, *encoded(call)
     found, saved = torch.ops.cce_torch.shard_statistics.default(*operands, *of_call)
     return found, saved if saved.numel() else None
 
@@ -49,7 +49,7 @@ def gradients(
 ) -> Sequence[Tensor]:
     """de, dc and dbias; one that is not wanted has no elements. kind: of the forward pass, if it saved something."""
     if torch.compiler.is_compiling():
-        of_call = *held, wanted, scale, *call.encoded()
+        of_call = *held, wanted, scale, *encoded(call)
         return torch.ops.cce_torch.shard_gradients.default(cotangents, *operands, *of_call)
     kind = kind or programs().kind_of_tensors(operands.e, operands.c, call)
     found = iter(programs().gradients(kind, cotangents, operands, held, wanted, scale))

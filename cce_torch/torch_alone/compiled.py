@@ -74,7 +74,7 @@ WANTED = "bool want_e, bool want_c, bool want_bias, bool wide_e"  # of new_gradi
 
 def _new_statistics(*arguments: Any) -> Tensor:
     e, *_, ids, _, _, with_sum, with_mean, _ = arguments
-    rows = 3 + with_sum + (0 if ids is None else ids.shape[1]) + with_mean
+    rows = 3 + int(with_sum) + int(with_mean) + (0 if ids is None else ids.shape[1])
     return e.new_empty((rows, e.shape[0]), dtype=torch.promote_types(e.dtype, torch.float32))
 
 
