@@ -1,5 +1,6 @@
 """The public function and module for PyTorch: they check the arguments, choose the impl and compute the loss."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Generic, Literal, TypeVar, Unpack, cast, overload
 
@@ -307,7 +308,7 @@ class LinearCrossEntropy(torch.nn.Module, Generic[Result]):
             raise contract.unknown_options("LinearCrossEntropy", unknown, OPTIONS)
         own = dict(ignore_index=-100, softcap=None, reduction="mean", shift=False, return_lse=False)
         self.options: dict[str, Any] = own | options
-        checked = {**cast(Any, linear_cross_entropy).__kwdefaults__, **self.options}
+        checked = {**inspect.unwrap(cast(Any, linear_cross_entropy)).__kwdefaults__, **self.options}
         arguments.checked(*(checked[name] for name in arguments.CHECKED))
         if class_weight is not None and not isinstance(class_weight, Tensor):
             arguments.check_other("class_weight", class_weight, "linear_cross_entropy")

@@ -48,19 +48,10 @@ class Call(NamedTuple):
         first = 3 + self.smooths
         return statistics[first : first + self.ids].T
 
-    @property
-    def selects(self) -> bool:
-        """Whether selections are asked for."""
-        return self.top_k > 0 or self.mean_logit
-
     def selected(self, tokens: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """The shapes and types of the selections that are asked for, from JAX."""
         top = [((tokens, self.top_k), torch.float32), ((tokens, self.top_k), torch.int32)] if self.top_k else []
         return [*top, *([((tokens,), torch.float32)] if self.mean_logit else [])]
-
-    @property
-    def without_selections(self) -> "Call":
-        return self._replace(top_k=0, mean_logit=False) if self.selects else self
 
     @property
     def of_backward(self) -> "Call":
@@ -69,6 +60,11 @@ class Call(NamedTuple):
         The mean is the last of the statistics, so the first rows are those of this call.
         """
         return self._replace(with_mean=False, mean_is_detached=False) if self.mean_is_detached else self
+
+
+def selects(call: Call) -> bool:
+    """Whether selections are asked for."""
+    return call.top_k > 0 or call.mean_logit
 
 
 def encoded(call: Call) -> tuple[str, float | None, int | None, float]:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cce_torch.call import FIELDS, TENSORS, Call, Given, decoded, encoded
+from cce_torch.call import FIELDS, TENSORS, Call, Given, decoded, encoded, selects
 from cce_torch.on_jax import tensors
 from cce_torch.operators import define, one_by_one
 from cce_torch.reverse_mode import first_order, refuse
@@ -66,7 +66,7 @@ def loss(given: Given, call: Call, lse_is_returned: bool, called: str) -> tuple[
 
 def _may_save(given: Given, call: Call, lse_is_returned: bool) -> bool:
     """Whether the forward pass may leave tensors: not if their sizes are known only at run time, nor if it selects."""
-    if call.selects:
+    if selects(call):
         return False
     sizes = *given.e.shape, *given.c.shape
     if torch.compiler.is_compiling():
@@ -107,7 +107,7 @@ class _Loss(torch.autograd.Function):
             left = handover.placeholders(given.e)  # type: ignore[union-attr]
         else:
             value, statistics, left = _loss_operator(rounded, saving_for, call, kind)
-        left, selected = ([], left) if call.selects else (left, [])
+        left, selected = ([], left) if selects(call) else (left, [])
         ctx.mark_non_differentiable(*selected)
         ctx.formed, ctx.kind = len(left) > 0 if compiling else formed, kind if left else None
         ctx.in_place = formed and may_be_overwritten()
@@ -141,7 +141,8 @@ def _save(ctx: Any, inputs: Given, given: Given, options: Sequence, statistics: 
     """given: inputs, or c and bias rounded to e's type. Then c and bias are saved too: first_order needs them."""
     inputs_saved = () if given.c is inputs.c else (inputs.c, inputs.bias)
     ctx.inputs = len(inputs_saved)
-    ctx.saving_for, ctx.call = options[0], options[1].without_selections
+    ctx.saving_for, call = options
+    ctx.call = call._replace(top_k=0, mean_logit=False) if selects(call) else call
     ctx.row_length, ctx.scheduled = given.row_length, None if isinstance(given.scheduled, Tensor) else given.scheduled
     ctx.save_for_backward(
         *given[:TENSORS], None if ctx.scheduled else given.scheduled, statistics, *left, *inputs_saved

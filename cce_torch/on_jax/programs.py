@@ -30,7 +30,7 @@ from cce_jax import losses, passes, plans
 from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
 from cce_kernels.residuals import Residuals, shapes_of
 from cce_kernels.selections import Asked, Selections
-from cce_torch.call import Call, Given
+from cce_torch.call import Call, Given, selects
 from cce_torch.on_jax import bridge
 from cce_torch.on_jax.kinds import Kind, kind_of_tensors, without_results
 
@@ -114,7 +114,7 @@ def loss(kind: Kind, given: Given, wanted: Sequence[bool]) -> tuple[Tensor, Tens
     ]
     program = (_begin_program if left.formed else _loss_program)(kind, tokens.size, asked, len(outputs))
     value, statistics, *tensors = bridge.run(program, tokens.inputs(given, kind.in_memory(given.c)), outputs)
-    tensors = [tokens.cut(x) for x in tensors] if kind.call.selects else tensors
+    tensors = [tokens.cut(x) for x in tensors] if selects(kind.call) else tensors
     return tokens.cut(value) if whole else value, tokens.first(statistics), tensors
 
 
@@ -372,12 +372,12 @@ def _loss_program(kind: Kind, size: int, wanted: Wanted | None, count: int) -> C
 
     def torch_loss(*arrays):
         problem = Problem.of(kind, arrays[count:])
-        if kind.call.selects:
+        if selects(kind.call):
             asked = Asked(kind.call.top_k, kind.call.mean_logit)
             return problem.results(*passes.numbers_and_selections(problem.inputs, kind.static, asked))
         return problem.results(*passes.forward_pass(problem.inputs, kind.static, wanted))
 
-    return jitted(torch_loss, count, options_on(kind) if kind.call.selects else None)
+    return jitted(torch_loss, count, options_on(kind) if selects(kind.call) else None)
 
 
 @lru_cache(maxsize=PROGRAMS)
