@@ -336,7 +336,7 @@ def _in_thread(function: Callable[[], Named]) -> Named:
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
-    flat = (z.contiguous().reshape(-1).view(torch.uint8) for z in (x, y))
+    flat = (z.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8) for z in (x, y))
     return x.dtype == y.dtype and torch.equal(*flat)
 
 
