@@ -18,6 +18,9 @@ Named = dict[str, Tensor]
 LINEAR = 0.05  # where a logit may be off by more, what follows from it is bounded without a derivative
 MOST = 1e300
 TINY = 2.0**-124  # float32 has no normal numbers below a quarter of it, and GPUs and XLA may take those for 0
+OF_TRUTH = (
+    2.0**-50
+)  # what float64 leaves of terms about 1 that cancel: of a divergence close to 0 the truth has no more
 RESCUED = 30.0  # nats below lse: the references of targets that are lower are another number
 
 
@@ -145,7 +148,7 @@ def numbers(x: Block, r: Rounding, t: Tokens, asked: tuple[str, ...], apart: boo
         far["entropy"] = every
     if "smooth" in asked:
         made["smooth"] = -(t.weights * log_p).sum(1)
-        own["smooth"] = 2 * r.tiles * (t.weights * x.log_p.abs()).sum(1)
+        own["smooth"] = 2 * r.tiles * (t.weights * (x.log_p.abs() + r.most)).sum(1)
         far["smooth"] = (t.weights * r.sigma).sum(1)
     found = {}
     for name, value in made.items():
@@ -334,7 +337,7 @@ def of_divergence(x: Block, of_teacher: Block, p: Program, size: Tensor, eps: fl
     far = (larger * both).sum(1) * min(1.0, 2 * (share if share < 0.25 else 1.0)) + loss.abs()
     linear = r.linear & of_t.linear
     error = r.of(of_s, torch.zeros_like(loss)) + of_t.of(of_z, torch.zeros_like(loss)) + second
-    error = torch.where(linear[:, 0], error, far) + 4 * r.tiles * loss.abs()
+    error = torch.where(linear[:, 0], error, far) + 4 * r.tiles * loss.abs() + OF_TRUTH
     apart = torch.where(larger > 0, share * larger * (own[0] + own[1]), 0.0) if p.impl == "reference" else None
     if apart is not None:
         error = error + 3 * (apart**2).sum(1).sqrt() + 2 * share * max(r.tiles, of_t.tiles)

@@ -30,7 +30,7 @@ The g_v of all but lse sum to 0: an error that all logits of a token have costs 
 softmax is normalised. So what is common to all logits, however large it is, adds only its share of υ. ρ is the rounding
 of the number itself: with τ = ε·(4 + √V/32), as the sum over V goes in tiles, one after the other,
 
-    ρ(log p) = τ + ε·|log p|     ρ(lse) = τ + 2ε·|lse|     ρ(Σ w·(lse − z)) = 2τ·Σ w·|log p|
+    ρ(log p) = τ + ε·|log p|     ρ(lse) = τ + 2ε·|lse|     ρ(Σ w·(lse − z)) = 2τ·Σ w·(|log p| + δz)
     ρ(H) = 2τ·(1 + H) + 4ε·min(|log p_t|, 30)
 
 H is a difference of numbers relative to the target's logit, without targets that of column 0: of a logarithm, which
