@@ -18,9 +18,7 @@ Named = dict[str, Tensor]
 LINEAR = 0.05  # where a logit may be off by more, what follows from it is bounded without a derivative
 MOST = 1e300
 TINY = 2.0**-124  # float32 has no normal numbers below a quarter of it, and GPUs and XLA may take those for 0
-OF_TRUTH = (
-    2.0**-50
-)  # what float64 leaves of terms about 1 that cancel: of a divergence close to 0 the truth has no more
+OF_TRUTH = 2.0**-50  # what float64 leaves of terms about 1 that cancel, as in the truth of a small divergence
 RESCUED = 30.0  # nats below lse: the references of targets that are lower are another number
 
 
