@@ -62,6 +62,7 @@ class Call(NamedTuple):
         return self._replace(with_mean=False, mean_is_detached=False) if self.mean_is_detached else self
 
 
+# Functions, and no property of a tuple where torch.compile traces: that of PyTorch 2.9 and 2.10 cannot trace one.
 def selects(call: Call) -> bool:
     """Whether selections are asked for."""
     return call.top_k > 0 or call.mean_logit
@@ -132,12 +133,8 @@ class Given(NamedTuple):
     scheduled: Any  # label_smoothing, z_loss and scale: a tuple, or a tensor where an operator takes it
     row_length: int  # of the rows of tokens, each of which is shifted
 
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return self[:TENSORS]
-
     def named(self) -> dict[str, Tensor | None]:
-        return dict(zip(self._fields, self.tensors, strict=False))
+        return dict(zip(self._fields, self[:TENSORS], strict=False))
 
 
 TENSORS, FIELDS = 9, len(Given._fields)

@@ -225,7 +225,7 @@ def _in_type_of_e(given: Given) -> Given:
 
 def _loss_operator(given: Given, saving_for: list[bool], call: Call, kind: Any = None) -> tuple[Tensor, Tensor, list]:
     """cce_torch::loss. kind: the Kind of given, if it is known."""
-    if _is_plain(given.tensors):
+    if _is_plain(given[:TENSORS]):
         return _run_loss(given, saving_for, call, kind)
     compiling = torch.compiler.is_compiling()
     return torch.ops.cce_torch.loss.default(*_for_operator(given), saving_for, compiling, *encoded(call))
@@ -381,7 +381,7 @@ def _called_gradients(*arguments: Any) -> tuple[Tensor, ...]:
 def _run_gradients(backward: _Backward, kind: Any, in_place: bool) -> tuple[Tensor | None, ...]:
     """kind: of the forward pass, if it left something. The operator itself never works in place."""
     given, of, statistics, left, saving_for, wanted, call = backward
-    if not tensors.are_usual(*given.tensors):  # checked a second time: FSDP may have freed one after the forward pass
+    if not tensors.are_usual(*given[:TENSORS]):  # checked a second time: FSDP may have freed one after the forward pass
         tensors.check(given.named())
     if not given.e.shape[0] or not any(wanted):
         return tuple(x.zero_() for x in _new_gradients(given, wanted, call))

@@ -1,5 +1,6 @@
 """The arithmetic around the kernels: windows, orders, splits, configurations."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -15,7 +16,7 @@ from cce_kernels.engines.order import SCRATCH_BYTES, grouped_order, vocabulary_s
 from cce_kernels.engines.triton.tiles import SAFE, TileConfig, tiles_for
 from cce_kernels.engines.xla import splitk
 from cce_kernels.head import Head
-from cce_kernels.numbers import Inputs, Wanted
+from cce_kernels.numbers import Inputs, Statistics, Wanted
 from cce_kernels.plan import Plan, plan_of
 from cce_kernels.plan.budget import GROUP_BYTES
 from cce_kernels.tokens import Kept, over_kept
@@ -220,3 +221,15 @@ def moved(targets, x):
 def test_ids_of_ignored_tokens_name_no_column():
     given = Inputs(jnp.ones((2, 4)), jnp.ones((9, 4)), None, jnp.array([-1, 2]), ids=jnp.array([[1, 9], [3, 9]]))
     np.testing.assert_array_equal(given_ids.columns_of(given, Head()), [[-1, -1], [3, -1]])
+
+
+@pytest.mark.parametrize("target", [0, 1, 2, 3])
+def test_ids_lose_what_lse_lost(target):
+    """Where each logit of the engine is closer to 0 by the same share, as tensor cores make it."""
+    z, kept = jnp.array([-40.0, 41.0, 60.0, 2.0]), 1 - 2.0**-10
+    given = Inputs(jnp.ones((1, 1)), z[:, None], None, jnp.array([target]), ids=jnp.array([[1, 3]]))
+    numbers = Statistics(jnp.zeros(1), kept * jnp.array([60.0]), kept * z[None, target])
+    call = call_of((1, 1, 4), 0, dtype="float32")
+    found = given_ids.logits(given, numbers, replace(call, ids=2), None)
+    lost = 60.0 * 2.0**-10 * min(1, abs(float(z[target])) / 60)  # no more than the target's logit
+    np.testing.assert_allclose(found, [[41.0 - lost, 2.0 - lost]], rtol=1e-6)

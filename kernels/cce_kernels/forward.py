@@ -70,8 +70,8 @@ def statistics(
     if kept is not None:
         numbers = jax.tree.map(kept.restored, numbers)
     if of_caller.ids is not None:
-        target = None if is_shard else numbers.target
-        numbers = numbers._replace(ids=given_ids.logits(of_caller, target, plan.call, plan.gpu))
+        of_all = None if is_shard else numbers
+        numbers = numbers._replace(ids=given_ids.logits(of_caller, of_all, plan.call, plan.gpu))
     return numbers, saved
 
 

@@ -4,11 +4,10 @@
 
 Forward: rows of c are gathered and multiplied by e in float32. A logit is not rounded. Read: N·K rows of c. On a GPU
 XLA makes one kernel of it, which holds none of them. Elsewhere never held: the rows of more than CHUNK_BYTES.
-Tensor cores cut off the last digits of each partial sum. So where all logits of a token have a large part in common,
-those that an engine sums, and lse with them, are too small by about the same number. The ids' logits are not. So this
-number is added to them: the target's logit of the engine minus that of this product. (A logit loses in proportion to
-itself. So where the target's logit is far below the largest ones, most of what lse lost stays: with D = 4096 and a
-difference of 40 up to 7e-4 nats.)
+Tensor cores cut off the last digits of each partial sum. So the logits that an engine sums, and lse with them, are too
+close to 0, each in proportion to itself. The ids' logits are not. So what lse has lost is taken from them too: what the
+target's logit has lost (this product minus that of the engine), times lse over the target's logit. Where lse is further
+from 0 than that logit, the quotient would multiply the roundings of both products: it is 1 at most.
 
 Backward: dz at the ids is formed in float32 from these logits, with the terms of all numbers in it. Each group of the
 vocabulary writes its ids' elements over those of the dz that an engine formed, before the two matmuls. To add ι to the
@@ -45,19 +44,19 @@ class AtIds(NamedTuple):
     dz: jax.Array  # at least float32
 
 
-def logits(inputs: Inputs, target: jax.Array | None, call: Call, gpu: Gpu | None) -> jax.Array:
+def logits(inputs: Inputs, numbers: Statistics | None, call: Call, gpu: Gpu | None) -> jax.Array:
     """The logits of the ids, (N, K), at least float32.
 
-    target: the engine's logits of the targets; None where the columns are a shard. Without it, or with a softcap, which
-    changes a difference of logits by the slope at each, no logit is moved.
+    numbers: the engine's; None where the columns are a shard. Without them, or with a softcap, which changes a
+    difference of logits by the slope at each, no logit is moved.
     """
     assert inputs.ids is not None
-    if target is None or call.head.softcap is not None:
+    if numbers is None or call.head.softcap is not None:
         return _products(inputs, call, gpu)
     found = _products(inputs._replace(ids=jnp.concatenate([inputs.ids, inputs.targets[:, None]], axis=1)), call, gpu)
-    apart = target - found[:, -1]
-    apart = jnp.where(jnp.isfinite(apart), apart, 0)[:, None]  # a bias may be −inf
-    return jnp.where(columns_of(inputs, call.head) < 0, 0, found[:, :-1] + apart)
+    lost = (numbers.target - found[:, -1]) * jnp.clip(numbers.lse / numbers.target, -1, 1)
+    lost = jnp.where(jnp.isfinite(lost), lost, 0)[:, None]  # a bias may be −inf, and a target's logit 0
+    return jnp.where(columns_of(inputs, call.head) < 0, 0, found[:, :-1] + lost)
 
 
 def _products(inputs: Inputs, call: Call, gpu: Gpu | None) -> jax.Array:

@@ -55,7 +55,7 @@ class Head:
         y = raw if bias is None else raw + bias
         z = y if scale is None else y * scale
         if self.softcap is not None:
-            return jnp.minimum(self.softcap * jnp.tanh(z / self.softcap), FLOAT32_MAX)  # `rounded`, of what is finite
+            return jnp.minimum(self.softcap * jnp.tanh(z / self.softcap), FLOAT32_MAX)  # as in `rounded`
         return z if z is y else rounded(z, y)
 
     def whole_logits(self, e: jax.Array, c: jax.Array, bias: jax.Array | None, scale: jax.Array | None) -> jax.Array:

@@ -104,8 +104,8 @@ class Statistics(NamedTuple):
     def most(self, inputs: Inputs) -> jax.Array | None:
         """lse, which no logit exceeds, for kernels that compute logits again; None where there is no need of it.
 
-        Two kernels may round a logit apart. A large factor multiplies the difference, and the exponential relative to
-        lse, which is 1 at most, would be any number.
+        Two kernels may round the same logit in two ways. A large factor multiplies the difference: an exponential
+        relative to lse, which is 1 at most, could then be any number.
         """
         return None if inputs.factor is None else self.lse
 

@@ -112,7 +112,8 @@ class Logits:
         size, of_y, of_sum, of_z, reach = (torch.where(there, x, 0.0) for x in sizes)
         factors = 2 if self.temperature is None and head.temperature == 1 else 3
         most = eps * (size * (reach + 2 * of_y + steps * of_sum) + factors * of_z)
-        cut = eps * steps * size * torch.where(there, products.detach(), 0.0)
+        kept = products.detach() if head.dtype in ("bfloat16", "float16") else torch.zeros_like(z)
+        cut = eps * steps * size * torch.where(there, kept, 0.0)
         usual = eps * (size * (0.5 * reach + of_y + walk * of_sum) + of_z)
         slope = torch.where(there, slope, 0.0)
         lse = torch.logsumexp(z, 1)

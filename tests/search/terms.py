@@ -95,7 +95,8 @@ class Rounding:
         """What a given id's log p is off by, (n, 1), as its logit is another product than those that are summed."""
         if t.moved:
             at_target = t.targets[:, None]
-            between = self.x.cut.gather(1, at_target) - (self.x.p * self.x.cut).sum(1, keepdim=True)
+            share = (self.x.lse[:, None] / self.x.z.detach().gather(1, at_target)).nan_to_num().clamp(-1, 1)
+            between = share * self.x.cut.gather(1, at_target) - (self.x.p * self.x.cut).sum(1, keepdim=True)
             return 3 * (self.usual.gather(1, column) + self.usual.gather(1, at_target)) + between.abs()
         return self.most.gather(1, column) + (self.x.p * self.most).sum(1, keepdim=True)
 
@@ -335,7 +336,9 @@ def of_divergence(x: Block, of_teacher: Block, p: Program, size: Tensor, eps: fl
     far = (larger * both).sum(1) * min(1.0, 2 * (share if share < 0.25 else 1.0)) + loss.abs()
     linear = r.linear & of_t.linear
     error = r.of(of_s, torch.zeros_like(loss)) + of_t.of(of_z, torch.zeros_like(loss)) + second
-    error = torch.where(linear[:, 0], error, far) + 4 * r.tiles * loss.abs() + OF_TRUTH
+    error = torch.where(linear[:, 0], error, far) + 4 * r.tiles * loss.abs()
+    if eps < 2.0**-30:
+        error = error + OF_TRUTH
     apart = torch.where(larger > 0, share * larger * (own[0] + own[1]), 0.0) if p.impl == "reference" else None
     if apart is not None:
         error = error + 3 * (apart**2).sum(1).sqrt() + 2 * share * max(r.tiles, of_t.tiles)

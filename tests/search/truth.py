@@ -37,10 +37,9 @@ H is a difference of numbers relative to the target's logit, without targets tha
 loses ε, and of a quotient, which loses 2ε, and ε in its numerator.
 
 The logits of ids, and in kernels that of the target, are not the products that are summed: their log p is off by p·δz
-more, up to the rounding of the logit itself where p is about 1. The ids' are moved as the target's logits of both
-products are apart: 3·(υz_id + υz_t), and where the target is not likely |k_t − Σ_v p_v·k_v| with k the part
-ε·|∂z/∂y|·D/32·e·c of δz, as a logit loses in proportion to itself. Where they are not moved (cce_kernels/given_ids.py),
-by δz_id + Σ_v p_v·δz_v.
+more, up to the rounding of the logit itself where p is about 1. The ids' are moved by what lse has lost in tensor cores
+(cce_kernels/given_ids.py), as the target's logit tells it: off by 3·(υz_id + υz_t) + |r·k_t − Σ_v p_v·k_v|, where r is
+lse/z_t but at most 1, and k = ε·|∂z/∂y|·D/32·e·c. Where they are not moved, by δz_id + Σ_v p_v·δz_v.
 
 Where a δz of a token is above 0.05 (small temperatures) there are no derivatives: log p_v may be off by
 σ_v = δz_v + log Σ_u p_u·exp(δz_u), p_v by p_v·(exp σ_v − 1) and no more than 1, and n by what these give. The p_v of a
@@ -69,7 +68,8 @@ be taken for 0, in each of three places: p_v, which adds 2⁻¹²⁴ to δp_v, �
 **Divergences.** With s and t the two distributions and r = log(s / t), log p is rounded, by ε·(2 + |log p|): a part of
 υz. As the terms p·log(p/q) − p + q are never negative, their sum L loses 4τ·L, of which τ is ε·(4 + √V/3) on a CPU,
 which adds and rounds term by term; it has the errors that its derivatives in both sides' logits give (by autodiff), and
-Σ max(s, t)·(σ_s + σ_t)² (of a jsd β(1 − β) times that) where s and t are about equal and these derivatives 0.
+Σ max(s, t)·(σ_s + σ_t)² (of a jsd β(1 − β) times that) where s and t are about equal and these derivatives 0. The truth
+is off by 2⁻⁵⁰ itself, which counts in float64.
 "reference" sums the textbook's terms, which may be negative: it is off by ε·(2 + |log p|)·max(s, t) of both in each (of
 a jsd β(1 − β) times that). The elements of the derivative, ∂L/∂z_v, are off by
 

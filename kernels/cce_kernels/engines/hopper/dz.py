@@ -23,9 +23,8 @@ from cce_kernels.windows import Window
 
 def form_dz(step: Step, problem: Problem, numbers: Statistics, of: Cotangents, count: jax.Array) -> FormDz:
     """engine.Launched.form_dz. groups.columns: a multiple of DEPTH. dz is 0 from column V on."""
-    head, groups = problem.head, step.groups
-    e, c, vocabulary = problem.inputs.e, problem.inputs.c, problem.call.vocabulary
-    inputs = problem.inputs
+    head, groups, inputs = problem.head, step.groups, problem.inputs
+    e, c, vocabulary = inputs.e, inputs.c, problem.call.vocabulary
     # the same for all groups
     of_rows = numbers.reference, numbers.most(inputs), inputs.targets, of, inputs.inverse_temperature
     of_tokens = jax.tree.map(padded, of_rows), count, inputs.scale
