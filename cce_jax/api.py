@@ -1,21 +1,43 @@
 """The public function for JAX: it checks the arguments, shifts the targets and computes the loss."""
 
-from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 
 from cce_jax import arguments, losses, settings
-from cce_jax.core import Summands, summed
+from cce_jax.core import Summands, statistics, summed
 from cce_jax.devices import knows_cotangents, whole_weights
-from cce_jax.losses import Common
-from cce_jax.options import Array, Options
-from cce_jax.plans import Impl
-from cce_jax.prepare import Arrays, Asked, Static, inputs_of, numbers_of, prepared, shifted, unshifted
-from cce_jax.sharding import vocabulary_of
+from cce_jax.losses import Common, Reduction
+from cce_jax.plans import Core, Impl
+from cce_jax.prepare import Arrays, Asked, inputs_of, needs_whole_sequences, prepared, shifted, unshifted
 from cce_kernels import contract
+
+Array = Any  # or an object with `__jax_array__`; a type checker also finds that Linen's `apply` may return a tuple
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of linear_cross_entropy but return_lse, which decides the type of the result."""
+
+    bias: Array
+    ignore_index: int
+    softcap: float | None
+    reduction: Reduction
+    shift: bool | int
+    logit_scale: float | None
+    class_weight: Array
+    label_smoothing: float
+    z_loss: float
+    token_weight: Array
+    num_items: Array
+    vocab_axis: Literal[0, 1]
+    impl: Impl
+    memory_budget: float | Literal["all"] | None
+    precision: jax.lax.PrecisionLike
+    check_targets: bool
+    gradient_tolerance: float
+    sharding: tuple[jax.sharding.PartitionSpec, jax.sharding.PartitionSpec] | None
 
 
 @overload
@@ -97,7 +119,7 @@ def linear_cross_entropy(
         gradients are 0. Only "mean" takes it.
       vocab_axis: the axis of c that is the vocabulary. The gradient of c has c's layout.
       impl: "cce": always the Pallas kernels, for CUDA GPUs of compute capability 8.0 and up (elsewhere Pallas'
-        interpreter runs them, for tests). "chunked": XLA's matmuls in groups of the vocabulary, on any device.
+        interpreter runs them, for tests). "chunked": XLA's matmuls in windows of the vocabulary, on any device.
         "reference": full logits, differentiable any number of times in either mode. "auto": for bfloat16 and float16
         the Pallas kernels where they can run; for float32 and float64 on a GPU XLA's matmuls, as with "chunked"
         (measured faster for float32; the kernels take no float64); elsewhere "chunked".
@@ -157,42 +179,36 @@ def linear_cross_entropy(
     options = losses.Loss(reduction, smooths=label_smoothing > 0, has_z_loss=z_loss != 0)
     given_options = ignore_index, softcap, shift, logit_scale, vocab_axis, impl, memory_budget, precision
     asked = Asked("linear_cross_entropy", *given_options, check_targets, sharding)
-    given, of = prepared(Arrays(e, c, bias, targets, class_weight, token_weight, num_items), asked)
-    of = replace(of, core=replace(of.core, with_sum=options.smooths, gradient_tolerance=tolerance))
-    given = given._replace(num_items=arguments.num_items(given.num_items, reduction, given.e.dtype))
+    given = Arrays(e, c, bias, targets, class_weight, token_weight, num_items)
+    given, core = prepared(given, asked, reduction, with_sum=options.smooths, gradient_tolerance=tolerance)
     contract.finite("z_loss", z_loss, given.e.dtype.name)
     if reduction == "none" or return_lse:
-        of.needs_whole_sequences("reduction='none' or return_lse")
+        needs_whole_sequences(core, "reduction='none' or return_lse")
     with settings.defaults():
         given = given._replace(
             label_smoothing=label_smoothing if options.smooths else None, z_loss=z_loss if options.has_z_loss else None
         )
-        loss, numbers = loss_of(given, of, options)
+        loss, numbers = loss_of(given, core, options)
     return (loss, numbers.lse) if return_lse else loss
 
 
-@partial(jax.jit, static_argnames=("of", "options"))
-def loss_of(given: Arrays, of: Static, options: losses.Loss) -> tuple[jax.Array, losses.TokenNumbers]:
+@partial(jax.jit, static_argnames=("core", "options"))
+def loss_of(given: Arrays, core: Core, options: losses.Loss) -> tuple[jax.Array, losses.TokenNumbers]:
     """The loss, and the numbers of each token, of which only lse has a derivative."""
-    core, layout, shift, inputs = of.core, of.layout, of.shift, inputs_of(given, of)
-    columns, whole, of_tokens = inputs.targets, inputs.weights, (given.token_weight, *given.arguments)
-    vocabulary = vocabulary_of(given.c, core.head.vocab_axis, layout)
-    if shift and given.token_weight is not None:
-        of_tokens = shifted(given.token_weight, shift, 0, layout), *given.arguments
-    over, at = (), None
-    if layout is not None:
-        over, at, whole = layout.summed, layout.out_sharding, whole_weights(whole, layout)
-        of_tokens = tuple(layout.laid_out(x, layout.spec_of_tokens) for x in of_tokens)
-    wide = jnp.promote_types(given.e.dtype, jnp.float32)
-    terms = losses.terms(columns, whole, of_tokens[0], vocabulary, wide, at)._replace(arguments=of_tokens[1:])
+    layout, inputs, vocabulary = core.layout, inputs_of(given, core), core.vocabulary(given.c)
+    of_tokens = shifted(given.token_weight, 0, core), *given.arguments
+    of_tokens = tuple(layout.laid_out(x, layout.spec_of_tokens) for x in of_tokens)
+    whole, wide = whole_weights(inputs.weights, layout), jnp.promote_types(given.e.dtype, jnp.float32)
+    terms = losses.terms(inputs.targets, whole, of_tokens[0], vocabulary, wide, layout.out_sharding)
+    terms = terms._replace(arguments=of_tokens[1:])
     common = Common(given.label_smoothing, given.z_loss, whole if options.smooths else None)
-    one_sum = core.impl != "reference" and options.reduction != "none" and columns.size
-    if one_sum and (layout is None or knows_cotangents(inputs, of_tokens, layout)):
-        value, numbers = summed(Summands(inputs, terms, common), core, options, layout)
-        loss = losses.reduced(value, terms, given.num_items, options, over)
+    one_sum = core.impl != "reference" and options.reduction != "none" and inputs.targets.size
+    if one_sum and knows_cotangents(inputs, of_tokens, layout):
+        value, numbers = summed(Summands(inputs, terms, common), core, options)
+        loss = losses.reduced(value, terms, given.num_items, options, layout.summed)
     else:
-        found, _ = numbers_of(inputs, core, layout)
-        loss, numbers = losses.loss(found, terms, common, given.num_items, options, vocabulary, over)
+        found, _ = statistics(inputs, core)
+        loss, numbers = losses.loss(found, terms, common, given.num_items, options, vocabulary, layout.summed)
     if options.reduction == "none":
-        loss = unshifted(loss, shift, layout)
-    return loss, jax.tree.map(lambda x: unshifted(x, shift, layout), numbers)
+        loss = unshifted(loss, core)
+    return loss, jax.tree.map(lambda x: unshifted(x, core), numbers)

@@ -119,12 +119,11 @@ def types(given: Any) -> None:
             raise TypeError(f"{name} must be real, got {name} {arrays[name].dtype}")
 
 
-def shapes(given: Any, layout: Layout | None, vocab_axis: int, shift: int) -> None:
+def shapes(given: Any, layout: Layout, vocab_axis: int, shift: int) -> None:
     """ValueError unless the shapes of api.Arrays fit."""
     users = zip(given._fields[:ARRAYS], given, strict=False)
     of: dict[str, Any] = {name: None if x is None else np.shape(x) for name, x in users}
-    shape_of_c = of["c"] if layout is None else layout.whole_width(given.c, vocab_axis)
-    parts = 1 if layout is None else layout.size(layout.split_sequences)
+    shape_of_c, parts = layout.whole_width(given.c, vocab_axis), layout.size(layout.split_sequences)
     weights = {name: of[name] for name in ("bias", "class_weight", "token_weight")}
     contract.shapes(of["e"], shape_of_c, of["targets"], vocab_axis=vocab_axis, shift=shift, parts=parts, **weights)
     if of["num_items"]:

@@ -41,11 +41,11 @@ By (4) no array of size (N, V) need be kept: the backward pass computes the logi
 log_mass. The plan chooses one of three ways to (7):
 
     recomputed                 the residuals are the inputs and two to four numbers a token. The columns v are
-                               independent in (6) and (7), so they are computed one group at a time
+                               independent in (6) and (7), so they are computed one window at a time
     saved                      where the memory budget allows it, the exponentials of all tokens are a residual too
                                (cce_kernels/exponentials.py)
     in the forward pass        where (6) is known up to one factor, the forward pass forms (7), one chunk of tokens
-                               after another, and the gradients are the residuals (cce_kernels/in_forward.py)
+                               after another, and the gradients are the residuals (cce_kernels/blocks.py)
 
 On several devices each computes its own tokens and columns (cce_jax/devices.py).
 
@@ -55,161 +55,179 @@ and nothing in its row of e, not even a NaN, reaches a gradient. A target of V o
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from cce_jax import devices, losses, passes, reference, rules, settings
+from cce_jax import devices, losses, passes, settings
 from cce_jax.devices import Held
+from cce_jax.errors import first_order_only
 from cce_jax.losses import Loss, TokenNumbers
 from cce_jax.plans import Core, plan_for
-from cce_jax.sharding import Layout
 from cce_kernels.numbers import Cotangents, Gradients, Inputs, Statistics, Wanted
-from cce_kernels.residuals import Residuals
+from cce_kernels.plan.residuals import Residuals
 from cce_kernels.selections import NOTHING as NO_SELECTIONS
 from cce_kernels.selections import Asked, Selections
 
-NOTHING = Wanted(e=False, c=False, bias=False)
+ABSENT = 1, 1, 1, 1  # no residual has so many axes
 
 
-def statistics(
-    inputs: Inputs, core: Core, layout: Layout | None, asked: Asked = NO_SELECTIONS
-) -> tuple[Statistics, Selections]:
+class Summands(NamedTuple):
+    """The operands of a task."""
+
+    inputs: Inputs  # e: (..., D), and targets of the shape of e without D
+    terms: Any  # what belongs to each token, a tree: losses.Terms, or a divergence's
+    common: Any  # what all tokens share, a tree: losses.Common, or a divergence's
+
+
+class Task:
+    """What distinguishes one kind of call from another: frozen, as it is a static argument. `run` runs it.
+
+    Its methods say what a device computes. e is (N, D) there, and each result has N tokens.
+    """
+
+    def forward(self, of: Summands, core: Core, wanted: Wanted | None) -> tuple[jax.Array | None, Any, Any]:
+        """The total of each token or None, a tree of numbers, and what is left for `backward`.
+
+        wanted: the gradients that will be asked for; None for evaluation.
+        """
+        raise NotImplementedError
+
+    def kept(self, of: Summands) -> Summands:
+        """What `backward` needs of `of`."""
+        return of
+
+    def backward(self, of: Summands, left: Any, cotangents: tuple, core: Core, wanted: Wanted) -> Gradients:
+        """de, dc and dbias; None where not wanted.
+
+        cotangents: of Σ weight · total, of total and of the numbers, None where one is 0; at least one is not.
+        """
+        raise NotImplementedError
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def run(task: Task, core: Core, of: Summands) -> Any:
+    """Σ weight · total, total and the numbers of a task, differentiable once in e, c and bias."""
+    return devices.forward(partial(task.forward, wanted=None), of, core)[0]
+
+
+@settings.defaults()
+def _run_fwd(task: Task, core: Core, of: Summands) -> tuple[Any, Any]:
+    perturbed = Wanted(*(x is not None and x.perturbed for x in of.inputs[:3]))  # type: ignore[union-attr]
+    wanted = perturbed if any((perturbed.e, perturbed.c, perturbed.bias)) else None
+    given = jax.tree.map(lambda x: x.value, of, is_leaf=lambda x: hasattr(x, "perturbed"))
+    forward = partial(devices.forward, partial(task.forward, wanted=wanted), core=core)
+    results, left = first_order_only(forward, core.function)(given)
+    return results, (_as_shape(perturbed), task.kept(given), _filled(left))
+
+
+@settings.defaults()
+def _run_bwd(task: Task, core: Core, residuals: Any, cotangents: Any) -> tuple[Any]:
+    shape_of_wanted, given, filled = residuals
+    wanted = Wanted(*(n == 2 for n in shape_of_wanted.shape))
+    cotangents = jax.tree.map(lambda x: None if _is_zero(x) else x, cotangents, is_leaf=_is_zero)
+    found = Gradients(None, None, None)
+    if shape_of_wanted.size > 1 and jax.tree.leaves(cotangents):
+        backward = partial(devices.backward, partial(task.backward, wanted=wanted), core=core)
+        left = jax.tree.map(lambda x: None if x.ndim == len(ABSENT) else x, filled)
+        found = first_order_only(backward, core.function)(given, left, cotangents)
+    of_inputs: Any = Inputs(found.e, found.c, found.bias, None, None, None)  # type: ignore[arg-type]
+    return (given._replace(inputs=of_inputs, terms=None, common=None),)
+
+
+run.defvjp(_run_fwd, _run_bwd, symbolic_zeros=True)
+
+
+def _as_shape(wanted: Wanted) -> jax.Array:
+    """wanted, encoded in the shape of an array.
+
+    JAX keeps a traced forward rule for each pattern of differentiated inputs, but only the last residual tree for all
+    of them. Static facts in that tree would reach the wrong backward rule. The shape of a leaf reaches the right one.
+    """
+    return jnp.zeros((1 + wanted.e, 1 + wanted.c, 1 + wanted.bias), bool)
+
+
+def _filled(left: Any) -> Any:
+    """What is left, with arrays ABSENT in place of None, so that all residuals have one tree: see `_as_shape`.
+
+    None is empty, as XLA of JAX 0.11 crashes on an empty array that several devices share.
+    """
+    return jax.tree.map(lambda x: jnp.zeros(ABSENT, bool) if x is None else x, left, is_leaf=lambda x: x is None)
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, jax.custom_derivatives.SymbolicZero)
+
+
+def statistics(inputs: Inputs, core: Core, asked: Asked = NO_SELECTIONS) -> tuple[Statistics, Selections]:
     """Equations (1)-(3"), of the shape of targets, differentiable in e, c and bias; and selections. e: (..., D).
 
     The sum is None unless core.with_sum, the mean unless core.with_mean, and ids, (..., K), unless inputs has ids.
     The selections are the k largest logits of each token, their ids, (..., k), and the mean of its logits. They have no
-    gradients. Where they are asked for, the sum is not, and there is at least one token. asked.top_k is at most V.
+    gradients. Where they are asked for, the sum is not. asked.top_k is at most V.
     """
-    if core.impl != "reference":
-        return _statistics(core, layout, asked, inputs)
-    selected = Selections(None, None, None)
-    if asked != NO_SELECTIONS:
-        constants = jax.tree.map(jax.lax.stop_gradient, inputs)
-        selected = _forward(constants, core, layout, asked, None)[1]
-    if layout is not None:
-        return devices.whole_numbers(inputs, core, layout), selected
-    numbers = reference.statistics(passes.flat(inputs), core)
-    return jax.tree.map(lambda x: passes.shaped_tokens(x, inputs), numbers), selected
+    of, task, selected = Summands(inputs, (), None), _Numbers(asked), Selections(None, None, None)
+    if core.impl != "reference" and inputs.targets.size:
+        found: Any = run(task, core, of)
+        return found[2]
+    numbers = devices.whole_numbers(of, core)  # without tokens the full logits are empty
+    if asked != NO_SELECTIONS and inputs.targets.size:
+        found = run(task, core, jax.tree.map(jax.lax.stop_gradient, of))
+        selected = found[2][1]
+    elif asked != NO_SELECTIONS:
+        top = jnp.zeros((*inputs.targets.shape, asked.top_k), numbers.lse.dtype) if asked.top_k else None
+        top_ids = None if top is None else top.astype(jnp.int32)
+        selected = Selections(top, top_ids, numbers.lse if asked.mean_logit else None)
+    return numbers, selected
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _statistics(core: Core, layout: Layout | None, asked: Asked, inputs: Inputs) -> tuple[Statistics, Selections]:
-    return _forward(inputs, core, layout, asked, None)[:2]
+@dataclass(frozen=True)
+class _Numbers(Task):
+    """The numbers of each token, whose cotangents arrive, and selections."""
+
+    asked: Asked
+
+    def forward(self, of: Summands, core: Core, wanted: Wanted | None) -> tuple[None, Any, Held]:
+        if self.asked != NO_SELECTIONS:
+            *found, held = devices.with_selections(of.inputs, core, self.asked)
+            return None, tuple(found), held
+        numbers, held = devices.of_columns(of.inputs, core, wanted)
+        return None, (numbers, Selections(None, None, None)), held
+
+    def backward(self, of: Summands, left: Held, cotangents: tuple, core: Core, wanted: Wanted) -> Gradients:
+        of_numbers, zeros = Cotangents.of(cotangents[2][0]), jnp.zeros_like(left.numbers.log_mass)
+        if of_numbers.mean is None:  # the entropy is only logged
+            core = replace(core, with_mean=False)
+        lse, target = (zeros if x is None else x for x in of_numbers[:2])
+        total = zeros if of_numbers.sum is None and core.with_sum else of_numbers.sum
+        of_numbers = of_numbers._replace(lse=lse, target=target, sum=total)
+        return passes.gradients(of.inputs, left.numbers, left.residuals, of_numbers, core, wanted)[0]
 
 
-@settings.defaults()
-def _statistics_fwd(core: Core, layout: Layout | None, asked: Asked, inputs):
-    wanted, inputs = rules.wanted_of(inputs), rules.values(inputs)
-    run = partial(_forward, core=core, layout=layout, asked=asked, wanted=wanted)
-    out, selected, held = rules.first_order_only(run, core.function)(inputs)
-    return (out, selected), (rules.as_shape(wanted), inputs, out.log_mass, held)
-
-
-@settings.defaults()
-def _statistics_bwd(core: Core, layout: Layout | None, asked: Asked, residuals, of_results):
-    (shape_of_wanted, inputs, log_mass, held), (cotangents, _) = residuals, of_results
-    zeros, cotangents = jnp.zeros_like(log_mass), Cotangents.of(cotangents)
-    if rules.is_symbolic_zero(cotangents.mean):  # the entropy is only logged
-        cotangents, core = cotangents._replace(mean=None), replace(core, with_mean=False)
-    ids = None if rules.is_symbolic_zero(cotangents.ids) else cotangents.ids
-    of: Any = Cotangents._make(zeros if rules.is_symbolic_zero(x) else x for x in cotangents._replace(ids=ids))
-    run = partial(_backward, core=core, layout=layout, wanted=rules.from_shape(shape_of_wanted))
-    found = rules.first_order_only(run, core.function)(inputs, held, of)
-    return (Inputs(found.e, found.c, found.bias, None, None, None),)  # type: ignore[arg-type]
-
-
-_statistics.defvjp(_statistics_fwd, _statistics_bwd, symbolic_zeros=True)
-
-
-def _forward(
-    inputs: Inputs, core: Core, layout: Layout | None, asked: Asked, wanted: Wanted | None
-) -> tuple[Statistics, Selections, Held]:
-    """The numbers and selections, of the shape of targets, and what `_backward` needs. e: (..., D)."""
-    if layout is not None:
-        return devices.forward_pass(inputs, core, layout, asked, wanted)
-    given, selected = passes.in_type_of_e(passes.flat(inputs)), Selections(None, None, None)
-    if asked == NO_SELECTIONS:
-        numbers, held = _on_one_device(given, core, wanted)
-    else:
-        numbers, selected = passes.numbers_and_selections(given, core, asked)
-        held = Held(numbers, Residuals())
-    return *jax.tree.map(lambda x: passes.shaped_tokens(x, inputs), (numbers, selected)), held
-
-
-def _backward(
-    inputs: Inputs, held: Held, of: Cotangents, core: Core, layout: Layout | None, wanted: Wanted
-) -> Gradients:
-    """de, dc and dbias, each with the shape and layout of its input; None where not wanted."""
-
-    def run(given: Summands, of: tuple, left: Held, core: Core) -> Gradients:
-        return passes.gradients(given.inputs, left.numbers, left.residuals, of[1], core, wanted)[0]
-
-    return gradients_of_sum(run, Summands(inputs, (), None), (None, of), held, core, layout, wanted)
-
-
-def _on_one_device(inputs: Inputs, core: Core, wanted: Wanted | None) -> tuple[Statistics, Held]:
-    numbers, residuals = passes.forward_pass(inputs, core, wanted)
-    return numbers, Held(numbers, residuals)
-
-
-class Summands(NamedTuple):
-    """What S is a sum over."""
-
-    inputs: Inputs
-    terms: Any  # losses.Terms
-    common: Any  # losses.Common
-
-
-def sum_over_tokens(run: Callable, of: Any, core: Core, layout: Layout | None) -> tuple[jax.Array, jax.Array, Any, Any]:
-    """devices.sum_over_tokens, also on one device. of: Summands, or divergence_core's."""
-    if layout is not None:
-        return devices.sum_over_tokens(run, of, core, layout)
-    flat = passes.flat_summands(of)
-    total, shown, left = run(flat, core)
-    value = jnp.sum(flat.terms.weight * total)
-    return value, *jax.tree.map(lambda x: passes.shaped_tokens(x, of.inputs), (total, shown)), left
-
-
-def gradients_of_sum(
-    run: Callable, given: Any, of: tuple, left: Any, core: Core, layout: Layout | None, wanted: Wanted
-) -> Gradients:
-    """devices.gradients_of_sum, also on one device."""
-    if layout is not None:
-        return devices.gradients_of_sum(run, given, of, left, core, layout, wanted)
-    of_sum, of_tokens = of
-    of_tokens = jax.tree.map(lambda x: passes.flat_tokens(x, given.inputs), of_tokens)
-    found = run(passes.flat_summands(given), (of_sum, of_tokens), left, core)
-    return found._replace(e=None if found.e is None else found.e.reshape(given.inputs.e.shape))
-
-
-def summed(of: Summands, core: Core, loss: Loss, layout: Layout | None) -> tuple[jax.Array, TokenNumbers]:
+def summed(of: Summands, core: Core, loss: Loss) -> tuple[jax.Array, TokenNumbers]:
     """S = Σ_i weight_i · total_i and lse, differentiable in e, c, bias and weight; and the other numbers of each token.
 
-    e: (..., D), at least one token.
-
-    The inputs have no ids.
+    e: (..., D), at least one token. The inputs have no ids.
 
     Where the cotangent of S arrives, those of the numbers are that factor times what the forward pass knows already. So
-    the forward pass may form the gradients (cce_kernels/in_forward.py). If a cotangent of lse arrives too, those
-    gradients are not used: one backward pass for both cotangents computes the logits again. devices.sum_over_tokens
-    says over which devices S extends.
+    the forward pass may form the gradients (cce_kernels/blocks.py). If a cotangent of lse arrives too, those
+    gradients are not used: one backward pass for both cotangents computes the logits again. devices.forward says over
+    which devices S extends.
     """
-    inputs, terms, common = of
-    assert inputs.ids is None
-    terms = terms if layout is None else devices.terms_of_numbers(terms, inputs, layout)
+    assert of.inputs.ids is None
+    terms = devices.typed(of.terms, devices.axes_of_numbers(of.inputs, core.layout))
     given = terms._replace(weight=jax.lax.stop_gradient(terms.weight))
-    run: Any = partial(_summed, core, loss, layout)
-    value, shown, total = run(Summands(inputs, given, common))
+    found: Any = run(_Sum(loss), core, of._replace(terms=given))
+    value, total, shown = found
     return _of_weights(core.function, value, terms.weight, total), shown
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _of_weights(function: str, value: jax.Array, weight: jax.Array, total: jax.Array) -> jax.Array:
-    """value, S, which is linear in the weights: their derivative in both modes, of which `_summed` has only one.
+    """value, S, which is linear in the weights: their derivative in both modes, of which `run` has only one.
 
     The derivative of S in the other inputs, of_value, does not know the weights: its derivative in them is an error.
     """
@@ -220,91 +238,43 @@ def _of_weights(function: str, value: jax.Array, weight: jax.Array, total: jax.A
 def _(function: str, primals, tangents):
     (value, weight, total), (of_value, of_weight, _) = primals, tangents
     found = jnp.zeros_like(value)
-    if not rules.is_symbolic_zero(of_value):
-        found += of_value * rules.first_order_only(lambda _: jnp.ones_like(value), function)(weight)
-    if not rules.is_symbolic_zero(of_weight):
+    if not _is_zero(of_value):
+        found += of_value * first_order_only(lambda _: jnp.ones_like(value), function)(weight)
+    if not _is_zero(of_weight):
         found += jnp.sum(of_weight * total)
     return _of_weights(function, *primals), found  # not value, which does not know the weights either
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _summed(core: Core, loss: Loss, layout: Layout | None, of: Summands):
+@dataclass(frozen=True)
+class _Sum(Task):
     """S, the numbers of each token, of which only lse has a derivative, and total."""
-    value, total, shown, _ = _formed(of, core, loss, layout, NOTHING)
-    return value, shown, total
 
+    loss: Loss
 
-@settings.defaults()
-def _summed_fwd(core: Core, loss: Loss, layout: Layout | None, of: Summands):
-    wanted, given = rules.wanted_of(of.inputs), rules.values(of)
-    run = partial(_formed, core=core, loss=loss, layout=layout, wanted=wanted)
-    value, total, shown, left = rules.first_order_only(run, core.function)(given)
-    return (value, shown, total), (rules.as_shape(wanted), given, left)
+    def _cotangents_of(self, of: Summands, core: Core) -> Callable[[Statistics, losses.Terms], Cotangents]:
+        return losses.cotangents_of(of.common, self.loss, core.vocabulary_of_columns(of.inputs.c))
 
-
-@settings.defaults()
-def _summed_bwd(core: Core, loss: Loss, layout: Layout | None, residuals, cotangents):
-    shape_of_wanted, given, left = residuals
-    of_sum, of_lse, of_total = (
-        None if rules.is_symbolic_zero(x) else x for x in (cotangents[0], cotangents[1].lse, cotangents[2])
-    )
-    wanted, found = rules.from_shape(shape_of_wanted), Gradients(None, None, None)
-    if wanted != NOTHING:
-        run = partial(_gradients_of_sum, core=core, loss=loss, layout=layout, wanted=wanted)
-        found = rules.first_order_only(run, core.function)(given, (of_sum, (of_lse, of_total)), left)
-    return (Summands(Inputs(found.e, found.c, found.bias, None, None, None), None, None),)  # type: ignore[arg-type]
-
-
-_summed.defvjp(_summed_fwd, _summed_bwd, symbolic_zeros=True)
-
-
-def _formed(of: Summands, core: Core, loss: Loss, layout: Layout | None, wanted: Wanted):
-    """S; the total and the numbers of each token; and what is left for `_gradients_of_sum`."""
-
-    def run(of: Summands, core: Core):
+    def forward(self, of: Summands, core: Core, wanted: Wanted | None) -> tuple[jax.Array, TokenNumbers, Held]:
         inputs, terms, common = of
-        vocabulary = _vocabulary(inputs, core, layout)
-        if wanted != NOTHING and plan_for(inputs, core, wanted, one_factor=True).in_forward is not None:
-            form = passes.begin if layout is None else partial(devices.form_gradients, layout=layout)
-            cotangents = losses.cotangents_of(common, loss, vocabulary)
-            numbers, residuals = form(inputs, terms, cotangents, core=core, wanted=wanted)
-            held = Held(numbers, residuals)
-        else:
-            forward = _on_one_device if layout is None else partial(devices.of_columns, layout=layout)
-            numbers, held = forward(inputs, core=core, wanted=None if wanted == NOTHING else wanted)
-        return *losses.totals(numbers, terms, common, loss, vocabulary), (held.numbers, rules.filled(held.residuals))
+        forms = wanted is not None and plan_for(inputs, core, wanted, one_factor=True).in_forward is not None
+        forming = (terms, self._cotangents_of(of, core)) if forms else None
+        numbers, held = devices.of_columns(inputs, core, wanted, forming)
+        return *losses.totals(numbers, terms, common, self.loss, core.vocabulary_of_columns(inputs.c)), held
 
-    return sum_over_tokens(run, of, core, layout)
-
-
-def _gradients_of_sum(
-    given: Summands, of: tuple, left: Any, core: Core, loss: Loss, layout: Layout | None, wanted: Wanted
-) -> Gradients:
-    """de, dc and dbias. of: the cotangents of S, and of lse and total; None: it is 0.
-
-    That of total is there where the gradient of the weights is differentiated.
-    """
-
-    def run(given: Summands, of: tuple, left: Any, core: Core) -> Gradients:
-        (inputs, terms, common), (of_sum, (of_lse, of_total)), (numbers, filled) = given, of, left
-        residuals = rules.emptied(filled)
+    def backward(self, of: Summands, left: Held, cotangents: tuple, core: Core, wanted: Wanted) -> Gradients:
+        """The cotangent of total is there where the gradient of the weights is differentiated."""
+        (inputs, terms, _), (numbers, residuals), (of_sum, of_total, of_shown) = of, left, cotangents
+        of_lse = of_shown.lse
         if residuals.of_one_factor:
             if of_lse is None and of_total is None:
                 return passes.finish(inputs, residuals, of_sum, core, wanted)
             residuals = Residuals()  # the sum of two gradients that are rounded to 16 bits would be less exact
-        of_numbers = Cotangents.of(jax.tree.map(jnp.zeros_like, numbers))
-        cotangents = losses.cotangents_of(common, loss, _vocabulary(inputs, core, layout))
+        of_numbers, cotangents_of = Cotangents.of(jax.tree.map(jnp.zeros_like, numbers)), self._cotangents_of(of, core)
         if of_sum is not None:
-            of_numbers = jax.tree.map(lambda x: x * of_sum, cotangents(numbers, terms))
+            of_numbers = jax.tree.map(lambda x: x * of_sum, cotangents_of(numbers, terms))
         if of_total is not None:
-            of_numbers = jax.tree.map(jnp.add, of_numbers, cotangents(numbers, terms._replace(weight=of_total)))
+            of_total = cotangents_of(numbers, terms._replace(weight=of_total))
+            of_numbers = jax.tree.map(jnp.add, of_numbers, of_total)
         if of_lse is not None:
             of_numbers = of_numbers._replace(lse=of_numbers.lse + jnp.where(terms.columns < 0, 0, of_lse))
         return passes.gradients(inputs, numbers, residuals, of_numbers, core, wanted)[0]
-
-    return gradients_of_sum(run, given, of, left, core, layout, wanted)
-
-
-def _vocabulary(inputs: Inputs, core: Core, layout: Layout | None) -> int:
-    """V, from the columns of one device."""
-    return core.head.vocabulary(inputs.c) * (1 if layout is None else layout.size(layout.columns))

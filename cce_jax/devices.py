@@ -18,12 +18,12 @@ and dz_iv needs the numbers of token i over all columns, and nothing else of ano
                The backward pass gathers it again, so that no device holds all of it in between. (XLA gathers once where
                nothing comes between the passes.)
 
-Where the forward pass forms the gradients (`form_gradients`), it exchanges the numbers of each chunk of tokens, and
+Where the forward pass forms the gradients (`of_columns`), it exchanges the numbers of each chunk of tokens, and
 leaves to the backward pass the gradients before their exchange: of the c that was gathered, too.
 
 One jax.shard_map runs a pass. In it all mesh axes are Manual, and the types of arrays do not say over which axes the
 arrays vary: Pallas' interpreter does not work with such types. This is so even if the caller's own shard_map has such
-types (check_vma). So this file sums the gradients, and gives the results their types back (`_typed`).
+types (check_vma). So this file sums the gradients, and gives the results their types back (`typed`).
 
 If the caller's own shard_map has no such types, JAX gives each device only one summand of the cotangent of a sum over
 devices, and JAX itself sums the gradients where they leave that shard_map. Then this file sums the cotangents, and not
@@ -43,12 +43,12 @@ from jax.sharding import PartitionSpec as P
 from cce_jax import passes, reference
 from cce_jax.plans import Core
 from cce_jax.sharding import Axes, Layout, varying
-from cce_kernels.in_forward import CotangentsOf
+from cce_kernels.blocks import CotangentsOf
 from cce_kernels.mean import over_runs
 from cce_kernels.numbers import FLOAT32_MAX, Gradients, Inputs, Statistics, Wanted
 from cce_kernels.plan import needs_reference
-from cce_kernels.residuals import Residuals
-from cce_kernels.selections import NOTHING, Asked, Selections, ordered
+from cce_kernels.plan.residuals import Residuals
+from cce_kernels.selections import Asked, Selections, ordered
 
 
 class Held(NamedTuple):
@@ -58,33 +58,53 @@ class Held(NamedTuple):
     residuals: Residuals
 
 
-class _Sums(NamedTuple):
-    """The axes over whose devices each gradient is summed."""
+def forward(run: Callable, of: Any, core: Core) -> tuple[tuple[Any, Any, Any], Any]:
+    """(the sum of weight · total, total, the numbers of each token), and what the devices leave for `backward`.
 
-    e: Axes
-    c: Axes
-    bias: Axes
+    of: core.Summands, with e (..., D). run(of, core) -> total, the numbers and what is left, each a tree of arrays of
+    (N,) tokens: what a device computes. If total is None, so is the sum. The sum extends over the devices of the axes
+    that the call maps. Over the caller's Manual axes it is the device's.
+    """
+    layout, core = core.layout, _summing(core, of.inputs)
+    over = tuple(a for a in layout.all_tokens if a in layout.mapped)
+
+    def on_device(of: Any) -> Any:
+        of = of._replace(inputs=passes.in_type_of_e(of.inputs))
+        *found, left = run(_flat(of, core), core)
+        found = jax.tree.map(lambda x: _own_tokens(_shaped(x, of, layout), layout), found)
+        total, numbers = found
+        value = None if total is None else _summed(jnp.sum(of.terms.weight * total), over)
+        return (value, total, numbers), left
+
+    of_tokens = layout.spec_of_tokens
+    out_specs = (P(), of_tokens, of_tokens), _each(layout)
+    found, left = _on_devices(on_device, layout, (_specs(of, core),), out_specs)(of)
+    return typed(found, axes_of_numbers(of.inputs, layout)), typed(left, _union(layout, of.inputs))
 
 
-def forward_pass(
-    inputs: Inputs, core: Core, layout: Layout, asked: Asked, wanted: Wanted | None
-) -> tuple[Statistics, Selections, Held]:
-    """The core's numbers and selections, of the shape of targets, and what core.gradients_of_sum needs. e: (..., D)."""
-    core = _summing(core, inputs, layout)
+def backward(run: Callable, of: Any, left: Any, cotangents: Any, core: Core) -> Gradients:
+    """de, dc and dbias, each with the shape, type and layout of its input; None where `run` has none.
 
-    def on_device(inputs: Inputs) -> tuple[tuple[Statistics, Selections], Held]:
-        whole = _gathered(passes.in_type_of_e(inputs), core, layout)
-        flat, selected = passes.flat(whole), Selections(None, None, None)
-        if asked == NOTHING:
-            numbers, held = of_columns(flat, core, layout, wanted)
-        else:
-            numbers, selected, held = _with_selections(flat, core, layout, asked)
-        found = numbers, selected
-        return jax.tree.map(lambda x: _own_tokens(passes.shaped_tokens(x, whole), layout), found), held
+    of, left: as in `forward`. cotangents: of its results; None: they are 0.
+    run(of, left, cotangents, core) -> the gradients of the device's tokens and columns.
+    """
+    layout, sums, core = core.layout, _sums(of.inputs, core.layout), _summing(core, of.inputs)
 
-    run = _on_devices(on_device, layout, (_specs(core, layout),), (layout.spec_of_tokens, _each(layout)))
-    found, held = run(inputs)
-    return *_typed(found, _of_numbers(inputs, layout)), _typed(held, _union(layout, inputs))
+    def on_device(of: Any, left: Any, cotangents: Any) -> Gradients:
+        flat = _flat(of._replace(inputs=passes.in_type_of_e(of.inputs)), core)
+        of_sum, *of_tokens = cotangents
+        of_sum, of_tokens = _added((of_sum, _flat_tokens(of_tokens, of, layout)), layout)
+        flat = flat._replace(inputs=_of_own_columns(flat.inputs, core))
+        found = run(flat, left, (of_sum, *of_tokens), core)
+        return _exchanged(found, of, core, sums)
+
+    specs = _specs(of, core)
+    of_results, of_c = (P(), specs.terms, specs.terms), layout.spec_of_dc(core.head.vocab_axis)
+    of_gradients: Any = Gradients(specs.inputs.e, of_c, specs.inputs.bias)  # type: ignore[arg-type]
+    found = _on_devices(on_device, layout, (specs, _each(layout), of_results), of_gradients)(of, left, cotangents)
+    if not layout.typed:
+        return found
+    return Gradients(*(None if x is None else typed(x, varying(y)) for x, y in zip(found, of.inputs, strict=False)))
 
 
 def knows_cotangents(inputs: Inputs, of_tokens: tuple, layout: Layout) -> bool:
@@ -93,107 +113,58 @@ def knows_cotangents(inputs: Inputs, of_tokens: tuple, layout: Layout) -> bool:
     It does not where, by the types inside the caller's jax.shard_map, devices that share a token have other targets,
     temperatures, weights or arguments for it. The cotangents are then sums over these devices, with one factor each.
     """
-    shared = _of_numbers(inputs, layout)
+    shared = axes_of_numbers(inputs, layout)
     given = inputs.targets, inputs.inverse_temperature, *of_tokens
     return not layout.typed or all(varying(x) <= shared for x in given if x is not None)
 
 
-def terms_of_numbers(terms: Any, inputs: Inputs, layout: Layout) -> Any:
-    """terms, whose types say that they vary over the Manual axes over which the numbers do."""
-    return _typed(terms, _of_numbers(inputs, layout))
+def whole_numbers(of: Any, core: Core) -> Statistics:
+    """The core's numbers from the full logits (cce_jax/reference.py), which JAX differentiates. of: core.Summands."""
+    layout, local = core.layout, replace(core, layout=core.layout.local())
 
-
-def sum_over_tokens(run: Callable, of: Any, core: Core, layout: Layout) -> tuple[jax.Array, jax.Array, Any, Any]:
-    """The sum of weight · total; total and numbers of each token, of the shape of targets; what the devices leave.
-
-    of: core.Summands. run(of, core) -> total, a tree of numbers, and what is left for `gradients_of_sum`, all of (N,)
-    tokens.
-    The sum extends over the devices of the axes that the call maps. Over the caller's Manual axes it is the device's.
-    """
-    over, inputs = tuple(a for a in layout.all_tokens if a in layout.mapped), of.inputs
-    core = _summing(core, inputs, layout)
-
-    def on_device(of: Any):
-        whole = _gathered(passes.in_type_of_e(of.inputs), core, layout)
-        flat = _flat_terms(of.terms, of.inputs, layout)
-        *found, left = run(of._replace(inputs=passes.flat(whole), terms=flat), core)
-        total, shown = jax.tree.map(lambda x: _own_tokens(x.reshape(whole.targets.shape), layout), found)
-        return _summed(jnp.sum(of.terms.weight * total), over), total, shown, left
-
-    of_tokens = layout.spec_of_tokens
-    out_specs = P(), of_tokens, of_tokens, _each(layout)
-    *found, left = _on_devices(on_device, layout, (_specs_of_summands(of, core, layout),), out_specs)(of)
-    value, total, shown = _typed(found, _of_numbers(inputs, layout))
-    return value, total, shown, _typed(left, _union(layout, inputs))
-
-
-def gradients_of_sum(
-    run: Callable, given: Any, of: tuple, left: Any, core: Core, layout: Layout, wanted: Wanted
-) -> Gradients:
-    """de, dc and dbias, each with the shape, type and layout of its input; None where not wanted.
-
-    given: core.Summands. of: the cotangents of the sum, and those of each token, a tree; None: they are 0.
-    run(given, of, left, core) -> the gradients of the device's columns.
-    """
-    inputs = given.inputs
-    sums, core = _sums(inputs, layout), _summing(core, inputs, layout)
-
-    def on_device(given: Any, of: tuple, left: Any) -> Gradients:
-        whole = _gathered(passes.in_type_of_e(given.inputs), core, layout)
-        flat = _of_own_columns(passes.flat(whole), core, layout)
-        of_sum, of_tokens = of
-        terms, of_tokens = _flat_terms((given.terms, of_tokens), given.inputs, layout)
-        found = run(given._replace(inputs=flat, terms=terms), _added((of_sum, of_tokens), layout), left, core)
-        return _exchanged(found, whole.e.shape, given.inputs.e.dtype, core, layout, sums)
-
-    specs = _specs_of_summands(given, core, layout), (P(), layout.spec_of_tokens), _each(layout)
-    mapped = _on_devices(on_device, layout, specs, _specs_of_gradients(core, layout, wanted))
-    found = mapped(given, of, left)
-    if not layout.typed:
-        return found
-    return Gradients(*(None if x is None else _typed(x, varying(of)) for x, of in zip(found, inputs, strict=False)))
-
-
-def _flat_terms(terms: Any, inputs: Inputs, layout: Layout) -> Any:
-    """A tree of arrays that begin with the axes of the device's tokens, with one axis of all tokens of the device."""
-    return jax.tree.map(lambda x: passes.flat_tokens(_all_tokens(x, layout), inputs), terms)
-
-
-def form_gradients(
-    inputs: Inputs, terms: Any, cotangents_of: CotangentsOf, core: Core, layout: Layout, wanted: Wanted
-) -> tuple[Statistics, Residuals]:
-    """passes.begin on a device: the numbers over all columns, and the gradients of its own; e: (N, D)."""
-    if layout.size(layout.columns) == 1:
-        return passes.begin(inputs, terms, cotangents_of, core, wanted)
-    own, reference = _own_columns(inputs, core, layout, wanted)
-    of_all_columns = partial(_of_all_columns, layout=layout, weight=_weight(own, core))
-    return passes.begin(own, terms, cotangents_of, core, wanted, reference, of_all_columns)
-
-
-def whole_numbers(inputs: Inputs, core: Core, layout: Layout) -> Statistics:
-    """The core's numbers from the full logits (cce_jax/reference.py), which JAX differentiates."""
-    local = layout.local()
-
-    def run(inputs: Inputs) -> Statistics:
-        whole = _gathered(inputs, core, local)
-        flat = passes.flat(_of_own_columns(whole, core, local))
-        numbers = reference.statistics(flat, core, local.columns)
-        return jax.tree.map(lambda x: _own_tokens(passes.shaped_tokens(x, whole), local), numbers)
+    def run(of: Any) -> Statistics:
+        flat = _of_own_columns(_flat(of, local).inputs, local)
+        numbers = reference.statistics(flat, local, local.layout.columns)
+        return jax.tree.map(lambda x: _own_tokens(_shaped(x, of, local.layout), local.layout), numbers)
 
     if not layout.explicit:
         if layout.mapped:  # so that gradients lie as their inputs do
-            at = zip(inputs, _specs(core, layout), strict=True)
+            at = zip(of.inputs, _specs(of, core).inputs, strict=True)
             pinned: Any = (None if x is None else layout.pinned(x, spec) for x, spec in at)
-            inputs = Inputs(*pinned)
-        return run(inputs)
+            of = of._replace(inputs=Inputs(*pinned))
+        return run(of)
     over_auto: Any = jax.sharding.auto_axes(run, axes=tuple(layout.explicit), out_sharding=layout.out_sharding)
-    return over_auto(inputs)
+    return over_auto(of)
 
 
-def _with_selections(inputs: Inputs, core: Core, layout: Layout, asked: Asked) -> tuple[Statistics, Selections, Held]:
+def of_columns(
+    inputs: Inputs, core: Core, wanted: Wanted | None, forming: tuple[Any, CotangentsOf] | None = None
+) -> tuple[Statistics, Held]:
+    """The numbers over all columns, from those over the device's own columns; e: (N, D).
+
+    forming: the terms and cotangents_of for passes.begin, if the forward pass forms the gradients of the own columns.
+    """
+    layout, reference, of_all_columns = core.layout, None, None
+    if is_split := layout.size(layout.columns) > 1:
+        inputs, reference = _own_columns(inputs, core, wanted)
+        weight = core.head.vocabulary(inputs.c) if inputs.weights is None else jnp.sum(inputs.weights)
+        of_all_columns = partial(_of_all_columns, layout=layout, weight=weight)
+    if forming is not None:
+        held = Held(*passes.begin(inputs, *forming, core, wanted, reference, of_all_columns))
+        return held.numbers, held
+    of_shard = replace(core, wide_de=True) if is_split else core  # de is a part of a sum over devices
+    of_own, residuals = passes.forward_pass(inputs, of_shard, wanted, reference)
+    if of_all_columns is None:
+        return of_own, Held(of_own, residuals)
+    numbers = of_all_columns(of_own)
+    # The value of the sum is in no gradient, but a loss with label smoothing asks for its cotangent.
+    return numbers, Held(numbers.relative_to(of_own.reference)._replace(sum=numbers.sum), residuals)
+
+
+def with_selections(inputs: Inputs, core: Core, asked: Asked) -> tuple[Statistics, Selections, Held]:
     """The numbers and selections from all columns, from those of the device's own columns; e: (N, D)."""
-    columns = core.head.vocabulary(inputs.c)
-    own = _of_own_columns(inputs, core, layout)
+    columns, layout = core.head.vocabulary(inputs.c), core.layout
+    own = _of_own_columns(inputs, core)
     of_own, found = passes.numbers_and_selections(own, core, replace(asked, top_k=min(asked.top_k, columns)))
     if layout.size(layout.columns) == 1:
         return of_own, found, Held(of_own, Residuals())
@@ -216,42 +187,23 @@ def whole_weights(weights: jax.Array | None, layout: Layout) -> jax.Array | None
     """class_weight of the whole vocabulary, on every device: XLA then does not split the look-up of targets in it."""
     if weights is None:
         return None
-    if axes := tuple(a for a in layout.vocabulary if a not in layout.mapped):
+    if axes := layout.manual(layout.vocabulary):
         whole = jnp.zeros(weights.size * layout.size(axes), weights.dtype)
         start = lax.axis_index(axes) * weights.size
         weights = lax.psum(lax.dynamic_update_slice_in_dim(whole, weights, start, 0), axes)
     return layout.pinned(weights, P())
 
 
-def of_columns(inputs: Inputs, core: Core, layout: Layout, wanted: Wanted | None) -> tuple[Statistics, Held]:
-    """The numbers over all columns, from those over the device's own columns; e: (N, D)."""
-    if layout.size(layout.columns) == 1:
-        numbers, residuals = passes.forward_pass(inputs, core, wanted)
-        return numbers, Held(numbers, residuals)
-    own, reference = _own_columns(inputs, core, layout, wanted)
-    of_shard = replace(core, wide_de=True)  # de is a part of a sum over devices
-    of_own, residuals = passes.forward_pass(own, of_shard, wanted, reference)
-    numbers = _of_all_columns(of_own, layout, _weight(own, core))
-    # The value of the sum is in no gradient, but a loss with label smoothing asks for its cotangent.
-    return numbers, Held(numbers.relative_to(of_own.reference)._replace(sum=numbers.sum), residuals)
-
-
-def _own_columns(inputs: Inputs, core: Core, layout: Layout, wanted: Wanted | None) -> tuple[Inputs, jax.Array | None]:
-    """The inputs with targets and ids as columns of the device, and the reference of cce_kernels.forward.statistics."""
-    named = inputs.targets < core.head.vocabulary(inputs.c) * layout.size(layout.columns)
-    own = _of_own_columns(inputs, core, layout)
+def _own_columns(inputs: Inputs, core: Core, wanted: Wanted | None) -> tuple[Inputs, jax.Array | None]:
+    """The inputs with targets and ids as columns of the device, and the reference of cce_kernels.blocks.numbers."""
+    named, own = inputs.targets < core.vocabulary_of_columns(inputs.c), _of_own_columns(inputs, core)
     if not needs_reference(inputs.e.dtype.itemsize, core.impl):  # type: ignore[arg-type]
         return own, None
-    return own, jnp.where(named, lax.psum(passes.target_logits(own, core, wanted), layout.columns), -FLOAT32_MAX)
-
-
-def _weight(own: Inputs, core: Core) -> Any:
-    """Σ_v w_v of the device's columns."""
-    return core.head.vocabulary(own.c) if own.weights is None else jnp.sum(own.weights)
+    return own, jnp.where(named, lax.psum(passes.target_logits(own, core, wanted), core.layout.columns), -FLOAT32_MAX)
 
 
 def _of_all_columns(of_own: Statistics, layout: Layout, weight: Any = 0) -> Statistics:
-    """The numbers over all columns, from those over each device's own columns. weight: of `_weight`."""
+    """The numbers over all columns, from those over each device's own. weight: Σ_v w_v of the device's columns."""
     of_sum = None if of_own.sum is None else jnp.full_like(of_own.sum, weight)
     leaves, tree = jax.tree.flatten((of_own._replace(ids=None), of_sum))
     gathered = lax.all_gather(jnp.stack(leaves), layout.columns)
@@ -269,13 +221,11 @@ def _of_all_columns(of_own: Statistics, layout: Layout, weight: Any = 0) -> Stat
     )
 
 
-def _exchanged(
-    found: Gradients, shape: tuple[int, ...], dtype: Any, core: Core, layout: Layout, sums: _Sums
-) -> Gradients:
-    """The gradients of the device's tokens and columns, summed over the devices. shape, dtype: of de."""
-    (de, dc, dbias), axis = found, core.head.vocab_axis
+def _exchanged(found: Gradients, of: Any, core: Core, sums: Any) -> Gradients:
+    """The gradients of the device's tokens and columns, summed over the devices. sums: of `_sums`."""
+    (de, dc, dbias), axis, layout = found, core.head.vocab_axis, core.layout
     if de is not None:
-        de = _summed(_all_tokens(de.reshape(shape), layout, _scattered), sums.e).astype(dtype)
+        de = _summed(_all_tokens(_shaped(de, of, layout), layout, _scattered), sums.e).astype(of.inputs.e.dtype)
     if dc is not None:
         dc = _summed(_scattered(_scattered(dc, layout.width, 1 - axis), layout.gathered_columns, axis), sums.c)
     if dbias is not None:
@@ -283,14 +233,14 @@ def _exchanged(
     return Gradients(de, dc, dbias)
 
 
-def _of_own_columns(inputs: Inputs, core: Core, layout: Layout) -> Inputs:
+def _of_own_columns(inputs: Inputs, core: Core) -> Inputs:
     """The inputs with targets and ids as columns of the device; as its number of columns if they are not among them.
 
     A negative one is -1.
     """
+    layout, columns = core.layout, core.head.vocabulary(inputs.c)
     if not layout.columns:
         return inputs
-    columns = core.head.vocabulary(inputs.c)
 
     def own(of_all: jax.Array) -> jax.Array:
         local = of_all - lax.axis_index(layout.columns) * columns
@@ -300,15 +250,35 @@ def _of_own_columns(inputs: Inputs, core: Core, layout: Layout) -> Inputs:
     return inputs._replace(targets=own(inputs.targets), ids=None if inputs.ids is None else own(inputs.ids))
 
 
-def _gathered(inputs: Inputs, core: Core, layout: Layout) -> Inputs:
-    """The inputs after the gathers: of e, targets and ids, or of c, bias and weights."""
-    axis, columns = core.head.vocab_axis, layout.gathered_columns
-    return inputs._replace(
-        **{name: _all_tokens(x, layout) for name, x in inputs.of_tokens.items()},
+def _flat(of: Any, core: Core) -> Any:
+    """core.Summands of what the device computes: after the gathers of tokens or of c, with one axis of tokens."""
+    inputs, axis, columns, layout = of.inputs, core.head.vocab_axis, core.layout.gathered_columns, core.layout
+    whole = inputs._replace(
+        **_flat_tokens(inputs.of_tokens, of, layout),
         c=_all(_all(inputs.c, columns, axis), layout.width, 1 - axis),
         bias=None if inputs.bias is None else _all(inputs.bias, columns, 0),
         weights=None if inputs.weights is None else _all(inputs.weights, columns, 0),
     )
+    return of._replace(inputs=whole, terms=_flat_tokens(of.terms, of, layout))
+
+
+def _flat_tokens(arrays: Any, of: Any, layout: Layout) -> Any:
+    """A tree of arrays that begin with the axes of the device's tokens, with one axis of all tokens of the device."""
+    axes = of.inputs.targets.ndim
+
+    def flat(x: jax.Array) -> jax.Array:
+        x = _all_tokens(x, layout)
+        return x.reshape(-1, *x.shape[axes:])
+
+    return jax.tree.map(flat, arrays)
+
+
+def _shaped(x: jax.Array, of: Any, layout: Layout) -> jax.Array:
+    """x, (N, ...), with the axes of the tokens that the device computes."""
+    shape = list(of.inputs.targets.shape)
+    for axis, axes in layout.gathered_of_tokens:
+        shape[axis] *= layout.size(axes)
+    return x.reshape(*shape, *x.shape[1:])
 
 
 def _all(x: jax.Array, axes: Axes, axis: int) -> jax.Array:
@@ -347,28 +317,19 @@ def _on_devices(run: Any, layout: Layout, in_specs: Any, out_specs: Any) -> Any:
             arrays = jax.tree.map(lambda x: lax.bitcast_convert_type(x, x.dtype), arrays)
         return run(*arrays)
 
+    if not layout.is_known:
+        return run
     mesh = layout.mesh if jax.sharding.get_abstract_mesh().empty else None
     axes = layout.mapped | frozenset(layout.mesh.manual_axes)
     return jax.shard_map(untyped, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
 
 
-def _specs(core: Core, layout: Layout) -> Any:
-    """The spec of each of the Inputs."""
-    c, of_columns = layout.spec_of_c(core.head.vocab_axis), layout.spec_of_columns
-    of_tokens = layout.spec_of_tokens
+def _specs(of: Any, core: Core) -> Any:
+    """The spec of each array of core.Summands; terms and common have one each."""
+    layout = core.layout
+    c, of_columns, of_tokens = layout.spec_of_c(core.head.vocab_axis), layout.spec_of_columns, layout.spec_of_tokens
     specs: tuple[Any, ...] = layout.spec_of_e, c, of_columns, of_tokens, of_columns, P(), of_tokens, of_tokens
-    return Inputs(*specs)
-
-
-def _specs_of_summands(of: Any, core: Core, layout: Layout) -> Any:
-    return of._replace(inputs=_specs(core, layout), terms=layout.spec_of_tokens, common=P())
-
-
-def _specs_of_gradients(core: Core, layout: Layout, wanted: Wanted) -> Gradients:
-    specs = _specs(core, layout)
-    of_gradients: tuple[Any, ...] = specs.e, layout.spec_of_dc(core.head.vocab_axis), specs.bias
-    asked = wanted.e, wanted.c, wanted.bias
-    return Gradients(*(spec if one else None for spec, one in zip(of_gradients, asked, strict=True)))
+    return of._replace(inputs=Inputs(*specs), terms=of_tokens, common=P())
 
 
 def _each(layout: Layout) -> P:
@@ -381,16 +342,16 @@ def _each(layout: Layout) -> P:
     return P(axes) if axes else P()
 
 
-def _summing(core: Core, inputs: Inputs, layout: Layout) -> Core:
+def _summing(core: Core, inputs: Inputs) -> Core:
     """core, with de in float32 if it is summed over devices."""
-    return replace(core, wide_de=bool(_sums(inputs, layout).e or layout.gathered_tokens))
+    return replace(core, wide_de=bool(_sums(inputs, core.layout).e or core.layout.gathered_tokens))
 
 
-def _sums(inputs: Inputs, layout: Layout) -> "_Sums":
-    """The axes over which de, dc and dbias are summed, besides the axes over which they are scattered."""
+def _sums(inputs: Inputs, layout: Layout) -> Any:
+    """The axes over which each of the Gradients is summed, besides the axes over which it is scattered."""
     varies = _union(layout, inputs)
 
-    def over(x: jax.Array | None, split: Axes, scattered: frozenset[str]) -> Axes:
+    def over(x: jax.Array | None, split: Axes, scattered: frozenset[str]) -> Any:
         if x is None:
             return ()
         found = (layout.mapped.intersection(split) | (varies - varying(x) if layout.typed else varies)) - scattered
@@ -399,13 +360,13 @@ def _sums(inputs: Inputs, layout: Layout) -> "_Sums":
     tokens = tuple(a for a in layout.all_tokens if a not in layout.gathered_tokens)
     e = over(inputs.e, layout.columns, layout.gathered_tokens)
     c = over(inputs.c, tokens, layout.gathered | layout.reduced)
-    return _Sums(e, c, over(inputs.bias, tokens, frozenset(layout.gathered_columns)))
+    return Gradients(e, c, over(inputs.bias, tokens, frozenset(layout.gathered_columns)))
 
 
 def _added(cotangents: Any, layout: Layout) -> Any:
     """The cotangents, summed over the axes over which each device has one summand: see this file's docstring."""
-    over = () if layout.typed else layout.columns
-    summands = tuple(a for a in over if a not in layout.mapped and a not in layout.gathered_tokens)
+    over = () if layout.typed else layout.manual(layout.columns)
+    summands = tuple(a for a in over if a not in layout.gathered_tokens)
     return lax.psum(cotangents, summands) if summands else cotangents
 
 
@@ -414,13 +375,15 @@ def _union(layout: Layout, arrays: Any) -> frozenset[str]:
     return frozenset().union(*map(varying, jax.tree.leaves(arrays))) if layout.typed else frozenset()
 
 
-def _of_numbers(inputs: Inputs, layout: Layout) -> frozenset[str]:
+def axes_of_numbers(inputs: Inputs, layout: Layout) -> frozenset[str]:
     """The Manual axes over which the numbers of tokens vary. Devices that share tokens compute the same numbers."""
     return _union(layout, inputs) - (frozenset(layout.columns) - layout.gathered_tokens)
 
 
-def _typed(arrays: Any, axes: frozenset[str]) -> Any:
+def typed(arrays: Any, axes: frozenset[str]) -> Any:
     """The arrays, with types that say that they vary over these Manual axes."""
+    if not axes:
+        return arrays
 
     def cast(x: jax.Array) -> jax.Array:
         missing = tuple(axes - varying(x))

@@ -1,6 +1,15 @@
-"""Distillation from hidden states: how far a student's distributions are from a teacher's, without either's logits."""
+"""Distillation from hidden states: how far a student's distributions are from a teacher's, without either's logits.
 
-from dataclasses import replace
+The task of the core; cce_kernels/divergence.py derives what it computes:
+
+    S = Σ_i weight_i · total_i        where its cotangent arrives, the gradients are that factor times what the forward
+                                      pass formed
+    total_i                           the backward pass computes the logits again, with the cotangents as weights
+
+Both are functions of the student's e, c and bias alone. The teacher and the weights have no gradient.
+"""
+
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -8,16 +17,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cce_jax import arguments, losses, passes, prepare, settings
-from cce_jax.divergence_core import Common, Summands, Terms, divergences
-from cce_jax.options import Array
-from cce_jax.plans import Impl
-from cce_jax.prepare import Arrays, Asked, Static, inverted, prepared
-from cce_jax.sharding import Layout
+from cce_jax import arguments, losses, passes, prepare, reference, settings
+from cce_jax.api import Array
+from cce_jax.core import Summands, Task, run
+from cce_jax.plans import FORMS, Core, Impl, on_platform
+from cce_jax.prepare import Arrays, Asked, inverted, prepared
 from cce_kernels import contract
-from cce_kernels.divergence import Divergence, Side
+from cce_kernels import divergence as kernels
+from cce_kernels.divergence import Divergence, Given, Numbers, Side
 from cce_kernels.divergence_terms import Kind
-from cce_kernels.numbers import Inputs
+from cce_kernels.numbers import Gradients, Inputs, Wanted
+from cce_kernels.plan.residuals import Residuals
 
 NAME = "linear_divergence"
 
@@ -127,69 +137,110 @@ def linear_divergence(
     share = contract.beta(beta, divergence)
     targets = np.zeros(np.shape(e)[:-1], np.int32)
     asked = Asked(NAME, -100, softcap, 0, logit_scale, vocab_axis, impl, memory_budget, precision, False, sharding)
-    given, call = prepared(Arrays(e, c, bias, targets, None, None, num_items), asked)
-    items = arguments.num_items(given.num_items, reduction, given.e.dtype)
+    given, core = prepared(Arrays(e, c, bias, targets, num_items=num_items), asked, reduction)
     weight = arguments.weight(token_weight, given.e, NAME)
     temperature = arguments.temperature(temperature, given.e, NAME)
-    of_teacher = Asked(
-        NAME, -100, teacher_softcap, 0, teacher_logit_scale, teacher_vocab_axis, impl, None, precision, False, None
-    )
-    teacher, head = prepare.teacher(Arrays(teacher_e, teacher_c, teacher_bias, None, None, None, None), of_teacher)
-    shape = given.c.shape if call.layout is None else call.layout.whole_shape(given.c, vocab_axis)
-    contract.pair(given.e.shape, shape, teacher.e.shape, teacher.c.shape, (vocab_axis, teacher_vocab_axis))
-    core = replace(call.core, teacher_width=teacher.e.shape[-1])
-    of = replace(call, core=core, layout=_whole_on_each_device(call, given.c))
+    of_teacher = asked._replace(softcap=teacher_softcap, logit_scale=teacher_logit_scale, vocab_axis=teacher_vocab_axis)
+    teacher, head = prepare.teacher(Arrays(teacher_e, teacher_c, teacher_bias), of_teacher)
+    shape = list(core.layout.whole_width(given.c, vocab_axis))
+    shape[vocab_axis] = core.vocabulary(given.c)
+    contract.pair(given.e.shape, tuple(shape), teacher.e.shape, teacher.c.shape, (vocab_axis, teacher_vocab_axis))
+    core = _whole_on_each_device(replace(core, teacher_width=teacher.e.shape[-1]), given.c)
     how = Divergence(divergence, head, bool(return_entropy))
     with settings.defaults():
-        given = given._replace(num_items=items, token_weight=weight, temperature=temperature)
+        given = given._replace(token_weight=weight, temperature=temperature)
         side = Side(teacher.e, teacher.c, teacher.bias, teacher.scale)
-        loss, entropy = _divergence(given, side, None if share is None else (share, 1 - share), of, how, reduction)
+        shares = None if share is None else (share, 1 - share)
+        loss, entropy = _divergence(given, side, shares, core, how, reduction)
     return (loss, entropy) if return_entropy else loss
 
 
-def _whole_on_each_device(call: Static, c: Any) -> Layout | None:
-    """The layout of the call, in which each device has all columns. NotImplementedError if there is none."""
-    if call.layout is None:
-        return None
-    layout = call.layout.gathering_c()
+def _whole_on_each_device(core: Core, c: Any) -> Core:
+    """core, with a layout in which each device has all columns. NotImplementedError if there is none."""
+    layout = core.layout.gathering_c()
     if layout.size(layout.columns) > 1:
         raise NotImplementedError(
             f"linear_divergence: the mesh axes {layout.columns} split the vocabulary of c {c.shape} and not "
             "the tokens of e; only axes that split the tokens may split c. Replicate c over these axes"
         )
-    if call.core.impl == "reference" and layout.mapped:
+    if core.impl == "reference" and layout.mapped:
         raise NotImplementedError(
             "linear_divergence with impl='reference' takes no sharding and no Explicit axes: use impl='chunked'"
         )
-    return layout
+    return replace(core, layout=layout)
 
 
-@partial(jax.jit, static_argnames=("of", "how", "reduction"))
+@partial(jax.jit, static_argnames=("core", "how", "reduction"))
 def _divergence(
-    given: Arrays, teacher: Side, shares: Any, of: Static, how: Divergence, reduction: losses.Reduction
+    given: Arrays, teacher: Side, shares: Any, core: Core, how: Divergence, reduction: losses.Reduction
 ) -> tuple[jax.Array, jax.Array | None]:
-    core, layout = of.core, of.layout
-    (e, c, bias), wide = given[:3], jnp.promote_types(given.e.dtype, jnp.float32)
+    (e, c, bias), layout, wide = given[:3], core.layout, jnp.promote_types(given.e.dtype, jnp.float32)
     weight, inverse = given.token_weight, given.temperature
     weight = jnp.ones(e.shape[:-1], wide) if weight is None else jax.lax.stop_gradient(jnp.asarray(weight, wide))
     inverse = None if inverse is None else jnp.broadcast_to(inverted(inverse, e.dtype), e.shape[:-1])
     teacher = passes.in_type_of_e(jax.tree.map(jax.lax.stop_gradient, teacher))
-    summed, over = reduction != "none", ()
     inputs = Inputs(e, c, bias, jnp.zeros(weight.shape, jnp.int32), None, given.scale, inverse)
-    inputs = prepare.laid_out(inputs, core, layout)
-    if layout is not None:
-        over, weight = layout.summed, layout.laid_out(weight, layout.spec_of_tokens)
-        teacher = teacher._replace(e=layout.laid_out(teacher.e, layout.spec_of_e))
-        of_c, of_bias = (layout.laid_out(x, jax.sharding.PartitionSpec()) for x in (teacher.c, teacher.bias))
-        teacher = teacher._replace(c=of_c, bias=of_bias)
+    inputs, summed = prepare.laid_out(inputs, core), reduction != "none"
+    weight, teacher_e = (layout.laid_out(x, layout.spec_of_tokens) for x in (weight, teacher.e))
+    of_c, of_bias = (layout.laid_out(x, jax.sharding.PartitionSpec()) for x in (teacher.c, teacher.bias))
     if not weight.size:
         return jnp.sum(weight) if summed else weight, weight if how.entropy else None
     shares = None if shares is None else jnp.stack([jnp.asarray(x, wide) for x in shares])
-    common = Common(teacher.c, teacher.bias, teacher.scale, shares)
-    summands = Summands(inputs, Terms(weight, teacher.e), common).weighted(weight)
-    value, numbers = divergences(summands, core, how, layout, summed)
+    common = Side(None, of_c, of_bias, teacher.scale), shares  # type: ignore[arg-type]
+    of = _weighted(Summands(inputs, losses.Terms(inputs.targets, None, weight, (teacher_e,)), common), weight)
+    if core.impl == "reference":
+        total, entropy = reference.divergences(_given(of), core.head, how)
+        value = jnp.sum(weight * total)
+    else:
+        found: Any = run(_Divergence(how, summed), core, of)
+        value, total, entropy = found
+    entropy = None if entropy is None else jax.lax.stop_gradient(entropy)
     if not summed:
-        return jnp.where(weight == 0, 0, weight * value), numbers.entropy
-    terms = losses.Terms(summands.inputs.targets, None, weight)
-    loss = losses.reduced(value, terms, given.num_items, losses.Loss(reduction), over)
-    return loss, numbers.entropy
+        return jnp.where(weight == 0, 0, weight * total), entropy
+    return losses.reduced(value, of.terms, given.num_items, losses.Loss(reduction), layout.summed), entropy
+
+
+def _weighted(of: Summands, weight: jax.Array) -> Summands:
+    """The same with other weights. A token of weight 0 is left out: its target is negative, that of the others is 0."""
+    targets = jnp.where(weight == 0, -1, 0).astype(jnp.int32)
+    terms = of.terms._replace(columns=targets, weight=weight)
+    return of._replace(inputs=of.inputs._replace(targets=targets), terms=terms)
+
+
+def _given(of: Summands) -> Given:
+    """of.terms.arguments has the teacher's e, and of.common its other arrays and the shares."""
+    (e, c, bias, _, _, scale, inverse, _), (*_, weight, (teacher_e,)), (teacher, shares) = of
+    return Given(Side(e, c, bias, scale), teacher._replace(e=teacher_e), weight, inverse, shares)
+
+
+@dataclass(frozen=True)
+class _Divergence(Task):
+    """S if `summed`, else total; and the entropy of each token, without a gradient."""
+
+    how: Divergence
+    summed: bool
+
+    def forward(self, of: Summands, core: Core, wanted: Wanted | None) -> tuple[jax.Array, Any, Residuals]:
+        (total, entropy), left = _begin(of, core, self.how, wanted if self.summed else None)
+        return total, entropy, left
+
+    def kept(self, of: Summands) -> Summands:
+        """Where the gradients are formed, the teacher is not needed any more."""
+        return of._replace(terms=of.terms._replace(arguments=()), common=None) if self.summed else of
+
+    def backward(self, of: Summands, left: Any, cotangents: tuple, core: Core, wanted: Wanted) -> Gradients:
+        of_value, of_total, _ = cotangents
+        if self.summed:
+            return passes.finish(of.inputs, left, of_value, core, wanted)
+        of = _weighted(of, jnp.where(of.inputs.targets >= 0, of_total, 0))
+        _, residuals = _begin(of, core, replace(self.how, entropy=False), wanted)
+        return passes.finish(of.inputs, residuals, jnp.ones((), of.terms.weight.dtype), core, wanted)
+
+
+def _begin(of: Summands, core: Core, how: Divergence, wanted: Wanted | None) -> tuple[Numbers, Residuals]:
+    """divergence.begin of cce_kernels, on one device. e: (N, D)."""
+
+    def begin(plan: Any, inputs: Inputs, terms: Any, common: Any) -> tuple[Numbers, Residuals]:
+        return kernels.begin(_given(Summands(inputs, terms, common)), how, plan)
+
+    return on_platform(begin, of.inputs, core, wanted, FORMS, one_factor=True)(*of)

@@ -1,6 +1,5 @@
 """Numbers of each token's distribution, without the logits: log-probabilities, entropies, likeliest tokens."""
 
-from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -9,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from cce_jax import arguments, losses, settings
+from cce_jax.api import Array
 from cce_jax.arguments import MOST_IDS
-from cce_jax.options import Array
-from cce_jax.plans import Impl
-from cce_jax.prepare import Arrays, Asked, Static, inputs_of, numbers_of, prepared, unshifted
-from cce_jax.sharding import vocabulary_of
+from cce_jax.core import statistics
+from cce_jax.plans import Core, Impl
+from cce_jax.prepare import Arrays, Asked, inputs_of, needs_whole_sequences, prepared, unshifted
 from cce_kernels import contract
 from cce_kernels.selections import Asked as Chosen
 
@@ -120,36 +119,35 @@ def linear_log_probs(
         targets = np.zeros(np.shape(e)[:-1], np.int32)
     options = ignore_index, softcap, shift, logit_scale, vocab_axis, impl, memory_budget, precision
     asked = Asked(NAME, *options, check_targets, sharding)
-    given, of = prepared(Arrays(e, c, bias, targets, None, None, None), asked, with_mean=bool(entropy))
-    of = replace(of, core=replace(of.core, mean_is_detached=entropy == "detached"))
-    of.needs_whole_sequences(NAME)
+    given = Arrays(e, c, bias, targets)
+    given, core = prepared(given, asked, with_mean=bool(entropy), mean_is_detached=entropy == "detached")
+    needs_whole_sequences(core, NAME)
     temperature = arguments.temperature(temperature, given.e, NAME)
     given = given._replace(temperature=temperature, ids=arguments.ids(ids, given.e, NAME))
-    most = min(MOST_IDS, vocabulary_of(given.c, vocab_axis, of.layout))
+    most = min(MOST_IDS, core.vocabulary(given.c))
     if not 0 <= top_k <= most:
         raise ValueError(f"top_k={top_k} must be from 0 to {most}: at most {MOST_IDS}, and the size of the vocabulary")
     chosen = Chosen(max(top_k, int(bool(predicted))), bool(mean_logit))
     with settings.defaults():
-        found = _log_probs(given, of, chosen, named)
+        found = _log_probs(given, core, chosen, named)
     if predicted:
         assert found.top_ids is not None
         found = found._replace(predicted=found.top_ids[..., 0])
     return found if top_k else found._replace(top_ids=None, top_log_probs=None)
 
 
-@partial(jax.jit, static_argnames=("of", "chosen", "named"))
-def _log_probs(given: Arrays, of: Static, chosen: Chosen, named: bool) -> LogProbs:
+@partial(jax.jit, static_argnames=("core", "chosen", "named"))
+def _log_probs(given: Arrays, core: Core, chosen: Chosen, named: bool) -> LogProbs:
     """named: whether targets are given."""
-    inputs, layout = inputs_of(given, of, named), of.layout
+    inputs, id_log_probs = inputs_of(given, core, named), None
     columns, kept = inputs.targets, inputs.targets >= 0
-    numbers, selected = numbers_of(inputs, of.core, layout, chosen)
+    numbers, selected = statistics(inputs, core, chosen)
 
     def of_tokens(x: jax.Array) -> jax.Array:
-        return unshifted(x, of.shift, layout, x.ndim - columns.ndim)
+        return unshifted(x, core, x.ndim - columns.ndim)
 
-    vocabulary, id_log_probs = vocabulary_of(given.c, of.core.head.vocab_axis, layout), None
-    log_probs, lse, entropy = jax.tree.map(of_tokens, losses.token_numbers(numbers, columns, vocabulary))
-    entropy = jax.lax.stop_gradient(entropy) if of.core.mean_is_detached else entropy
+    log_probs, lse, entropy = jax.tree.map(of_tokens, losses.token_numbers(numbers, columns, core.vocabulary(given.c)))
+    entropy = jax.lax.stop_gradient(entropy) if core.mean_is_detached else entropy
     if numbers.ids is not None and inputs.ids is not None:
         id_log_probs = jnp.where(inputs.ids < 0, -jnp.inf, numbers.log_p(numbers.ids))
         id_log_probs = of_tokens(jnp.where(kept[..., None], id_log_probs, 0))

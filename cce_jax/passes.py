@@ -10,28 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from cce_jax import reference
-from cce_jax.plans import Core, Decided, on_platform, plan_for
-from cce_kernels import backward, forward, in_forward
+from cce_jax.plans import FORMS, Core, Decided, on_platform, plan_for
+from cce_kernels import blocks
 from cce_kernels import selections as selected
 from cce_kernels.numbers import Cotangents, Gradients, Inputs, Statistics, Wanted
 from cce_kernels.plan import Plan
-from cce_kernels.residuals import Residuals, shapes_of
+from cce_kernels.plan.residuals import Residuals, shapes_of
 from cce_kernels.selections import Asked, Selections
-
-
-def flat(inputs: Inputs) -> Inputs:
-    """The inputs with one axis of tokens."""
-    return inputs._replace(**{name: flat_tokens(x, inputs) for name, x in inputs.of_tokens.items()})
-
-
-def flat_tokens(x: jax.Array, inputs: Inputs) -> jax.Array:
-    """x, which begins with the axes of inputs.targets, with one axis of tokens in their place."""
-    return x.reshape(-1, *x.shape[inputs.targets.ndim :])
-
-
-def shaped_tokens(x: jax.Array, inputs: Inputs) -> jax.Array:
-    """The inverse of flat_tokens."""
-    return x.reshape(*inputs.targets.shape, *x.shape[1:])
 
 
 def in_type_of_e(inputs: Any) -> Any:
@@ -44,15 +29,9 @@ def in_type_of_e(inputs: Any) -> Any:
     return inputs._replace(c=in_it(inputs.c), bias=in_it(inputs.bias))
 
 
-def flat_summands(of: Any) -> Any:
-    """of, core.Summands, with one axis of tokens, and with c and bias rounded to e's type."""
-    terms = jax.tree.map(lambda x: flat_tokens(x, of.inputs), of.terms)
-    return of._replace(inputs=in_type_of_e(flat(of.inputs)), terms=terms)
-
-
 def target_logits(inputs: Inputs, core: Core, wanted: Wanted | None) -> jax.Array:
     """Equation (2) for a shard of the vocabulary, (N,). `forward_pass` takes the sum over all shards."""
-    return on_platform(lambda plan, inputs: forward.target(inputs, plan), inputs, core, wanted)(inputs)
+    return on_platform(lambda plan, inputs: blocks.target(inputs, plan), inputs, core, wanted)(inputs)
 
 
 def forward_pass(
@@ -61,21 +40,20 @@ def forward_pass(
     """Equations (1)-(3'), and what is left for `gradients`.
 
     wanted: the gradients that will be asked for; None if there will be none. reference: for a shard of the vocabulary,
-    that of cce_kernels.forward.statistics.
+    that of cce_kernels.blocks.numbers.
     """
     plan = plan_for(inputs, core, wanted)
     if plan.saves_de:
-        assert plan.in_forward is not None
 
         def form_de(plan: Plan, inputs: Inputs):
-            numbers, m = in_forward.of_any_cotangents(inputs, plan, core.debug_nans)
+            numbers, m = blocks.de_of_any_cotangents(inputs, plan)
             return numbers, Residuals(m=m)
 
-        return on_platform(form_de, inputs, core, wanted, Decided(0, plan.in_forward.chunks.last))(inputs)
+        return on_platform(form_de, inputs, core, wanted, FORMS)(inputs)
     shape = shapes_of(plan).exponentials
 
     def run(plan: Plan, inputs: Inputs, reference: jax.Array | None):
-        numbers, exponentials = forward.statistics(inputs, plan, reference, core.debug_nans)
+        numbers, exponentials = blocks.numbers(inputs, plan, reference, core.debug_nans)
         if shape is not None and exponentials is None:  # this platform saves nothing, but all return one shape
             exponentials = (jnp.zeros if core.debug_nans else lax.empty)(shape.shape, shape.dtype)
         return numbers, Residuals(exponentials=exponentials)
@@ -94,13 +72,13 @@ def gradients(
     over all columns, relative to the references of the shard's own.
     """
     if residuals.m is not None:
-        de = in_forward.de_of(inputs, numbers, residuals.m, cotangents, core.head, inputs.e.dtype)
+        de = blocks.de_of_m(inputs, numbers, residuals.m, cotangents, core.head, inputs.e.dtype)
         return Gradients(de, None, None), residuals
 
     def run(plan: Plan, *arrays):
         inputs, numbers, exponentials, cotangents = arrays
         of_plan = exponentials if plan.saved else None
-        found, overwritten = backward.gradients(inputs, numbers, of_plan, cotangents, plan)
+        found, overwritten = blocks.gradients(inputs, numbers, of_plan, cotangents, plan)
         return found, Residuals(exponentials=exponentials if overwritten is None else overwritten)
 
     saved = residuals.exponentials
@@ -111,33 +89,27 @@ def gradients(
 def begin(
     inputs: Inputs,
     of_tokens: Any,
-    cotangents_of: in_forward.CotangentsOf,
+    cotangents_of: blocks.CotangentsOf,
     core: Core,
-    wanted: Wanted,
+    wanted: Wanted | None,
     reference: jax.Array | None = None,
-    of_all_columns: in_forward.OfAllColumns | None = None,
+    of_all_columns: blocks.OfAllColumns | None = None,
 ) -> tuple[Statistics, Residuals]:
-    """in_forward.begin, where `plan_for` says so."""
-    plan = plan_for(inputs, core, wanted, one_factor=True)
-    assert plan.in_forward is not None
+    """blocks.form, where `plan_for` says so."""
 
     def run(plan: Plan, inputs: Inputs, of_tokens: Any, reference: jax.Array | None):
-        return in_forward.begin(inputs, of_tokens, cotangents_of, plan, core.debug_nans, reference, of_all_columns)
+        return blocks.form(inputs, of_tokens, cotangents_of, plan, reference, of_all_columns)
 
-    shared = Decided(0, plan.in_forward.chunks.last)
-    return on_platform(run, inputs, core, wanted, shared, one_factor=True)(inputs, of_tokens, reference)
+    return on_platform(run, inputs, core, wanted, FORMS, one_factor=True)(inputs, of_tokens, reference)
 
 
 def finish(inputs: Inputs, residuals: Residuals, factor: jax.Array, core: Core, wanted: Wanted) -> Gradients:
-    """in_forward.finish. residuals: of `begin` with the same inputs."""
-    plan = plan_for(inputs, core, wanted, one_factor=True)
-    assert plan.in_forward is not None
+    """blocks.finish. residuals: of `begin` with the same inputs."""
 
     def run(plan: Plan, inputs: Inputs, residuals: Residuals, factor: jax.Array):
-        return in_forward.finish(residuals, factor, inputs.targets >= 0, plan)
+        return blocks.finish(residuals, factor, inputs.targets >= 0, plan, inputs.weights)
 
-    shared = Decided(0, plan.in_forward.chunks.last)
-    return on_platform(run, inputs, core, wanted, shared, one_factor=True)(inputs, residuals, factor)
+    return on_platform(run, inputs, core, wanted, FORMS, one_factor=True)(inputs, residuals, factor)
 
 
 def numbers_and_selections(inputs: Inputs, core: Core, asked: Asked) -> tuple[Statistics, Selections]:

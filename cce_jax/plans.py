@@ -1,22 +1,23 @@
 """Which plan a call gets: on this process' device, and on each platform that its program may be lowered for."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
-from cce_jax.one_device import on_one_device
+from cce_jax.errors import on_one_device
+from cce_jax.sharding import NOWHERE_SPLIT, Layout
 from cce_kernels import contract
-from cce_kernels.call import Call
 from cce_kernels.default_budget import default_budget
 from cce_kernels.device import H200, INTERPRETER, Gpu, cuda_gpu
 from cce_kernels.engines.xla import XLA
 from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs, Wanted
 from cce_kernels.plan import Chunks, Explanation, Plan, explained, logged, plan_of
+from cce_kernels.request import Request
 
 Impl = Literal["auto", "cce", "chunked", "reference"]
 NAMES = ("e", "c", "bias")  # what has a gradient, as in Wanted
@@ -24,33 +25,64 @@ NAMES = ("e", "c", "bias")  # what has a gradient, as in Wanted
 
 @dataclass(frozen=True)
 class Core:
-    """The static part of a call of the core. gpu: the GPU that the call will run on; None if it is no CUDA device."""
+    """The static part of a call, for which its program is compiled. A field that Request has too means the same."""
 
     head: Head
     with_sum: bool
     impl: Impl
     memory_budget: int | None  # bytes; None for the default of the tokens and the width
-    gpu: Gpu | None = None
-    wide_de: bool = False  # whether de is float32, for a sum over devices
-    wide_dc: bool = False  # whether c and bias are float32 beside a 16-bit e; their gradients are then float32
-    gradient_tolerance: float = 0.0  # the share of dz that the products may leave out; 0: none
-    may_chunk: bool = True  # whether the forward pass may take the tokens in chunks: not if XLA may split them
+    gpu: Gpu | None = None  # that the call will run on; None if it is no CUDA device
+    wide_de: bool = False
+    wide_dc: bool = False
+    gradient_tolerance: float = 0.0
+    may_chunk: bool = True
     debug_nans: bool = False  # jax_debug_nans: what a pass leaves for the other holds no NaN of an ignored token
-    with_mean: bool = False  # whether the mean of the logits is asked for
-    mean_is_detached: bool = False  # whether the mean gets no cotangent
-    teacher_width: int = 0  # of the teacher of a divergence; 0: there is none
+    with_mean: bool = False
+    mean_is_detached: bool = False
+    teacher_width: int = 0
     function: str = "linear_cross_entropy"  # the public function that was called, for errors
+    one_platform: bool = False  # whether the program will run on `gpu`, or on the CPU where that is None, alone
+    layout: Layout = NOWHERE_SPLIT
+    ignore_index: int = -100
+    shift: int = 0
+
+    def vocabulary(self, c: Any) -> int:
+        """V. c: the caller's, which is one device's part inside jax.shard_map."""
+        return self.layout.whole_vocabulary(c, self.head.vocab_axis)
+
+    def vocabulary_of_columns(self, c: Any) -> int:
+        """V. c: of one device, gathered over the axes over which it is."""
+        return self.head.vocabulary(c) * self.layout.size(self.layout.columns)
 
 
 class Decided(NamedTuple):
     """What the plans for all platforms, or for all shards of the vocabulary, share. None: not decided yet."""
 
     saved: int | None = None  # the number of tokens whose exponentials are saved
-    last: int | None = None  # that the forward pass forms the gradients, and the tokens of its last chunk
-    chunks: Chunks | None = None  # the same, and all its chunks
+    forms: bool = False  # whether it is decided that the forward pass forms the gradients
+    chunks: Chunks | None = None  # the same, and its chunks
 
 
-UNDECIDED = Decided()
+UNDECIDED, FORMS = Decided(), Decided(0, forms=True)
+SHARED = {x.name for x in fields(Request)} & {x.name for x in fields(Core)} - {"memory_budget"}
+
+
+def request_of(inputs: Inputs, core: Core, wanted: Wanted | None, one_factor: bool) -> Request:
+    """What a plan is made from, of arrays or their shapes. The arguments are those of `plan_for`."""
+    (tokens, width), budget = inputs.e.shape, core.memory_budget
+    return Request(
+        tokens=tokens,
+        width=width,
+        vocabulary=core.head.vocabulary(inputs.c),
+        dtype=str(jnp.dtype(inputs.e.dtype)),
+        with_bias=inputs.bias is not None,
+        wanted=wanted,
+        memory_budget=default_budget(tokens, width, inputs.e.dtype.itemsize) if budget is None else budget,
+        one_factor=one_factor,
+        with_temperature=inputs.inverse_temperature is not None,
+        ids=0 if inputs.ids is None else inputs.ids.shape[-1],
+        **{name: getattr(core, name) for name in SHARED},
+    )
 
 
 def plan_for(
@@ -62,46 +94,10 @@ def plan_for(
     """
     gpu = INTERPRETER if core.impl == "cce" and core.gpu is None else core.gpu
     impl: Any = core.impl if gpu is not None else "chunked"
-    plan = _plan(inputs, core, wanted, decided, one_factor, gpu, impl)
+    plan = plan_of(request_of(inputs, core, wanted, one_factor), gpu, impl, *decided)
     if decided == UNDECIDED:
         logged(plan, impl, core.gradient_tolerance)
     return plan
-
-
-def budget_of(inputs: Inputs, core: Core) -> int:
-    """The bytes that a call may hold."""
-    if core.memory_budget is not None:
-        return core.memory_budget
-    tokens, width = inputs.e.shape
-    return default_budget(tokens, width, inputs.e.dtype.itemsize)
-
-
-def _plan(
-    inputs: Inputs, core: Core, wanted: Wanted | None, decided: Decided, one_factor: bool, gpu: Gpu | None, impl: Any
-) -> Plan:
-    tokens, width = inputs.e.shape
-    call = Call(
-        tokens=tokens,
-        width=width,
-        vocabulary=core.head.vocabulary(inputs.c),
-        dtype=str(jnp.dtype(inputs.e.dtype)),
-        head=core.head,
-        with_bias=inputs.bias is not None,
-        with_sum=core.with_sum,
-        wanted=wanted,
-        memory_budget=budget_of(inputs, core),
-        wide_de=core.wide_de,
-        wide_dc=core.wide_dc,
-        one_factor=one_factor,
-        gradient_tolerance=core.gradient_tolerance,
-        may_chunk=core.may_chunk,
-        with_mean=core.with_mean,
-        mean_is_detached=core.mean_is_detached,
-        with_temperature=inputs.inverse_temperature is not None,
-        ids=0 if inputs.ids is None else inputs.ids.shape[-1],
-        teacher_width=core.teacher_width,
-    )
-    return plan_of(call, gpu, impl, *decided)
 
 
 def explanation(inputs: Inputs, core: Core, reduction: str, gradients_of: Collection[str]) -> Explanation:
@@ -124,17 +120,18 @@ def on_platform(
     """run(plan, ...), with the plan for the platform that the program is lowered for.
 
     A program may be lowered for a platform that this process does not have. A CUDA program is then planned for an H200.
+    JAX traces the program for all platforms, so with core.one_platform there is only one.
     """
     here = plan_for(inputs, core, wanted, decided, one_factor)
-    if core.impl == "chunked":
+    if core.impl == "chunked" or core.one_platform:
         return partial(run, here)
+    request = request_of(inputs, core, wanted, one_factor)
     shared = decided._replace(saved=here.saved)  # what is kept between the passes has one shape on all platforms
-    plan = partial(_plan, inputs, core, wanted, shared, one_factor)
-    on_gpu = here if core.gpu is not None else plan(cuda_gpu() or H200, core.impl)
-    elsewhere = plan(INTERPRETER, "cce") if core.impl == "cce" else plan(None, "chunked")
+    on_gpu = here if core.gpu is not None else plan_of(request, cuda_gpu() or H200, core.impl, *shared)  # type: ignore[arg-type]
+    elsewhere = plan_of(request, *((INTERPRETER, "cce") if core.impl == "cce" else (None, "chunked")), *shared)
 
     def on_cuda(inputs: Inputs, *others):
-        if on_gpu.forward.sums.engine is not XLA:
+        if on_gpu.engine is not XLA:
             e, targets = (on_one_device(x, core.function) for x in (inputs.e, inputs.targets))  # no step reads neither
             inputs = inputs._replace(e=e, targets=targets)
         return run(on_gpu, inputs, *others)

@@ -1,6 +1,5 @@
-"""What the public functions have in common: checks of their arguments, the core that runs, its inputs, the shift."""
+"""What the public functions have in common: their arguments, the static part of a call, its inputs, and the shift."""
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -8,14 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from cce_jax import arguments, losses, settings
-from cce_jax.core import statistics
+from cce_jax.errors import no_explicit_vmap, reverse_mode_only
 from cce_jax.plans import Core
-from cce_jax.reverse_mode import reverse_mode_only
-from cce_jax.sharding import Layout, layout_of, no_explicit_vmap, vocabulary_of
-from cce_kernels import contract, selections
+from cce_jax.sharding import NOWHERE_SPLIT, layout_of
+from cce_kernels import contract
 from cce_kernels.device import Gpu, local_gpu
 from cce_kernels.head import Head
-from cce_kernels.numbers import Inputs, Statistics
+from cce_kernels.numbers import Inputs
 
 
 class Asked(NamedTuple):
@@ -40,10 +38,10 @@ class Arrays(NamedTuple):
     e: Any
     c: Any
     bias: Any
-    targets: Any
-    class_weight: Any
-    token_weight: Any
-    num_items: Any
+    targets: Any = None
+    class_weight: Any = None
+    token_weight: Any = None
+    num_items: Any = None
     scale: Any = None
     label_smoothing: Any = None
     z_loss: Any = None
@@ -52,27 +50,11 @@ class Arrays(NamedTuple):
     ids: Any = None
 
 
-@dataclass(frozen=True)
-class Static:
-    """What a program is compiled for, besides what its function alone asks for."""
+def prepared(given: Arrays, asked: Asked, reduction: str = "mean", **more: Any) -> tuple[Arrays, Core]:
+    """A call whose arguments have been checked. Raises the errors that `linear_cross_entropy` names.
 
-    core: Core
-    layout: Layout | None
-    ignore_index: int
-    shift: int
-
-    def needs_whole_sequences(self, what: str) -> None:
-        """ValueError if the call shifts sequences that are split inside jax.shard_map."""
-        shift, layout = self.shift, self.layout
-        if shift and layout is not None and layout.split_sequences:
-            raise ValueError(
-                f"shift={shift} with {what} needs whole sequences, but sharding splits them over "
-                f"{layout.split_sequences} inside jax.shard_map: shift targets before jax.shard_map"
-            )
-
-
-def prepared(given: Arrays, asked: Asked, with_mean: bool = False) -> tuple[Arrays, Static]:
-    """A call whose arguments have been checked. Raises the errors that `linear_cross_entropy` names."""
+    more: the fields of Core that the function alone knows.
+    """
     vocab_axis, impl = asked.vocab_axis, asked.impl
     contract.choice("impl", impl, contract.IMPLS)
     arguments.known(ignore_index=asked.ignore_index, shift=asked.shift, memory_budget=asked.memory_budget)
@@ -82,28 +64,31 @@ def prepared(given: Arrays, asked: Asked, with_mean: bool = False) -> tuple[Arra
     shift = contract.integer("shift", asked.shift)
     given, head = _with_head(given, asked)
     e, c = given.e, given.c
-    layout = layout_of(e, c, vocab_axis, asked.sharding) if e.ndim > 0 and c.ndim == 2 else None
+    layout = layout_of(e, c, vocab_axis, asked.sharding) if e.ndim > 0 and c.ndim == 2 else NOWHERE_SPLIT
     arguments.shapes(given, layout, vocab_axis, shift)
     if asked.check_targets:
-        arguments.targets(given.targets, vocabulary_of(c, vocab_axis, layout), ignore_index, shift)
+        arguments.targets(given.targets, layout.whole_vocabulary(c, vocab_axis), ignore_index, shift)
     if impl != "reference":
         no_explicit_vmap(asked.function)
     gpu = None if impl == "reference" else local_gpu()
-    core = Core(
-        head,
-        False,
-        arguments.resolved(impl, e.dtype, gpu),
-        budget,
-        gpu,
-        wide_dc=c.dtype != e.dtype,
-        may_chunk=layout is not None or may_chunk(gpu),
-        debug_nans=jax.config.jax_debug_nans,  # type: ignore[attr-defined]
-        with_mean=with_mean,
-        function=asked.function,
-    )
+    impl = arguments.resolved(impl, e.dtype, gpu)
     with settings.defaults():
         targets, ignore_index = arguments.int32(given.targets, ignore_index)
-    return given._replace(targets=targets), Static(core, layout, ignore_index, shift)
+    core = Core(
+        head=head,
+        impl=impl,
+        memory_budget=budget,
+        gpu=gpu,
+        wide_dc=c.dtype != e.dtype,
+        may_chunk=layout.is_known or may_chunk(gpu),
+        debug_nans=jax.config.jax_debug_nans,  # type: ignore[attr-defined]
+        function=asked.function,
+        layout=layout,
+        ignore_index=ignore_index,
+        shift=shift,
+        **{"with_sum": False, **more},
+    )
+    return given._replace(targets=targets, num_items=arguments.num_items(given.num_items, reduction, e.dtype)), core
 
 
 def teacher(given: Arrays, asked: Asked) -> tuple[Arrays, Head]:
@@ -111,7 +96,7 @@ def teacher(given: Arrays, asked: Asked) -> tuple[Arrays, Head]:
     with contract.named():
         e = arguments.array("e", given.e, asked.function)
         given, head = _with_head(given._replace(e=e, targets=np.zeros(np.shape(e)[:-1], np.int32)), asked)
-        arguments.shapes(given, None, head.vocab_axis, 0)
+        arguments.shapes(given, NOWHERE_SPLIT, head.vocab_axis, 0)
     return given, head
 
 
@@ -128,29 +113,36 @@ def _with_head(given: Arrays, asked: Asked) -> tuple[Arrays, Head]:
     return given._replace(scale=None if scale == 1.0 else np.full(1, scale, wide)), head
 
 
-def inputs_of(given: Arrays, of: Static, named: bool = True) -> Inputs:
+def needs_whole_sequences(core: Core, what: str) -> None:
+    """ValueError if the call shifts sequences that are split inside jax.shard_map."""
+    if core.shift and (split := core.layout.split_sequences):
+        raise ValueError(
+            f"shift={core.shift} with {what} needs whole sequences, but sharding splits them over {split} inside "
+            "jax.shard_map: shift targets before jax.shard_map"
+        )
+
+
+def inputs_of(given: Arrays, core: Core, named: bool = True) -> Inputs:
     """The inputs of the core, with the targets shifted. named: whether there are targets; else every token counts."""
-    core, layout, weights = of.core, of.layout, given.class_weight
-    vocabulary, targets = vocabulary_of(given.c, core.head.vocab_axis, layout), given.targets
-    if of.shift:
-        targets = shifted(targets, of.shift, of.ignore_index, layout)
-    columns = losses.columns(targets, of.ignore_index, vocabulary) if named else jnp.full_like(targets, vocabulary)
+    vocabulary, weights = core.vocabulary(given.c), given.class_weight
+    targets = shifted(given.targets, core.ignore_index, core)
+    columns = losses.columns(targets, core.ignore_index, vocabulary) if named else jnp.full_like(targets, vocabulary)
     if weights is not None:
         weights = jax.lax.stop_gradient(weights.astype(jnp.promote_types(given.e.dtype, jnp.float32)))
     scale, inverse = inverse_temperature(given, core)
     ids = None if given.ids is None else jnp.where((given.ids >= 0) & (given.ids < vocabulary), given.ids, -1)
-    return laid_out(Inputs(given.e, given.c, given.bias, columns, weights, scale, inverse, ids), core, layout)
+    return laid_out(Inputs(given.e, given.c, given.bias, columns, weights, scale, inverse, ids), core)
 
 
-def laid_out(inputs: Inputs, core: Core, layout: Layout | None) -> Inputs:
-    """The inputs as they lie over the devices. e, c and bias have no forward-mode derivative (reverse_mode.py)."""
-    e, c, bias, targets, weights, scale, inverse, ids = inputs
-    if layout is not None:
-        e = layout.laid_out(e, layout.spec_of_e, layout.given_e)
-        c = layout.laid_out(c, layout.spec_of_c(core.head.vocab_axis), layout.given_c)
-        bias, weights = (layout.laid_out(x, layout.spec_of_columns) for x in (bias, weights))
-        targets, inverse, ids = (layout.laid_out(x, layout.spec_of_tokens) for x in (targets, inverse, ids))
-    e, c, bias = reverse_mode_only((e, c, bias), core)
+def laid_out(inputs: Inputs, core: Core) -> Inputs:
+    """The inputs as they lie over the devices. e, c and bias have no forward-mode derivative (errors.py)."""
+    (e, c, bias, targets, weights, scale, inverse, ids), layout = inputs, core.layout
+    e = layout.laid_out(e, layout.spec_of_e, layout.given_e)
+    c = layout.laid_out(c, layout.spec_of_c(core.head.vocab_axis), layout.given_c)
+    bias, weights = (layout.laid_out(x, layout.spec_of_columns) for x in (bias, weights))
+    targets, inverse, ids = (layout.laid_out(x, layout.spec_of_tokens) for x in (targets, inverse, ids))
+    if core.impl != "reference":
+        e, c, bias = reverse_mode_only((e, c, bias), core.function)
     return Inputs(e, c, bias, targets, weights, scale, inverse, ids)
 
 
@@ -180,40 +172,26 @@ def inverted(temperature: Any, dtype: Any) -> jax.Array:
 
 
 def may_chunk(gpu: Gpu | None) -> bool:
-    """Whether a call without a layout may take its tokens in chunks.
+    """Whether a call that is `NOWHERE_SPLIT` may take its tokens in chunks.
 
     XLA may split the tokens of a program without kernels over all devices. It would then gather each chunk of them.
     """
     return gpu is not None or jax.device_count() == 1
 
 
-def numbers_of(
-    inputs: Inputs, core: Core, layout: Layout | None, selected: selections.Asked = selections.NOTHING
-) -> tuple[Statistics, selections.Selections]:
-    """The core's numbers for e (..., D) and targets (...) of any number of axes, and for no tokens."""
-    if inputs.targets.size:
-        return statistics(inputs, core, layout, selected)
-    zeros = jnp.zeros_like(inputs.targets, jnp.promote_types(inputs.e.dtype, jnp.float32))
-    ids = None if inputs.ids is None else jnp.zeros(inputs.ids.shape, zeros.dtype)
-    total, mean, mean_logit = (zeros if x else None for x in (core.with_sum, core.with_mean, selected.mean_logit))
-    top = jnp.zeros((*zeros.shape, selected.top_k), zeros.dtype) if selected.top_k else None
-    top_ids = None if top is None else top.astype(jnp.int32)
-    return Statistics(zeros, zeros, zeros, total, mean, ids), selections.Selections(top, top_ids, mean_logit)
-
-
-def shifted(x: jax.Array, shift: int, fill: int, layout: Layout | None) -> jax.Array:
+def shifted(x: Any, fill: int, core: Core) -> Any:
     """x[..., shift:] followed by `shift` times fill. So e keeps all its rows, and its last rows are ignored."""
-    if layout is not None:
-        x = layout.whole_sequences(x)
-    shifted = jnp.concatenate([x[..., shift:], jnp.full_like(x[..., :shift], fill)], axis=-1)
-    return shifted if layout is None else layout.own_sequences(shifted)
-
-
-def unshifted(x: jax.Array, shift: int, layout: Layout | None, more: int = 0) -> jax.Array:
-    """x without the last `shift` tokens, which have no target. more: the axes after those of the tokens."""
-    if not shift:
+    if not core.shift or x is None:
         return x
-    if layout is not None:
-        x = layout.laid_out(x, layout.spec_of_sequences)
+    x = core.layout.whole_sequences(x)
+    shifted = jnp.concatenate([x[..., core.shift :], jnp.full_like(x[..., : core.shift], fill)], axis=-1)
+    return core.layout.own_sequences(shifted)
+
+
+def unshifted(x: jax.Array, core: Core, more: int = 0) -> jax.Array:
+    """x without the last `shift` tokens, which have no target. more: the axes after those of the tokens."""
+    if not core.shift:
+        return x
+    x = core.layout.laid_out(x, core.layout.spec_of_sequences)
     axis = x.ndim - 1 - more
-    return jax.lax.slice_in_dim(x, 0, x.shape[axis] - shift, axis=axis)
+    return jax.lax.slice_in_dim(x, 0, x.shape[axis] - core.shift, axis=axis)

@@ -22,8 +22,6 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cce_jax.compat import get_axis_env
-
 Axes = tuple[str, ...]  # the mesh axes that split one axis of an array, the slowest first
 
 HOW = "sharding must be a pair of jax.sharding.PartitionSpec, of e and of c, such as sharding=(P('data'), P('tensor'))"
@@ -31,19 +29,29 @@ HOW = "sharding must be a pair of jax.sharding.PartitionSpec, of e and of c, suc
 
 @dataclass(frozen=True)
 class Layout:
-    """The mesh axes that split the arrays of a call. An axis of the mesh that is in none of them splits nothing."""
+    """The mesh axes that split the arrays of a call. An axis of the mesh that is in none of them splits nothing.
 
-    mesh: AbstractMesh
-    mapped: frozenset[str]  # axes that are not Manual yet: the call makes them Manual itself
-    typed: bool  # whether the types of arrays say over which Manual axes they vary: jax.shard_map's check_vma
-    tokens: tuple[Axes, ...]  # the axes that split each axis of targets
-    vocabulary: Axes  # the axes that split c's vocabulary, the axes in `gathered` last
-    width: Axes  # the axes that split c's width, all of them in `gathered`
-    gathered: frozenset[str]  # axes over which c is gathered, as they split the tokens too
-    gathered_tokens: frozenset[str]  # axes over which e is gathered, as they split the vocabulary too
-    given_e: tuple[Axes, ...]  # the axes that split each axis of e as the caller has it
-    given_c: tuple[Axes, ...]
-    reduced: frozenset[str]  # Explicit axes over which dc is left unreduced, as c's type asks for: P(reduced=...)
+    `NOWHERE_SPLIT`, all of whose fields are empty, is the layout of a call that says nothing of a mesh: there is one
+    device, or XLA splits the program.
+    """
+
+    mesh: AbstractMesh = AbstractMesh((), ())  # noqa: RUF009
+    mapped: frozenset[str] = frozenset()  # axes that are not Manual yet: the call makes them Manual itself
+    typed: bool = False  # whether the types of arrays say over which Manual axes they vary: jax.shard_map's check_vma
+    tokens: tuple[Axes, ...] = ()  # the axes that split each axis of targets
+    vocabulary: Axes = ()  # the axes that split c's vocabulary, the axes in `gathered` last
+    width: Axes = ()  # the axes that split c's width, all of them in `gathered`
+    gathered: frozenset[str] = frozenset()  # axes over which c is gathered, as they split the tokens too
+    gathered_tokens: frozenset[str] = frozenset()  # axes over which e is gathered, as they split the vocabulary too
+    given_e: tuple[Axes, ...] = ()  # the axes that split each axis of e as the caller has it
+    given_c: tuple[Axes, ...] = ()
+    # Explicit axes over which dc is left unreduced, as c's type asks for: P(reduced=...)
+    reduced: frozenset[str] = frozenset()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the call knows how its arrays lie over devices; else XLA may split the program."""
+        return not self.mesh.empty
 
     @property
     def columns(self) -> Axes:
@@ -54,10 +62,14 @@ class Layout:
     def all_tokens(self) -> Axes:
         return tuple(a for axes in self.tokens for a in axes)
 
+    def manual(self, axes: Axes) -> Axes:
+        """Those of the axes that the caller has made Manual."""
+        return tuple(a for a in axes if a not in self.mapped)
+
     @property
     def summed(self) -> Axes:
         """The Manual axes over which a sum over all tokens extends."""
-        return tuple(a for a in self.all_tokens if a not in self.mapped)
+        return self.manual(self.all_tokens)
 
     @property
     def gathered_columns(self) -> Axes:
@@ -115,8 +127,7 @@ class Layout:
     @property
     def split_sequences(self) -> Axes:
         """The Manual axes that split the last axis of targets."""
-        last = self.tokens[-1:]
-        return tuple(a for axes in last for a in axes if a not in self.mapped)
+        return self.manual(self.tokens[-1] if self.tokens else ())
 
     def _spec(self, *axes: Axes) -> P:
         """The spec of an array over the axes that the call makes Manual."""
@@ -128,18 +139,12 @@ class Layout:
 
     def whole_vocabulary(self, c: Any, vocab_axis: int) -> int:
         """V. c: the caller's, which is one device's part inside jax.shard_map."""
-        return c.shape[vocab_axis] * self.size(tuple(a for a in self.vocabulary if a not in self.mapped))
+        return c.shape[vocab_axis] * self.size(self.manual(self.vocabulary))
 
     def whole_width(self, c: Any, vocab_axis: int) -> tuple[int, int]:
         """The shape of c after it is gathered along its width inside the caller's jax.shard_map."""
-        parts = self.size(tuple(a for a in self.width if a not in self.mapped))
+        parts = self.size(self.manual(self.width))
         return tuple(n * (parts if axis != vocab_axis else 1) for axis, n in enumerate(c.shape))  # type: ignore[return-value]
-
-    def whole_shape(self, c: Any, vocab_axis: int) -> tuple[int, ...]:
-        """The shape of the whole c. c: the caller's."""
-        shape = list(self.whole_width(c, vocab_axis))
-        shape[vocab_axis] = self.whole_vocabulary(c, vocab_axis)
-        return tuple(shape)
 
     def gathering_c(self) -> "Layout":
         """The layout in which c is gathered over the axes that split the tokens too, never e."""
@@ -149,19 +154,9 @@ class Layout:
 
     def local(self) -> "Layout":
         """The layout over those axes alone that the caller's own jax.shard_map has made Manual."""
-
-        def kept(axes: Axes) -> Axes:
-            return tuple(a for a in axes if a not in self.mapped)
-
-        return replace(
-            self,
-            mapped=frozenset(),
-            tokens=tuple(map(kept, self.tokens)),
-            width=kept(self.width),
-            vocabulary=kept(self.vocabulary),
-            gathered=self.gathered - self.mapped,
-            gathered_tokens=self.gathered_tokens - self.mapped,
-        )
+        tokens, of_e, of_c = map(self.manual, self.tokens), self.gathered_tokens, self.gathered
+        x = replace(self, tokens=tuple(tokens), vocabulary=self.manual(self.vocabulary), width=self.manual(self.width))
+        return replace(x, mapped=frozenset(), gathered=of_c - self.mapped, gathered_tokens=of_e - self.mapped)
 
     def explicit_part(self, spec: P) -> P:
         """spec without the axes that are not Explicit."""
@@ -191,26 +186,7 @@ class Layout:
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec)) if self.mapped else x
 
 
-def no_explicit_vmap(function: str) -> None:
-    """NotImplementedError inside a jax.vmap over an axis of arrays that an Explicit mesh axis splits.
-
-    function: of the user, for the error.
-
-    This mesh axis then stays Explicit in jax.shard_map, where JAX batches the operations of a pass with types that do
-    not fit, such as those of lax.dynamic_update_slice.
-    """
-    if taken := tuple(get_axis_env().explicit_mesh_axis_names):
-        raise NotImplementedError(
-            f"{function} inside a jax.vmap over an axis that the Explicit mesh axis {taken[0]!r} splits: "
-            "call it without jax.vmap, as e may have any number of axes and reduction='none' gives a loss for each "
-            f"token; or give the mesh Auto axes and write jax.vmap(..., spmd_axis_name={taken[0]!r}); or use "
-            "impl='reference'"
-        )
-
-
-def vocabulary_of(c: Any, vocab_axis: int, layout: Layout | None) -> int:
-    """V, of the whole."""
-    return c.shape[vocab_axis] if layout is None else layout.whole_vocabulary(c, vocab_axis)
+NOWHERE_SPLIT = Layout()
 
 
 def varying(x: Any) -> frozenset[str]:
@@ -218,8 +194,8 @@ def varying(x: Any) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
 
-def layout_of(e: Any, c: Any, vocab_axis: int, sharding: Any) -> Layout | None:
-    """The layout of a call. None: nothing is to be done, as there is one device or XLA splits the program.
+def layout_of(e: Any, c: Any, vocab_axis: int, sharding: Any) -> Layout:
+    """The layout of a call.
 
     ValueError: sharding contradicts the mesh, or the types or sizes of the arrays.
     """
@@ -228,12 +204,12 @@ def layout_of(e: Any, c: Any, vocab_axis: int, sharding: Any) -> Layout | None:
         if sharding is not None:
             _pair(sharding)
             raise ValueError("sharding names the axes of a mesh, but no mesh is in context: call jax.set_mesh(mesh)")
-        return None
+        return NOWHERE_SPLIT
     manual = frozenset(mesh.manual_axes)
     typed = bool(manual) and jax.eval_shape(lambda: jnp.zeros(())).manual_axis_type is not None
     explicit = frozenset(a for a in mesh.axis_names if _type(mesh, a) is AxisType.Explicit)
     if sharding is None and not explicit and not typed:
-        return None
+        return NOWHERE_SPLIT
     mapped = explicit if sharding is None else frozenset(mesh.axis_names) - manual
     of_e, of_c = _from_types(e, mesh), _from_types(c, mesh)
     if sharding is not None:
@@ -274,19 +250,8 @@ def layout_of(e: Any, c: Any, vocab_axis: int, sharding: Any) -> Layout | None:
             f"sharding splits the vocabulary of c over {vocabulary}, of which {tuple(gathered & set(vocabulary))} "
             "splits the tokens too: inside jax.shard_map this axis must come last"
         )
-    return Layout(
-        mesh,
-        mapped,
-        typed,
-        tuple(tokens),
-        ordered,
-        width,
-        gathered,
-        of_tokens,
-        of_e,
-        of_c,
-        jax.typeof(c).sharding.spec.reduced & mapped,
-    )
+    reduced = jax.typeof(c).sharding.spec.reduced & mapped
+    return Layout(mesh, mapped, typed, tuple(tokens), ordered, width, gathered, of_tokens, of_e, of_c, reduced)
 
 
 def _pair(sharding: Any) -> tuple[P, P]:

@@ -9,10 +9,9 @@ import numpy as np
 
 from cce_jax import arguments as checks
 from cce_jax import losses, settings
-from cce_jax.api import loss_of
-from cce_jax.options import Array
+from cce_jax.api import Array, loss_of
 from cce_jax.plans import Impl
-from cce_jax.prepare import Arrays, Asked, prepared
+from cce_jax.prepare import Arrays, Asked, needs_whole_sequences, prepared
 from cce_kernels import contract
 
 NAME = "linear_token_loss"
@@ -102,17 +101,17 @@ def linear_token_loss(
     arguments = tuple(checks.array(f"argument {k} of fn", x, NAME) for k, x in enumerate(arguments))
     options = ignore_index, softcap, shift, logit_scale, vocab_axis, impl, memory_budget, precision
     asked = Asked(NAME, *options, check_targets, sharding)
-    given, of = prepared(Arrays(e, c, bias, targets, None, None, num_items), asked, with_mean=entropy)
-    e, targets = given.e, given.targets
-    given = given._replace(num_items=checks.num_items(given.num_items, reduction, e.dtype))
+    given, core = prepared(Arrays(e, c, bias, targets, num_items=num_items), asked, reduction, with_mean=entropy)
+    e, shape = given.e, given.targets.shape
     if reduction == "none" or return_numbers or arguments:
-        of.needs_whole_sequences("arguments, reduction='none' or return_numbers")
-    shape = (*targets.shape[:-1], max(targets.shape[-1] - of.shift, 0)) if of.shift else targets.shape
+        needs_whole_sequences(core, "arguments, reduction='none' or return_numbers")
+    if core.shift:
+        shape = (*shape[:-1], max(shape[-1] - core.shift, 0))
     checks.function(fn, arguments, entropy, np.promote_types(e.dtype, np.float32))
     with settings.defaults():
-        whole = tuple(_of_tokens(f"argument {k} of fn", x, shape, of.shift) for k, x in enumerate(arguments))
+        whole = tuple(_of_tokens(f"argument {k} of fn", x, shape, core.shift) for k, x in enumerate(arguments))
         given = given._replace(temperature=checks.temperature(temperature, e, NAME), arguments=whole)
-        value, numbers = loss_of(given, of, losses.Loss(reduction, fn=fn))
+        value, numbers = loss_of(given, core, losses.Loss(reduction, fn=fn))
     return (value, jax.tree.map(jax.lax.stop_gradient, numbers)) if return_numbers else value
 
 

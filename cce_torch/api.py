@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from cce_kernels import contract
-from cce_torch import arguments, losses, ops, statistics
+from cce_torch import arguments, in_forward, losses, ops, statistics
 from cce_torch.arguments import constant, flat, shifted
 from cce_torch.call import Call, Given, lse_of
 from cce_torch.on_jax import tensors
 from cce_torch.options import Impl, OptionsOfModule, OptionsOfTokens, Reduction
-from cce_torch.processes import vocab_in_forward
 from cce_torch.processes.vocab_parallel import Setting, VocabParallel
 
 Result = TypeVar("Result")
@@ -144,11 +143,11 @@ def linear_cross_entropy(
         gradients are 0. Only "mean" takes it.
       vocab_axis: the axis of c that is the vocabulary. The gradient of c has c's layout.
       impl: "cce": always the Pallas kernels, for CUDA GPUs of compute capability 8.0 and up (on a CPU Pallas'
-        interpreter runs them, for tests). "chunked": XLA's matmuls in groups of the vocabulary, on CUDA and CPU.
+        interpreter runs them, for tests). "chunked": XLA's matmuls in windows of the vocabulary, on CUDA and CPU.
         "torch_compile": PyTorch alone, on any device, without JAX. "reference": full logits in PyTorch, differentiable
-        any number of times. "auto": on a GPU that can run "cce" the kernels for 16 bits, and XLA's matmuls in groups of
-        the vocabulary for float32, as they were measured to be faster; "chunked" on a CPU; "torch_compile" for float64,
-        older GPUs and other devices.
+        any number of times. "auto": on a GPU that can run "cce" the kernels for 16 bits, and XLA's matmuls in windows
+        of the vocabulary for float32, as they were measured to be faster; "chunked" on a CPU; "torch_compile" for
+        float64, older GPUs and other devices.
       memory_budget: a whole number of bytes, such as 2e9, or "all" for no bound. By default 640 MiB, or 6·D + 2560
         bytes a token where that is more. It bounds what a call holds beyond its inputs, its results and a few numbers
         for each token. More memory makes the call faster; the gradients stay the same up to rounding. docs/memory.md
@@ -247,9 +246,9 @@ def linear_cross_entropy(
         terms = losses.Terms(operands.columns, weights, flat(token_weight), x.vocabulary)
         if shard is not None and reduction != "none" and not return_lse:
             setting = Setting(call, scheduled, x.targets.shape, shard)
-            summed = vocab_in_forward.total(operands, terms, setting)
-            if summed is not None:
-                return losses.reduced(summed, terms, x.num_items, reduction)
+            formed = in_forward.total(operands, losses.BuiltIn(terms, scheduled), setting)
+            if formed is not None:
+                return losses.reduced(formed[0], terms, x.num_items, reduction)
         found = statistics.statistics(x, operands, call, scheduled)
         loss, lse = losses.loss(found, terms, x.num_items, reduction, scheduled)
     if reduction == "none":

@@ -43,6 +43,10 @@ class Call(NamedTuple):
         """The number of statistics of a token."""
         return 3 + self.smooths + self.ids + self.with_mean
 
+    def losses(self, tokens: int) -> tuple[int, ...]:
+        """The shape of the loss. There is none of a shard, whose statistics are not those of all columns."""
+        return (0,) if self.of_shard else (tokens,) if self.reduction == "none" else ()
+
     def ids_of(self, statistics: Any) -> Any:
         """The logits of the ids, (N, K), of an array of either framework."""
         first = 3 + self.smooths
@@ -73,8 +77,8 @@ def encoded(call: Call) -> tuple[str, float | None, int | None, float]:
     return repr(tuple(call[3:])), *call[:3]
 
 
-SCHEMA = "str options, float? softcap, int? memory_budget, float gradient_tolerance"  # of what `encoded` returns
-ENCODED = 4  # arguments
+# The types of what `encoded` returns, by name
+ENCODED = {"options": "str", "softcap": "float?", "memory_budget": "int?", "gradient_tolerance": "float"}
 
 
 @lru_cache(maxsize=1024)
@@ -118,6 +122,9 @@ class Selections(NamedTuple):
         return cls(top_logits, top_ids, tensors[-1] if call.mean_logit else None)
 
 
+Scheduled = Tensor | tuple[float, float, float]
+
+
 class Given(NamedTuple):
     """The tensors of a call on one device, and the numbers that may change from step to step."""
 
@@ -130,14 +137,64 @@ class Given(NamedTuple):
     num_items: Tensor | None  # one element
     inverse_temperature: Tensor | None  # (N,) float32: multiplies a token's logits after softcap; it is not shifted
     ids: Tensor | None  # (N, K) int32: columns whose logits are asked for, -1: none; they are not shifted
-    scheduled: Any  # label_smoothing, z_loss and scale: a tuple, or a tensor where an operator takes it
+    scheduled: Scheduled  # label_smoothing, z_loss and scale: a tensor where an operator takes them
     row_length: int  # of the rows of tokens, each of which is shifted
 
     def named(self) -> dict[str, Tensor | None]:
         return dict(zip(self._fields, self[:TENSORS], strict=False))
 
 
-TENSORS, FIELDS = 9, len(Given._fields)
+TENSORS = 9
+
+
+class Left(NamedTuple):
+    """What the forward pass left for the gradients: the leaves of cce_kernels.plan.residuals.Residuals, in order.
+
+    An operator takes no list of tensors: torch.autograd.grad(is_grads_batched=True) does not take one.
+    """
+
+    first: Tensor | None = None
+    second: Tensor | None = None
+    third: Tensor | None = None
+    fourth: Tensor | None = None
+    fifth: Tensor | None = None
+    sixth: Tensor | None = None  # in float16 with label smoothing and a bias
+
+
+class Saved(NamedTuple):
+    """What a graph holds besides the tensors of a call."""
+
+    statistics: Tensor
+    left: Left
+    left_for: Sequence[bool]  # the gradients of e, c and bias for which it was left; []: nothing was left
+
+
+class Distillation(NamedTuple):
+    """The tensors of a divergence on one device. c and bias may be float32 beside an e of 16 bits."""
+
+    e: Tensor  # (N, D)
+    c: Tensor  # (V, D), not copied if it is a transposed (D, V)
+    bias: Tensor | None  # (V,)
+    teacher_e: Tensor  # (N, D')
+    teacher_c: Tensor  # (V, D')
+    teacher_bias: Tensor | None  # (V,)
+    weight: Tensor  # (N,) at least float32
+    inverse_temperature: Tensor | None  # (N,) at least float32
+    scheduled: Tensor  # (3,) float64, on the CPU: beta, the student's scale and the teacher's
+    factor: Tensor  # (): multiplies the sum over the tokens
+
+
+class DivergenceCall(NamedTuple):
+    """The options of a divergence, all but those that change from step to step."""
+
+    kind: str
+    softcap: float | None
+    teacher_softcap: float | None
+    memory_budget: int | None
+    precision: str | None
+    impl: str
+    entropy: bool  # whether the student's entropies are asked for
+    wide: bool = False  # whether the gradients are float32, although e has 16 bits
 
 
 class Operands(NamedTuple):

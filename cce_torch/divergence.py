@@ -8,8 +8,7 @@ from torch import Tensor
 from cce_kernels import contract
 from cce_torch import arguments, divergence_ops
 from cce_torch.arguments import OF_TORCH, Asked, Prepared, flat
-from cce_torch.call import Call, Operands
-from cce_torch.divergence_ops import Given, How
+from cce_torch.call import Call, Distillation, DivergenceCall, Operands
 from cce_torch.options import Impl, Reduction
 from cce_torch.torch_alone import divergence as alone
 from cce_torch.torch_alone import reference
@@ -131,7 +130,7 @@ def linear_divergence(
     weight = arguments.weight_of_tokens(token_weight, x.of, NAME)
     factor = _factor(reduction, None if token_weight is None else weight, x.of)
     impl = next((z.of.impl for z in (x, y) if z.of.impl in OF_TORCH), x.of.impl)  # "auto": either may be float64
-    how = How(divergence, x.softcap, y.softcap, x.memory_budget, precision, impl, return_entropy)
+    how = DivergenceCall(divergence, x.softcap, y.softcap, x.memory_budget, precision, impl, return_entropy)
     numbers = 0.5 if share is None else share, x.scale, y.scale
     if impl == "reference":
         loss, entropy = _reference(x, y, weight, inverse, alone.Measure(divergence, numbers[0]))
@@ -140,7 +139,7 @@ def linear_divergence(
     else:
         own, fixed = ((flat(z.of.e, 1), z.of.c, z.of.bias) for z in (x, y))
         fixed = (None if z is None else z.detach() for z in fixed)
-        given = Given(*own, *fixed, weight, inverse, _scheduled(numbers), factor)  # type: ignore[arg-type]
+        given = Distillation(*own, *fixed, weight, inverse, _scheduled(numbers), factor)  # type: ignore[arg-type]
         loss, entropy = divergence_ops.loss(given, how, reduction == "none")
     loss = x.of.unshifted(loss) if reduction == "none" else loss
     return (loss, x.of.unshifted(entropy)) if return_entropy else loss

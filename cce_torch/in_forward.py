@@ -8,9 +8,19 @@ Let S be the sum of the tokens' losses. The tokens are taken in chunks, kept one
                                                 the built-in one where processes share the vocabulary
     de, and what is added to dc and dbias       a JAX program
 
-The backward pass multiplies de, dc and dbias by the cotangent of S. cce_kernels/in_forward.py says why this is the
+The backward pass multiplies de, dc and dbias by the cotangent of S. cce_kernels/blocks.py says why this is the
 gradient, and why each row of de is divided by a unit in float16. A built-in loss in one process is one JAX program
 instead (on_jax/programs.py).
+
+Where processes share the vocabulary, a chunk's statistics are over the process' columns, and the processes gather them.
+de is then of the process' columns alone, in float32. It is summed over the processes while the next chunk's statistics
+are computed, and rounded to e's type. The backward pass exchanges nothing. Under sequence parallelism the whole float32
+de is reduce-scattered after the last chunk.
+
+With a gradient_tolerance each process chooses by itself which blocks of its columns it leaves out: the bounds over the
+columns of the processes add up to the bound over all columns (cce_kernels/block_sparse.py).
+
+All processes take the same chunks, so they meet in the same collectives, even if one of them holds no column.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,12 +32,13 @@ import torch
 from torch import Tensor
 
 from cce_kernels.float16 import FLOAT16_LARGEST, OF_EXPONENT, SMALLEST_ROW
-from cce_torch import ops
+from cce_torch import autograd
 from cce_torch.arguments import OF_TORCH
-from cce_torch.call import Call, Operands
+from cce_torch.autograd import Formed, Gradients, Tensors
+from cce_torch.call import Operands
 from cce_torch.on_jax import tensors
-from cce_torch.processes import shards
-from cce_torch.reverse_mode import applied, first_order
+from cce_torch.processes import collectives, shards, vocab_statistics
+from cce_torch.processes.vocab_parallel import Setting
 
 
 class OfTokens(Protocol):
@@ -83,63 +94,48 @@ class De(NamedTuple):
             self.units.index_copy_(0, rows, part.units)
 
 
-class Rows:
-    """de of the whole vocabulary, whose rows come chunk by chunk."""
+class _Rows:
+    """de of all tokens, (N, D), whose rows come chunk by chunk, as parts of sums if processes share the vocabulary."""
 
-    def __init__(self, e: Tensor) -> None:
-        self.de, self.type_of_e = De.empty(e), e.dtype
-        self.dtype = torch.float32 if e.dtype == torch.float16 else e.dtype  # of a chunk's part
+    def __init__(self, e: Tensor, setting: Setting) -> None:
+        _, _, self.tokens, self.shard = setting
+        self.scattered = self.shard is not None and self.shard.sequence_axis is not None
+        self.summed = self.shard is not None and self.shard.reduce_e_grad and not self.scattered
+        self.de = De(torch.empty_like(e, dtype=torch.float32), None) if self.scattered else De.empty(e)
+        self.type_of_e, self.pending = e.dtype, None
+        wide = self.shard is not None or e.dtype == torch.float16
+        self.dtype = torch.float32 if wide else e.dtype  # of a chunk's part
 
     def put(self, rows: Tensor, part: Tensor) -> None:
-        self.de.put(rows, De.of(part[: len(rows)], self.type_of_e))
+        """Begins to sum the part over the processes, for these rows."""
+        part = part[: len(rows)]
+        self.pending = rows, collectives.being_summed(part, self.shard) if self.summed else part
+        if self.shard is None:
+            self.settle()
 
     def settle(self) -> None:
-        """Called before the next chunk's part exists."""
+        """Waits for the sum, and writes it into its rows. Called before the next chunk's part exists."""
+        if self.pending is not None:
+            (rows, part), self.pending = self.pending, None
+            part = torch.ops._c10d_functional.wait_tensor(part) if self.summed else part
+            self.de.put(rows, De.of(part, self.de.values.dtype))
 
     def whole(self, shape: torch.Size) -> De:
-        """de of this process' e, of its shape and type."""
-        return self.de
-
-
-class Columns:
-    """Which columns this process holds, and what it exchanges with those that hold the others: here it holds all.
-
-    processes/vocab_in_forward.py has the same for some of the columns.
-    """
-
-    def chunks(self, operands: Operands, wanted: Any, call: Call) -> Any:
-        """cce_kernels.plan.Chunks, the same in all processes. None: the forward pass forms no gradients."""
-        return programs().chunks_of(operands, None, wanted, call) if ops.is_usual(operands) else None
-
-    def own(self, operands: Operands) -> Operands:
-        """The operands of this process' columns, with e of all tokens, (N, D)."""
-        return operands
-
-    def references(self, own: Operands, columns: Tensor, saving_for: tuple[bool, ...], call: Call) -> Tensor | None:
-        """The logits of the targets, (N,): -inf where a target names no column. None where no chunk needs them."""
-        return None  # the programs of each chunk find them
-
-    def of_all(self, own: Tensor, kept: Tensor, weights: Tensor | None) -> Tensor:
-        """The statistics over all columns, 0 where a token is ignored. weights: of this process' columns."""
-        return torch.where(kept, own, 0)
-
-    def rows(self, e: Tensor) -> Any:
-        """Where de of all tokens is put together: as `Rows`."""
-        return Rows(e)
-
-    def own_tokens(self, x: Tensor) -> Tensor:
-        """x, (N,), of the tokens of e as it is given to `total`, in e's shape without D."""
-        return x
+        """de of this process' e, of its shape, in its type."""
+        self.settle()
+        if self.scattered:
+            return De.of(collectives.reduced(self.de.values, shape, self.tokens, self.shard), self.type_of_e)
+        values, units = self.de
+        return De(values.view(shape), None if units is None else units.view(shape[:-1]))
 
 
 class Planned(NamedTuple):
     """What is decided before a call runs."""
 
-    call: Call
-    scale: float
-    columns: Columns
+    setting: Setting
     chunks: Any  # cce_kernels.plan.Chunks
     wanted: Any  # cce_kernels.numbers.Wanted
+    way: Any  # chunk_programs.Way; None: this process has no column
 
 
 @cache
@@ -150,120 +146,118 @@ def programs() -> Any:
     return chunk_programs
 
 
-def planned(operands: Operands, call: Call, scale: float, columns: Columns) -> Planned | None:
-    """How `total` runs. None where the forward pass forms no gradients: then all processes get None.
+def total(operands: Operands, of_tokens: OfTokens, setting: Setting) -> tuple[Tensor, Tensor] | None:
+    """S, differentiable once in e, c, bias and the tokens' weights; and the statistics, (rows, N), which are not.
 
-    operands: e (..., D), c (V, D), of the process' columns.
+    Equal on all processes. None where the plan for the largest shard forms no gradients in the forward pass: then all
+    processes get None. operands: e (..., D), c (V, D), of the process' columns.
     """
+    how = _planned(operands, setting)
+    if how is None:
+        return None
+    return autograd.applied(Formed, _Total(how, of_tokens, of_tokens.called), *operands, of_tokens.weight)[:2]  # type: ignore[return-value]
+
+
+def _planned(operands: Operands, setting: Setting) -> Planned | None:
+    (call, _, _, shard), e = setting, operands.e
     wanted = [x is not None and x.requires_grad for x in operands[:3]]
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or call.impl in OF_TORCH or not any(wanted):
         return None
-    if not len(operands.columns):
+    if not len(operands.columns) or not (autograd.is_usual(operands) if shard is None else shard.largest):
         return None
-    wide_de = call.of_shard or operands.e.dtype == torch.float16  # `De.of` rounds a chunk's part
+    wide_de = call.of_shard or e.dtype == torch.float16  # `De.of` rounds a chunk's part
     call, of = call._replace(reduction="sum", of_shard=wide_de), programs().Wanted(*wanted)
-    chunks = columns.chunks(operands, of, call)
-    return None if chunks is None else Planned(call, scale, columns, chunks, of)
+    chunks = programs().chunks_of(operands, None if shard is None else shard.largest, of, call)
+    if chunks is None:
+        return None
+    way = programs().way_of(operands, chunks, of, call) if len(operands.c) else None
+    return Planned(setting._replace(call=call), chunks, of, way)
 
 
-def total(operands: Operands, of_tokens: OfTokens, how: Planned) -> tuple[Tensor, Tensor]:
-    """S, differentiable once in e, c, bias and the tokens' weights; and the statistics, (rows, N), which are not."""
-    return applied(_Total, *operands, of_tokens.weight, of_tokens, how)  # type: ignore[no-any-return]
+class _Total(NamedTuple):
+    """The task. Its tensors: Operands, and the tokens' weights."""
 
+    how: Planned
+    of_tokens: OfTokens | None  # None: in the backward pass
+    called: str
 
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        operands, (weight, of_tokens, how) = Operands(*arguments[:7]), arguments[7:]
-        run, ctx.called = _Run(operands, of_tokens, how), of_tokens.called
-        drops = ops.drops_what_is_saved()  # the gradients are formed when the forward pass runs again
+    differentiable, batches = 1, False
+
+    def of_backward(self) -> "_Total":
+        return self._replace(of_tokens=None)
+
+    def forward(self, *arrays: Any) -> tuple[Any, ...]:
+        operands, weight, setting = Operands(*arrays[:-1]), arrays[-1], self.how.setting
+        assert self.of_tokens is not None
+        run = _Run(operands, self.of_tokens, self.how)
+        drops = autograd.drops_what_is_saved()  # the gradients are formed when the forward pass runs again
         statistics, totals, de, formed = (run.evaluated if drops else run.formed)(operands.e.shape)
-        ctx.way, ctx.types = run.way, [y is not None and y.dtype for y in (operands.bias, weight)]
-        ctx.in_place = ops.may_be_overwritten()
-        kept = run.kept
-        of_weight = totals if weight is not None and weight.requires_grad else None
-        kept_here = how.columns.own_tokens(kept)
-        leaves = programs().leaves_of(formed)
-        saved = *(de or (None, None)), kept_here, of_weight, *leaves
-        ctx.save_for_backward(operands.c, operands.bias, *saved, operands.e, weight)  # the last two for first_order
-        ctx.mark_non_differentiable(statistics)
-        ctx.set_materialize_grads(False)
         # ignored tokens have no part in S, whatever their totals and weights are
-        return torch.where(kept, totals if weight is None else weight.to(totals.dtype) * totals, 0).sum(), statistics
+        of_tokens = torch.where(run.kept, totals if weight is None else weight.to(totals.dtype) * totals, 0)
+        of_weight = totals if weight is not None and weight.requires_grad else None
+        left = (
+            *(de or (None, None)),
+            collectives.own_tokens(run.kept, setting.tokens, setting.shard),
+            of_weight,
+            *programs().leaves_of(formed),
+        )
+        return of_tokens.sum(), statistics, *left
 
-    @staticmethod
-    def backward(ctx: Any, factor: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        of_e, of_c, of_bias, *_, of_weight, _, _ = ctx.needs_input_grad
-        if factor is None:
-            return (None,) * len(ctx.needs_input_grad)
-        # What the forward pass left is free for the results if no other backward pass can come.
-        kept = torch.is_grad_enabled() or torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
-        in_place, wanted, way, types = ctx.in_place and not kept, (of_e, of_c, of_bias, of_weight), ctx.way, ctx.types
+    def saves(self, given: Tensors, found: Tensors) -> Tensors:
+        e, c, bias, _, weights, *_, weight = given
+        return e, c, bias, weights if self.how.setting.call.smooths else None, weight, *found[2:]
 
-        def run(factor: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
-            of_parameters = _of_parameters(way, factor, saved, wanted, in_place)
-            de, dweight = _of_tokens(factor, saved, wanted, in_place)
-            dc, dbias = (x if w else None for x, w in zip(of_parameters, wanted[1:], strict=False))
-            dbias = None if dbias is None else dbias.to(types[0])
-            return de, dc, dbias, None if dweight is None else dweight.to(types[1])
-
-        (*saved, e, weight), factors = ctx.saved_tensors, factor if ops.is_batched(factor) else None
-        if factors is not None:  # the programs take no such tensor, and the gradients are linear in it
-            factor, in_place = torch.ones((), dtype=factor.dtype, device=saved[0].device), False
-        found = first_order(ctx.called, run, (factor, *saved), (e, weight))
-        if factors is not None:
-            found = tuple(None if x is None else (factors * x).to(x.dtype) for x in found)
-        de, dc, dbias, dweight = found
-        return de, dc, dbias, *[None] * 4, dweight, None, None
-
-
-def _of_tokens(factor: Tensor, saved: tuple, wanted: tuple[bool, ...], in_place: bool) -> tuple[Tensor | None, ...]:
-    """The gradients of e and of the tokens' weights; None where not wanted."""
-    _, _, de, units, kept, totals, *_ = saved
-    if wanted[0]:
-        of_token = factor if units is None else factor * units
-        of_token = torch.where(kept, of_token, 0).unsqueeze(-1)  # inf times the 0 of an ignored token is NaN
-        de = torch.mul(de, of_token, out=de if in_place else torch.empty_like(de))
-    return de if wanted[0] else None, factor * totals if wanted[3] else None
-
-
-def _of_parameters(way: Any, factor: Tensor, saved: tuple, wanted: tuple[bool, ...], in_place: bool) -> tuple:
-    """dc and dbias. way: None if this process has no column."""
-    c, bias, _, _, _, _, *formed = saved
-    tensors.check({"c": c, "bias": bias})  # FSDP may have freed one after the forward pass
-    if way is None:
-        return torch.zeros_like(c), None if bias is None else torch.zeros_like(bias)
-    if not wanted[1] and not wanted[2]:
-        return None, None
-    return programs().finish(way, way.residuals(formed), factor, wanted[:3], in_place)
+    def finish(self, factor: Tensor, saved: Any, wanted: Sequence[bool], in_place: bool) -> Gradients:
+        _, c, bias, weights, weight, de, units, kept, totals, *formed = saved
+        tensors.check({"c": c, "bias": bias})  # FSDP may have freed one after the forward pass
+        way, dc, dbias = self.how.way, None, None
+        if way is None:
+            dc, dbias = torch.zeros_like(c), None if bias is None else torch.zeros_like(bias)
+        elif wanted[1] or wanted[2]:
+            of_sum = vocab_statistics.own_weights(weights, self.how.setting.shard)
+            dc, dbias = programs().finish(way, way.residuals(formed), factor, wanted[:3], in_place, of_sum)
+            dbias = None if dbias is None else dbias.to(bias.dtype)
+        if wanted[0]:
+            of_token = factor if units is None else factor * units
+            of_token = torch.where(kept, of_token, 0).unsqueeze(-1)  # inf times the 0 of an ignored token is NaN
+            de = torch.mul(de, of_token, out=de if in_place else torch.empty_like(de))
+        of_weight = (factor * totals).to(weight.dtype) if wanted[-1] else None
+        return de, dc, dbias, *[None] * 4, of_weight
 
 
 class _Run:
     """The forward pass of a process."""
 
     def __init__(self, operands: Operands, of_tokens: OfTokens, how: Planned) -> None:
-        self.call, self.scale, self.columns, self.chunks, self.wanted = how
+        self.setting, self.chunks, self.wanted, self.way = how
+        self.call, (_, _, self.scale), _, _ = self.setting
         self.of_tokens, self.programs, self.targets = of_tokens, programs(), operands.columns
-        self.own, self.kept = shards.rounded(self.columns.own(operands), how.call), operands.columns >= 0
+        self.own, self.kept = (
+            shards.rounded(vocab_statistics.of_own_columns(operands, self.setting), self.call),
+            operands.columns >= 0,
+        )
         self.e = self.own.e
-        self.way: Any = None  # where this process has no column
-        if len(operands.c):
+        if self.way is not None:
             readable = self.programs.readable
-            self.way = self.programs.way_of(self.own, self.chunks, self.wanted, self.call)
             self.c, self.bias = readable(self.way.kind.in_memory(self.own.c)), readable(self.own.bias)
             self.weights = readable(self.own.weights)
 
+    @cached_property
+    def weighted(self) -> Tensor | None:
+        """For all chunks, as it reads c."""
+        return self.programs.weighted(self.way, self.c, self.bias, self.weights)
+
     def evaluated(self, shape: torch.Size) -> tuple[Tensor, Tensor, De | None, Any]:
         """As `formed`, but the gradients are tensors of one element, expanded."""
-        nothing, call = (False,) * 3, self.call._replace(reduction="none", has_z_loss=False)
-        reference = self.columns.references(self.own, self.targets, nothing, call)
+        nothing, call = [], self.call._replace(reduction="none", has_z_loss=False)
+        reference = vocab_statistics.references(self.own, self.targets, nothing, self.setting._replace(call=call))
         own, _ = shards.statistics(self.own, reference, nothing, call, self.scale)
 
         def new(shape: Any, dtype: torch.dtype) -> Tensor:
             return self.e.new_empty((), dtype=dtype).expand(shape)
 
         formed = None if self.way is None else self.way.new(new)
-        found, de = self.columns.of_all(own, self.kept, self.own.weights), None
+        found, de = vocab_statistics.of_all_columns(own, self.kept, self.own.weights, self.setting), None
         if self.wanted.e:
             units = new(shape[:-1], torch.float32) if self.e.dtype == torch.float16 else None
             de = De(new(shape, self.e.dtype), units)
@@ -278,7 +272,7 @@ class _Run:
         if self.way is not None:
             formed = self.programs.cleared(self.way.new(lambda n, t: self.e.new_empty(n, dtype=t)))
         tokens, spans = len(self.e), self.programs.spans(self.chunks, len(self.e))
-        given, de = self._in_order(sum(spans[-1])), self.columns.rows(self.e) if self.wanted.e else None
+        given, de = self._in_order(sum(spans[-1])), _Rows(self.e, self.setting) if self.wanted.e else None
         chunks = [self._chunk(chunk, given, de, formed) for chunk in self._chunks(given, spans)]
         statistics, of_tokens = zip(*chunks, strict=True)
         found = self.e.new_empty((self.call.rows, tokens), dtype=torch.float32)
@@ -291,8 +285,8 @@ class _Run:
         """The kept tokens first, in their order. rows: of all chunks."""
         order = torch.argsort(self.kept, descending=True, stable=True)
         order = torch.nn.functional.pad(order, (0, max(rows - len(order), 0)))
-        wanted = self.wanted.e, self.wanted.c, self.wanted.bias
-        reference = self.columns.references(self.own, self.targets, wanted, self.call)
+        wanted = [self.wanted.e, self.wanted.c, self.wanted.bias]
+        reference = vocab_statistics.references(self.own, self.targets, wanted, self.setting)
         own = self.own.columns, self.own.inverse_temperature, reference
         own = (None if x is None else x[order] for x in own)
         return _InOrder(order, *own, self.of_tokens, self.kept)  # type: ignore[arg-type]
@@ -300,9 +294,8 @@ class _Run:
     def _chunks(self, given: "_InOrder", spans: Sequence[tuple[int, int]]) -> Iterator["_Chunk"]:
         tokens, count = len(self.e), self.kept.sum(dtype=torch.int32).reshape(1)
         for start, size in spans:
-            is_last = self.chunks.last > 0 and start == spans[-1][0]
             of_tokens = slice(start, max(start, min(start + size, tokens)))
-            yield _Chunk(slice(start, start + size), of_tokens, (count - start).clamp(0, size), is_last)
+            yield _Chunk(slice(start, start + size), of_tokens, (count - start).clamp(0, size))
 
     def _chunk(self, of: "_Chunk", given: "_InOrder", de: Any, formed: Any) -> tuple[Tensor, Tensor]:
         """The statistics of the chunk's tokens over all columns, (rows, n), and their totals, (n,).
@@ -317,11 +310,10 @@ class _Run:
             own = shards.of_no_columns(self.e.new_empty((n, 0)), self.call)
         else:
             chunk = self._inputs(of, given)
-            # The memory of the last chunk's exponentials.
-            last = formed.last.left if way.stores and formed.last is not None else None
-            memory = None if last is None or n > len(last) else last[:n]
-            own, columns = self.programs.chunk_statistics(way, chunk, memory)
-        statistics = self.columns.of_all(own[:, :count], given.kept[of.tokens], self.own.weights)
+            own, columns = self.programs.chunk_statistics(way, chunk)
+        statistics = vocab_statistics.of_all_columns(
+            own[:, :count], given.kept[of.tokens], self.own.weights, self.setting
+        )
         totals, cotangents = self._cotangents(statistics, given, of.tokens)
         part: Any = None
         if de is not None:
@@ -334,7 +326,9 @@ class _Run:
                 whole, cotangents = (torch.nn.functional.pad(x, (0, n - count)) for x in (whole, cotangents))
             logits, blocks = None if way.stores else columns.values, columns.blocks or (None, None)
             exchanged = self.programs.Exchanged(own, whole, cotangents, logits, *blocks)
-            self.programs.chunk_gradients(way, chunk, exchanged, self._results(of, formed, columns, part))
+            exponentials = columns.values if way.stores else None
+            results = self.programs.Results(exponentials, part, formed.dc, formed.steps, formed.dbias, formed.q)
+            self.programs.chunk_gradients(way, chunk, exchanged, results)
         if de is not None:
             de.put(rows, part)
         return statistics, totals
@@ -359,19 +353,8 @@ class _Run:
         own = given.columns, given.inverse_temperature, given.reference
         held, inverse, reference = (None if x is None else x[of.padded] for x in own)
         scale, e = None if self.scale == 1 else float(self.scale), self.e[given.order[of.padded]]
-        return self.programs.Chunk(e, self.c, self.bias, held, self.weights, scale, inverse, reference, of.count)
-
-    def _results(self, of: "_Chunk", formed: Any, columns: Any, de: Tensor | None) -> Any:
-        """What the chunk's second program writes: chunk_programs.Results. columns: what the first one gave."""
-        exponentials = columns.values if self.way.stores else None
-        if not of.is_last:
-            return self.programs.Results(exponentials, de, formed.dc, formed.steps, formed.dbias, None, None)
-        last = formed.last
-        last.count.copy_(of.count)
-        if last.blocks is not None:
-            last.blocks.copy_(columns.blocks.dc)
-        written = last.left if exponentials is None else exponentials
-        return self.programs.Results(written, de, None, None, formed.dbias, last.e, last.unit)
+        of_chunk = e, self.c, self.bias, held, self.weights, scale, inverse, reference, of.count
+        return self.programs.Chunk(*of_chunk, self.weighted)
 
 
 def _as_it_is(x: Tensor) -> Tensor:
@@ -413,4 +396,3 @@ class _Chunk(NamedTuple):
     padded: slice  # n of them
     tokens: slice  # the first of these: each token is in one chunk
     count: Tensor  # type: ignore[assignment]  # (1,) int32: how many are kept
-    is_last: bool  # whether its part of dc is left to the backward pass

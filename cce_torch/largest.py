@@ -1,34 +1,29 @@
 """The largest logits of each token, for PyTorch alone and for a split vocabulary. No (N, V) tensor.
 
 Other calls get them from the JAX program that computes the statistics (cce_kernels/selections.py). They have no
-derivative. Chunks of tokens and groups of the vocabulary are multiplied by torch.mm, and the largest logits of each are
-taken. Where processes split the vocabulary, each has the logits of its own columns, and the largest are gathered.
+derivative. Chunks of tokens and windows of the vocabulary are multiplied by torch.mm, and the largest logits of each
+are taken. Where processes split the vocabulary, each has the logits of its own columns, and the largest are gathered.
 
 It takes at most ROOM bytes at a time, or the memory budget if that is less. A budget below LEAST_ROOM counts as
 LEAST_ROOM: with less, PyTorch's loop over tokens and columns would have millions of steps. One token is always taken.
 """
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cce_kernels.default_budget import default_budget
 from cce_torch.call import Operands, Selections
-from cce_torch.operators import operator
+from cce_torch.operators import of_torch
 from cce_torch.processes.collectives import gathered, summed, whole
 from cce_torch.processes.vocab_parallel import Setting
 from cce_torch.torch_alone import blocks
 
 ROOM = 256 * 2**20
 LEAST_ROOM = 8 * 2**20
-MOST_COLUMNS = 16384  # of a group: wide enough for a fast matmul
+MOST_COLUMNS = 16384  # of a window: wide enough for a fast matmul
 BYTES_OF_LOGIT = 32  # of a logit among which the largest are looked for: the logit, copies, an integer key, and sorted
-
-
-def _options(setting: Setting) -> tuple[float, float | None, int | None]:
-    """OPTIONS of an operator."""
-    return setting.scheduled[2], setting.call.softcap, setting.call.memory_budget
 
 
 def _whole(e: Tensor, setting: Setting) -> Tensor:
@@ -42,8 +37,12 @@ def _room(e: Tensor, memory_budget: int | None) -> int:
     return min(max(budget, LEAST_ROOM), ROOM)
 
 
-PARAMETERS = "Tensor e, Tensor c, Tensor? bias"
-OPTIONS = "float scale, float? softcap, SymInt? memory_budget"
+class Options(NamedTuple):
+    """Of the operator."""
+
+    scale: float
+    softcap: float | None
+    memory_budget: int | None
 
 
 def selections(operands: Operands, count: int, setting: Setting) -> Selections:
@@ -51,9 +50,10 @@ def selections(operands: Operands, count: int, setting: Setting) -> Selections:
 
     The lowest id comes first among equal logits. A count of 0 gives the mean alone.
     """
-    bias, inverse_temperature, shard = operands.bias, operands.inverse_temperature, setting.shard
+    bias, shard, call = operands.bias, setting.shard, setting.call
     e, c, bias = _whole(operands.e.detach(), setting), operands.c.detach(), None if bias is None else bias.detach()
-    values, ids, total = largest_logits(e, c, bias, inverse_temperature, count, *_options(setting))
+    options = Options(setting.scheduled[2], call.softcap, call.memory_budget)
+    values, ids, total = largest_logits(e, c, bias, operands.inverse_temperature, count, options)
     if shard is None:
         return Selections(values, ids, total / len(c))
     values = gathered(values, shard).transpose(0, 1).flatten(1)
@@ -61,21 +61,19 @@ def selections(operands: Operands, count: int, setting: Setting) -> Selections:
     return Selections(*_merged(values, ids, count), summed(total, shard) / shard.vocabulary)
 
 
-def _fake_largest(e: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    accumulate, shape = torch.promote_types(e.dtype, torch.float32), (e.shape[0], others[3])
-    new = e.new_empty
+def _fake_largest(
+    e: Tensor, c: Tensor, bias: Tensor | None, inverse_temperature: Tensor | None, count: int, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    accumulate, shape, new = torch.promote_types(e.dtype, torch.float32), (e.shape[0], count), e.new_empty
     return new(shape, dtype=accumulate), new(shape, dtype=torch.int64), new(e.shape[0], dtype=accumulate)
 
 
-@operator(
-    "largest_logits",
-    f"{PARAMETERS}, Tensor? inverse_temperature, SymInt count, {OPTIONS}",
-    "(Tensor, Tensor, Tensor)",
-    _fake_largest,
-)
-def largest_logits(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+@of_torch("largest_logits", "(Tensor, Tensor, Tensor)", _fake_largest)
+def largest_logits(
+    e: Tensor, c: Tensor, bias: Tensor | None, inverse_temperature: Tensor | None, count: int, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
     """The largest logits and their ids, (N, count), and the sum of the logits, (N,). Fewer than count: -inf."""
-    e, c, bias, inverse_temperature, count, scale, softcap, memory_budget = arguments
+    scale, softcap, memory_budget = options
     (accumulate, operand), room = blocks.types(e), _room(e, memory_budget)
     values = e.new_full((len(e), count), -torch.inf, dtype=accumulate)
     ids, total = torch.full_like(values, len(c), dtype=torch.int64), values.new_zeros(len(e))
@@ -83,15 +81,15 @@ def largest_logits(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     for part in blocks.runs(len(e), room // (BYTES_OF_LOGIT * min(columns, max(len(c), 1)))):
         of_part = e[part].to(operand)
         inverse = None if inverse_temperature is None else inverse_temperature[part]
-        for group in blocks.runs(len(c), columns):
-            raw = blocks.product(of_part, c[group].to(e.dtype).to(operand).t(), accumulate)
-            raw = raw if bias is None else raw + bias[group].to(e.dtype).to(accumulate)
+        for window in blocks.runs(len(c), columns):
+            raw = blocks.product(of_part, c[window].to(e.dtype).to(operand).t(), accumulate)
+            raw = raw if bias is None else raw + bias[window].to(e.dtype).to(accumulate)
             z = blocks.capped(raw, scale, softcap)
             z = z if inverse is None else z * inverse[:, None]
             total[part] += z.sum(1)
             if count:
                 more, where = _largest(z, min(count, z.shape[1]))
-                both = torch.cat([values[part], more], 1), torch.cat([ids[part], where + group.start], 1)
+                both = torch.cat([values[part], more], 1), torch.cat([ids[part], where + window.start], 1)
                 values[part], ids[part] = _merged(*both, count)
     return values, ids, total
 

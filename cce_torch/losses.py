@@ -61,6 +61,21 @@ def totals(statistics: Tensor, terms: Terms, scheduled: tuple[float, float, floa
     return torch.where(kept, poison * total, 0), lse.clone()  # which the user may change in place
 
 
+class BuiltIn:
+    """The built-in loss of each token, as in_forward.OfTokens."""
+
+    called = "linear_cross_entropy"
+
+    def __init__(self, terms: Terms, scheduled: tuple[float, float, float]) -> None:
+        self.terms, self.scheduled, self.weight = terms, scheduled, terms.token_weight
+
+    def in_order(self, order: Tensor) -> "BuiltIn":
+        return BuiltIn(self.terms._replace(columns=self.terms.columns[order], token_weight=None), self.scheduled)
+
+    def totals(self, statistics: Tensor, span: slice) -> Tensor:
+        return totals(statistics, self.terms._replace(columns=self.terms.columns[span]), self.scheduled)[0]
+
+
 def target_weights(columns: Tensor, class_weight: Tensor | None) -> Tensor | None:
     """The class weight of each token's target, (N,); of any class where the target names none."""
     return None if class_weight is None else class_weight[columns.clamp(0, class_weight.shape[0] - 1)]

@@ -9,10 +9,8 @@ from torch import Tensor
 from cce_kernels import contract
 from cce_torch import arguments as checks
 from cce_torch import in_forward, losses, statistics
-from cce_torch.arguments import Prepared
-from cce_torch.call import Call, Operands, entropy_of, lse_of
+from cce_torch.call import Call, entropy_of, lse_of
 from cce_torch.options import Impl, Reduction
-from cce_torch.processes.vocab_in_forward import OwnColumns
 from cce_torch.processes.vocab_parallel import Setting, VocabParallel
 from cce_torch.token_function import NAME, TokenFunction, TokenNumbers, kept, token_numbers
 
@@ -128,7 +126,8 @@ def linear_token_loss(
         with_mean=entropy,
         with_temperature=operands.inverse_temperature is not None,
     )
-    formed = None if reduction == "none" else _formed(x, operands, of_tokens, call, scale)
+    setting = Setting(call, (0.0, 0.0, scale), x.targets.shape, shard)
+    formed = None if reduction == "none" else in_forward.total(operands, of_tokens, setting)
     if formed is None:
         of_numbers = call._replace(ignore_index=ignore_index, shift=x.shift) if x.alone else call
         log_probs, found = statistics.of_tokens(x, of_numbers, operands.inverse_temperature, scale)
@@ -145,14 +144,3 @@ def linear_token_loss(
         return value
     shown = token_numbers(found.detach(), operands.columns, x.vocabulary)
     return value, TokenNumbers(*(None if y is None else x.unshifted(y) for y in shown))  # type: ignore[arg-type]
-
-
-def _formed(
-    x: Prepared, operands: Operands, of_tokens: TokenFunction, call: Call, scale: float
-) -> tuple[Tensor, Tensor] | None:
-    """The sum of the losses, whose gradients the forward pass forms, and the statistics. None: it forms none."""
-    columns = in_forward.Columns()
-    if x.shard is not None:
-        columns = OwnColumns(Setting(call, (0.0, 0.0, scale), x.targets.shape, x.shard))
-    how = in_forward.planned(operands, call, scale, columns)
-    return None if how is None else in_forward.total(operands, of_tokens, how)

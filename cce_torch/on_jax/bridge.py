@@ -40,7 +40,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cce_torch.on_jax import settings
+from cce_torch.on_jax import first_calls, settings
 from cce_torch.on_jax.compat import NAMES_PLATFORM, ShapedArray, batched_device_put, from_capsule, to_capsule
 from cce_torch.on_jax.jax_devices import cpu, gpu, jax_device, out_of_memory
 
@@ -84,7 +84,7 @@ def _run(
     device, donated = outputs[0].device, (*scratch, *outputs)
     if device.type == "cpu":
         arrays = [_on_cpu(x) if isinstance(x, Tensor) else constant(x, device) for x in (*donated, *inputs)]
-        results = jax.block_until_ready(program(*arrays))
+        results = jax.block_until_ready(first_calls.call(program, arrays, "cpu"))
         for output, result in zip(outputs, results[len(scratch) :], strict=True):
             output.copy_(torch.from_dlpack(result))
         return tuple(outputs)
@@ -161,7 +161,7 @@ def _run_gpu(program: Callable, inputs: Sequence[Input], outputs: Sequence[Tenso
             x = _at(x.data_ptr(), x.shape, x.dtype, index) if isinstance(x, Tensor) else constant(x, device)
         arrays.append(x)
     try:
-        results = program(*arrays)
+        results = first_calls.call(program, arrays, "cuda")
         # fact 2: this makes `current` wait for the program's end; the capsule itself is not used
         to_capsule(results[0], stream=current or DEFAULT_STREAM)
     except jax.errors.JaxRuntimeError:  # the program did not start, or has ended

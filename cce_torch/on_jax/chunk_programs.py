@@ -1,19 +1,21 @@
 """The JAX programs of a chunk of tokens, where the forward pass forms the gradients of a loss that PyTorch computes.
 
-The tokens come in chunks, kept ones first (cce_kernels/in_forward.py). A chunk is two programs:
+The tokens come in chunks, kept ones first (cce_kernels/blocks.py). A chunk is two programs:
 
     chunk_statistics    the statistics over the process' columns; the exponentials, or in plain XLA the logits; and with
                         a gradient_tolerance the blocks of them that are multiplied (cce_kernels/block_sparse.py)
     chunk_gradients     from the statistics over all columns and their cotangents: the chunk's de, its part of dc and of
                         dbias
 
+For label smoothing a program before them sums the rows of c (cce_kernels/weighted_sum.py).
 In between PyTorch computes the cotangents; where the processes share the vocabulary, they exchange statistics first.
 All processes take the same number of chunks of the same sizes, whatever columns they hold: these are planned for the
 largest shard. A number of tokens N is planned as the padded size of N, which depends on nothing else. The programs
-depend on the chunk's size, and not on N. The last chunk's part of dc is left to the backward pass: `finish` adds it.
+depend on the chunk's size, and not on N.
 
-`columns`, `reference`: as in cce_torch/processes/shard_programs.py. One process that holds the whole vocabulary is a
-shard that has all columns.
+`columns`, int32, are the targets as columns of the shard: negative for an ignored token, the number of the shard's
+columns where the shard does not hold the token's target. `reference`: as in programs.loss. One process that holds the
+whole vocabulary is a shard that has all columns.
 """
 
 from collections.abc import Callable
@@ -28,26 +30,22 @@ from jax import lax
 from torch import Tensor
 
 from cce_jax import plans
-from cce_kernels import block_sparse, in_forward
+from cce_kernels import blocks, weighted_sum
 from cce_kernels.block_sparse import Blocks
 from cce_kernels.exponentials import saved_shape
-from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Statistics, Wanted
-from cce_kernels.plan import Chunks, Plan
-from cce_kernels.residuals import Left, Residuals, shapes_of
+from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
+from cce_kernels.plan import Chunks, Plan, residuals
+from cce_kernels.plan.residuals import Residuals, shapes_of
+from cce_kernels.weighted_sum import Weighted
 from cce_torch.call import Call, Operands
 from cce_torch.on_jax import bridge
 from cce_torch.on_jax.kinds import Kind, kind_of, kind_of_tensors, padded_size
-from cce_torch.on_jax.programs import PROGRAMS, Handover, dense, jitted, stacked, unstacked, viewed
+from cce_torch.on_jax.programs import PROGRAMS, Handover, dense, finite, jitted, stacked, unstacked, viewed
 
 
 def inputs_of(e, c, bias, columns, weights, scale, inverse_temperature=None, ids=None) -> Inputs:
     scale = None if scale is None else scale.reshape(1)
     return Inputs(e, c, bias, columns, weights, scale, inverse_temperature, ids)
-
-
-def finite(reference: jax.Array | None) -> jax.Array | None:
-    """reference as cce_kernels.forward.statistics takes it: −FLOAT32_MAX where no shard holds the target."""
-    return None if reference is None else jnp.maximum(reference, -FLOAT32_MAX)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +58,7 @@ class Way:
     @property
     def stores(self) -> bool:
         """Whether a chunk stores exponentials; else logits."""
-        assert self.plan.in_forward is not None
-        return self.plan.in_forward.forward is not None
+        return self.plan.forward is not None
 
     @cached_property
     def _left(self) -> Handover:
@@ -83,13 +80,12 @@ def leaves_of(residuals: Residuals | None) -> list[Tensor]:
 class Results(NamedTuple):
     """What the second program of a chunk writes, tensors or JAX arrays; None where it writes nothing."""
 
-    columns: Any  # exponentials, read too; or, of the last chunk, dz
+    columns: Any  # exponentials, read too
     de: Any  # (n, D), float32 if it is a part of a sum over processes, else of e's type
     dc: Any  # read and added to, as steps and dbias
     steps: Any
     dbias: Any
-    e: Any  # of the last chunk
-    unit: Any
+    q: Any
 
 
 def chunks_of(operands: Operands, largest: int | None, wanted: Wanted, call: Call) -> Chunks | None:
@@ -114,7 +110,7 @@ def _chunks(kind: Kind, size: int, with_bias: bool, wanted: Wanted) -> Chunks | 
 def way_of(operands: Operands, chunks: Chunks, wanted: Wanted, call: Call) -> Way:
     """The way of this process, which holds at least one row of c."""
     kind = kind_of_tensors(operands.e, operands.c, call)
-    return _way(kind, padded_size(len(operands.e)), operands.bias is not None, chunks, wanted)
+    return _way(kind, padded_size(len(operands.columns)), operands.bias is not None, chunks, wanted)
 
 
 @lru_cache(maxsize=PROGRAMS)
@@ -125,14 +121,12 @@ def _way(kind: Kind, size: int, with_bias: bool, chunks: Chunks, wanted: Wanted)
 
 def spans(chunks: Chunks, tokens: int) -> list[tuple[int, int]]:
     """The first token and the size of each chunk of so many tokens. The last ones may reach beyond the tokens."""
-    whole = max(-(-(tokens - chunks.last) // chunks.size), 0) if chunks.size else 0
-    found = [(i * chunks.size, chunks.size) for i in range(whole)]
-    return [*found, (whole * chunks.size, chunks.last)] if chunks.last else found
+    return [(start, chunks.size) for start in range(0, max(tokens, 1), chunks.size)]
 
 
 def cleared(formed: Residuals) -> Residuals:
     """formed, whose sums are 0. With steps of 0 the sum dc is 0, whatever its memory holds."""
-    sums: Any = formed.dc if formed.steps is None else None, formed.steps, formed.dbias
+    sums: Any = formed.dc if formed.steps is None else None, formed.steps, formed.dbias, formed.q
     for x in sums:
         if x is not None:
             x.zero_()
@@ -151,6 +145,7 @@ class Chunk(NamedTuple):
     inverse_temperature: Tensor | None  # (n,)
     reference: Tensor | None  # (n,): -inf where no process holds the target; None: the program finds it, or needs none
     count: Tensor  # type: ignore[assignment]  # (1,) int32: how many tokens are kept
+    weighted: Tensor | None  # of `weighted`
 
 
 def readable(x: Tensor | None) -> Tensor | None:
@@ -158,19 +153,23 @@ def readable(x: Tensor | None) -> Tensor | None:
     return None if x is None else bridge.aligned(dense(x))
 
 
-def chunk_statistics(way: Way, chunk: Chunk, memory: Tensor | None) -> tuple[Tensor, in_forward.Columns]:
-    """The statistics over the shard's columns; the exponentials or logits, and which blocks of them are multiplied.
+def weighted(way: Way, c: Tensor, bias: Tensor | None, weights: Tensor | None) -> Tensor | None:
+    """weighted_sum.Weighted of the shard's columns as one array, (D + 2,) float32; None where it is not needed."""
+    if not way.plan.request.sum_is_linear:
+        return None
+    output = c.new_empty(way.plan.request.width + 2, dtype=torch.float32)
+    return bridge.run(_weighted_program(way), [c, bias, weights], [output])[0]
 
-    memory: takes the exponentials; None: a new tensor.
-    """
-    n, call, new = len(chunk.e), way.plan.call, chunk.e.new_empty
-    if memory is None:
-        shape = saved_shape(n, call.vocabulary) if way.stores else (n, call.vocabulary)
-        memory = new(shape, dtype=chunk.e.dtype if way.stores else torch.float32)
+
+def chunk_statistics(way: Way, chunk: Chunk) -> tuple[Tensor, blocks.Columns]:
+    """The statistics over the shard's columns; the exponentials or logits, and which blocks of them are multiplied."""
+    n, request, new = len(chunk.e), way.plan.request, chunk.e.new_empty
+    shape = saved_shape(n, request.vocabulary) if way.stores else (n, request.vocabulary)
+    memory = new(shape, dtype=chunk.e.dtype if way.stores else torch.float32)
     own = new((way.kind.call.rows, n), dtype=torch.float32)
-    outputs = [own, memory, *(new(x.shape, dtype=torch.bool) for x in block_sparse.shapes_of(call, n) or ())]
-    own, values, *blocks = bridge.run(_chunk_statistics_program(way, n, len(outputs)), chunk, outputs)
-    return own, in_forward.Columns(values, Blocks(*blocks) if blocks else None)  # type: ignore[arg-type]
+    outputs = [own, memory, *(new(x.shape, dtype=torch.bool) for x in residuals.shapes_of_blocks(request, n) or ())]
+    own, values, *multiplied = bridge.run(_chunk_statistics_program(way, n, len(outputs)), chunk, outputs)
+    return own, blocks.Columns(values, Blocks(*multiplied) if multiplied else None)  # type: ignore[arg-type]
 
 
 class Exchanged(NamedTuple):
@@ -195,11 +194,12 @@ def chunk_gradients(way: Way, chunk: Chunk, exchanged: Exchanged, results: Resul
 
 
 def finish(
-    way: Way, formed: Residuals, factor: Tensor, wanted: tuple[bool, ...], in_place: bool
+    way: Way, formed: Residuals, factor: Tensor, wanted: tuple[bool, ...], in_place: bool, weights: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
     """factor · dc and factor · dbias, float32 or dc in e's type; None where not wanted. factor: () float32.
 
-    in_place: dc takes the memory of formed, which is of no use afterwards.
+    weights: of the weighted sum, of the process' columns. in_place: dc takes the memory of formed, which is of no use
+    afterwards.
     """
     left: Any = formed
     _, of_c, of_bias = wanted
@@ -208,26 +208,35 @@ def finish(
     if dc is None:
         return None, dbias
     output = dc if in_place else torch.empty_like(dc)
-    if left.last is None:
-        dc = torch.mul(dc, factor, out=output)
-    else:
-        arrays = [None if in_place else dc, *map(dense, (factor, left.steps, *left.last))]
-        program = _finish_program(way, len(left.last.left), in_place)
-        dc = viewed(bridge.run(program, arrays, [output])[0], way.kind.dtype)
+    arrays = [None if in_place else dc, dense(factor), *map(dense, (left.steps, left.q, weights))]
+    dc = bridge.run(_finish_program(way, in_place), arrays, [output])[0]
+    dc = dc if left.steps is None else viewed(dc, way.kind.dtype)
     return way.kind.in_order_of_c(dc), dbias
 
 
-def _chunk(plan: Plan, *arrays, target: jax.Array | None = None) -> in_forward.Chunk:
-    """arrays: of a Chunk. target: the targets' logits, if they are known."""
-    *given, reference, count = arrays
-    return in_forward.referenced(in_forward.Chunk.of(inputs_of(*given), finite(reference), count), plan, target)
+def _chunk(*arrays) -> blocks.Block:
+    """arrays: of a Chunk."""
+    *given, reference, count, of_all = arrays
+    of_all = None if of_all is None else Weighted(of_all[:-2], of_all[-2], of_all[-1])
+    return blocks.Block.of(inputs_of(*given), finite(reference), count, of_all)
+
+
+@lru_cache(maxsize=PROGRAMS)
+def _weighted_program(way: Way) -> Callable:
+    def torch_weighted(_, c, bias, weights):
+        unread = jnp.zeros((0,), jnp.int32)
+        of_all = weighted_sum.weighted(Inputs(unread, c, bias, unread, weights), way.plan.request)
+        assert of_all is not None
+        return (jnp.concatenate([jnp.atleast_1d(x) for x in of_all]),)
+
+    return jitted(torch_weighted, 1)
 
 
 @lru_cache(maxsize=PROGRAMS)
 def _chunk_statistics_program(way: Way, size: int, count: int) -> Callable:
     def torch_chunk_statistics(*arrays):
         given = arrays[count:]  # the first are the results' memory
-        own, columns = in_forward.numbers_of(_chunk(way.plan, *given), way.plan)
+        own, columns = blocks.numbers_of(_chunk(*given), way.plan)
         return stacked(own), *jax.tree.leaves(columns)
 
     return jitted(torch_chunk_statistics, count)
@@ -244,29 +253,30 @@ def _chunk_gradients_program(way: Way, size: int, written: tuple[bool, ...]) -> 
         exchanged: Any = Exchanged(*arrays[count : count + fields])
         own, whole = (unstacked(Statistics, x, way.kind.call) for x in exchanged[:2])
         cotangents = unstacked(Cotangents, exchanged.cotangents, way.kind.call)
-        chunk = _chunk(plan, *arrays[count + fields :], target=own.target)
+        chunk = _chunk(*arrays[count + fields :])
         values = given.columns if exchanged.logits is None else exchanged.logits
-        blocks = None if exchanged.blocks_of_de is None else Blocks(exchanged.blocks_of_de, exchanged.blocks_of_dc)
-        columns = in_forward.Columns(values, blocks)
-        de, left, dbias = in_forward.gradients_of(chunk, columns, own, whole, cotangents, plan)
+        multiplied = None if exchanged.blocks_of_de is None else Blocks(exchanged.blocks_of_de, exchanged.blocks_of_dc)
+        columns = blocks.Columns(values, multiplied)
+        de, part, dbias, q = blocks.gradients_of(chunk, columns, own, whole, cotangents, plan)
         dc, steps = given.dc, given.steps
         if steps is not None:  # not in the result's type outside of a program: the integers might be taken for NaN
-            dc, steps = in_forward.add_dc(lax.bitcast_convert_type(dc, chunk.inputs.e.dtype), steps, left, plan)
+            dc, steps = blocks.add_dc(lax.bitcast_convert_type(dc, chunk.inputs.e.dtype), steps, part, plan)
             dc = lax.bitcast_convert_type(dc, jnp.int16)
         elif dc is not None:
-            dc, _ = in_forward.add_dc(dc, None, left, plan)
+            dc, _ = blocks.add_dc(dc, None, part, plan)
         dbias = None if given.dbias is None else given.dbias + dbias
-        found = Results(left.left, None if de is None else de.values, dc, steps, dbias, left.e, left.unit)
+        q = None if given.q is None else given.q + q
+        found = Results(part.left, None if de is None else de.values, dc, steps, dbias, q)
         return tuple(x for x, y in zip(found, written, strict=True) if y)
 
     return jitted(torch_chunk_gradients, count)
 
 
 @lru_cache(maxsize=PROGRAMS)
-def _finish_program(way: Way, rows: int, in_place: bool) -> Callable:
-    def torch_chunk_finish(memory, dc, factor, steps, *last):
-        formed = Residuals(dc=memory if in_place else dc, steps=steps, last=Left(*last))
-        found: Any = in_forward.finish(formed, factor, jnp.zeros(0, bool), way.plan)
-        return (lax.bitcast_convert_type(found.c, jnp.int16),)
+def _finish_program(way: Way, in_place: bool) -> Callable:
+    def torch_chunk_finish(memory, dc, factor, steps, q, weights):
+        formed = Residuals(dc=memory if in_place else dc, steps=steps, q=q)
+        found: Any = blocks.finish(formed, factor, jnp.zeros(0, bool), way.plan, weights)
+        return (found.c if steps is None else lax.bitcast_convert_type(found.c, jnp.int16),)
 
     return jitted(torch_chunk_finish, 1)

@@ -3,9 +3,14 @@
 Where a public function does nearly the same, it is named, with what it lacks.
 """
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from jax._src import api, config, mesh, xla_bridge
+from jax._src import compilation_cache as _of_process
 from jax._src.interpreters import pxla
 from jax._src.lib import _jax, jaxlib_extension_version  # type: ignore[attr-defined]
 from jax.core import ShapedArray as ShapedArray  # type: ignore[attr-defined]  # jax.core comes without a promise
@@ -47,3 +52,40 @@ GUARDS = (
     config.transfer_guard_device_to_device,
     config.transfer_guard_device_to_host,
 )
+
+# The persistent compilation cache. Public: jax.config.jax_compilation_cache_dir, which sets one for the whole process,
+# for good: JAX opens it once.
+_shortest = config.persistent_cache_min_compile_time_secs
+
+
+class _Cache(threading.local):
+    cache: Any = None
+
+
+_of_thread = _Cache()
+
+
+@cache
+def _ask_the_thread() -> None:
+    """Has JAX ask for the thread's own cache, and for the cache of the process where the thread has none."""
+    of_process = _of_process._get_cache
+
+    def of_thread(backend: Any) -> Any:
+        return of_process(backend) if _of_thread.cache is None else _of_thread.cache
+
+    _of_process._get_cache = of_thread
+
+
+@contextmanager
+def compilation_cache(cache: Any, shortest: float) -> Iterator[None]:
+    """JAX's persistent compilation cache for this thread. cache: has get(key) -> bytes or None, and put(key, bytes).
+
+    shortest: what takes fewer seconds to compile is not put there.
+    """
+    _ask_the_thread()
+    before, _of_thread.cache = _shortest.swap_local(shortest), cache
+    try:
+        yield
+    finally:
+        _of_thread.cache = None
+        _shortest.set_local(before)

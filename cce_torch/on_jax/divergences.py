@@ -21,13 +21,12 @@ from torch import Tensor
 
 from cce_jax import plans
 from cce_kernels import divergence
+from cce_kernels.blocks import finish
 from cce_kernels.divergence import Divergence
 from cce_kernels.gradients import De, multiplied
 from cce_kernels.head import Head
-from cce_kernels.in_forward import finish
 from cce_kernels.numbers import Wanted
-from cce_torch.call import Call
-from cce_torch.divergence_ops import Given, How
+from cce_torch.call import Call, Distillation, DivergenceCall
 from cce_torch.on_jax import bridge, programs, tensors
 from cce_torch.on_jax.chunk_programs import Way, leaves_of
 from cce_torch.on_jax.kinds import Kind, is_exact, kind_of_tensors
@@ -51,7 +50,7 @@ class Distilled:
 class Problem:
     """A call: what its programs are compiled for. It keeps no tensor."""
 
-    def __init__(self, given: Given, how: How, wanted: Sequence[bool]) -> None:
+    def __init__(self, given: Distillation, how: DivergenceCall, wanted: Sequence[bool]) -> None:
         e, c, teacher_e, teacher_c = given.e, given.c, given.teacher_e, given.teacher_c
         call = Call(
             how.softcap,
@@ -76,7 +75,7 @@ class Problem:
         """How `begin` forms the gradients."""
         return _way(self.key, self.tokens.size)
 
-    def inputs(self, given: Given) -> list:
+    def inputs(self, given: Distillation) -> list:
         """The arguments of `_given`."""
         e, c, bias, teacher_e, teacher_c, teacher_bias, weight, inverse, scheduled, _ = given
         c, bias = tensors.rounded(c, e), tensors.rounded(bias, e)
@@ -87,12 +86,12 @@ class Problem:
         weight, inverse = self.tokens.padded(weight, 0), self.tokens.padded(inverse, 1)
         return [*student, *teacher, weight, inverse, beta, 1 - beta, *map(programs.scale_of, scales)]
 
-    def numbers(self, given: Given) -> list[Tensor]:
+    def numbers(self, given: Distillation) -> list[Tensor]:
         """Memory for the numbers of each token."""
         return [given.weight.new_empty(self.tokens.size, dtype=torch.float32) for _ in range(1 + self.key.of.entropy)]
 
 
-def formed(given: Given, how: How, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
+def formed(given: Distillation, how: DivergenceCall, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """As cce_torch.torch_alone.divergence.formed. N ≥ 1."""
     x = Problem(given, how, wanted)
     kind, tokens = x.kind, x.tokens
@@ -112,16 +111,16 @@ def _way(key: Distilled, size: int) -> Way:
 
 def left_de(way: Way) -> tuple[tuple[int, int], torch.dtype]:
     """The shape and the type of de in what is left: with rows for the padding of the tokens."""
-    call = way.plan.call
-    return (call.tokens, call.width), getattr(torch, call.left_de_dtype)
+    request = way.plan.request
+    return (request.tokens, request.width), getattr(torch, request.left_de_dtype)
 
 
-def begin(x: Problem, given: Given) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor]]:
+def begin(x: Problem, given: Distillation) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor]]:
     """The divergences and the entropies of the tokens, (N,); `left_de` of Σ weight · divergence; the other leaves of
     what is left. N ≥ 1.
     """
     way, new = x.way, given.e.new_empty
-    outputs, with_de = x.numbers(given), way.plan.call.wants.e
+    outputs, with_de = x.numbers(given), way.plan.request.wants.e
     if with_de:
         shape, dtype = left_de(way)
         outputs.append(new(shape, dtype=dtype))
@@ -172,7 +171,7 @@ def _begin_program(key: Distilled, size: int, count: int) -> Callable:
 @lru_cache(maxsize=programs.PROGRAMS)
 def _de_program(way: Way, in_place: bool) -> Callable:
     def torch_finish_de(memory: Any, de: Any, units: Any, of_token: Any) -> tuple:
-        return (multiplied(De(memory if in_place else de, units), of_token, way.plan.call),)
+        return (multiplied(De(memory if in_place else de, units), of_token, way.plan.request),)
 
     return programs.jitted(torch_finish_de, 1)
 

@@ -137,6 +137,7 @@ def kind_of(call: Call, c_shape: torch.Size, vocab_axis: int, dtype: torch.dtype
             gradient_tolerance=call.gradient_tolerance,
             with_mean=call.with_mean,
             mean_is_detached=call.mean_is_detached,
+            one_platform=True,
         )
         with _choosing:
             found = _kinds.setdefault(key, Kind(call, static, c_shape, dtype, on, Sizes()))

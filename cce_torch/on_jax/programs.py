@@ -1,22 +1,21 @@
 """The JAX programs that torch runs, forward and backward. A process keeps the last PROGRAMS of each that it called.
 
-The plan says what the forward program leaves for the backward program (cce_kernels/residuals.py), and so which of two
-pairs of programs runs:
+The plan says what the forward program leaves for the backward program (cce_kernels/plan/residuals.py), and so which of
+two pairs of programs runs:
 
     torch_loss, torch_gradients    nothing, exponentials or m is left. The backward program computes the gradients.
                                    If selections are asked for, torch_loss computes them too, and nothing is left.
     torch_begin, torch_finish      the gradients of S, the sum of the tokens' losses, are left. The loss is a function
                                    of S and of numbers that have no gradient, such as the number of items. So the
-                                   backward program multiplies by factor = of_loss · ∂loss/∂S, and adds to dc the part
-                                   of the last chunk. It writes de and dc into the memory of what was left, if the
-                                   caller says that nobody will read that later.
+                                   backward program multiplies by factor = of_loss · ∂loss/∂S. It writes de and dc into
+                                   the memory of what was left, if the caller says that nobody will read that later.
 
 What lies between the programs are tensors of PyTorch, the leaves of Residuals. Numbers that change from step to step
 (label_smoothing, z_loss, scale) are arguments of a program. Whether such a number is given is static.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, wraps
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -27,11 +26,11 @@ from jax import lax
 from torch import Tensor
 
 from cce_jax import losses, passes, plans
-from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
-from cce_kernels.residuals import Residuals, shapes_of
+from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Statistics, Wanted
+from cce_kernels.plan.residuals import Residuals, shapes_of
 from cce_kernels.selections import Asked, Selections
-from cce_torch.call import Call, Given, selects
-from cce_torch.on_jax import bridge
+from cce_torch.call import Call, Given, Saved, selects
+from cce_torch.on_jax import bridge, first_calls
 from cce_torch.on_jax.kinds import Kind, kind_of_tensors, without_results
 
 # The backward pass chooses between kernels by the number of kept tokens. The program with selections takes as many
@@ -99,31 +98,40 @@ def _wanted(gradients: Sequence[bool]) -> Wanted | None:
 _made = lru_cache(Wanted)
 
 
-def loss(kind: Kind, given: Given, wanted: Sequence[bool]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The loss, () or (N,), the statistics, both float32, and what is left for the wanted gradients. N ≥ 1.
+def loss(
+    kind: Kind, given: Given, reference: Tensor | None, wanted: Sequence[bool]
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The loss, of shape Call.losses, the statistics, both float32, and what is left for the wanted gradients. N ≥ 1.
 
     If selections are asked for, nothing is left: the selections take its place in the results.
+    reference: of a shard of the vocabulary, (N,), the logits of the targets, which one of the shards holds. The
+    exponentials of the kernels are relative to it. It is −inf where no shard holds the target, and None where the
+    program finds it, or needs none.
     """
     tokens, asked = Tokens(kind, given.e.shape[0]), _wanted(wanted)
     left, new = handover_of(kind, tokens.size, given.bias is not None, asked), given.e.new_empty
-    whole = kind.call.reduction == "none"
+    shape = kind.call.losses(tokens.size)
     outputs = [
-        new((tokens.size,) if whole else (), dtype=torch.float32),
+        *([] if kind.call.of_shard else [new(shape, dtype=torch.float32)]),
         new((kind.call.rows, tokens.size), dtype=torch.float32),
         *(new(shape, dtype=dtype) for shape, dtype in (*left.leaves, *kind.call.selected(tokens.size))),
     ]
     program = (_begin_program if left.formed else _loss_program)(kind, tokens.size, asked, len(outputs))
-    value, statistics, *tensors = bridge.run(program, tokens.inputs(given, kind.in_memory(given.c)), outputs)
+    of_call = tokens.inputs(given, kind.in_memory(given.c))
+    inputs = of_call if left.formed else [tokens.padded(reference, 0), *of_call]
+    found = bridge.run(program, inputs, outputs)
+    value, statistics, *tensors = (new(shape, dtype=torch.float32), *found) if kind.call.of_shard else found
     tensors = [tokens.cut(x) for x in tensors] if selects(kind.call) else tensors
-    return tokens.cut(value) if whole else value, tokens.first(statistics), tensors
+    return tokens.cut(value) if len(shape) and not kind.call.of_shard else value, tokens.first(statistics), tensors
 
 
-class Saved(NamedTuple):
-    """What a graph holds besides the tensors of a call."""
-
-    statistics: Tensor
-    left: Sequence[Tensor]  # by the forward program
-    left_for: Sequence[bool]  # the gradients of e, c and bias for which it was left
+def target(given: Given, wanted: Sequence[bool], call: Call) -> Tensor:
+    """The logit of each token's target, (N,) float32: 0 where a shard of the vocabulary does not hold it."""
+    kind = kind_of_tensors(given.e, given.c, call)
+    tokens, output = Tokens(kind, given.e.shape[0]), given.e.new_empty
+    program = _target_program(kind, tokens.size, _wanted(wanted))
+    inputs = tokens.inputs(given, kind.in_memory(given.c))
+    return tokens.first(bridge.run(program, inputs, [output(tokens.size, dtype=torch.float32)])[0])
 
 
 def gradients(
@@ -138,13 +146,14 @@ def gradients(
     """
     tokens, of_token_weight = Tokens(kind, given.targets.shape[0]), wanted[3]
     asked, with_bias = _made(*wanted[:3]), given.bias is not None
-    left_for = _wanted(saved.left_for) if saved.left else None
+    tensors = [x for x in saved.left if x is not None]
+    left_for = _wanted(saved.left_for) if tensors else None
     left = handover_of(kind, tokens.size, with_bias, left_for) if left_for is not None else NOTHING
     kind = kind.of_backward
     of_weight = [given.targets.new_empty(tokens.size, dtype=torch.float32)] if of_token_weight else []
     if left.formed:
         assert left_for is not None
-        leaves, large = [dense(x) for x in saved.left], left_for.e + left_for.c  # de and dc are the first leaves
+        leaves, large = [dense(x) for x in tensors], left_for.e + left_for.c  # de and dc are the first leaves
         keys = [w for formed, w in ((left_for.e, asked.e), (left_for.c, asked.c)) if formed]
         kept = [x for x, w in zip(leaves, keys, strict=False) if w]
         program = _finish_program(kind, tokens.size, with_bias, left_for, asked, of_token_weight, in_place)
@@ -157,7 +166,7 @@ def gradients(
         program = _gradients_program(kind, asked, of_token_weight, left.field, tokens.size)
         inputs = [of_loss, tokens.padded(of[1], 0, axis=1), tokens.padded(saved.statistics, 0, axis=1)]
         inputs += tokens.inputs(given, kind.in_memory(given.c))
-        outputs, scratch = tokens.of_gradients(given.e, wanted[:3]), list(saved.left)
+        outputs, scratch = tokens.of_gradients(given.e, wanted[:3]), tensors
     found = iter(bridge.run(program, inputs, [*outputs, *of_weight], scratch))
     de, dc, dbias, dweight = (next(found) if w else None for w in wanted)
     if dc is not None:
@@ -278,10 +287,9 @@ class Problem(NamedTuple):
         return losses.loss(statistics, terms, self.common, self.num_items, self.kind.loss, vocabulary)[0]
 
     def results(self, statistics: Statistics, others: Residuals | Selections) -> tuple[jax.Array, ...]:
-        """The loss; the statistics as an array, 0 for ignored tokens; the others."""
-        value = self.loss(statistics, self.token_weight)
-        kept = jnp.where(self.inputs.targets >= 0, stacked(statistics), 0)
-        return value, kept, *jax.tree.leaves(others)
+        """The loss, but not of a shard; the statistics as an array, 0 for ignored tokens; the others."""
+        kept = jnp.where(self.inputs.targets >= 0, stacked(statistics), 0), *jax.tree.leaves(others)
+        return kept if self.kind.call.of_shard else (self.loss(statistics, self.token_weight), *kept)
 
     def terms(self, token_weight: jax.Array | None) -> losses.Terms:
         inputs = self.inputs
@@ -341,6 +349,11 @@ def unstacked(of: Any, rows: jax.Array, call: Call) -> Any:
     return Statistics(log_mass, reference, target, total, mean, ids)
 
 
+def finite(reference: jax.Array | None) -> jax.Array | None:
+    """reference as cce_kernels.blocks.numbers takes it: −FLOAT32_MAX where no shard holds the target."""
+    return None if reference is None else jnp.maximum(reference, -FLOAT32_MAX)
+
+
 def jitted(program: Callable, outputs: int, options: dict[str, Any] | None = None) -> Callable:
     """jax.jit(program), whose first arguments are the memory of `outputs` results.
 
@@ -348,7 +361,13 @@ def jitted(program: Callable, outputs: int, options: dict[str, Any] | None = Non
     frees a program: the cache of _dce_jaxpr holds its own key. A function with a derivative rule of its own keeps all
     its arguments.
     """
-    opaque = jax.custom_jvp(program)
+
+    @wraps(program)
+    def traced(*arrays: Any) -> Any:
+        first_calls.tracing()
+        return program(*arrays)
+
+    opaque = jax.custom_jvp(traced)
     opaque.defjvp(_never_differentiated)
     return jax.jit(opaque, donate_argnums=range(outputs), compiler_options=options)
 
@@ -371,13 +390,22 @@ def _loss_program(kind: Kind, size: int, wanted: Wanted | None, count: int) -> C
     """wanted: None for evaluation."""
 
     def torch_loss(*arrays):
-        problem = Problem.of(kind, arrays[count:])
+        reference, *of_problem = arrays[count:]  # the first are the results' memory
+        problem = Problem.of(kind, of_problem)
         if selects(kind.call):
             asked = Asked(kind.call.top_k, kind.call.mean_logit)
             return problem.results(*passes.numbers_and_selections(problem.inputs, kind.static, asked))
-        return problem.results(*passes.forward_pass(problem.inputs, kind.static, wanted))
+        return problem.results(*passes.forward_pass(problem.inputs, kind.static, wanted, finite(reference)))
 
     return jitted(torch_loss, count, options_on(kind) if selects(kind.call) else None)
+
+
+@lru_cache(maxsize=PROGRAMS)
+def _target_program(kind: Kind, size: int, wanted: Wanted | None) -> Callable:
+    def torch_target(_, *arrays):
+        return (passes.target_logits(Problem.of(kind, arrays).inputs, kind.static, wanted),)
+
+    return jitted(torch_target, 1)
 
 
 @lru_cache(maxsize=PROGRAMS)

@@ -30,8 +30,10 @@ def reduced(de: Tensor, part: torch.Size, tokens: tuple[int, ...], shard: VocabP
     return torch.ops._c10d_functional.wait_tensor(found)[0].narrow(axis, 0, part[axis])
 
 
-def own_tokens(x: Tensor, tokens: Sequence[int], shard: VocabParallel) -> Tensor:
-    """x, (N,), of the tokens in this process' part of e, in the shape of e without D."""
+def own_tokens(x: Tensor, tokens: Sequence[int], shard: VocabParallel | None) -> Tensor:
+    """x, (N,), of the tokens in this process' part of e, in the shape of e without D. shard: None for one process."""
+    if shard is None:
+        return x
     axis = shard.sequence_axis
     if axis is None:
         return x.reshape(tuple(tokens))

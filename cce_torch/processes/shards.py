@@ -4,16 +4,16 @@
 where the shard does not hold the token's target.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cce_torch import ops
 from cce_torch.arguments import OF_TORCH
-from cce_torch.call import Call, Operands
+from cce_torch.call import Call, Given, Operands, Saved
 from cce_torch.on_jax import tensors
-from cce_torch.processes import shard_ops
-from cce_torch.processes.shard_ops import Held
 from cce_torch.torch_alone import blocks, compiled, reference
 
 
@@ -26,9 +26,14 @@ def needs_reference(e: Tensor, call: Call) -> bool:
     return needs_reference(e.itemsize, call.impl)  # type: ignore[arg-type]
 
 
+def rounds(call: Call) -> bool:
+    """Whether c and bias are rounded. PyTorch's impls round a float32 c and bias themselves."""
+    return call.wide_dc and call.impl not in OF_TORCH
+
+
 def rounded(operands: Operands, call: Call) -> Operands:
-    """PyTorch's impls round a float32 c and bias themselves; the other impls take them in e's type."""
-    if call.impl in OF_TORCH or not call.wide_dc:
+    """The operands with c and bias as `statistics` takes them."""
+    if not rounds(call):
         return operands
     e, c, bias, *_ = operands
     return operands._replace(c=tensors.rounded(c, e), bias=tensors.rounded(bias, e))
@@ -36,31 +41,40 @@ def rounded(operands: Operands, call: Call) -> Operands:
 
 def kind(operands: Operands, call: Call) -> Any:
     """The call's Kind, which a graph with saved exponentials holds: the Kind knows their padded size."""
-    return shard_ops.programs().kind_of_tensors(operands.e, operands.c, call)
+    if call.impl in OF_TORCH or not operands.e.shape[0] or not operands.c.shape[0]:
+        return None
+    return ops.programs().kind_of_tensors(operands.e, operands.c, call)
 
 
-def target(operands: Operands, saving_for: tuple[bool, ...], call: Call, scale: float) -> Tensor:
+def _given(operands: Operands, scale: float) -> Given:
+    """The operands as ops.py takes them. Call.ignore_index is -1."""
+    e, c, bias, columns, weights, inverse_temperature, ids = operands
+    of_tokens = columns.long(), weights, None, None, inverse_temperature, ids
+    return Given(e, c, bias, *of_tokens, (0.0, 0.0, scale), 1)
+
+
+def target(operands: Operands, saving_for: Sequence[bool], call: Call, scale: float) -> Tensor:
     """The logit of each token's target, (N,): 0 where the shard does not hold it."""
     if not operands.e.shape[0] or not operands.c.shape[0]:
         return operands.e.new_zeros(operands.e.shape[0], dtype=torch.float32)
-    return shard_ops.target(operands, saving_for, call, scale)
+    return ops.target_of(_given(operands, scale), saving_for, call)
 
 
 def statistics(
-    operands: Operands, of_target: Tensor | None, saving_for: tuple[bool, ...], call: Call, scale: float
-) -> tuple[Tensor, Tensor | None]:
-    """The statistics over the shard's columns; saved exponentials or None.
+    operands: Operands, of_target: Tensor | None, saving_for: Sequence[bool], call: Call, scale: float, kind: Any = None
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """The statistics over the shard's columns, and what is left for `gradients`.
 
     of_target: (N,), the reference of the exponentials if needs_reference; saving_for: the gradients that will be asked
-    for.
+    for; []: none. kind: of the call, if it is known.
     """
     if not operands.e.shape[0] or not operands.c.shape[0]:
-        return of_no_columns(operands.e, call), None
+        return of_no_columns(operands.e, call), ()
     if call.impl == "reference":
-        return reference.statistics(operands, call, scale), None
+        return reference.statistics(operands, call, scale), ()
     if call.impl == "torch_compile":
-        return compiled.run_statistics(*operands, *compiled.options(call, scale)), None
-    return shard_ops.statistics(operands, of_target, saving_for, call, scale)
+        return compiled.run_statistics(operands, compiled.Options.of(call, scale)), ()
+    return ops.loss_of(_given(operands, scale), of_target, saving_for, call, kind)[1:]
 
 
 def of_no_columns(e: Tensor, call: Call) -> Tensor:
@@ -70,33 +84,32 @@ def of_no_columns(e: Tensor, call: Call) -> Tensor:
 
 
 def gradients(
-    cotangents: Tensor, operands: Operands, held: Held, wanted: tuple[bool, ...], call: Call, scale: float, kind: Any
+    cotangents: Tensor, operands: Operands, saved: Saved, wanted: Sequence[bool], call: Call, scale: float, kind: Any
 ) -> tuple[Tensor | None, ...]:
     """de of the shard's columns alone, at least float32, dc and dbias, in their types. None where not wanted.
 
-    cotangents: of the statistics over the whole vocabulary; kind: of the forward pass, if it saved something.
+    cotangents: of the statistics over the whole vocabulary. saved.statistics: these, relative to the references of the
+    shard's columns. kind: of the forward pass, if it saved something.
     """
     e, c, bias, *_ = operands
     tensors.check({"e": e, "c": c, "bias": bias})  # FSDP may have freed one after the forward pass
     if not e.shape[0] or not c.shape[0]:
         de = torch.zeros_like(e, dtype=torch.promote_types(e.dtype, torch.float32))
-        found: Any = de, torch.zeros_like(c), None if bias is None else torch.zeros_like(bias)
-    elif call.impl == "reference":
+        return de, torch.zeros_like(c), None if bias is None else torch.zeros_like(bias)
+    if call.impl == "reference":
         # Autocast may be on: a backward pass has no autocast of its own.
         with torch.autocast(e.device.type, enabled=False):
-            found = _gradients_of_reference(cotangents, operands, held, call, scale)
-    elif call.impl == "torch_compile":
-        options = *compiled.options(call, scale), *wanted, True
-        found = compiled.run_gradients(cotangents, *operands, held.numbers, *options)
-    else:
-        found = shard_ops.gradients(cotangents, operands, held, wanted, call, scale, kind)
-    return tuple(x if w else None for x, w in zip(found, wanted, strict=True))
+            return _gradients_of_reference(cotangents, operands, saved.statistics, call, scale)
+    if call.impl == "torch_compile":
+        options = compiled.Options.of(call, scale)
+        return compiled.run_gradients(cotangents, operands, saved.statistics, options, list(wanted), True)
+    return ops.gradients_of(_given(operands, scale), (None, cotangents), saved, [*wanted, False], call, kind)[:3]
 
 
-def _gradients_of_reference(cotangents: Tensor, operands: Operands, held: Held, call: Call, scale: float) -> tuple:
+def _gradients_of_reference(cotangents: Tensor, operands: Operands, numbers: Tensor, call: Call, scale: float) -> tuple:
     """Equations (6) and (7) of cce_jax/core.py from the full logits, in float32. dc and dbias are rounded once."""
     e, c, bias, columns, weights, inverse_temperature, ids = operands
-    numbers, kept, c_of_e, bias_of_e = held.numbers, columns >= 0, tensors.rounded(c, e), tensors.rounded(bias, e)
+    kept, c_of_e, bias_of_e = columns >= 0, tensors.rounded(c, e), tensors.rounded(bias, e)
     accumulate, new = numbers.dtype, numbers.new_full
     inverse_temperature = blocks.of_kept(inverse_temperature, kept, 1)
     e = torch.where(kept[:, None], e, 0).to(accumulate)

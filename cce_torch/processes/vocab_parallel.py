@@ -179,7 +179,7 @@ def part_of(tokens: int, shard: VocabParallel) -> int:
 
 
 class Setting(NamedTuple):
-    """What is common to the processes of a call. shard: a VocabParallel; in largest.py None for one process alone."""
+    """What is common to the processes of a call. shard: a VocabParallel, or None for one process alone."""
 
     call: Call
     scheduled: tuple[float, float, float]  # label_smoothing, z_loss and scale

@@ -14,21 +14,22 @@ With N tokens, the processes exchange at each call:
     backward    de, N·D float32, summed
 
 Under sequence parallelism each process has only a part of e: e is gathered forward, and de is reduce-scattered.
-Where the forward pass forms the gradients, it exchanges de too (vocab_in_forward.py).
+Where the forward pass forms the gradients, it exchanges de too (cce_torch/in_forward.py).
 All processes of the group make the same calls on as many tokens, so they meet in the same collectives, even if one
 of them holds no column.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cce_torch.call import Operands
+from cce_torch.autograd import Gradients, Recomputed, Tensors, applied
+from cce_torch.call import Left, Operands, Saved
 from cce_torch.processes import shards
 from cce_torch.processes.collectives import gathered, one_cotangent, reduced, summed, whole
-from cce_torch.processes.vocab_parallel import Setting
-from cce_torch.reverse_mode import applied, first_order
+from cce_torch.processes.vocab_parallel import Setting, VocabParallel
 from cce_torch.torch_alone import blocks
 
 
@@ -39,69 +40,94 @@ def statistics(operands: Operands, setting: Setting, called: str) -> Tensor:
     operands: e (*tokens, D), or its part under sequence parallelism; c (stop - start, D); bias (stop - start,); columns
     (N,) of the whole vocabulary; weights (V,). called: the public function.
     """
-    saving = torch.is_grad_enabled() and not torch.compiler.is_compiling()  # whose graph would need the saved size
-    saving_for = tuple(saving and x is not None and x.requires_grad for x in operands[:3])
+    (e, c, bias, columns, *_), shard = operands, setting.shard
     call = setting.call._replace(reduction="none", has_z_loss=False)  # PyTorch computes the loss from the statistics
-    return applied(_Statistics, *operands, saving_for, setting._replace(call=call), called)  # type: ignore[no-any-return]
+    setting = setting._replace(call=call)
+    saving = torch.is_grad_enabled() and not torch.compiler.is_compiling()  # whose graph would need the saved size
+    wanted = [saving and x is not None and x.requires_grad for x in (e, c, bias)]
+    saving_for = wanted if any(wanted) else []
+    constant = operands._replace(e=e.detach(), c=c.detach(), bias=None if bias is None else bias.detach())
+    own = shards.rounded(of_own_columns(constant, setting), call)
+    whole_e = None if shard.sequence_axis is None else own.e
+    copies = own[1:3] if shards.rounds(call) else (None, None)
+    task = _Statistics(setting, called, saving_for, shards.kind(own, call) if saving_for else None)
+    return applied(Recomputed, task, e, c, bias, whole_e, *copies, *own[3:], columns)[0]
 
 
-class _Statistics(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, e, c, bias, columns, weights, inverse_temperature, ids, saving_for, *others):
-        setting, ctx.called = others
-        (call, (_, _, scale), _, _), kept = setting, columns >= 0
-        ctx.part, ctx.dtype, ctx.setting = e.shape, e.dtype, setting._replace(call=call.of_backward)
-        inputs = e, c, bias
-        operands = of_own_columns(Operands(e, c, bias, columns, weights, inverse_temperature, ids), setting)
-        operands = shards.rounded(operands, call)
-        of_target = references(operands, columns, saving_for, setting)
-        own, saved = shards.statistics(operands, of_target, saving_for, call, scale)
-        ctx.kind = None if saved is None else shards.kind(operands, call).of_backward
-        found = of_all_columns(own, kept, operands.weights, setting)
-        numbers = found[: ctx.setting.call.rows].clone()
+class _Statistics(NamedTuple):
+    """The task. Its tensors: e, c, bias; the operands of this process' columns; the columns of the whole vocabulary.
+
+    Of these operands e, c and bias are None where they are the first three tensors.
+    """
+
+    setting: Setting
+    called: str
+    saving_for: Sequence[bool]
+    kind: Any  # of what the forward pass leaves
+
+    differentiable = 1
+
+    def of_backward(self) -> "_Statistics":
+        return self._replace(setting=self.setting._replace(call=self.setting.call.of_backward))
+
+    def own(self, arrays: Tensors) -> Operands:
+        e, c, bias, *copies = arrays[:6]
+        e, c, bias = (x if y is None else y for x, y in zip((e, c, bias), copies, strict=True))
+        return Operands(e.reshape(-1, e.shape[-1]), c, bias, *arrays[6:10])
+
+    def forward(self, *arrays: Any) -> tuple[Tensor, ...]:
+        (call, (_, _, scale), _, _), operands, columns = self.setting, self.own(arrays), arrays[-1]
+        of_target = references(operands, columns, self.saving_for, self.setting)
+        own, left = shards.statistics(operands, of_target, self.saving_for, call, scale, self.kind)
+        kept = columns >= 0
+        found = of_all_columns(own, kept, operands.weights, self.setting)
+        numbers = found[: call.of_backward.rows].clone()
         between = torch.where(kept, numbers[1] - own[1], 0)
         numbers[0] += between
         numbers[1] -= between
-        if ctx.setting.call.with_mean:
+        if call.of_backward.with_mean:
             numbers[-1] += between
-        inputs = [x for x, y in zip(inputs, operands, strict=False) if x is not y]  # for first_order
-        ctx.inputs = len(inputs)
-        ctx.save_for_backward(*inputs, *operands, numbers, saved)
-        return found
+        return found, numbers, *left
 
-    @staticmethod
-    def backward(ctx: Any, cotangents: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (call, (_, _, scale), tokens, shard), wanted = ctx.setting, ctx.needs_input_grad[:3]
-        kind, part, dtype, cotangents = ctx.kind, ctx.part, ctx.dtype, one_cotangent(cotangents)
+    def saves(self, given: Tensors, found: Tensors) -> Tensors:
+        return *given[:10], *found[1:]
 
-        def run(cotangents: Tensor, *arrays: Any) -> tuple[Tensor | None, ...]:
-            """de, summed over the group, dc and dbias. None where not wanted."""
-            operands, held = Operands(*arrays[:7]), shards.Held(*arrays[7:])
-            de, dc, dbias = shards.gradients(cotangents, operands, held, wanted, call, scale, kind)
-            return None if de is None else reduced(de, part, tokens, shard).to(dtype), dc, dbias
-
-        saved: Any = ctx.saved_tensors  # a checkpoint lets them be read once
-        inputs, arrays = saved[: ctx.inputs], saved[ctx.inputs :]
-        return *first_order(ctx.called, run, (cotangents[: call.rows], *arrays), inputs), *[None] * 7
+    def backward(self, cotangents: Tensors, saved: Tensors, wanted: Sequence[bool]) -> Gradients:
+        """de, summed over the group, dc and dbias."""
+        (call, (_, _, scale), tokens, shard), of = self.setting, one_cotangent(cotangents[0])[: self.setting.call.rows]
+        numbers, *left = saved[10:]
+        kept = Saved(numbers, Left(*left), self.saving_for if left else [])
+        kind, wanted, e = self.kind if left else None, wanted[:3], saved[0]
+        de, dc, dbias = shards.gradients(of, self.own(saved), kept, wanted, call, scale, kind)
+        return reduced(de, e.shape, tokens, shard).to(e.dtype) if wanted[0] and de is not None else None, dc, dbias
 
 
 def of_own_columns(operands: Operands, setting: Setting) -> Operands:
     """The operands of this process' columns, with e of all tokens, (N, D)."""
+    if setting.shard is None:
+        return operands
     (e, c, bias, columns, weights, inverse_temperature, ids), shard = operands, setting.shard
     e = whole(e, setting.tokens, shard).reshape(-1, e.shape[-1])
-    weights = None if weights is None else weights[shard.start : shard.stop]
+    weights = own_weights(weights, shard)
     if ids is not None:
         ids = torch.where((ids >= shard.start) & (ids < shard.stop), ids - shard.start, -1)
     return Operands(e, c, bias, shard.held(columns), weights, inverse_temperature, ids)
 
 
-def references(operands: Operands, columns: Tensor, saving_for: tuple[bool, ...], setting: Setting) -> Tensor | None:
-    """The logits of the targets, (N,): -inf where no process holds the target. None where no kernel takes them.
+def own_weights(weights: Tensor | None, shard: VocabParallel | None) -> Tensor | None:
+    """The weights of this process' columns."""
+    return weights if weights is None or shard is None else weights[shard.start : shard.stop]
+
+
+def references(operands: Operands, columns: Tensor, saving_for: Sequence[bool], setting: Setting) -> Tensor | None:
+    """The logits of the targets, (N,): -inf where no process holds the target.
+
+    None where no kernel takes them, and where one process holds all columns: its programs find them.
 
     columns: of the whole vocabulary.
     """
     call, (_, _, scale), _, shard = setting
-    if not shards.needs_reference(operands.e, call):
+    if shard is None or not shards.needs_reference(operands.e, call):
         return None
     target = summed(shards.target(operands, saving_for, call, scale), shard)
     return torch.where((columns >= 0) & (columns < shard.vocabulary), target, -torch.inf)
@@ -113,6 +139,8 @@ def of_all_columns(own: Tensor, kept: Tensor, weights: Tensor | None, setting: S
     Relative to the largest reference. weights: of this process' columns; None: 1.
     """
     (call, _, _, shard), of_sum, of_ids, own = setting, [], [], torch.where(kept, own, 0)
+    if shard is None:
+        return own
     if call.smooths:
         weight = shard.stop - shard.start if weights is None else weights.sum(dtype=own.dtype)
         of_sum = [torch.ones_like(own[:1]) * weight]

@@ -1,4 +1,4 @@
-"""Blocks of logits in PyTorch: one for each group of the vocabulary, and the functions of a block.
+"""Blocks of logits in PyTorch: one for each window of the vocabulary, and the functions of a block.
 
 The equations cited here are in cce_jax/core.py.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cce_kernels.default_budget import default_budget
 from cce_kernels.float16 import FLOAT16_LARGEST, SMALLEST_ROW
-from cce_kernels.windows import vocabulary_groups
+from cce_kernels.windows import vocabulary_windows
 from cce_torch.call import Operands
 
 BLOCK_BYTES = 64 * 2**20
@@ -45,8 +45,8 @@ def product(left: Tensor, right: Tensor, accumulate: torch.dtype) -> Tensor:
     return torch.mm(left, right) if left.dtype == accumulate else torch.mm(left, right, out_dtype=accumulate)
 
 
-def _groups(e: Tensor, c: Tensor, memory_budget: int | None) -> Iterator[slice]:
-    """The fewest groups of the vocabulary, nearly equal, whose logits, part of c and part of dc each fit in a block.
+def _windows(e: Tensor, c: Tensor, memory_budget: int | None) -> Iterator[slice]:
+    """The fewest windows of the vocabulary, nearly equal, whose logits, part of c and part of dc each fit in a block.
 
     A block has a third of the budget without the sums for de, but at most BLOCK_BYTES.
     """
@@ -56,7 +56,7 @@ def _groups(e: Tensor, c: Tensor, memory_budget: int | None) -> Iterator[slice]:
     itemsize = torch.promote_types(e.dtype, torch.float32).itemsize
     column_bytes, sums = itemsize * max(e.shape[0], width), 2 * itemsize * e.shape[0] * width
     block = min(BLOCK_BYTES, (memory_budget - sums) // 3)
-    columns = vocabulary_groups(vocabulary, block, column_bytes, cost=lambda *_: 1.0).columns
+    columns = vocabulary_windows(vocabulary, block, column_bytes, cost=lambda *_: 1.0).columns
     return runs(vocabulary, columns)
 
 
@@ -67,7 +67,7 @@ def runs(count: int, size: int) -> Iterator[slice]:
 
 
 class Block(NamedTuple):
-    """A group's product of e and c, and what makes logits of it.
+    """A window's product of e and c, and what makes logits of it.
 
     torch.compile compiles again for a None, and in some versions of PyTorch for each Python number. So zeros stand for
     no bias, ones for no weights, and tensors for numbers.
@@ -76,11 +76,11 @@ class Block(NamedTuple):
     raw: Tensor  # (N, n)
     bias: Tensor  # (n,)
     weights: Tensor  # (n,)
-    own: Tensor  # (N,): each target's column minus the group's first
+    own: Tensor  # (N,): each target's column minus the window's first
     scale: Tensor
     softcap: Tensor | None
     inverse_temperature: Tensor | None  # (N,)
-    ids: Tensor | None  # (N, K): each id minus the group's first column; it may be outside of the group
+    ids: Tensor | None  # (N, K): each id minus the window's first column; it may be outside of the window
 
 
 class Cotangents(NamedTuple):
@@ -114,23 +114,23 @@ def of_kept(x: Tensor | None, kept: Tensor, fill: float) -> Tensor | None:
 def each(
     operands: Operands, scale: float, softcap: float | None, memory_budget: int | None, dtype: torch.dtype
 ) -> Iterator[tuple[slice, Tensor, Block]]:
-    """For each group: its columns, its rows of c in e's type, and its Block. c and bias are rounded to dtype."""
+    """For each window: its columns, its rows of c in e's type, and its Block. c and bias are rounded to dtype."""
     e, c, bias, columns, weights, inverse_temperature, ids = operands
     accumulate = torch.promote_types(e.dtype, torch.float32)
     scalars = [None if x is None else e.new_full((), x, dtype=accumulate) for x in (scale, softcap)]
-    for group in _groups(e, c, memory_budget):
-        c_g, size = c[group].to(dtype).to(e.dtype), group.stop - group.start
+    for window in _windows(e, c, memory_budget):
+        c_g, size = c[window].to(dtype).to(e.dtype), window.stop - window.start
         yield (
-            group,
+            window,
             c_g,
             Block(
                 product(e, c_g.t(), accumulate),  # has no name here, so that the caller can free it
-                e.new_zeros(size, dtype=accumulate) if bias is None else bias[group].to(dtype).to(accumulate),
-                e.new_ones(size, dtype=accumulate) if weights is None else weights[group].to(accumulate),
-                columns - group.start,
+                e.new_zeros(size, dtype=accumulate) if bias is None else bias[window].to(dtype).to(accumulate),
+                e.new_ones(size, dtype=accumulate) if weights is None else weights[window].to(accumulate),
+                columns - window.start,
                 *scalars,  # type: ignore[arg-type]
                 inverse_temperature=inverse_temperature,
-                ids=None if ids is None else ids - group.start,
+                ids=None if ids is None else ids - window.start,
             ),
         )
 
@@ -230,7 +230,7 @@ def mean_over_runs(lse: Tensor, mean: Tensor) -> Tensor:
 
 
 def reduced(block: Block, rows: tuple, of_ids: Tensor | None) -> tuple[tuple, Tensor | None]:
-    """The sums of equations (1)-(3') over the groups up to this one, from those over the groups before it; and (3").
+    """The sums of equations (1)-(3') over the windows up to this one, from those over the windows before it; and (3").
 
     rows: the largest logit, to which the sums are relative; Σ exp; the targets' logits; Σ w·z and Σ w; Σ exp·z. None
     where a sum is not asked for.
@@ -252,7 +252,7 @@ def reduced(block: Block, rows: tuple, of_ids: Tensor | None) -> tuple[tuple, Te
 
 
 def _picked(z: Tensor, columns: Tensor, otherwise: Tensor) -> Tensor:
-    """z at the columns, (N, K), of this group; what others had, otherwise."""
+    """z at the columns, (N, K), of this window; what others had, otherwise."""
     here, last = (columns >= 0) & (columns < z.shape[1]), z.shape[1] - 1
     return torch.where(here, z.gather(1, columns.clamp(0, last).long()), otherwise)
 

@@ -180,7 +180,7 @@ def _logs_of_mixture(delta: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """log(s/m) and log(t/m), where delta is log(t/s). They keep their digits where beta is close to 0 or to 1."""
 
     def log_mixed(x: Tensor, share: float, rest: float) -> Tensor:
-        """log(rest + share·exp(x)). As cce_jax.divergence_core._log_mixed."""
+        """log(rest + share·exp(x)). As cce_jax.reference._log_mixed."""
         x = x.clamp(max=80)  # where it is more, the probability that the result belongs to is below exp(−80)
         low, peak = x < -1, x.detach().clamp(min=0)
         less = share * torch.where(low, torch.exp(torch.where(low, x, -1)) - 1, torch.expm1(torch.where(low, 0, x)))
@@ -198,12 +198,12 @@ def _terms(p: Tensor, x: Tensor, q: Tensor) -> Tensor:
 
 
 def _add_dc(dc: Tensor, dz: Tensor, e: Tensor, unit: Tensor | None) -> None:
-    """dc += dzᵀ · e · unit, for groups of the vocabulary, whose products are small."""
+    """dc += dzᵀ · e · unit, for windows of the vocabulary, whose products are small."""
     if dz.dtype == dc.dtype:  # no unit either
         dc.addmm_(dz.t(), e)
         return
-    for group in blocks.runs(len(dc), blocks.BLOCK_BYTES // (dc.itemsize * dc.shape[1])):
-        dc[group] += blocks.times(blocks.product(dz[:, group].t(), e, dc.dtype), unit)
+    for window in blocks.runs(len(dc), blocks.BLOCK_BYTES // (dc.itemsize * dc.shape[1])):
+        dc[window] += blocks.times(blocks.product(dz[:, window].t(), e, dc.dtype), unit)
 
 
 def reference(z: tuple[Tensor, Tensor], weight: Tensor, measure: Measure) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,8 @@ def statistics(operands: Operands, call: Call, scale: float) -> Tensor:
         own = columns.clamp(0, vocabulary - 1).long()
         target = torch.where(columns < vocabulary, z.gather(1, own[:, None])[:, 0], 0)
         reference = blocks.finite(z.detach().amax(1))
-        of_ids = () if operands.ids is None else z.gather(1, operands.ids.clamp(min=0).long()).unbind(1)
+        ids = operands.ids  # -1: none, or one of columns that another process holds
+        of_ids = () if ids is None else torch.where(ids >= 0, z.gather(1, ids.clamp(min=0).long()), 0).unbind(1)
         z = z - reference[:, None]
         rows = [torch.logsumexp(z, 1), reference, target]
         if call.smooths:

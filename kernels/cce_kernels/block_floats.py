@@ -4,9 +4,9 @@ A number x of a block is held as the integer q = round(x / step), −32767 ≤ q
 magnitude over 32766. One rounding is off by at most step / 2, about 2⁻¹⁶ of the block's largest number; bfloat16 rounds
 each number to 2⁻⁹ of itself. So a sum over many chunks is as accurate as one rounding, in the bytes of the result.
 
-A block is one vocabulary entry and `block` consecutive columns of D: an entry that is rare shares no step with a
-frequent one. The steps are an array of their own, `steps_shape`. If a number of a block is NaN or infinite, so is its
-step, and all numbers of the block are NaN or infinite when they are decoded.
+A block is one vocabulary entry and so many consecutive columns of D as the engine says: an entry that is rare shares no
+step with a frequent one. The steps are an array of their own, `steps_shape`. If a number of a block is NaN or infinite,
+its step is infinite, and all numbers of the block are NaN or infinite when they are decoded.
 
 `step_of`, `encode` and `decode` are elementwise operations that the kernels of every engine can run. Programs of plain
 XLA use `integers` in place of `encode`: of integers that are taken from the low bits of a float32, XLA stored −1
@@ -31,13 +31,21 @@ def block_of(width: int) -> int:
     return min(BLOCKS, key=lambda columns: -(-width // columns) * (columns + 16))
 
 
-def steps_shape(vocabulary: int, width: int, block: int) -> tuple[int, int]:
-    """The shape of the steps, float32: blocks of D by vocabulary entries, in either layout of c."""
-    return -(-width // 256) * -(-256 // block), -(-vocabulary // ENTRIES) * ENTRIES
+def steps_shape(vocabulary: int, width: int) -> tuple[int, int]:
+    """The shape of the steps, float32: blocks of D by vocabulary entries, in either layout of c.
+
+    There is room for blocks of `block_of` columns, and of 128 if these are 192.
+    """
+    return -(-width // 256) * -(-256 // block_of(width)), -(-vocabulary // ENTRIES) * ENTRIES
+
+
+def magnitude(x: jax.Array) -> jax.Array:
+    """|x|, and inf for NaN: a maximum may drop NaN."""
+    return jnp.where(x == x, jnp.abs(x), jnp.inf)
 
 
 def step_of(largest: jax.Array) -> jax.Array:
-    """The step of a block whose largest magnitude is this; NaN or inf if it is."""
+    """The step of a block whose largest `magnitude` is this; inf if it is."""
     return jnp.maximum(largest * (1 / LARGEST), SMALLEST_STEP)
 
 
@@ -53,6 +61,16 @@ def decode(x: jax.Array, step: jax.Array) -> jax.Array:
     return (lax.bitcast_convert_type(bits | 0x4B000000, jnp.float32) - OFFSET) * step
 
 
+def decoded(x: jax.Array, steps: jax.Array, block: int, axis: int) -> jax.Array:
+    """dc, float32, of its integers x, int16, in the layout of c, whose axis `axis` has the vocabulary entries.
+
+    Elementwise: where what follows is too, XLA writes the result over the integers.
+    """
+    vocabulary, width = x.shape[axis], x.shape[1 - axis]
+    each = jnp.repeat(steps[: -(-width // block), :vocabulary], block, axis=0)[:width]
+    return decode(x, each.T if axis == 0 else each)
+
+
 def in_blocks(x: jax.Array, block: int) -> jax.Array:
     """x, (n, D), as (n, blocks, block), with zeros beyond D."""
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block))).reshape(len(x), -1, block)
@@ -60,8 +78,7 @@ def in_blocks(x: jax.Array, block: int) -> jax.Array:
 
 def steps_of(x: jax.Array) -> jax.Array:
     """The steps, (n, blocks), of numbers `in_blocks`."""
-    largest = jnp.max(jnp.abs(x), axis=2)
-    return step_of(jnp.where(jnp.any(jnp.isnan(x), axis=2), jnp.nan, largest))  # a maximum drops NaN on CPUs
+    return step_of(jnp.max(magnitude(x), axis=2))
 
 
 def integers(x: jax.Array, steps: jax.Array) -> jax.Array:

@@ -33,8 +33,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from cce_kernels.call import Call
-
 PART = 64  # columns of the vocabulary
 WEIGHED = 1
 ROUNDED = 2.0**-10  # of an exponential: more than what the rounding of a logit changes
@@ -58,20 +56,6 @@ class Blocks(NamedTuple):
 
     de: jax.Array
     dc: jax.Array
-
-
-def shapes_of(call: Call, tokens: int) -> Blocks | None:
-    """The shapes of the blocks of a chunk of so many tokens, as jax.ShapeDtypeStruct; None without a tolerance."""
-    if not call.gradient_tolerance:
-        return None
-    rows, columns = (-(-size // MULTIPLE) * MULTIPLE for size in (tokens, call.vocabulary))
-    shapes = ((rows // x.tokens, columns // x.columns) for x in (DE_BLOCK, DC_BLOCK))
-    return Blocks(*(jax.ShapeDtypeStruct(shape, bool) for shape in shapes))  # type: ignore[arg-type]
-
-
-def all_blocks(call: Call, tokens: int) -> Blocks | None:
-    """Every block is kept; None for a call without a tolerance."""
-    return jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes_of(call, tokens))
 
 
 class Tokens(NamedTuple):

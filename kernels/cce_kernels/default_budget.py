@@ -8,6 +8,6 @@ def default_budget(tokens: int, width: int, itemsize: int) -> int:
 
     The default is MEMORY_BUDGET, or for each token a row of e, its sum for de and 1280 logits in e's type if that is
     more. With many tokens MEMORY_BUDGET would leave only small chunks, each of which reads and writes the whole dc; and
-    where logits are computed again, only small groups, each of which reads and writes the whole sum for de.
+    where logits are computed again, only small windows, each of which reads and writes the whole sum for de.
     """
     return max(MEMORY_BUDGET, tokens * ((max(itemsize, 4) + itemsize) * width + itemsize * 1280))

@@ -2,7 +2,7 @@
 
 cce_kernels/divergence_terms.py has the sums over the vocabulary, and the derivatives.
 
-Each chunk of tokens holds dz (n, V) in e's type, which becomes de and a part of dc as in cce_kernels/in_forward.py:
+Each chunk of tokens holds dz (n, V) in e's type, which becomes de and a part of dc as in cce_kernels/blocks.py:
 three matmuls of the student and one of the teacher. XLA's matmuls give the logits of both, at least float32, which are
 read in passes: for the log-sum-exps, for sums of terms, and for dz. In bfloat16 kernels make the passes, for a part of
 the chunk's tokens at a time, so that the logits of a part alone are held. One kernel finds the sums and forms dz. XLA's
@@ -13,9 +13,10 @@ For a program of another framework there is
     formed(given: Given, of: Divergence, plan: Plan) -> Found(loss, total, entropy, de, dc, dbias)
 
 which is pure and jitted; `of` and `plan` are static. The weights are those of each token over the number of items, so
-that loss = Σ weight·total is the mean, and de, dc and dbias are its gradients. plan = plan_of(call, gpu, impl) with
-Call(..., one_factor=True, teacher_width=D'), where wanted says which gradients are formed; None: none, as total alone
-is asked for. For a loss per token call it a second time in the backward pass, with the cotangents of total as weights.
+that loss = Σ weight·total is the mean, and de, dc and dbias are its gradients. plan = plan_of(request, gpu, impl) with
+Request(..., one_factor=True, teacher_width=D'), where wanted says which gradients are formed; None: none, as total
+alone is asked for. For a loss per token call it a second time in the backward pass, with the cotangents of total as
+weights.
 """
 
 from dataclasses import dataclass, replace
@@ -26,16 +27,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cce_kernels.call import Call
+from cce_kernels.blocks import Parts, finish, of_dz, over_chunks, taken
 from cce_kernels.divergence_terms import Kind, Pass, Static, Whole
 from cce_kernels.engines.engine import Problem, Step
 from cce_kernels.exponentials import saved_shape
 from cce_kernels.float16 import FLOAT16_LARGEST, SMALLEST_ROW
 from cce_kernels.head import Head
-from cce_kernels.in_forward import Formed, finish, of_dz, over_chunks, taken
 from cce_kernels.numbers import Inputs
 from cce_kernels.plan.plan import InForward, Plan
-from cce_kernels.residuals import Residuals
+from cce_kernels.plan.residuals import Residuals
+from cce_kernels.request import Request
 from cce_kernels.tokens import Kept, over_kept
 
 PARTS_OF_STEP = 4
@@ -43,7 +44,7 @@ PARTS_OF_STEP = 4
 
 @dataclass(frozen=True)
 class Divergence:
-    """The static part of a divergence. The student's head is plan.call.head."""
+    """The static part of a divergence. The student's head is plan.request.head."""
 
     kind: Kind
     teacher: Head
@@ -102,15 +103,15 @@ def formed(given: Given, of: Divergence, plan: Plan) -> Found:
     return Found(loss, *numbers, *finish(left, jnp.ones((), loss.dtype), kept, plan))
 
 
-def begin(given: Given, of: Divergence, plan: Plan, cleared: bool = False) -> tuple[Numbers, Residuals]:
-    """The numbers of all tokens, and the gradients of Σ weight·total, for in_forward.finish. cleared: as there."""
+def begin(given: Given, of: Divergence, plan: Plan) -> tuple[Numbers, Residuals]:
+    """The numbers of all tokens, and the gradients of Σ weight·total, for blocks.finish."""
     way = plan.in_forward
     assert way is not None
     inputs, teacher, rows = given.inputs, given.teacher, way.chunks.rows
-    kept, zeros = Kept.of(inputs.targets, rows), jnp.zeros(rows, plan.call.sum_dtype)
+    kept, zeros = Kept.of(inputs.targets, rows), jnp.zeros(rows, plan.request.sum_dtype)
 
-    def chunk(start: Any, size: int) -> Formed:
-        of_student, (weight, e) = taken(kept, start, size, inputs, (given.weight, teacher.e))
+    def chunk(start: Any) -> tuple[Numbers, Parts]:
+        of_student, (weight, e) = taken(kept, start, way.chunks.size, inputs, (given.weight, teacher.e))
         live = of_student.live
         own = Tokens(of_student.inputs, teacher._replace(e=jnp.where(live[:, None], e, 0)), jnp.where(live, weight, 0))
         if way.passes is None:
@@ -118,10 +119,10 @@ def begin(given: Given, of: Divergence, plan: Plan, cleared: bool = False) -> tu
             dz = dz.astype(inputs.e.dtype)
         else:
             (numbers, dz), unit = _by_kernels(own, of_student.count[0], given.shares, of, plan), None
-        dbias = _dbias_of(dz, plan.call) if plan.call.wants.bias else None
-        return Formed(numbers, *of_dz(of_student, dz, dbias, unit, plan))
+        dbias = _dbias_of(dz, plan.request) if plan.request.wants.bias else None
+        return numbers, of_dz(of_student, dz, dbias, unit, plan)
 
-    return over_chunks(chunk, Numbers(zeros, zeros if of.entropy else None), kept, plan, cleared)
+    return over_chunks(chunk, Numbers(zeros, zeros if of.entropy else None), kept, plan)
 
 
 class Tokens(NamedTuple):
@@ -150,15 +151,15 @@ class Tokens(NamedTuple):
         return Inputs(e, c, bias, targets, None, scale, self.inputs.inverse_temperature)
 
 
-def _logits_of_teacher(own: Tokens, way: InForward, of: Divergence, plan: Plan) -> tuple[Step, Call]:
+def _logits_of_teacher(own: Tokens, way: InForward, of: Divergence, plan: Plan) -> tuple[Step, Request]:
     """The step that computes the teacher's logits, and their call: the student's if its engine takes these arrays."""
     e, bias = own.teacher.e, own.teacher.bias
-    call = replace(plan.call, width=e.shape[1], dtype=str(e.dtype), head=of.teacher, with_bias=bias is not None)
+    request = replace(plan.request, width=e.shape[1], dtype=str(e.dtype), head=of.teacher, with_bias=bias is not None)
     assert way.logits is not None
     assert way.passes is not None
-    if way.logits.engine.serves(call, plan.gpu):
-        return way.logits, call
-    return way.passes.engine.step("whole_logits", call, plan.gpu), call
+    if way.logits.engine.serves(request, plan.gpu):
+        return way.logits, request
+    return way.passes.engine.step("whole_logits", request, plan.gpu), request
 
 
 def _by_kernels(
@@ -168,12 +169,12 @@ def _by_kernels(
 
     dz is 0 from token `count` on, or not written where no matmul reads it.
     """
-    way, call, tokens = plan.in_forward, plan.call, len(own.weight)
+    way, request, tokens = plan.in_forward, plan.request, len(own.weight)
     assert way is not None
     assert way.passes is not None
-    passes, size, dz_wanted = way.passes, way.logits_of(tokens), call.wanted is not None
+    passes, size, dz_wanted = way.passes, way.logits_of(tokens), request.wanted is not None
     assert way.logits is not None
-    logits = (way.logits, call), _logits_of_teacher(own, way, of, plan)
+    logits = (way.logits, request), _logits_of_teacher(own, way, of, plan)
 
     def of_part(i: Any, found: tuple[Numbers, jax.Array]) -> tuple[Numbers, jax.Array]:
         start = jnp.minimum(i * size, tokens - size)  # the last part begins earlier if it is shorter than the others
@@ -184,7 +185,7 @@ def _by_kernels(
             for (by, of_side), inputs in zip(logits, (part.inputs, part.of_teacher), strict=True)
         )
         given = Pass(sides[0], sides[1], part.inputs.inverse_temperature, None, part.size, shares)
-        static, problem = Static(of.kind, True, of.entropy, dz_wanted), Problem(call, plan.gpu, part.inputs)
+        static, problem = Static(of.kind, True, of.entropy, dz_wanted), Problem(request, plan.gpu, part.inputs)
         at = (dz, start) if dz_wanted else None
         sums, formed = passes.engine.divergence_pass(passes, problem, given, here, at, static)
         dz = dz if formed is None else formed
@@ -192,19 +193,23 @@ def _by_kernels(
         own_numbers = Numbers(total, sums[-1] if of.entropy else None)
         return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), numbers, own_numbers), dz
 
-    zeros, shape, parts = jnp.zeros(tokens, call.sum_dtype), saved_shape(tokens, call.vocabulary), -(-tokens // size)
+    zeros, shape, parts = (
+        jnp.zeros(tokens, request.sum_dtype),
+        saved_shape(tokens, request.vocabulary),
+        -(-tokens // size),
+    )
     numbers = Numbers(zeros, zeros if of.entropy else None)
     if all(by.engine.whole_stops for by, _ in logits):
-        return lax.fori_loop(0, parts, of_part, (numbers, lax.empty(shape, call.dtype)))
+        return lax.fori_loop(0, parts, of_part, (numbers, lax.empty(shape, request.dtype)))
     of_step = next(n for n in range(PARTS_OF_STEP, 0, -1) if parts % n == 0)
-    return over_kept(count, size, of_step, of_part, (numbers, jnp.zeros(shape, call.dtype)))
+    return over_kept(count, size, of_step, of_part, (numbers, jnp.zeros(shape, request.dtype)))
 
 
 def _by_xla(
     own: Tokens, shares: jax.Array | None, of: Divergence, plan: Plan
 ) -> tuple[Numbers, jax.Array, jax.Array | None]:
     """The numbers of some tokens, (n,); dz, (n, V), at least float32, divided by a unit; the unit, or None for 1."""
-    head, teacher = plan.call.head, own.of_teacher
+    head, teacher = plan.request.head, own.of_teacher
     x = head.whole_logits(own.inputs.e, own.inputs.c, own.inputs.bias, own.inputs.scale)
     y = of.teacher.whole_logits(teacher.e, teacher.c, teacher.bias, teacher.scale).astype(x.dtype)
     divided, on_cpu = own.inputs.divided, plan.gpu is None or plan.gpu.interpreted
@@ -223,7 +228,7 @@ def _by_xla(
         given, found = lax.optimization_barrier((given, _reduced(lax.add, 0.0, on_cpu, *terms)))
         sums += found
     size, unit = own.size, None
-    if plan.call.dtype == "float16":
+    if plan.request.dtype == "float16":
         unit = _unit(size * _largest_derivative(of, shares, sums[0]))
         size = size / unit
     dz = given._replace(of_student=sums[0], size=size).dz(of.kind, head)
@@ -258,12 +263,12 @@ def _reduced(combine: Any, start: float, on_cpu: bool, *arrays: jax.Array) -> li
     return reduced(*(jnp.concatenate([x, y[:, whole:]], axis=1) for x, y in zip(found, arrays, strict=True)))
 
 
-def _dbias_of(dz: jax.Array, call: Call) -> jax.Array:
+def _dbias_of(dz: jax.Array, request: Request) -> jax.Array:
     """The sums of the columns of dz, (V,), at least float32. In 16 bits by a matmul, which holds no partial sums."""
-    if call.itemsize > 2:
+    if request.itemsize > 2:
         return jnp.sum(dz, axis=0)
     ones = jnp.ones((1, len(dz)), dz.dtype)
-    return lax.dot(ones, dz, preferred_element_type=jnp.float32)[0, : call.vocabulary]
+    return lax.dot(ones, dz, preferred_element_type=jnp.float32)[0, : request.vocabulary]
 
 
 def _largest_derivative(of: Divergence, shares: Any, of_student: jax.Array) -> jax.Array | float:

@@ -2,7 +2,7 @@
 
 The forward pass saves P (N, V), bfloat16, with the kept tokens first (cce_kernels/tokens.py):
 
-    P_iv = exp(z_iv − ρ_i) · u_iv     ρ_i = target_i; or max_v z_iv or lse_i: lse_i − ρ_i ≤ LARGEST (forward.py)
+    P_iv = exp(z_iv − ρ_i) · u_iv     ρ_i = target_i; or max_v z_iv or lse_i: lse_i − ρ_i ≤ LARGEST (blocks.py)
 
 ρ is the token's reference (numbers.Statistics). u = ∂z/∂y is the slope of the softcap at z, and 1 without one. Saving
 the exponential, not the logit, keeps a relative error of 2⁻⁹ however large the logit is; and u, which is 1 − (z/κ)²,
@@ -33,7 +33,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cce_kernels.call import Call
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Inputs, Statistics
 
@@ -41,12 +40,6 @@ LARGEST = 30.0  # nats, 2^43
 SMALLEST = 2.0**-70
 ALIGNMENT = 8  # columns: a row of P is a multiple of this, so that the GPU's widest loads can begin at every row
 TILE = 64  # columns: and of this if V is a multiple of ALIGNMENT, as Hopper GPUs copy tiles of this width
-
-
-def can_be_saved(call: Call) -> bool:
-    """Only for bfloat16: float16 lacks the range, and a float32 call is made for its accuracy."""
-    can_form = call.head.softcap is None and not (call.of_mean and call.wide_de)
-    return call.dtype == "bfloat16" and not call.ids and (can_form or not call.forms_dz)
 
 
 def saved_shape(tokens: int, vocabulary: int) -> tuple[int, int]:
@@ -77,9 +70,13 @@ def scaled(e: jax.Array, r: jax.Array) -> jax.Array:
     return (e * r[:, None]).astype(e.dtype)
 
 
-def dbias_of(p: jax.Array, r: jax.Array, vocabulary: int) -> jax.Array:
-    """Pᵀ·r, (V,) float32."""
-    high = r.astype(p.dtype)
-    both = jnp.stack([high, (r - high).astype(p.dtype)])  # their sum holds 16 bits of r, twice as many as bfloat16
-    sums = lax.dot_general(both, p, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-    return jnp.sum(sums, axis=0)[:vocabulary]
+def sum_of_rows(x: jax.Array, r: jax.Array) -> jax.Array:
+    """xᵀ·r, at least float32, of an x with a row for each of the numbers r. Beside a bfloat16 x no array of its size is
+    held; in float16 numbers as small as r would be 0.
+    """
+    if x.dtype != jnp.bfloat16:
+        return jnp.sum(r[:, None] * x, axis=0)
+    high = r.astype(x.dtype)
+    both = jnp.stack([high, (r - high).astype(x.dtype)])  # their sum holds 16 bits of r, twice as many as bfloat16
+    sums = lax.dot_general(both, x, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    return jnp.sum(sums, axis=0)

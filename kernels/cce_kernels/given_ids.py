@@ -9,7 +9,7 @@ close to 0, each in proportion to itself. The ids' logits are not. So what lse h
 target's logit has lost (this product minus that of the engine), times lse over the target's logit. Where lse is further
 from 0 than that logit, the quotient would multiply the roundings of both products: it is 1 at most.
 
-Backward: dz at the ids is formed in float32 from these logits, with the terms of all numbers in it. Each group of the
+Backward: dz at the ids is formed in float32 from these logits, with the terms of all numbers in it. Each window of the
 vocabulary writes its ids' elements over those of the dz that an engine formed, before the two matmuls. To add ι to the
 engine's element would not do: the element has been rounded to 16 bits, and p − 1 of a confident token is smaller than
 the rounding of p. Where a token repeats an id, each copy writes the same number, which has the cotangents of all of
@@ -24,14 +24,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from cce_kernels.call import Call
 from cce_kernels.device import Gpu
-from cce_kernels.gradients import FormDz
 from cce_kernels.head import Head
 from cce_kernels.mean import relative
 from cce_kernels.numbers import Cotangents, Inputs, Statistics
+from cce_kernels.request import Request
 from cce_kernels.tokens import in_chunks
-from cce_kernels.windows import Window
+from cce_kernels.windows import FormDz, Window
 
 CHUNK_BYTES = 64 * 2**20  # the most for the gathered rows of a chunk
 BUDGET_SHARE = 8  # and at most the memory budget over this
@@ -44,24 +43,29 @@ class AtIds(NamedTuple):
     dz: jax.Array  # at least float32
 
 
-def logits(inputs: Inputs, numbers: Statistics | None, call: Call, gpu: Gpu | None) -> jax.Array:
+def logits(inputs: Inputs, numbers: Statistics | None, request: Request, gpu: Gpu | None) -> jax.Array:
     """The logits of the ids, (N, K), at least float32.
 
     numbers: the engine's; None where the columns are a shard. Without them, or with a softcap, which changes a
     difference of logits by the slope at each, no logit is moved.
     """
     assert inputs.ids is not None
-    if numbers is None or call.head.softcap is not None:
-        return _products(inputs, call, gpu)
-    found = _products(inputs._replace(ids=jnp.concatenate([inputs.ids, inputs.targets[:, None]], axis=1)), call, gpu)
-    lost = (numbers.target - found[:, -1]) * jnp.clip(numbers.lse / numbers.target, -1, 1)
-    lost = jnp.where(jnp.isfinite(lost), lost, 0)[:, None]  # a bias may be −inf, and a target's logit 0
-    return jnp.where(columns_of(inputs, call.head) < 0, 0, found[:, :-1] + lost)
+    if numbers is None or request.head.softcap is not None:
+        return products(inputs, request, gpu)
+    found = products(inputs._replace(ids=jnp.concatenate([inputs.ids, inputs.targets[:, None]], axis=1)), request, gpu)
+    moved = found[:, :-1] + lost(numbers, found[:, -1])[:, None]
+    return jnp.where(columns_of(inputs, request.head) < 0, 0, moved)
 
 
-def _products(inputs: Inputs, call: Call, gpu: Gpu | None) -> jax.Array:
+def lost(numbers: Statistics, at_target: jax.Array) -> jax.Array:
+    """What lse has lost, (N,). at_target: the target's logit of `products`."""
+    found = (numbers.target - at_target) * jnp.clip(numbers.lse / numbers.target, -1, 1)
+    return jnp.where(jnp.isfinite(found), found, 0)  # a bias may be −inf, and a target's logit 0
+
+
+def products(inputs: Inputs, request: Request, gpu: Gpu | None) -> jax.Array:
     """The logits of the ids in float32's own products for every head.precision: no unit for matmuls computes them."""
-    head, (c, bias) = call.head, (inputs.c, inputs.bias)
+    head, (c, bias) = request.head, (inputs.c, inputs.bias)
 
     def of_chunk(arrays: tuple[dict[str, jax.Array], jax.Array]) -> jax.Array:
         of_tokens, columns = arrays
@@ -71,11 +75,11 @@ def _products(inputs: Inputs, call: Call, gpu: Gpu | None) -> jax.Array:
             rows, e, width = c.at[column].get(mode="promise_in_bounds"), given.e[:, None, :], 2
         else:
             rows, e, width = c.at[:, column].get(mode="promise_in_bounds"), given.e.T[:, :, None], 0
-        raw = jnp.sum(rows.astype(call.sum_dtype) * e.astype(call.sum_dtype), axis=width)
+        raw = jnp.sum(rows.astype(request.sum_dtype) * e.astype(request.sum_dtype), axis=width)
         x = head.logits(raw, None if bias is None else bias[column].astype(raw.dtype), given.scale)
         return jnp.where(columns < 0, 0, given.divided(x))
 
-    size = _chunk(call, call.width * (call.itemsize + call.sum_itemsize)) if gpu is None else call.tokens
+    size = _chunk(request, request.width * (request.itemsize + request.sum_itemsize)) if gpu is None else request.tokens
     return in_chunks(of_chunk, (inputs.of_tokens, columns_of(inputs, head)), size)
 
 
@@ -86,18 +90,18 @@ def columns_of(inputs: Inputs, head: Head) -> jax.Array:
     return jnp.where(named, inputs.ids, -1)
 
 
-def dz_at(inputs: Inputs, numbers: Statistics, of: Cotangents, call: Call) -> AtIds:
+def dz_at(inputs: Inputs, numbers: Statistics, of: Cotangents, request: Request) -> AtIds:
     """dz at the ids. numbers: over the whole vocabulary."""
     assert numbers.ids is not None
     assert of.ids is not None
-    head, inputs = call.head, _without_ignored(inputs)
+    head, inputs = request.head, _without_ignored(inputs)
     columns, inverse = columns_of(inputs, head), inputs.inverse_temperature
     x = numbers.ids if inverse is None else numbers.ids / inverse[:, None]
     log_p = jnp.minimum(numbers.ids - numbers.reference[:, None], numbers.log_mass[:, None])
     of = relative(of, numbers, inputs.targets >= 0)
     weights = None if inputs.weights is None else inputs.weights[jnp.maximum(columns, 0)]
     of_tokens = jax.tree.map(lambda x: x[:, None], of._replace(ids=None))
-    of_tokens = of_tokens._replace(ids=in_chunks(_of_repeated, (columns, of.ids), _chunk(call, 4 * call.ids)))
+    of_tokens = of_tokens._replace(ids=in_chunks(_of_repeated, (columns, of.ids), _chunk(request, 4 * request.ids)))
     is_target = columns == inputs.targets[:, None]
     return AtIds(
         columns, head.cotangent(x, jnp.exp(log_p), is_target, of_tokens, weights, inputs.factor_of_rows, log_p)
@@ -132,10 +136,10 @@ def _of_repeated(given: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.sum(jnp.where(columns[:, :, None] == columns[:, None, :], of[:, None, :], 0), axis=2)
 
 
-def _chunk(call: Call, of_id: int) -> int:
+def _chunk(request: Request, of_id: int) -> int:
     """The tokens of a chunk that holds so many bytes for each id, and for the target."""
-    room = min(CHUNK_BYTES, call.memory_budget // BUDGET_SHARE)
-    return max(room // ((call.ids + 1) * of_id), 1)
+    room = min(CHUNK_BYTES, request.memory_budget // BUDGET_SHARE)
+    return max(room // ((request.ids + 1) * of_id), 1)
 
 
 def _without_ignored(inputs: Inputs) -> Inputs:

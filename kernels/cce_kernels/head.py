@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cce_kernels.mean import logarithm
-from cce_kernels.numbers import FLOAT32_MAX, Cotangents, rounded
+from cce_kernels.numbers import FLOAT32_MAX, Cotangents, logarithm, rounded
 
 Precision = lax.PrecisionLike
 

@@ -33,23 +33,21 @@ import jax.numpy as jnp
 
 from cce_kernels.numbers import Cotangents, Statistics
 
-LEAST_LOG = -1000.0  # of P, to the base e or 2: exp(LEAST_LOG) is 0, and LEAST_LOG times a cotangent is finite
 
+def sums_of(z: jax.Array, peak: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Σ exp(z − peak) and Σ exp(z − peak)·(z − peak), (N,). z: (N, V); peak: (N,), finite.
 
-def logarithm(log_p: jax.Array) -> jax.Array:
-    """log P, finite where P is 0: a logit may be −inf, and 0 · −inf is NaN."""
-    return jnp.maximum(log_p, LEAST_LOG)
-
-
-def sums_of(z: jax.Array, peak: jax.Array, weights: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Σ exp(z − peak), Σ exp(z − peak)·(z − peak) and Σ w·(z − peak), (N,). z: (N, V); peak: (N,), finite.
-
-    A term of weight 0 is 0, whatever z is; so is one of exp(z − peak) = 0.
+    A term of exp(z − peak) = 0 is 0, whatever z is.
     """
     z = z - peak[:, None]
     mass = jnp.exp(z)
-    weighted = z if weights is None else jnp.where(weights == 0, 0, weights * z)
-    return jnp.sum(mass, axis=1), jnp.sum(mass * jnp.where(mass == 0, 0, z), axis=1), jnp.sum(weighted, axis=1)
+    return jnp.sum(mass, axis=1), jnp.sum(mass * jnp.where(mass == 0, 0, z), axis=1)
+
+
+def weighted_sum_of(z: jax.Array, peak: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """Σ_v w_v·(z_v − peak), (N,), of logits (N, V). A term of weight 0 is 0, whatever z is."""
+    z = z - peak[:, None]
+    return jnp.sum(z if weights is None else jnp.where(weights == 0, 0, weights * z), axis=1)
 
 
 def finite(peak: jax.Array) -> jax.Array:

@@ -10,8 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-FLOAT32_MAX = 3e38  # replaces an infinite reference (forward.py): inf − inf would be NaN
+FLOAT32_MAX = 3e38  # replaces an infinite reference (blocks.py): inf − inf would be NaN
 LOG2_E = 1.4426950408889634  # the hardware's exponential is base 2: exp(z) = exp2(z · log2 e)
+
+
+LEAST_LOG = -1000.0  # of P, to the base e or 2: exp(LEAST_LOG) is 0, and LEAST_LOG times a cotangent is finite
 
 
 class Inputs(NamedTuple):
@@ -68,6 +71,11 @@ def rounded(product: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.where(jnp.abs(x) < jnp.inf, jnp.minimum(product, jnp.finfo(product.dtype).max), product)
 
 
+def logarithm(log_p: jax.Array) -> jax.Array:
+    """log P, finite where P is 0: a logit may be −inf, and 0 · −inf is NaN."""
+    return jnp.maximum(log_p, LEAST_LOG)
+
+
 class Statistics(NamedTuple):
     """The core's numbers of each token, (N,), at least float32. They are arbitrary for an ignored token.
 
@@ -114,11 +122,6 @@ class Statistics(NamedTuple):
         between = self.reference - reference
         mean = None if self.mean is None else self.mean + between
         return self._replace(log_mass=self.log_mass + between, reference=reference, sum=None, mean=mean)
-
-
-def origin_of(reference: jax.Array) -> jax.Array:
-    """What kernels subtract in `sum`: the reference, or 0 where it stands for a target that names no column."""
-    return jnp.where(jnp.abs(reference) < FLOAT32_MAX, reference, 0.0)
 
 
 class Cotangents(NamedTuple):

@@ -28,13 +28,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cce_kernels.call import Call
 from cce_kernels.engines.engine import Problem, Step
 from cce_kernels.engines.order import cdiv
 from cce_kernels.mean import finite, quotient, sums_of
 from cce_kernels.numbers import Inputs, Statistics
 from cce_kernels.plan.choose import selecting
 from cce_kernels.plan.plan import Plan
+from cce_kernels.request import Request
 from cce_kernels.tokens import Kept, gathered_rows, over_kept
 
 At = Callable[[jax.Array], jax.Array]  # columns (n, K) -> the logits there
@@ -78,8 +78,8 @@ def numbers_and_selections(inputs: Inputs, plan: Plan, asked: Asked) -> tuple[St
     at the last kept token (tokens.over_kept).
     """
     tokens = gathered_rows(inputs.targets.size)
-    size = min(_tokens(plan.call), tokens)
-    step, call = selecting(plan, size), replace(plan.call, tokens=size)
+    size = min(_tokens(plan.request), tokens)
+    step, request = selecting(plan, size), replace(plan.request, tokens=size)
     chunks = cdiv(tokens, size)
     steps = cdiv(chunks, 1 if step is None else CHUNKS_OF_STEP)
     parts = cdiv(chunks, steps)
@@ -88,7 +88,7 @@ def numbers_and_selections(inputs: Inputs, plan: Plan, asked: Asked) -> tuple[St
     def of_chunk(start: Any) -> tuple[Statistics, Selections]:
         order = lax.dynamic_slice_in_dim(kept.order, start, size)
         own = inputs._replace(**{name: x[order] for name, x in inputs.of_tokens.items()})
-        return _of_chunk(Problem(call, plan.gpu, own), step, kept.count[0] - start, asked)
+        return _of_chunk(Problem(request, plan.gpu, own), step, kept.count[0] - start, asked)
 
     def with_chunk(i: Any, whole: Any) -> Any:
         start = i * size
@@ -143,9 +143,9 @@ def _first(keys: jax.Array, ids: jax.Array, k: int) -> tuple[jax.Array, jax.Arra
     return keys[:, :k], ids[:, :k]
 
 
-def _tokens(call: Call) -> int:
+def _tokens(request: Request) -> int:
     """The tokens of a chunk."""
-    size = call.memory_budget // (2 * call.sum_itemsize * call.vocabulary)
+    size = request.memory_budget // (2 * request.sum_itemsize * request.vocabulary)
     size = min(max(size, LEAST), MOST)
     return next(size // multiple * multiple for multiple in MULTIPLES if size >= multiple)
 
@@ -155,12 +155,12 @@ def _of_chunk(problem: Problem, step: Step | None, count: Any, asked: Asked) -> 
 
     step: of `logits_and_maxima`; None: XLA's matmul computes the logits.
     """
-    call, _, inputs = problem
+    request, _, inputs = problem
     found = _by_xla(problem, asked.top_k) if step is None else _by_kernel(problem, step, count, asked.top_k)
     targets = inputs.targets[:, None]
-    target, ids = _picked(found.at, targets, call.vocabulary)[:, 0], None
+    target, ids = _picked(found.at, targets, request.vocabulary)[:, 0], None
     if inputs.ids is not None:
-        ids = _picked(found.at, jnp.where(targets < 0, -1, inputs.ids), call.vocabulary)
+        ids = _picked(found.at, jnp.where(targets < 0, -1, inputs.ids), request.vocabulary)
     mean_logit = jnp.mean(found.logits, axis=1) if asked.mean_logit else None
     numbers = Statistics(found.log_mass, found.peak, target, None, found.mean, ids)
     return numbers, Selections(*found.top, mean_logit)
@@ -178,13 +178,13 @@ class _Found(NamedTuple):
 
 
 def _by_xla(problem: Problem, k: int) -> _Found:
-    call, _, inputs = problem
-    z, at = _divided(call.head.whole_logits(inputs.e, inputs.c, inputs.bias, inputs.scale), inputs)
+    request, _, inputs = problem
+    z, at = _divided(request.head.whole_logits(inputs.e, inputs.c, inputs.bias, inputs.scale), inputs)
     top = largest(z, k, at=at) if k else (None, None)
     peak = jnp.max(jnp.where(jnp.isnan(z), -jnp.inf, z), axis=1) if top[0] is None else top[0][:, 0]
     peak = finite(peak)
-    mass, moment, _ = sums_of(z, peak)
-    return _Found(z, at, top, peak, jnp.log(mass), quotient(moment, mass) if call.with_mean else None)
+    mass, moment = sums_of(z, peak)
+    return _Found(z, at, top, peak, jnp.log(mass), quotient(moment, mass) if request.with_mean else None)
 
 
 def _by_kernel(problem: Problem, step: Step, count: Any, k: int) -> _Found:
@@ -192,8 +192,8 @@ def _by_kernel(problem: Problem, step: Step, count: Any, k: int) -> _Found:
     z, at = _divided(x, problem.inputs)
     top = largest(z, k, Blocks(maxima, step.engine.block(step).columns), at) if k else (None, None)
     mean = None
-    if problem.call.with_mean:
-        mass, moment, _ = sums_of(z, peak)
+    if problem.request.with_mean:
+        mass, moment = sums_of(z, peak)
         mean = quotient(moment, mass)
     return _Found(z, at, top, peak, log_mass, mean)
 

@@ -1,7 +1,8 @@
 """What is decided about a call before it runs: `plan_of` gives a frozen Plan, which both passes only read."""
 
-from cce_kernels.plan.choose import needs_reference, plan_of
+from cce_kernels.plan.choose import plan_of
 from cce_kernels.plan.explanation import Explanation, explained, logged
-from cce_kernels.plan.plan import Chunks, Plan, Times
+from cce_kernels.plan.plan import Chunks, Plan
+from cce_kernels.plan.setting import needs_reference
 
-__all__ = ["Chunks", "Explanation", "Plan", "Times", "explained", "logged", "needs_reference", "plan_of"]
+__all__ = ["Chunks", "Explanation", "Plan", "explained", "logged", "needs_reference", "plan_of"]

@@ -5,15 +5,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from cce_kernels.contract import EVERYTHING
-from cce_kernels.plan.choose import Impl, engines, with_gathered_rows
-from cce_kernels.plan.plan import Plan
+from cce_kernels.plan.choose import refusals
+from cce_kernels.plan.plan import InForward, Plan, Recomputed, Saved
+from cce_kernels.plan.setting import Impl
 
 log = logging.getLogger("cce_kernels")
 MIB = 2**20
 LARGE = 10.0  # a predicted time beyond it says only that the matrix products take little of it
-RECOMPUTED = "from logits that the backward pass computes again"
-SAVED = "from exponentials that the forward pass saves"
-IN_FORWARD = "in the forward pass"
+GRADIENTS = {
+    Recomputed: "from logits that the backward pass computes again",
+    Saved: "from exponentials that the forward pass saves",
+    InForward: "in the forward pass",
+}
 NOTHING_LEFT_OUT = "does nothing here; only the engine hopper leaves out blocks, in the forward pass"
 
 
@@ -44,41 +47,35 @@ class Explanation:
         if self.gradients is None:
             lines.append("gradients: none, as in evaluation; no time is predicted for it")
         else:
-            chunks = "" if self.chunks is None else f", {_chunks(*self.chunks)}"
+            number, size = self.chunks or (0, 0)
+            chunks = f", {number} chunk{'s' * (number != 1)} of {size} token{'s' * (size != 1)}" if number else ""
             lines.append(f"gradients: {self.gradients}{chunks}")
             budget = "all" if self.memory_budget >= EVERYTHING else f"{self.memory_budget / MIB:.0f} MiB"
             lines.append(f"memory: {self.held / MIB:.0f} MiB; memory_budget: {budget}")
         if self.time is not None:
-            time = f"{self.time:.2f} of" if self.time <= LARGE else f"more than {LARGE:.0f} times"
-            why = "" if self.time <= LARGE else ", which take little of this call's time"
-            lines.append(f"predicted time: {time} the matrix products alone{why}")
+            large = f"more than {LARGE:.0f} times the matrix products alone, which take little of this call's time"
+            time = f"{self.time:.2f} of the matrix products alone" if self.time <= LARGE else large
+            lines.append(f"predicted time: {time}")
         if self.leaves_out is not None:
             does = "blocks are left out of the products" if self.leaves_out else NOTHING_LEFT_OUT
             lines.append(f"gradient_tolerance: {does}")
         return "\n".join(lines)
 
 
-def _chunks(number: int, size: int) -> str:
-    return f"{number} chunk{'s' * (number != 1)} of {size} token{'s' * (size != 1)}"
-
-
 def explained(plan: Plan, impl: Impl, gradient_tolerance: float) -> Explanation:
     """gradient_tolerance: what the user gave. That of the plan's call is 0 where the plan leaves out nothing."""
-    call, engine = plan.call, plan.forward.sums.engine
-    asked = list(engines(call.itemsize, impl))
-    refused = {x.name: x.refuses(with_gathered_rows(call), plan.gpu) for x in asked[: asked.index(engine)]}
-    gradients, chunks, time = None, None, None
-    if plan.in_forward is not None:
-        of = plan.in_forward.chunks
-        gradients, chunks = IN_FORWARD, (of.whole + (of.last > 0), max(of.size, of.last))
-    elif call.wanted is not None:
-        gradients = SAVED if plan.saved else RECOMPUTED
-    if plan.times is not None:
-        times = {IN_FORWARD: plan.times.in_forward, SAVED: plan.times.saved, RECOMPUTED: plan.times.recomputed}
-        time = times[gradients or RECOMPUTED]
-    sparse = plan.in_forward is not None and plan.in_forward.thresholds is not None
+    request, formed, refused = plan.request, plan.in_forward, {}
+    for engine, why in refusals(request, plan.gpu, impl).items():
+        if engine is plan.engine:
+            break
+        refused[engine.name] = why or engine.lacks("form_dz", request)
+    gradients, chunks, sparse = GRADIENTS.get(type(plan.gradients)), None, False
+    if formed is not None:
+        chunks, sparse = (formed.chunks.count, formed.chunks.size), formed.thresholds is not None
     leaves_out = sparse if gradient_tolerance and gradients else None
-    return Explanation(engine.name, refused, gradients, chunks, plan.held, call.memory_budget, time, leaves_out)
+    time = None if request.teacher_width else plan.time or None  # the teacher's logits are in no prediction
+    held, budget = plan.held, request.memory_budget
+    return Explanation(plan.engine.name, refused, gradients, chunks, held, budget, time, leaves_out)
 
 
 def logged(plan: Plan, impl: Impl, gradient_tolerance: float) -> None:
@@ -89,6 +86,6 @@ def logged(plan: Plan, impl: Impl, gradient_tolerance: float) -> None:
 
 @lru_cache(maxsize=4096)
 def _logged(plan: Plan, impl: Impl, gradient_tolerance: float) -> None:
-    n, d, v = plan.call.tokens, plan.call.width, plan.call.vocabulary
+    n, d, v = plan.request.tokens, plan.request.width, plan.request.vocabulary
     told = str(explained(plan, impl, gradient_tolerance)).replace("\n", "; ")
-    log.info("%s×%s×%s %s: %s", n, d, v, plan.call.dtype, told)
+    log.info("%s×%s×%s %s: %s", n, d, v, plan.request.dtype, told)

@@ -1,16 +1,14 @@
-"""A plan: everything that is decided about a call before it runs, as data. choose.py makes it, budget.py counts bytes.
+"""A plan: everything that is decided about a call before it runs, as data. choose.py makes it.
 
-A plan is for the kept tokens, gathered into `rows` rows, of which the last may be empty. There are three ways to the
-gradients: the backward pass computes the logits again; the forward pass saves the exponentials of all tokens
-(cce_kernels/exponentials.py); the forward pass forms the gradients (cce_kernels/in_forward.py).
+There are three ways to the gradients (cce_kernels/blocks.py): the forward pass forms them; the forward pass saves the
+exponentials of all tokens; the backward pass computes the logits again.
 """
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cce_kernels.call import Call
-from cce_kernels.engines.engine import Multiplying, Step
-from cce_kernels.tokens import gathered_rows
+from cce_kernels.engines.engine import Engine, Multiplying, Step
+from cce_kernels.request import Request
 
 # Of the tokens: with a smaller share kept, matmuls that stop at the last kept token beat XLA's matmuls of all tokens.
 FEW_KEPT = 0.8
@@ -18,18 +16,16 @@ FEW_KEPT = 0.8
 
 @dataclass(frozen=True)
 class Forward:
-    """Target → sums → rescue. A step is None where the engine of `sums` does not need it."""
+    """The first half of a block: target → sums → rescue. A step is None where the engine of `sums` does not need it."""
 
     sums: Step
-    gathered: bool  # whether e is copied with the kept tokens first; else kernels look up the row of each token
     target: Step | None = None
-    scattered: Step | None = None  # where e is not gathered: the blocks whose tokens are not consecutive rows of e
     rescue: Step | None = None  # sums that overflowed, and saved exponentials whose reference is lse
 
 
 @dataclass(frozen=True)
 class Recomputed:
-    """The backward pass computes the logits again, in groups (cce_kernels/backward.py)."""
+    """The backward pass computes the logits again, a window of the vocabulary at a time."""
 
     dz: Step
     products: Multiplying
@@ -38,48 +34,34 @@ class Recomputed:
 
 @dataclass(frozen=True)
 class Saved:
-    """The forward pass saves the exponentials of all tokens (cce_kernels/saved.py)."""
+    """The forward pass saves the exponentials of all tokens, for the backward pass."""
 
     products: Multiplying
     of_few: Multiplying | None = None  # replaces `products` where few tokens are kept
-    dz: Step | None = None  # forms dz of the exponentials, if Call.forms_dz; None: they are multiplied
+    dz: Step | None = None  # forms dz of the exponentials, if Request.forms_dz; None: they are multiplied
     targets: Step | None = None  # writes the targets' elements, where the exponentials are multiplied
-    de: Step | None = None  # writes de in place of `products`, in the memory of the scaled e
-    restored: Step | None = None  # moves rows of that de in place
 
 
 class Chunks(NamedTuple):
-    """The tokens, kept ones first, in chunks: `whole` of `size` tokens, then one of at most `last` tokens.
+    """The tokens, kept ones first, in `count` chunks of `size` tokens. The last one may reach beyond the tokens."""
 
-    The backward pass adds the last chunk's part of dc. last: the rows of what it is left, 0 where dc is summed in
-    float32.
-    """
-
-    whole: int
+    count: int  # type: ignore[assignment]
     size: int
-    last: int
-    block: int  # columns of D that share a step where dc is summed in block floating point
 
     @property
     def rows(self) -> int:
-        return self.whole * self.size + self.last
-
-    def rows_of_de(self, tokens: int) -> int:
-        """Of `rows`, those that may be tokens."""
-        return min(self.rows, max(self.whole * self.size, gathered_rows(tokens)))
+        return self.count * self.size
 
 
 @dataclass(frozen=True)
 class InForward:
-    """Gradients formed in the forward pass (cce_kernels/in_forward.py)."""
+    """The forward pass forms the gradients, a chunk of tokens at a time."""
 
     chunks: Chunks
     dc: Step  # sums dc
-    forward: Forward | None = None  # the steps of a chunk whose exponentials are stored; None: its logits are, by XLA
     de: Multiplying | None = None
-    dz: Step | None = None  # makes dz of the exponentials, if Call.forms_dz; None: they are multiplied
+    dz: Step | None = None  # makes dz of the exponentials, if Request.of_mean; None: they are multiplied
     targets: Step | None = None  # writes the targets' elements, where the exponentials are multiplied
-    restored: Step | None = None  # moves rows of de in place; None: XLA copies them
     thresholds: Step | None = None  # finds what the products leave out; None: nothing
     logits: Step | None = None  # computes a student's logits beside a teacher; None: XLA does, and passes over them
     passes: Step | None = None  # over both logits
@@ -90,30 +72,19 @@ class InForward:
         return min(self.most_logits or size, size)
 
 
-class Times(NamedTuple):
-    """The predicted times of the three ways to the gradients, relative to the matmuls that they have in common.
-
-    These are the matmuls of the logits and of the gradients that are wanted. inf: what the memory budget forbids.
-    """
-
-    recomputed: float  # the backward pass computes the logits again
-    in_forward: float  # the forward pass forms the gradients
-    saved: float  # the forward pass saves the exponentials of all tokens
-
-
 @dataclass(frozen=True)
 class Plan:
     """Hashable: it may be a static argument of a traced function."""
 
-    call: Call
+    request: Request
     gpu: Any  # device.Gpu; None: no CUDA device
-    rows: int  # into which the kept tokens are gathered
+    engine: Engine  # which computes the logits, or those of the backward pass
+    rows: int  # into which the kept tokens are gathered; the last ones may be empty
     finds_ignored: bool  # whether ignored tokens are looked for; else they are computed and masked
-    forward: Forward
+    forward: Forward | None  # the steps of a block; None: plain XLA holds a chunk's logits, or those beside a teacher
     gradients: Recomputed | Saved | InForward | None  # the way to the gradients; None: none is wanted
     held: int  # the most bytes that this plan holds besides inputs and results; 0 for evaluation
-    least: int  # the bytes that the least plan holds, whatever the budget; 0 for evaluation
-    times: Times | None = None  # None for evaluation, and beside a teacher
+    time: float = 0.0  # predicted (times.py); 0 for evaluation
 
     @property
     def saved(self) -> int:
@@ -126,5 +97,5 @@ class Plan:
 
     @property
     def saves_de(self) -> bool:
-        """Whether the forward pass forms de for any cotangents (in_forward.of_any_cotangents), and saves that."""
-        return self.in_forward is not None and not self.call.one_factor
+        """Whether the forward pass forms de for any cotangents (blocks.de_of_any_cotangents), and saves that."""
+        return self.in_forward is not None and not self.request.one_factor

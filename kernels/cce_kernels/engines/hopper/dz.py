@@ -1,9 +1,9 @@
-"""The dz kernel for Hopper GPUs: dz (N, V_g) of one group of columns, from logits that the kernel computes again.
+"""The dz kernel for Hopper GPUs: dz (N, V_g) of one window of columns, from logits that the kernel computes again.
 
 The maths is that of cce_kernels/engines/triton/dz.py. Read: e once per 256 columns and c_g once per 256 rows, from L2
 where programs that run at the same time share them. Written: dz once, 2 bytes an element. Never written: a logit.
-The kernel computes a group's first column from the group's number, which is the counter of XLA's loop: no other kernel
-has to be launched to compute it.
+The kernel computes a window's first column from the window's number, which is the counter of XLA's loop: no other
+kernel has to be launched to compute it.
 """
 
 import jax
@@ -16,16 +16,15 @@ from cce_kernels.engines.hopper.matmul import Multiply, Origin, Sum
 from cce_kernels.engines.hopper.registers import along_rows, column_numbers, parts_of, vector_of
 from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS
 from cce_kernels.engines.order import row_group
-from cce_kernels.gradients import FormDz
 from cce_kernels.numbers import LOG2_E, Cotangents, Statistics
-from cce_kernels.windows import Window
+from cce_kernels.windows import FormDz, Window
 
 
 def form_dz(step: Step, problem: Problem, numbers: Statistics, of: Cotangents, count: jax.Array) -> FormDz:
-    """engine.Launched.form_dz. groups.columns: a multiple of DEPTH. dz is 0 from column V on."""
-    head, groups, inputs = problem.head, step.groups, problem.inputs
-    e, c, vocabulary = inputs.e, inputs.c, problem.call.vocabulary
-    # the same for all groups
+    """engine.Launched.form_dz. windows.columns: a multiple of DEPTH. dz is 0 from column V on."""
+    head, windows, inputs = problem.head, step.windows, problem.inputs
+    e, c, vocabulary = inputs.e, inputs.c, problem.request.vocabulary
+    # the same for all windows
     of_rows = numbers.reference, numbers.most(inputs), inputs.targets, of, inputs.inverse_temperature
     of_tokens = jax.tree.map(padded, of_rows), count, inputs.scale
     multiply = Multiply(step.tiles, right_axis=1 - head.vocab_axis)
@@ -33,14 +32,14 @@ def form_dz(step: Step, problem: Problem, numbers: Statistics, of: Cotangents, c
 
     def extent(others) -> Extent:
         (_, count_ref, _scale_ref), number_ref = others
-        start = groups.window(number_ref[0]).start
-        left = jnp.minimum(groups.columns, groups.vocabulary - start)
+        start = windows.window(number_ref[0]).start
+        left = jnp.minimum(windows.columns, windows.vocabulary - start)
         logits_sum = Sum(e.shape[1] // DEPTH, lambda row, column: Origin(row, start + column))
         return Extent(live_pairs(count_ref[0]), left, logits_sum, group)
 
     def write(warpgroup, product, row, column, dz_ref, others):
         (rows_refs, _, scale_ref), number_ref = others
-        start = groups.window(number_ref[0]).start
+        start = windows.window(number_ref[0]).start
         origin, most, targets, of, inverse = jax.tree.map(lambda ref: vector_of(ref, row), rows_refs)
         scale = None if scale_ref is None else scale_ref[0]
 
@@ -62,7 +61,7 @@ def form_dz(step: Step, problem: Problem, numbers: Statistics, of: Cotangents, c
         warpgroup.write(parts(), dz_ref, row, column)
 
     def form(window: Window) -> tuple[jax.Array, None]:
-        others, out = (of_tokens, window.number.reshape(1)), jax.ShapeDtypeStruct((len(e), groups.columns), e.dtype)
+        others, out = (of_tokens, window.number.reshape(1)), jax.ShapeDtypeStruct((len(e), windows.columns), e.dtype)
         return every_tile((e, c), others, out, multiply, extent, write, name="cce_dz", gpu=problem.gpu), None
 
     return form

@@ -319,7 +319,7 @@ def launch(
     ]
 
     @jax.custom_batching.sequential_vmap
-    def call(*arrays):
+    def request(*arrays):
         def stateful(refs):
             (left, right), of_others, of_outputs = jax.tree.unflatten(tree, refs)
 
@@ -336,7 +336,7 @@ def launch(
 
         return pl.run_state(stateful)(arrays)[inputs:]
 
-    found = iter(call(*arrays))
+    found = iter(request(*arrays))
     return [None if x is None else next(found) for x in outputs]
 
 

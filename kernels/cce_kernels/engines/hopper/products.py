@@ -1,8 +1,7 @@
 """The matmuls of the gradient on Hopper GPUs.
 
     de           dz·c_g                  added to de, float32; or written once, for all columns
-    saved_de     r·(P·c)                 written once, from saved exponentials (cce_kernels/exponentials.py)
-    dc           dzᵀ·e                   written once, for a group of columns; or added to dc, float32, for all columns
+    dc           dzᵀ·e                   written once, for a window of columns; or added to dc, float32, for all columns
                  Pᵀ·(r·e)                or this, for all columns
 
 A block-sparse de sums over the listed steps of each row block alone (cce_kernels/block_sparse.py).
@@ -19,34 +18,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from cce_kernels.block_sparse import DE_BLOCK, Listed
-from cce_kernels.engines.engine import Multiplying, Problem, Step
-from cce_kernels.engines.hopper.every_tile import Extent, every_tile, live_blocks, live_pairs, padded
+from cce_kernels.engines.engine import Multiplying, Problem, Products
+from cce_kernels.engines.hopper.every_tile import Extent, every_tile, live_blocks, live_pairs
 from cce_kernels.engines.hopper.matmul import Multiply, Origin, Sum
-from cce_kernels.engines.hopper.registers import BLOCK, along_rows, parts_of, quotient, remainder, vector_of
+from cce_kernels.engines.hopper.registers import BLOCK, parts_of, quotient, remainder
 from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS
-from cce_kernels.engines.order import cdiv
-from cce_kernels.gradients import Products
 
 assert DE_BLOCK == (BLOCK, DEPTH)
-
-
-def de_of_saved(
-    step: Step, problem: Problem, p: jax.Array, r: jax.Array, count: jax.Array, out: jax.Array
-) -> jax.Array:
-    """engine.Launched.de_of_saved. p: (rows, V); r: (rows,)."""
-    vocabulary, width, axis = problem.call.vocabulary, out.shape[1], problem.head.vocab_axis
-
-    def extent(others) -> Extent:
-        _, count_ref = others
-        return Extent(live_pairs(count_ref[0]), width, Sum(cdiv(vocabulary, DEPTH), Origin))
-
-    def write(warpgroup, product, row, column, out_ref, others):
-        r = vector_of(others[0], row)
-        parts = (x * along_rows(r, x.shape) for _, x in parts_of(product(), out_ref.dtype))
-        warpgroup.write((x.astype(out_ref.dtype) for x in parts), out_ref, row, column)
-
-    operands, others, multiply = (p, problem.inputs.c), (padded(r), count), Multiply(step.tiles, right_axis=axis)
-    return every_tile(operands, others, out, multiply, extent, write, name="cce_saved_de", gpu=problem.gpu)
 
 
 def products(
@@ -58,19 +36,19 @@ def products(
     adding: bool = False,
 ) -> Products:
     """engine.Launched.products. adding: put_dc adds to dc, which is float32."""
-    (e, c, *_), groups, splits = problem.inputs, step.groups, step.splits
-    (tokens, width), vocabulary, axis = e.shape, problem.call.vocabulary, problem.head.vocab_axis
+    (e, c, *_), windows, splits = problem.inputs, step.windows, step.splits
+    (tokens, width), vocabulary, axis = e.shape, problem.request.vocabulary, problem.head.vocab_axis
     run = partial(every_tile, gpu=problem.gpu)
 
     def start_of(number_ref):
-        return groups.window(number_ref[0]).start
+        return windows.window(number_ref[0]).start
 
     def add_de(de, dz, window):
         adds = de is not None
         # A partial sum's last tile may have rows of the next one.
         if not adds and splits > 1 and tokens % step.de.of_pair[0]:
             de, adds = jnp.zeros((splits * tokens, width), jnp.float32), True
-        elif not adds and problem.call.teacher_width:  # XLA may allocate an empty array while the logits exist
+        elif not adds and problem.request.teacher_width:  # XLA may allocate an empty array while the logits exist
             zero, dz = lax.optimization_barrier((jnp.float32(0), dz))
             de = jnp.broadcast_to(zero, (splits * tokens, width))
         elif not adds:
@@ -101,7 +79,7 @@ def products(
                 return sparse(others)
             count_ref, number_ref, _ = others
             start = start_of(number_ref)
-            left = jnp.minimum(dz.shape[1], vocabulary - start)  # the group's columns that are in the vocabulary
+            left = jnp.minimum(dz.shape[1], vocabulary - start)  # the window's columns that are in the vocabulary
             steps, live = quotient(left + (DEPTH * splits - 1), DEPTH * splits), live_pairs(count_ref[0])
 
             def origin(row, column) -> Origin:

@@ -30,28 +30,19 @@ from cce_kernels.engines.hopper.registers import (
 from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS
 from cce_kernels.engines.order import cdiv, grouped_order, row_group
 from cce_kernels.exponentials import LARGEST, saved_shape
-from cce_kernels.mean import logarithm
 from cce_kernels.mean import quotient as mean_of
-from cce_kernels.numbers import LOG2_E
-from cce_kernels.tokens import Rows
+from cce_kernels.numbers import LOG2_E, logarithm
 
 
-def sums(step: Step, problem: Problem, at: Rows, reference: jax.Array, save: bool) -> Sums:
-    """engine.Launched.sums.
-
-    at.starts: one for each block of BLOCK tokens. Blocks whose tokens are not consecutive rows of e are not written.
-    """
+def sums(step: Step, problem: Problem, count: jax.Array | None, reference: jax.Array, save: bool) -> Sums:
+    """engine.Launched.sums."""
     (e, c, *_), head, tiles, splits = problem.inputs, problem.head, step.tiles, step.splits
-    tokens, width, vocabulary, columns = reference.size, e.shape[1], problem.call.vocabulary, tiles.columns
+    tokens, width, vocabulary, columns = reference.size, e.shape[1], problem.request.vocabulary, tiles.columns
     pairs, column_tiles = cdiv(tokens, PAIR_ROWS), cdiv(vocabulary, columns)
-    starts, count = at.starts, at.count
-    if starts is not None:
-        assert starts.size == cdiv(tokens, BLOCK), "the kernel of scattered tokens has blocks of another size"
-        starts = jnp.pad(starts, (0, 2 * pairs - starts.size), constant_values=-1)
     count = jnp.full(1, tokens, jnp.int32) if count is None else count
 
     def kernel(others, total_ref, saved_ref, masses_ref, moment_ref):
-        reference_ref, inverse_ref, starts_ref, count_ref, scale_ref = others
+        reference_ref, inverse_ref, count_ref, scale_ref = others
 
         def run(unit):
             pair, split = grouped_order(unit, pairs, splits, row_group(width, e.dtype.itemsize, PAIR_ROWS, PAIR_GROUP))
@@ -62,8 +53,6 @@ def sums(step: Step, problem: Problem, at: Rows, reference: jax.Array, save: boo
             pair, _split, first, length = run(unit)
             row = pair * PAIR_ROWS + program * BLOCK
             length = jnp.where(pair * PAIR_ROWS < count_ref[0], length, 0)
-            if starts_ref is not None:
-                row = jnp.maximum(starts_ref[pair * 2 + program], 0)
             return Work(length, lambda n: (row, (first + n) * columns), Sum(width // DEPTH, Origin))
 
         def compute(warpgroup, work, product):
@@ -106,14 +95,9 @@ def sums(step: Step, problem: Problem, at: Rows, reference: jax.Array, save: boo
 
             begin = zero_vector(), None if moment_ref is None else zero_vector()
             total, moment = lax.fori_loop(jnp.int32(0), work.tiles, tile, begin)
-            here = True if starts_ref is None else starts_ref[pair * 2 + program] >= 0
-
-            @pl.when(here)
-            def _():
-                total_ref[split, pl.ds(row, ROWS)] = total
-                if moment_ref is not None:
-                    moment_ref[split, pl.ds(row, ROWS)] = moment
-
+            total_ref[split, pl.ds(row, ROWS)] = total
+            if moment_ref is not None:
+                moment_ref[split, pl.ds(row, ROWS)] = moment
             return work.tiles * steps
 
         return work, compute
@@ -121,12 +105,12 @@ def sums(step: Step, problem: Problem, at: Rows, reference: jax.Array, save: boo
     saved = jax.ShapeDtypeStruct(saved_shape(tokens, vocabulary), e.dtype) if save else None
     multiply = Multiply(tiles, right_axis=1 - head.vocab_axis, written=e.dtype if save else None)
     masses = None
-    if save and problem.call.gradient_tolerance:
+    if save and problem.request.gradient_tolerance:
         masses = jax.ShapeDtypeStruct((column_tiles * (columns // PART), pairs * PAIR_ROWS), jnp.float32)
     inverse = problem.inputs.inverse_temperature
-    others = padded(reference), None if inverse is None else padded(inverse), starts, count, problem.inputs.scale
+    others = padded(reference), None if inverse is None else padded(inverse), count, problem.inputs.scale
     parts = jax.ShapeDtypeStruct((splits, pairs * PAIR_ROWS), jnp.float32)
-    outputs = parts, saved, masses, parts if problem.call.with_mean else None
+    outputs = parts, saved, masses, parts if problem.request.with_mean else None
     name, programs = "cce_statistics", pairs * splits
     total, p, masses, moment = launch(
         (e, c), others, outputs, multiply, kernel, pairs=programs, name=name, gpu=problem.gpu
@@ -138,4 +122,4 @@ def sums(step: Step, problem: Problem, at: Rows, reference: jax.Array, save: boo
         moment = moment[:, :tokens]
         mean = mean_of(moment, total)
         log_mass = jnp.where(log_mass < LARGEST, log_mass, jnp.inf)
-    return Sums(log_mass, None, None, p, masses, mean)
+    return Sums(log_mass, None, p, masses, mean)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cce_kernels.device import Gpu
-from cce_kernels.windows import Groups
+from cce_kernels.windows import Windows
 
 PAIR_ROWS = 256  # rows of the tile of a pair of programs, if these are not side by side
 BLOCK = PAIR_ROWS // 2  # rows of a program's tile
@@ -50,13 +50,12 @@ LOGITS = PairTiles(256, stages=4, slots=2, lead=2)  # the tile of statistics and
 # With 256, 192 and 128 columns the kernels take 224, 208 and 192 KiB of shared memory.
 DE = (PairTiles(256, stages=4, slots=2), PairTiles(192, stages=4, slots=3), PairTiles(128, stages=5, slots=2))
 SPARSE_DE = tuple(replace(x, across=True) for x in DE)
-SAVED_DE = (PairTiles(256, 4, 2, lead=2), PairTiles(192, 4, 3, lead=2), PairTiles(128, 5, 2, lead=2))
-DC = SAVED_DE
+DC = (PairTiles(256, 4, 2, lead=2), PairTiles(192, 4, 3, lead=2), PairTiles(128, 5, 2, lead=2))
 # By the columns of a tile; the slots hold a whole tile, which is read before it is written.
 SUMMED = {256: PairTiles(256, 3, 4, lead=2), 192: PairTiles(192, 4, 3, lead=2), 128: PairTiles(128, 5, 2, lead=2)}
 SPLITS, SPLIT_PART = 12, 16  # the most partial sums of de; all take at most 2 / 16 of a chunk's exponentials
 SPLIT_COST = 0.003  # of one more partial sum, relative to a wave of tiles
-LOGITS_EPILOGUE, GROUP = 3.0, 40.0  # in steps of a matmul: dz's epilogue of a tile, and the fixed cost of a group
+LOGITS_EPILOGUE, WINDOW = 3.0, 40.0  # in steps of a matmul: dz's epilogue of a tile, and the fixed cost of a window
 
 
 def cheapest(tiles: Sequence[PairTiles], pairs: int, width: int, units: int) -> PairTiles:
@@ -64,7 +63,7 @@ def cheapest(tiles: Sequence[PairTiles], pairs: int, width: int, units: int) -> 
 
 
 class Sizes(NamedTuple):
-    """The size of a group's part of dc, in the layout of c: pairs of row blocks, and columns."""
+    """The size of a window's part of dc, in the layout of c: pairs of row blocks, and columns."""
 
     pairs: int
     columns: int
@@ -75,24 +74,30 @@ def dc_sizes(columns: int, width: int, vocab_axis: int) -> Sizes:
     return Sizes(-(-rows // PAIR_ROWS), across)
 
 
-def dc_tiles(columns: int, groups: int, vocab_axis: int) -> Sequence[PairTiles]:
-    """The tiles that may write a group's part of dc, where the vocabulary has `groups` groups of `columns` columns.
+def dc_tiles(columns: int, windows: int, vocab_axis: int) -> Sequence[PairTiles]:
+    """The tiles that may write a window's part of dc, where the vocabulary has `windows` windows of `columns` columns.
 
-    A kernel writes whole tiles. With vocab_axis 1 the group's columns are columns of dc: a tile whose width does not
-    divide them would write zeros into the next group's columns. A single group may have any tile, as TMA writes nothing
-    beyond dc.
+    A kernel writes whole tiles. With vocab_axis 1 the window's columns are columns of dc: a tile whose width does not
+    divide them would write zeros into the next window's columns. A single window may have any tile, as TMA writes
+    nothing beyond dc.
     """
-    return DC if vocab_axis == 0 or groups == 1 else [x for x in DC if columns % x.columns == 0]
+    return DC if vocab_axis == 0 or windows == 1 else [x for x in DC if columns % x.columns == 0]
 
 
-def group_cost(tokens: int, width: int, vocab_axis: int, units: int, groups: Groups, columns: int) -> float:
-    """The time of a group of so many columns, in steps of a unit."""
+def window_cost(tokens: int, width: int, vocab_axis: int, units: int, windows: Windows, columns: int) -> float:
+    """The time of a window of so many columns, in steps of a unit."""
     pairs = -(-tokens // PAIR_ROWS)
     dz = LOGITS.waves(pairs, columns, units) * (width / DEPTH + LOGITS_EPILOGUE)
     de = cheapest(DE, pairs, width, units).cost(pairs, width, units) * columns / DEPTH
-    sizes, tiles = dc_sizes(columns, width, vocab_axis), dc_tiles(groups.columns, groups.count, vocab_axis)
+    sizes, tiles = dc_sizes(columns, width, vocab_axis), dc_tiles(windows.columns, windows.count, vocab_axis)
     dc = cheapest(tiles, *sizes, units).cost(*sizes, units) * tokens / DEPTH
-    return dz + de + dc + GROUP
+    return dz + de + dc + WINDOW
+
+
+def splits_of(tile: PairTiles, tokens: int, width: int, columns: int, units: int) -> int:
+    """The number of partial sums of de over so many columns, where the tiles of so few tokens leave units idle."""
+    rows, across = tile.of_pair
+    return max(1, min(SPLITS, units // (-(-tokens // rows) * -(-width // across)), -(-columns // DEPTH)))
 
 
 def de_of_chunk(

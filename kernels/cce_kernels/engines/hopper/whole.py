@@ -43,7 +43,7 @@ def logits_and_maxima(step: Step, problem: Problem, count: jax.Array) -> tuple[W
 def _launched(step: Step, problem: Problem, count: jax.Array, with_maxima: bool) -> tuple[Whole, jax.Array | None]:
     """The maxima: (blocks, n)."""
     (e, c, *_), head, columns, splits = problem.inputs, problem.head, step.tiles.columns, step.splits
-    tokens, width, vocabulary = *e.shape, problem.call.vocabulary
+    tokens, width, vocabulary = *e.shape, problem.request.vocabulary
     pairs, column_tiles = cdiv(tokens, PAIR_ROWS), cdiv(vocabulary, columns)
 
     def kernel(others, x_ref, largest_ref, mass_ref, maxima_ref):

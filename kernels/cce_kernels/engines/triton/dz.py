@@ -1,4 +1,4 @@
-"""The dz kernel: the cotangents dz (N, V_g) of one group of columns, from logits that the kernel computes again.
+"""The dz kernel: the cotangents dz (N, V_g) of one window of columns, from logits that the kernel computes again.
 
     dz_iv = ((a"_i + μ"_i·log P_iv)·P_iv + t̂_i·[v = t_i] + s_i·w_v) · ∂z_iv/∂(e_i·c_v)        P_iv = exp(z_iv − ρ_i)
 
@@ -6,7 +6,7 @@ Fused: the matmul e·c_gᵀ, bias, scale, softcap, temperature, exponential, all
 sums.
 Read: e once per tile of columns and c_g once per tile of rows (256 and 128 on Hopper), from L2 where
 programs that run at the same time share them.
-Written: dz once, 2 bytes an element for 16-bit inputs, into a buffer that every group reuses. Never written: a logit,
+Written: dz once, 2 bytes an element for 16-bit inputs, into a buffer that every window reuses. Never written: a logit,
 a probability, dz of the whole vocabulary.
 """
 
@@ -20,9 +20,8 @@ from cce_kernels.engines.order import cdiv, grouped_order, row_group
 from cce_kernels.engines.triton.launch import How, launch
 from cce_kernels.engines.triton.loads import indices, inside, load_vector, tile_index, tile_mask
 from cce_kernels.engines.triton.logits import divided, exp, factor_of, load_inverse_temperature, logits_tile
-from cce_kernels.gradients import FormDz
 from cce_kernels.numbers import Cotangents, Inputs, Statistics
-from cce_kernels.windows import Window
+from cce_kernels.windows import FormDz, Window
 
 
 def window_numbers(window: Window) -> jax.Array:
@@ -51,7 +50,7 @@ def store_dz(dz_ref, sums_ref, dz: jax.Array, row_block, rows: jax.Array, local:
 
 
 def dz_shapes(tokens: int, columns: int, dtype, rows: int, with_sums: bool) -> tuple:
-    """The shapes of the two arrays that store_dz writes for a group of columns, in tiles of `rows` rows."""
+    """The shapes of the two arrays that store_dz writes for a window of columns, in tiles of `rows` rows."""
     sums = jax.ShapeDtypeStruct((cdiv(tokens, rows), columns), jnp.float32) if with_sums else None
     return jax.ShapeDtypeStruct((tokens, columns), dtype), sums
 
@@ -61,16 +60,16 @@ def _kernel(how: How, inputs: Inputs, of_rows, cotangents, window_ref, count_ref
 
     of_rows: the references, and what no logit exceeds or None.
     """
-    head, tiles, groups = how.head, how.tiles, how.groups
-    tokens, group_columns = dz_ref.shape
-    column_blocks = cdiv(group_columns, tiles.columns)
+    head, tiles, windows = how.head, how.tiles, how.windows
+    tokens, window_columns = dz_ref.shape
+    column_blocks = cdiv(window_columns, tiles.columns)
     height = row_group(inputs.e.shape[1], inputs.e.dtype.itemsize, tiles.rows)
     row_block, column_block = grouped_order(pl.program_id(0), cdiv(tokens, tiles.rows), column_blocks, height)
 
     def tile() -> None:
         rows, local = indices(row_block, tiles.rows), indices(column_block, tiles.columns)
         rows_ok = inside(rows, tokens, tiles.rows)
-        local_ok = inside(local, group_columns, tiles.columns)
+        local_ok = inside(local, window_columns, tiles.columns)
         columns = window_ref[0] + local
 
         # The epilogue's operands are loaded before the K loop, which hides the wait for them.
@@ -84,7 +83,7 @@ def _kernel(how: How, inputs: Inputs, of_rows, cotangents, window_ref, count_ref
         log_p = divided(x, inverse, most) - reference
         p, is_target = exp(log_p, how.interpret), columns[None, :] == targets
         dz = head.cotangent(x, p, is_target, of, weights, factor_of(inputs, inverse), log_p)
-        if groups.overlap:
+        if windows.overlap:
             dz = jnp.where((columns >= window_ref[1])[None, :], dz, 0.0)
         store_dz(dz_ref, sums_ref, dz, row_block, rows, local, rows_ok, local_ok)
 
@@ -96,10 +95,10 @@ def _kernel(how: How, inputs: Inputs, of_rows, cotangents, window_ref, count_ref
 
 def form_dz(step: Step, problem: Problem, numbers: Statistics, of: Cotangents, count: jax.Array | None) -> FormDz:
     """engine.Launched.form_dz. count: rows of dz from this one on need not be written; None: all rows are written."""
-    inputs, tiles, groups = problem.inputs, step.tiles, step.groups
-    tokens, with_sums = inputs.e.shape[0], problem.call.wants.bias
-    row_blocks, column_blocks = cdiv(tokens, tiles.rows), cdiv(groups.columns, tiles.columns)
-    out = dz_shapes(tokens, groups.columns, inputs.e.dtype, tiles.rows, with_sums)
+    inputs, tiles, windows = problem.inputs, step.tiles, step.windows
+    tokens, with_sums = inputs.e.shape[0], problem.request.wants.bias
+    row_blocks, column_blocks = cdiv(tokens, tiles.rows), cdiv(windows.columns, tiles.columns)
+    out = dz_shapes(tokens, windows.columns, inputs.e.dtype, tiles.rows, with_sums)
     of_rows = numbers.reference, numbers.most(inputs)
 
     def form(window: Window) -> tuple[jax.Array, jax.Array | None]:

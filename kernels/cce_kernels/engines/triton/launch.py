@@ -20,11 +20,11 @@ class How(NamedTuple):
     tiles: TileConfig
     interpret: bool
     splits: int = 1
-    groups: Any = None  # windows.Groups
+    windows: Any = None  # windows.Windows
 
     @classmethod
     def of(cls, step: Step, problem: Problem) -> "How":
-        return cls(problem.head, step.tiles, problem.gpu.interpreted, step.splits, step.groups)
+        return cls(problem.head, step.tiles, problem.gpu.interpreted, step.splits, step.windows)
 
 
 def launch(kernel, how: How, *operands: Any, programs: int, name: str, out_shape=None, in_place=None):
@@ -38,7 +38,7 @@ def launch(kernel, how: How, *operands: Any, programs: int, name: str, out_shape
         out_shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), in_place)
     arrays = jax.tree.leaves(operands)
     aliased = [[x is y for x in arrays].index(True) for y in jax.tree.leaves(in_place)]
-    call = pl.pallas_call(
+    request = pl.pallas_call(
         partial(kernel, how),
         out_shape=out_shape,
         grid=(programs,),
@@ -47,4 +47,4 @@ def launch(kernel, how: How, *operands: Any, programs: int, name: str, out_shape
         interpret=how.interpret,
         name=name,
     )
-    return call(*operands)
+    return request(*operands)

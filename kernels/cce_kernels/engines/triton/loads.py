@@ -28,11 +28,6 @@ def load_scalar(ref):
     return None if ref is None else ref[0]
 
 
-def token_rows(rows: jax.Array, rows_ok: jax.Array | None, order_ref) -> tuple[jax.Array, jax.Array | None]:
-    """The rows of e that hold these tokens, and the mask to load them with. order_ref: tokens.Rows.order."""
-    return (rows, rows_ok) if order_ref is None else (load_vector(order_ref, rows, rows_ok), None)
-
-
 def tile_mask(rows_ok: jax.Array | None, columns_ok: jax.Array | None, shape: tuple[int, int]) -> jax.Array | None:
     """The mask of a tile from the masks of its rows and of its columns; None if both are None."""
     mask = None if rows_ok is None else jnp.broadcast_to(rows_ok[:, None], shape)

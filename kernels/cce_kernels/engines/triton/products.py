@@ -3,9 +3,9 @@
     de[:n] += dz[:n] · c_g            dc_g = dz[:n]ᵀ · e[:n]
 
 Read: dz once per tile of columns, c_g or e once per tile of rows, from L2 where programs that run at the same time
-share them. Written: de once a group, dc once. Never made: a copy of c_g or dc_g.
+share them. Written: de once a window, dc once. Never made: a copy of c_g or dc_g.
 dz may also be saved exponentials (cce_kernels/exponentials.py). For the same number of tokens XLA's matmuls take less
-time (kernels/NOTES.md), but they always run for all tokens, and copy the group's part of c and of dc.
+time (kernels/NOTES.md), but they always run for all tokens, and copy the window's part of c and of dc.
 """
 
 from functools import partial
@@ -17,12 +17,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from cce_kernels.engines.engine import Multiplying, Problem
+from cce_kernels.engines.engine import Multiplying, Problem, Products
 from cce_kernels.engines.order import cdiv, grouped_order
 from cce_kernels.engines.triton.launch import How, launch
 from cce_kernels.engines.triton.loads import indices, inside, load_tile, tile_index, tile_mask
 from cce_kernels.engines.triton.tiles import TileConfig, blocks
-from cce_kernels.gradients import Products
 from cce_kernels.head import Head
 from cce_kernels.windows import Window
 
@@ -33,7 +32,7 @@ ROW_GROUP = 8  # row blocks that are computed for all columns before the next ro
 def _kernel(how: How, left_ref, right_ref, start_ref, count_ref, unit_ref, before_ref, out_ref, *, shape, kind: Kind):
     """One tile of out. shape: the sizes (rows, columns, inner) of the product, which sums over inner.
 
-    kind "de": dz (N, V_g) times c_g. Each of `splits` parts of the group adds to its own (N, D) sum; out (splits·N, D)
+    kind "de": dz (N, V_g) times c_g. Each of `splits` parts of the window adds to its own (N, D) sum; out (splits·N, D)
     holds the sums one below the other. before_ref: the sums before, in the memory of out; None: 0.
     kind "dc": dzᵀ times e for dc (V, D), or eᵀ times dz for dc (D, V).
     """

@@ -26,41 +26,40 @@ from cce_kernels.engines.triton.loads import indices, inside, load_tile, load_ve
 from cce_kernels.engines.triton.logits import factor_of, load_inverse_temperature, log2
 from cce_kernels.engines.triton.tiles import CLEARED, SAVED_SUMS, SAVED_TARGETS, TileConfig, blocks, other_tiles
 from cce_kernels.exponentials import ALIGNMENT
-from cce_kernels.gradients import ALL_COLUMNS, FormDz
 from cce_kernels.numbers import LOG2_E, Cotangents, Inputs
-from cce_kernels.windows import Groups, Window
+from cce_kernels.windows import ALL_COLUMNS, FormDz, Window, Windows
 
 
 def _dz_kernel(how: How, saved_ref, inputs: Inputs, cotangents, window_ref, dz_ref, sums_ref):
-    head, tiles, groups = how.head, how.tiles, how.groups
-    tokens, group_columns = dz_ref.shape
-    program, column_blocks = pl.program_id(0), cdiv(group_columns, tiles.columns)
+    head, tiles, windows = how.head, how.tiles, how.windows
+    tokens, window_columns = dz_ref.shape
+    program, column_blocks = pl.program_id(0), cdiv(window_columns, tiles.columns)
     row_block, column_block = program // column_blocks, program % column_blocks
     rows, local = indices(row_block, tiles.rows), indices(column_block, tiles.columns)
     rows_ok = inside(rows, tokens, tiles.rows)
-    local_ok = inside(local, group_columns, tiles.columns)
+    local_ok = inside(local, window_columns, tiles.columns)
     start = window_ref[0]
-    if groups.vocabulary % ALIGNMENT == 0 and groups.columns % ALIGNMENT == 0:  # Triton must see it for wide accesses
+    if windows.vocabulary % ALIGNMENT == 0 and windows.columns % ALIGNMENT == 0:  # Triton must see it for wide accesses
         start = lax.div(start, jnp.int32(ALIGNMENT)) * ALIGNMENT
     columns = start + local
     targets = load_vector(inputs.targets, rows, rows_ok, other=-1)[:, None]
-    named = columns < groups.vocabulary if groups.beyond else local_ok
+    named = columns < windows.vocabulary if windows.beyond else local_ok
     weights = load_weights(inputs.weights, columns, named)
     of = load_cotangents(cotangents, rows, rows_ok)
     of = of if of.mean is None else of._replace(mean=of.mean / LOG2_E)  # log₂ p takes the place of log p
 
     held = local_ok
-    if groups.beyond:
+    if windows.beyond:
         held = columns < saved_ref.shape[1] if held is None else held & (columns < saved_ref.shape[1])
     p = load_tile(saved_ref, rows, columns, rows_ok, held).astype(jnp.float32)
     p = jnp.where(targets >= 0, p, 0.0)  # the rows of ignored tokens are arbitrary, and may hold NaN
     log_p = None if of.mean is None else log2(p, how.interpret)
     inverse = load_inverse_temperature(inputs, rows, rows_ok)
     dz = head.cotangent(None, p, columns[None, :] == targets, of, weights, factor_of(inputs, inverse), log_p)
-    if groups.overlap:
+    if windows.overlap:
         dz = jnp.where((columns >= window_ref[1])[None, :], dz, 0.0)
-    if groups.beyond:  # columns of P from V on, which stay 0
-        dz = jnp.where((columns < groups.vocabulary)[None, :], dz, 0.0)
+    if windows.beyond:  # columns of P from V on, which stay 0
+        dz = jnp.where((columns < windows.vocabulary)[None, :], dz, 0.0)
     store_dz(dz_ref, sums_ref, dz, row_block, rows, local, rows_ok, local_ok)
 
 
@@ -93,7 +92,7 @@ def form_dz_of_saved(step: Step, problem: Problem, saved: jax.Array, of: Cotange
     """engine.Launched.form_dz_of_saved."""
 
     def form(window: Window) -> tuple[jax.Array, jax.Array | None]:
-        dz, sums = _dz(step, problem, window, saved, of, with_sums=problem.call.wants.bias)
+        dz, sums = _dz(step, problem, window, saved, of, with_sums=problem.request.wants.bias)
         return dz, None if sums is None else jnp.sum(sums, axis=0)
 
     return form
@@ -101,17 +100,17 @@ def form_dz_of_saved(step: Step, problem: Problem, saved: jax.Array, of: Cotange
 
 def dz_in_place(step: Step, problem: Problem, saved: jax.Array, of: Cotangents) -> jax.Array:
     """engine.Launched.dz_in_place."""
-    columns, vocabulary = saved.shape[1], problem.call.vocabulary
-    step = replace(step, groups=Groups(vocabulary, columns, beyond=columns > vocabulary))
+    columns, vocabulary = saved.shape[1], problem.request.vocabulary
+    step = replace(step, windows=Windows(vocabulary, columns, beyond=columns > vocabulary))
     return _dz(step, problem, ALL_COLUMNS, saved, of, in_place=saved)[0]
 
 
 def _dz(step: Step, problem: Problem, window: Window, saved: jax.Array, of: Cotangents, with_sums=False, in_place=None):
-    tiles, groups, tokens, given = step.tiles, step.groups, saved.shape[0], problem.inputs
+    tiles, windows, tokens, given = step.tiles, step.windows, saved.shape[0], problem.inputs
     inputs = given._replace(e=None, c=None, bias=None)  # type: ignore[arg-type]
     given = How.of(step, problem), saved, inputs, of, window_numbers(window)
-    out = dz_shapes(tokens, groups.columns, saved.dtype, tiles.rows, with_sums)
-    programs = blocks((tokens, groups.columns), tiles)
+    out = dz_shapes(tokens, windows.columns, saved.dtype, tiles.rows, with_sums)
+    programs = blocks((tokens, windows.columns), tiles)
     return launch(_dz_kernel, *given, programs=programs, name="cce_saved_dz", out_shape=out, in_place=in_place)
 
 
@@ -147,7 +146,7 @@ def saved_targets(
     _: Step, problem: Problem, saved: jax.Array, at_target: jax.Array, clear: jax.Array | None
 ) -> jax.Array:
     """engine.Launched.saved_targets, in two launches. at_target: (rows,); clear: (1,) int32."""
-    interpret, targets, vocabulary = problem.gpu.interpreted, problem.inputs.targets, problem.call.vocabulary
+    interpret, targets, vocabulary = problem.gpu.interpreted, problem.inputs.targets, problem.request.vocabulary
 
     def in_place(kernel, saved: jax.Array, numbers: jax.Array, tiles: TileConfig, name: str) -> jax.Array:
         tiles = other_tiles(tiles, interpret)

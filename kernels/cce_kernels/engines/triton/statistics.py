@@ -1,20 +1,18 @@
-"""The statistics kernel: the log-mass, the weighted sum and the mean of each token's logits; and three variants.
+"""The statistics kernel: the log-mass and the mean of each token's logits; and two variants.
 
-    log_mass_i = log Σ_v exp(z_iv − ρ_i)        sum_i = Σ_v w_v (z_iv − ρ_i)        mean_i = Σ_v p_iv (z_iv − ρ_i)
+    log_mass_i = log Σ_v exp(z_iv − ρ_i)        mean_i = Σ_v p_iv (z_iv − ρ_i)
 
 The kernel needs no maximum: ρ is the target's logit, so that a sum overflows float32 only where a logit exceeds the
 target's by 88. Such a row gets log_mass = inf. With a mean, a row whose log_mass is above LARGEST gets it too: the
 entropy is log_mass − mean, and a difference of large numbers has few digits. The rescue kernel, made of the same code,
 computes blocks with such rows again, with a running maximum, which becomes their ρ. Its programs that have nothing to
 rescue read 4 bytes a token and end.
-The scattered kernel exists where e is not copied with the kept tokens first. It computes the blocks whose tokens are
-not consecutive rows of e: looking up the row of each token takes registers, and 2 to 4 % of the time.
 The replace kernel exists where exponentials are saved. It writes those of tokens whose reference is another one.
 
 Fused: the matmul e·cᵀ, bias, scale, softcap, temperature, exponential, all sums.
 Read: e once per tile of columns and c once per tile of rows (256 and 128 on Hopper), from L2 where
 programs that run at the same time share them.
-Written: 4 bytes a token and split for log_mass, for sum and for mean; 2 bytes for each saved exponential
+Written: 4 bytes a token and split for log_mass, and for the mean; 2 bytes for each saved exponential
 (cce_kernels/exponentials.py). Never written: a logit.
 A program owns `tiles.rows` tokens and one of `splits` equal runs of the vocabulary, which it walks tile by tile.
 Ignored tokens come last; a program that has only ignored tokens ends at once (cce_kernels/tokens.py).
@@ -33,15 +31,14 @@ from jax.experimental.pallas import triton as plgpu
 from cce_kernels.engines.engine import Problem, Step, Sums
 from cce_kernels.engines.order import cdiv, grouped_order, row_group
 from cce_kernels.engines.triton.launch import How, launch
-from cce_kernels.engines.triton.loads import indices, inside, load_vector, tile_index, tile_mask, token_rows
+from cce_kernels.engines.triton.loads import indices, inside, load_vector, tile_index, tile_mask
 from cce_kernels.engines.triton.logits import divided, exp, load_inverse_temperature, logits_tile
 from cce_kernels.engines.triton.tiles import TileConfig
 from cce_kernels.exponentials import LARGEST, saved_shape
-from cce_kernels.mean import logarithm, quotient
-from cce_kernels.numbers import FLOAT32_MAX, LOG2_E, Inputs, origin_of
-from cce_kernels.tokens import Rows
+from cce_kernels.mean import quotient
+from cce_kernels.numbers import FLOAT32_MAX, LOG2_E, Inputs, logarithm
 
-Kind = Literal["statistics", "rescue", "scattered"]
+Kind = Literal["statistics", "rescue"]
 
 
 def _run_of(how: How, inputs: Inputs, tokens: int):
@@ -70,24 +67,12 @@ def _store_exponentials(saved_ref, p: jax.Array, slope, rows: jax.Array, columns
 
 
 def _kernel(
-    how: How,
-    inputs: Inputs,
-    at: Rows,
-    given_ref,
-    before,
-    mass_ref,
-    sum_ref,
-    saved_ref,
-    mean_ref,
-    peak_ref,
-    *,
-    kind: Kind,
+    how: How, inputs: Inputs, count_ref, given_ref, before, mass_ref, saved_ref, mean_ref, peak_ref, *, kind: Kind
 ):
     """The statistics of a block of rows and a run of columns, relative to the references, given_ref.
 
     "rescue": relative to a running maximum, which is written to peak_ref, for the rows whose log-mass in before,
-    (log_mass, mean, references), is inf or NaN. mass_ref, mean_ref and peak_ref are the same buffers. With at.starts
-    the kernel computes only blocks whose tokens are consecutive rows of e; with "scattered", only the other blocks.
+    (log_mass, mean, references), is inf or NaN. mass_ref, mean_ref and peak_ref are the same buffers.
     """
     head, tiles, rescue = how.head, how.tiles, kind == "rescue"
     tokens, vocabulary = mass_ref.shape[1], head.vocabulary(inputs.c)
@@ -95,21 +80,10 @@ def _kernel(
     rows = indices(row_block, tiles.rows)
     rows_ok = inside(rows, tokens, tiles.rows)
     slot = jnp.full((tiles.rows,), split, jnp.int32), rows
-    source, source_ok = token_rows(rows, rows_ok, at.order)
-    if at.count is not None:
-        last = jnp.where(row_block * tiles.rows < at.count[0], last, first)
-        rows_ok = rows < at.count[0]
+    if count_ref is not None:
+        last = jnp.where(row_block * tiles.rows < count_ref[0], last, first)
+        rows_ok = rows < count_ref[0]
     written = rows_ok
-    if at.starts is not None:
-        start = at.starts[row_block]
-        here = start < 0 if kind == "scattered" else start >= 0
-        last = jnp.where(here, last, first)
-        assert rows_ok is not None  # a plan that knows starts knows the count too
-        written = rows_ok & here
-        if kind != "scattered":
-            # The mask tells the compiler that start is small. It then reads rows at constant offsets from one address.
-            small = start & jnp.int32(2 ** tokens.bit_length() - 1)
-            source = small + jnp.arange(tiles.rows, dtype=jnp.int32)
     if rescue:
         failed = ~(plgpu.load(before[0].at[slot], mask=rows_ok, other=None if rows_ok is None else 0.0) < jnp.inf)
         written = failed if rows_ok is None else rows_ok & failed
@@ -121,16 +95,11 @@ def _kernel(
     inverse = load_inverse_temperature(inputs, rows, rows_ok)
 
     def tile(j, carry):
-        reference, total, weighted, moment = carry  # total: Σ q, moment: Σ q·log q with q = exp(z − reference)
+        reference, total, moment = carry  # total: Σ q, moment: Σ q·log q with q = exp(z − reference)
         columns = indices(j, tiles.columns)
         columns_ok = _of_vocabulary(columns, tokens, vocabulary, tiles)
-        x = logits_tile(inputs, source, columns, source_ok, columns_ok, head=head, tiles=tiles)
+        x = logits_tile(inputs, rows, columns, rows_ok, columns_ok, head=head, tiles=tiles)
         z = divided(x, inverse)
-        if sum_ref is not None:
-            valid = jnp.ones_like(columns, jnp.float32) if columns_ok is None else columns_ok.astype(jnp.float32)
-            weights = valid if inputs.weights is None else load_vector(inputs.weights, columns, columns_ok)
-            relative = weights[None, :] * (z - origin_of(reference)[:, None])
-            weighted += jnp.sum(jnp.where(weights[None, :] == 0, 0.0, relative), axis=1)
         slope = None if saved_ref is None or head.softcap is None else head.slope(x)
         if columns_ok is not None:
             z = jnp.where(columns_ok[None, :], z, -jnp.inf)
@@ -147,11 +116,11 @@ def _kernel(
             moment += jnp.sum(p * logarithm(log_p), axis=1)
         if saved_ref is not None:
             _store_exponentials(saved_ref, p, slope, rows, columns, rows_ok)
-        return reference, total, weighted, moment
+        return reference, total, moment
 
     zeros = jnp.zeros((tiles.rows,), jnp.float32)
-    begin = reference, zeros, zeros, None if mean_ref is None else zeros
-    reference, total, weighted, moment = lax.fori_loop(first, last, tile, begin)
+    begin = reference, zeros, None if mean_ref is None else zeros
+    reference, total, moment = lax.fori_loop(first, last, tile, begin)
 
     # If all exponentials of the run underflow, total is 0 and log_mass is -inf.
     log_mass = jnp.log2(total) / LOG2_E
@@ -162,36 +131,30 @@ def _kernel(
     plgpu.store(mass_ref.at[slot], log_mass, mask=written)
     if peak_ref is not None:
         plgpu.store(peak_ref.at[slot], reference, mask=written)
-    if sum_ref is not None:
-        plgpu.store(sum_ref.at[slot], weighted, mask=rows_ok)
 
 
-def sums(step: Step, problem: Problem, at: Rows, reference: jax.Array, save: bool) -> Sums:
-    """engine.Launched.sums. With at.starts, only blocks whose tokens are consecutive rows of e are written."""
+def sums(step: Step, problem: Problem, count: jax.Array | None, reference: jax.Array, save: bool) -> Sums:
+    """engine.Launched.sums."""
     inputs, tiles, splits = problem.inputs, step.tiles, step.splits
     tokens, vocabulary = reference.size, problem.head.vocabulary(inputs.c)
     parts = jax.ShapeDtypeStruct((splits, tokens), jnp.float32)
     saved = jax.ShapeDtypeStruct(saved_shape(tokens, vocabulary), inputs.e.dtype) if save else None
-    given = How.of(step, problem), inputs._replace(targets=None), at, reference, None
+    given = How.of(step, problem), inputs._replace(targets=None, weights=None), count, reference, None
     kernel, programs = partial(_kernel, kind="statistics"), cdiv(tokens, tiles.rows) * splits
-    asked = problem.call.with_sum, problem.call.with_mean
-    total, mean = (parts if one else None for one in asked)
-    out = parts, total, saved, mean, None
-    log_mass, total, p, mean, _ = launch(kernel, *given, programs=programs, name="cce_statistics", out_shape=out)
-    return Sums(log_mass, None, total, p, mean=mean)
+    out = parts, saved, parts if problem.request.with_mean else None, None
+    log_mass, p, mean, _ = launch(kernel, *given, programs=programs, name="cce_statistics", out_shape=out)
+    return Sums(log_mass, None, p, mean=mean)
 
 
-def recomputed(step: Step, problem: Problem, at: Rows, reference: jax.Array | None, before: Sums) -> Sums:
-    """engine.Launched.recomputed."""
-    kind: Kind = "rescue" if reference is None else "scattered"
+def rescued(step: Step, problem: Problem, count: jax.Array | None, before: Sums) -> Sums:
+    """engine.Launched.rescued."""
     splits, tokens = before.log_mass.shape
     inputs, how = problem.inputs._replace(targets=None, weights=None), How.of(replace(step, splits=splits), problem)
-    peaks = before.reference if reference is None else None
-    programs, kernel = cdiv(tokens, step.tiles.rows) * splits, partial(_kernel, kind=kind)
-    operands = how, inputs, at, reference, (before.log_mass, before.mean, peaks)
-    in_place = before.log_mass, None, None, before.mean, peaks
-    log_mass, _, _, mean, peaks = launch(kernel, *operands, programs=programs, name=f"cce_{kind}", in_place=in_place)
-    return before._replace(log_mass=log_mass, mean=mean, reference=before.reference if peaks is None else peaks)
+    programs, kernel = cdiv(tokens, step.tiles.rows) * splits, partial(_kernel, kind="rescue")
+    operands = how, inputs, count, None, (before.log_mass, before.mean, before.reference)
+    in_place = before.log_mass, None, before.mean, before.reference
+    log_mass, _, mean, peaks = launch(kernel, *operands, programs=programs, name="cce_rescue", in_place=in_place)
+    return before._replace(log_mass=log_mass, mean=mean, reference=peaks)
 
 
 def _replace_kernel(how: How, inputs: Inputs, reference_ref, others_ref, _, saved_ref):

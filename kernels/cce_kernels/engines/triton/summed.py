@@ -1,7 +1,6 @@
 """dc summed over chunks of tokens by Triton, in block floating point (cce_kernels/block_floats.py) or in float32.
 
-    next      dc ← encode(decode(dc) + leftᵀ·e)         in float32  dc ← dc + leftᵀ·e
-    last      dc ← factor · (decode(dc) + leftᵀ·e), rounded to the type of the result
+    dc ← encode(decode(dc) + leftᵀ·e)         in float32  dc ← dc + leftᵀ·e
 
 left: a chunk's exponentials or its dz (n, V). e: the embeddings (n, D), scaled if left has exponentials.
 Read: left once per tile of columns and e once per tile of rows, from L2 where programs that run at the same time share
@@ -18,23 +17,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from cce_kernels.block_floats import decode, encode, step_of
-from cce_kernels.call import Call
 from cce_kernels.device import Gpu
-from cce_kernels.engines.engine import Step
+from cce_kernels.engines.engine import Part, Step
 from cce_kernels.engines.order import cdiv, grouped_order
 from cce_kernels.engines.triton.launch import How, launch
 from cce_kernels.engines.triton.loads import indices, inside, tile_index, tile_mask
 from cce_kernels.engines.triton.products import ROW_GROUP, sum_over_tokens
 from cce_kernels.engines.triton.tiles import blocks
 from cce_kernels.exponentials import ALIGNMENT
-from cce_kernels.gradients import Left
+from cce_kernels.request import Request
 
 
-def _kernel(how: How, left_ref, e_ref, _, old_steps_ref, count_ref, factor_ref, dc_ref, steps_ref, *, result):
+def _kernel(how: How, left_ref, e_ref, _, old_steps_ref, count_ref, dc_ref, steps_ref):
     """One tile of dc: its rows are vocabulary entries and its columns one block of D, in either layout of dc.
 
-    So the largest magnitude of a block is that of a tile's row. dc_ref: int16 if there are steps; result: the type that
-    the last sum is rounded to.
+    So the largest magnitude of a block is that of a tile's row. dc_ref: int16 if there are steps.
     """
     head, tiles = how.head, how.tiles
     vocabulary, width = dc_ref.shape if head.vocab_axis == 0 else dc_ref.shape[::-1]
@@ -59,27 +56,23 @@ def _kernel(how: How, left_ref, e_ref, _, old_steps_ref, count_ref, factor_ref, 
     old = load() if old is None else old
     step_index = jnp.full((tiles.rows,), column_block, jnp.int32), rows  # the steps' array has rows of whole tiles
     total += decode(old, plgpu.load(old_steps_ref.at[step_index])[:, None])
-    if factor_ref is not None:
-        new = lax.bitcast_convert_type((total * factor_ref[0]).astype(result), jnp.int16)
-    else:
-        step = step_of(jnp.max(jnp.abs(total), axis=1))
-        plgpu.store(steps_ref.at[step_index], step)
-        new = encode(total, (1 / step)[:, None], jnp.int16)
-    plgpu.store(where, new, mask=mask)
+    of_all = jnp.sum(total, axis=1)  # NaN if a number is. `magnitude` of the whole tile takes too many registers
+    step = step_of(jnp.where(of_all == of_all, jnp.max(jnp.abs(total), axis=1), jnp.inf))
+    plgpu.store(steps_ref.at[step_index], step)
+    plgpu.store(where, encode(total, (1 / step)[:, None], jnp.int16), mask=mask)
 
 
 def sum_dc(
-    step: Step, call: Call, gpu: Gpu, dc: jax.Array, steps: jax.Array | None, left: Left, factor: jax.Array | None
+    step: Step, request: Request, gpu: Gpu, dc: jax.Array, steps: jax.Array | None, part: Part
 ) -> tuple[jax.Array, jax.Array | None]:
     """engine.Launched.sum_dc. step.tiles.columns: how many columns of D share a step.
 
     The kernel gets and gives 16-bit integers: XLA may take them for NaN in the type of the result, and change them.
     """
-    assert left.unit is None
-    tiles, head, result, axis = step.tiles, call.head, dc.dtype, call.head.vocab_axis
+    assert part.unit is None
+    tiles, head, axis = step.tiles, request.head, request.head.vocab_axis
     held = dc if steps is None else lax.bitcast_convert_type(dc, jnp.int16)
-    written = held, None if factor is not None else steps
-    given = How(head, tiles, gpu.interpreted), left.left, left.e, held, steps, left.count, factor
-    kernel, programs = partial(_kernel, result=result), blocks((dc.shape[axis], dc.shape[1 - axis]), tiles)
-    found, new_steps = launch(kernel, *given, programs=programs, name="cce_dc_sum", in_place=written)
-    return found if steps is None else lax.bitcast_convert_type(found, result), new_steps
+    given = How(head, tiles, gpu.interpreted), part.left, part.e, held, steps, part.count
+    programs = blocks((dc.shape[axis], dc.shape[1 - axis]), tiles)
+    found, steps = launch(_kernel, *given, programs=programs, name="cce_dc_sum", in_place=(held, steps))
+    return found if steps is None else lax.bitcast_convert_type(found, dc.dtype), steps

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cce_kernels.block_floats import block_of
-from cce_kernels.call import Call
 from cce_kernels.device import Gpu
 from cce_kernels.engines.order import cdiv
+from cce_kernels.request import Request
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,6 @@ DIVERGENCE = replace(NORMS, columns=2048, warps=4)
 SAVED_TARGETS = TileConfig(rows=16, columns=16, depth=16, warps=4, stages=1)
 CLEARED = replace(SAVED_TARGETS, columns=1024)
 THRESHOLDS = TileConfig(rows=512, columns=16, depth=16, warps=8, stages=1)  # rows: parts; columns: tokens
-RESTORED = TileConfig(rows=1024, columns=16, depth=16, warps=8, stages=1)
 
 SQUARE = TileConfig(rows=128, columns=128, depth=64, warps=8, stages=3)
 WIDE = replace(SQUARE, columns=256)
@@ -76,7 +75,7 @@ TABLE = {
     ("12.0", 2): Tiles.same(SQUARE, FLAT),
     **{(gpu, 4): Tiles.same(FLOAT32, FLOAT32) for gpu in ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")},
 }
-GROUP_COST = 4.0  # in tiles: the time of a group to read and write the sum for de, to copy c_g and dc_g, and to launch
+WINDOW_COST = 4.0  # in tiles: a window reads and writes the sum for de, copies c_g and dc_g, and launches
 NARROW = 1024  # D up to which dz takes SQUARE on 9.0: SQUARE was faster than WIDE at D = 768, and slower at 2304
 NARROW_TABLE = {("9.0", 2): TABLE["9.0", 2]._replace(dz=SQUARE)}
 SAFE = {
@@ -94,14 +93,15 @@ def tiles_for(itemsize: int, width: int, gpu: Gpu) -> Tiles:
     return narrow or TABLE.get(key) or SAFE[itemsize]
 
 
-def sum_dc_tiles(call: Call, gpu: Gpu) -> TileConfig:
+def sum_dc_tiles(request: Request, gpu: Gpu) -> TileConfig:
     """The tiles of the kernel that sums dc over chunks.
 
     In 16 bits the columns of a tile share a step. Where they are not 256, they are 128: `steps_shape` has as much room
     for blocks of 128 columns as for blocks of 192.
     """
-    found = tiles_for(call.itemsize, call.width, gpu)
-    return found.sum_dc if call.dc_itemsize == 2 and block_of(call.width) == 256 else replace(found.dc, columns=128)
+    found = tiles_for(request.itemsize, request.width, gpu)
+    shares = request.dc_itemsize == 2 and block_of(request.width) == 256
+    return found.sum_dc if shares else replace(found.dc, columns=128)
 
 
 def other_tiles(tiles: TileConfig, interpret: bool) -> TileConfig:

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from cce_kernels.engines.engine import Problem
-from cce_kernels.gradients import fitted
 from cce_kernels.head import Head
-from cce_kernels.mean import finite, quotient, relative, sums_of
+from cce_kernels.mean import finite, quotient, relative, sums_of, weighted_sum_of
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Statistics
 
 
@@ -25,24 +24,22 @@ def numbers_and_logits(problem: Problem) -> tuple[Statistics, jax.Array]:
     targets = inputs.targets[:, None]
     named = (targets >= 0) & (targets < z.shape[1])
     target = jnp.take_along_axis(z, jnp.where(named, targets, 0), axis=1)
-    peak, call = finite(jnp.max(z, axis=1)), problem.call
-    mass, moment, total = sums_of(z, peak, inputs.weights)
-    mean = quotient(moment, mass) if call.with_mean else None
+    peak, request = finite(jnp.max(z, axis=1)), problem.request
+    mass, moment = sums_of(z, peak)
+    total = weighted_sum_of(z, peak, inputs.weights) if request.sums_logits else None
+    mean = quotient(moment, mass) if request.with_mean else None
     target = jnp.where(named, target, 0)[:, 0]
-    return Statistics(jnp.log(mass), peak, target, total if call.with_sum else None, mean), x
+    return Statistics(jnp.log(mass), peak, target, total, mean), x
 
 
-def dz_of(
-    inputs: Inputs, x: jax.Array, numbers: Statistics, of: Cotangents, head: Head
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """dz in e's type, divided by a unit; the column sums of dz, (V,); the unit, or None for 1.
+def dz_of(inputs: Inputs, x: jax.Array, numbers: Statistics, of: Cotangents, head: Head) -> tuple[jax.Array, jax.Array]:
+    """dz in e's type, and its column sums, (V,).
 
     x: the logits before the temperature; numbers: of the whole vocabulary; of: 0 for ignored tokens.
     """
-    of, unit = fitted(of, numbers, inputs)
     live = inputs.targets >= 0
     of = jax.tree.map(lambda x: x[:, None], relative(of, numbers, live))
     is_target = jnp.arange(x.shape[1], dtype=jnp.int32) == inputs.targets[:, None]
     log_p = inputs.divided(x) - jnp.where(live, numbers.reference, FLOAT32_MAX)[:, None]
     dz = head.cotangent(x, jnp.exp(log_p), is_target, of, inputs.weights, inputs.factor_of_rows, log_p)
-    return dz.astype(inputs.e.dtype), jnp.sum(dz, axis=0), unit
+    return dz.astype(inputs.e.dtype), jnp.sum(dz, axis=0)

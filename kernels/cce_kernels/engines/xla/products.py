@@ -1,11 +1,10 @@
-"""The two matmuls of the gradient by XLA, for all tokens. XLA copies the group's part of c and of dc."""
+"""The two matmuls of the gradient by XLA, for all tokens. XLA copies the window's part of c and of dc."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cce_kernels.engines.engine import Multiplying, Problem
-from cce_kernels.gradients import Products, unscaled
+from cce_kernels.engines.engine import Multiplying, Problem, Products
 
 
 def products(
@@ -28,6 +27,7 @@ def products(
         # dz is the first operand: on a CPU XLA has no 16-bit product of e and a batch of dz
         dc_g = matmul(dz, e, 0, 0, dc.dtype if unit is None else wide)
         dc_g = dc_g if axis == 0 else dc_g.T
-        return lax.dynamic_update_slice_in_dim(dc, unscaled(dc_g, unit, dc.dtype), window.start, axis)
+        dc_g = (dc_g if unit is None else dc_g * unit).astype(dc.dtype)
+        return lax.dynamic_update_slice_in_dim(dc, dc_g, window.start, axis)
 
     return Products(add_de, put_dc)

@@ -10,7 +10,7 @@ ITEMSIZE = {"bfloat16": 2, "float16": 2, "int16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True)
-class Call:
+class Request:
     """Everything that a plan depends on, except the GPU."""
 
     tokens: int
@@ -44,9 +44,25 @@ class Call:
         return self.with_mean and not self.mean_is_detached
 
     @property
+    def sum_is_linear(self) -> bool:
+        """Whether the weighted sum is asked for, and follows from the sums of c's rows (weighted_sum.py)."""
+        return self.with_sum and self.head.softcap is None
+
+    @property
+    def sums_logits(self) -> bool:
+        """Whether the weighted sum is asked for, and logits must be summed: XLA does that (engines/xla)."""
+        return self.with_sum and not self.sum_is_linear
+
+    @property
     def forms_dz(self) -> bool:
         """Whether dz is more than a number for each token times the exponentials, but at the target."""
         return self.with_sum or self.of_mean
+
+    @property
+    def can_be_saved(self) -> bool:
+        """Whether exponentials can be. Only in bfloat16: float16 lacks the range, and float32 is for its accuracy."""
+        can_form = self.head.softcap is None and not (self.of_mean and self.wide_de)
+        return self.dtype == "bfloat16" and not self.ids and (can_form or not self.forms_dz)
 
     @property
     def itemsize(self) -> int:
@@ -89,6 +105,11 @@ class Call:
     @property
     def dc_dtype(self) -> str:
         return self.sum_dtype if self.wide_dc else self.dtype
+
+    @property
+    def sums_dc_in_16_bits(self) -> bool:
+        """Whether dc is summed over chunks in block floating point (cce_kernels/block_floats.py)."""
+        return self.wants.c and self.dc_itemsize == 2
 
     @property
     def sum_itemsize(self) -> int:

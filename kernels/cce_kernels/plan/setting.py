@@ -1,0 +1,105 @@
+"""What a choice starts from: a request, the engines that serve it, and the rows that these compute."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from cce_kernels.device import Gpu
+from cce_kernels.engines.engine import Block, Costs, Engine, Multiplying, Step
+from cce_kernels.engines.hopper import HOPPER
+from cce_kernels.engines.triton import TRITON
+from cce_kernels.engines.xla import XLA
+from cce_kernels.exponentials import saved_shape
+from cce_kernels.request import Request
+from cce_kernels.tokens import MANY, gathered_rows
+
+Impl = Literal["auto", "cce", "chunked"]
+KERNELS = (HOPPER, TRITON)  # Pallas, fastest first
+EVALUATED = 4 * 2**20  # bytes of rows of e that evaluation copies at a time
+
+
+def engines(itemsize: int, impl: Impl) -> Sequence[Engine]:
+    """The engines that may compute a call, fastest first (bench/engines.py). itemsize: of e, in bytes."""
+    if impl == "chunked":
+        return (XLA,)
+    if impl == "cce":
+        return KERNELS
+    return (XLA,) if itemsize > 2 else (*KERNELS, XLA)  # with float32 Triton takes 1.4 to 2.1 times as long as XLA
+
+
+def needs_reference(itemsize: int, impl: Impl) -> bool:
+    """Whether shards of the vocabulary must know the targets' logits before their sums, whatever the shards' sizes."""
+    return not all(engine.finds_target for engine in engines(itemsize, impl))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A request and the engines that serve it. The first computes the logits; the next have steps that it lacks."""
+
+    request: Request
+    gpu: Gpu | None
+    serving: tuple[Engine, ...]
+    most_logits: int = 0  # plan.InForward.most_logits
+
+    @property
+    def engine(self) -> Engine:
+        return self.serving[0]
+
+    @property
+    def costs(self) -> Costs:
+        return self.engine.costs(self.request, self.gpu)
+
+    @property
+    def products(self) -> Engine:
+        """The engine whose matmuls of all tokens are fastest, where nothing is saved."""
+        return self.engine if self.engine.multiplies_fastest else XLA
+
+    @property
+    def stopping(self) -> Engine:
+        """The engine that multiplies only the kept tokens, and copies no part of c or dc; XLA if there is none."""
+        return next((engine for engine in self.serving if engine.stops), XLA)
+
+    @property
+    def stores(self) -> bool:
+        """Whether the forward pass can store exponentials, and the engine sums dc. Else XLA holds a chunk's logits."""
+        return self.engine.stops and self.request.can_be_saved
+
+    @property
+    def columns(self) -> int:
+        """The columns of exponentials: the vocabulary, rounded up."""
+        return saved_shape(1, self.request.vocabulary)[1]
+
+    @property
+    def many(self) -> int:
+        return 32 if self.gpu is not None and self.gpu.interpreted else MANY
+
+    @property
+    def finds_ignored(self) -> bool:
+        """Whether ignored tokens are looked for: the engine stops at the last kept token, and there are many tokens."""
+        return self.engine.stops and self.request.tokens >= self.many
+
+    @cached_property
+    def rows(self) -> int:
+        """The rows into which kept tokens are gathered. Evaluation copies them in blocks, and this is one block."""
+        request, evaluates = self.request, self.request.wanted is None
+        if not self.finds_ignored:
+            return request.tokens if evaluates or self.engine.stops else XLA.rows(request, self.gpu)
+        block = max(EVALUATED // (request.itemsize * request.width) // self.many, 1) * self.many
+        return min(gathered_rows(request.tokens), block) if evaluates else gathered_rows(request.tokens)
+
+    def step(self, method: str, block: Block | None = None) -> Step:
+        """The step of the first engine that has this method of engine.Launched."""
+        engine = next(engine for engine in self.serving if engine.offers(method, self.request))
+        return engine.step(method, self.request, self.gpu, self.rows, block)
+
+    def de_of_chunk(self, tokens: int) -> Multiplying:
+        """How what a chunk of so many tokens stores is multiplied by c.
+
+        XLA's matmul is faster than Triton's, unless XLA copies the operands: where P has more columns than c, or where
+        XLA splits the sum.
+        """
+        request, columns = self.request, self.columns
+        copies = columns != request.vocabulary or XLA.pads_de(request, tokens, columns, self.gpu)
+        engine = self.engine if self.engine.multiplies_fastest or copies else XLA
+        return engine.de_of_chunk(request, tokens, self.gpu)
