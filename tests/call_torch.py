@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from cce_kernels.plan import Chunks, choose
-from cce_kernels.plan.chunks import sums_in_16_bits
 from cce_torch import linear_cross_entropy
 from cce_torch.torch_alone import blocks
 from tests.cases import Inputs
@@ -57,20 +56,20 @@ def assert_same_bits(found: Iterable[torch.Tensor], want: Iterable[torch.Tensor]
 
 @contextmanager
 def small_blocks(narrow: bool = False) -> Iterator[None]:
-    """impl="torch_compile" in groups of 64 columns, its functions as they are: to compile them takes seconds.
+    """impl="torch_compile" in windows of 64 columns, its functions as they are: to compile them takes seconds.
 
     narrow: with matmuls of 16-bit operands that give float32, as CUDA has them.
     """
     with (
         mock.patch.object(blocks, "_compiled", lambda function, variant: function),
-        mock.patch.object(blocks, "_groups", _groups_of_64),
+        mock.patch.object(blocks, "_windows", _windows_of_64),
         mock.patch.object(blocks, "_multiplies", (lambda *_: True) if narrow else blocks._multiplies),
         mock.patch.object(blocks, "product", lambda left, right, to: left.to(to) @ right.to(to)),
     ):
         yield
 
 
-def _groups_of_64(e: torch.Tensor, c: torch.Tensor, memory_budget: int | None) -> Iterator[slice]:
+def _windows_of_64(e: torch.Tensor, c: torch.Tensor, memory_budget: int | None) -> Iterator[slice]:
     return (slice(start, min(start + 64, len(c))) for start in range(0, len(c), 64))
 
 
@@ -84,10 +83,8 @@ def in_chunks(size: int | None) -> Iterator[list[str]]:
 
     ran, run = [], bridge.run
 
-    def chunks_of(count: Any, last: int | None) -> Chunks:
-        tokens, of_sum = count.call.tokens, sums_in_16_bits(count.call)
-        whole = -(-tokens // size) - of_sum
-        return Chunks(whole, size if whole else 0, size if of_sum else 0, 256)
+    def chunks_of(x: Any) -> Chunks:
+        return Chunks(-(-x.request.tokens // size), size)
 
     def recorded(program: Any, *arguments: Any, **options: Any) -> Any:
         ran.append(program.__wrapped__.__name__)
@@ -96,7 +93,7 @@ def in_chunks(size: int | None) -> Iterator[list[str]]:
     with (
         mock.patch.object(choose, "fastest_chunks", chunks_of if size else choose.fastest_chunks),
         mock.patch.object(choose, "_may_form_in_forward", return_value=True),
-        mock.patch.object(choose, "_is_fastest_in_forward", return_value=True),
+        mock.patch.object(choose, "_is_faster", return_value=True),
         mock.patch.object(bridge, "run", recorded),
     ):
         forget()

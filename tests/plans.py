@@ -1,18 +1,18 @@
 """Calls to be planned, and what saving everything of one takes."""
 
-from cce_kernels.call import Call
 from cce_kernels.device import H200
 from cce_kernels.engines.triton import TRITON
 from cce_kernels.engines.xla import XLA
 from cce_kernels.head import Head
 from cce_kernels.numbers import Wanted
-from cce_kernels.plan.budget import Bytes
-from cce_kernels.tokens import gathered_rows
+from cce_kernels.plan import budget
+from cce_kernels.plan.setting import Setting
+from cce_kernels.request import Request
 
 BOTH = Wanted(e=True, c=True, bias=False)
 
 
-def call_of(
+def request_of(
     shape: tuple[int, int, int],
     memory_budget: int,
     head: Head | None = None,
@@ -20,13 +20,13 @@ def call_of(
     dtype: str = "bfloat16",
     with_sum: bool = False,
     wanted: Wanted | None = BOTH,
-) -> Call:
+) -> Request:
     """shape: tokens, width, vocabulary. There is a bias if its gradient is wanted."""
     with_bias = wanted is not None and wanted.bias
-    return Call(*shape, dtype, head or Head(), with_bias, with_sum, wanted, memory_budget)
+    return Request(*shape, dtype, head or Head(), with_bias, with_sum, wanted, memory_budget)
 
 
 def whole_bytes(tokens: int, width: int, vocabulary: int, of_c: bool = True) -> int:
     """What saving everything takes at most; of_c: whether the gradient of c is wanted."""
-    call = call_of((tokens, width, vocabulary), 0, wanted=Wanted(e=True, c=of_c, bias=False))
-    return Bytes(call, H200, gathered_rows(tokens), TRITON, XLA).everything()
+    request = request_of((tokens, width, vocabulary), 0, wanted=Wanted(e=True, c=of_c, bias=False))
+    return budget.saved(Setting(request, H200, (TRITON, XLA)))

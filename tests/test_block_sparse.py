@@ -16,25 +16,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cce_kernels.block_sparse import (
-    DC_BLOCK,
-    DE_BLOCK,
-    MULTIPLE,
-    PART,
-    ROUNDED,
-    Blocks,
-    Listed,
-    Tokens,
-    all_blocks,
-    kept_blocks,
-)
-from cce_kernels.call import Call
+from cce_kernels.block_sparse import DC_BLOCK, DE_BLOCK, MULTIPLE, PART, ROUNDED, Blocks, Listed, Tokens, kept_blocks
 from cce_kernels.device import INTERPRETER
 from cce_kernels.engines.engine import Step
 from cce_kernels.engines.triton import TRITON
 from cce_kernels.engines.triton.thresholds import LOWEST, ROUNDS, SPAN, WAYS
 from cce_kernels.head import Head
 from cce_kernels.numbers import Wanted
+from cce_kernels.plan.residuals import shapes_of_blocks
+from cce_kernels.request import Request
 
 TOLERANCES = (2.0**-9, 2.0**-5, 0.3)
 SHAPES = ((256, 256, 4), (203, 256, 24), (390, 512, 8))  # n, and rows and parts of the masses: each compiled once
@@ -253,17 +243,17 @@ def test_where_tokens_are_alike_no_block_keeps_what_it_need_not(seed, kind, part
         assert not np.any(kept[:live] & ~needed)
 
 
-def test_all_blocks_have_the_shape_of_kept_blocks():
+def test_blocks_have_the_shapes_that_are_planned():
     """Of a chunk of 300 tokens whose masses cover 512."""
-    call = Call(300, 64, 700, "bfloat16", Head(), False, False, Wanted(True, True, False), 0, gradient_tolerance=0.1)
+    request = Request(
+        300, 64, 700, "bfloat16", Head(), False, False, Wanted(True, True, False), 0, gradient_tolerance=0.1
+    )
     masses, (targets, own) = np.zeros((12, 512), np.float32), np.zeros((2, 300))
     shapes = jax.eval_shape(blocks_of, masses, np.int32(targets), np.float32(own), jnp.full(1, 300, jnp.int32), 0.1)
-    every = all_blocks(call, 300)
-    assert every is not None
-    for x, y in zip(every, shapes, strict=True):
-        assert (x.shape, x.dtype) == (y.shape, y.dtype)
-        assert x.all()
-    assert all_blocks(replace(call, gradient_tolerance=0.0), 300) is None
+    planned = shapes_of_blocks(request, 300)
+    assert planned is not None
+    assert [(x.shape, x.dtype) for x in planned] == [(x.shape, x.dtype) for x in shapes]
+    assert shapes_of_blocks(replace(request, gradient_tolerance=0.0), 300) is None
 
 
 def test_where_jax_has_64_bits_no_array_is_float64():

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from cce_jax import linear_cross_entropy
-from cce_kernels import backward, forward
+from cce_kernels import blocks
 from cce_kernels import numbers as core
-from cce_kernels.call import Call
 from cce_kernels.device import INTERPRETER
 from cce_kernels.head import Head
 from cce_kernels.plan import plan_of
+from cce_kernels.request import Request
 from tests.cases import DTYPES, Case, Inputs, inputs
 from tests.tolerance import error
 
@@ -41,9 +41,12 @@ def ignored(tokens: int) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("options", [EACH, EACH | {"label_smoothing": 0.2}], ids=str)
+SMOOTHED = EACH | {"label_smoothing": 0.2}
+
+
+@pytest.mark.parametrize("options", [EACH, SMOOTHED, SMOOTHED | {"softcap": 9.0}], ids=["each", "smoothed", "capped"])
 def test_evaluation_has_the_bits_of_training(options):
-    """Which copies e with the kept tokens first, where evaluation looks up those that are scattered."""
+    """Of ignored tokens too."""
     made = given()
     call = partial(linear_cross_entropy, bias=made.optional["bias"], impl="cce", memory_budget=0, **options)
     evaluate = jax.jit(call)
@@ -74,9 +77,9 @@ def test_another_backward_pass_has_the_bits_of_the_first():
     """With what the one before left of what was saved, after other cotangents, and among tokens that are ignored."""
     made = given()
     wanted = core.Wanted(True, True, True)
-    plan = plan_of(Call(TOKENS, D, V, "bfloat16", Head(), False, False, wanted, ALL), INTERPRETER, "cce")
+    plan = plan_of(Request(TOKENS, D, V, "bfloat16", Head(), False, False, wanted, ALL), INTERPRETER, "cce")
     assert plan.saved == TOKENS
-    start, follow = (jax.jit(partial(run, plan=plan)) for run in (forward.statistics, backward.gradients))
+    start, follow = (jax.jit(partial(run, plan=plan)) for run in (blocks.numbers, blocks.gradients))
     rng = np.random.default_rng(0)
     x, y = (jnp.float32(rng.standard_normal((2, TOKENS))) for _ in "xy")
     y = y.at[0, ::3].set(0)  # whose target's element is then of another size

@@ -10,10 +10,10 @@ import pytest
 
 from cce_jax import linear_cross_entropy
 from cce_kernels import given_ids, selections
-from cce_kernels.engines.triton import kernels
+from cce_kernels.engines.triton import statistics as kernels
 from cce_kernels.engines.xla import XLA
-from cce_kernels.engines.xla import kernels as xla_kernels
-from cce_kernels.plan import budget, plan_of
+from cce_kernels.engines.xla import statistics as xla_kernels
+from cce_kernels.plan import budget, plan_of, setting
 from tests.search import run as search_run
 from tests.search.calls import DIVERGENCE, DIVERGENCES, LOG_PROBS, TOKEN_LOSS, Call, Data, Program
 from tests.search.run import failures
@@ -95,6 +95,25 @@ def test_float64(package, impl):
     program = replace(PLAIN, package=package, impl=impl, dtype="float64", vocabulary=150, label_smoothing=0.3)
     program = replace(program, arrays=("bias",), wanted=("e", "c", "bias"), z_loss=0.1, logit_scale=0.7, softcap=5.0)
     held(Call(replace(program, setting="x64" if package == "jax" else "usual"), Data()))
+
+
+SMOOTHED = replace(PLAIN, leading=(40,), arrays=("bias", "class_weight"), wanted=("e", "c", "bias"))
+SMOOTHED = replace(SMOOTHED, dtype="bfloat16", label_smoothing=0.5, logit_scale=0.6)
+
+
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+def test_label_smoothing(vocab_axis):
+    """Whose gradients are formed in the forward pass, from a sum of rank one; with weights of classes and without."""
+    for impl in ("cce", "chunked"):
+        program = replace(SMOOTHED, impl=impl, vocab_axis=vocab_axis, memory_budget=2**30)
+        held(Call(program, Data(bias=30.0)), Call(replace(program, arrays=(), wanted=("e", "c")), Data(size=8.0)))
+
+
+@pytest.mark.parametrize("impl", ["cce", "chunked"])
+def test_label_smoothing_under_a_softcap(impl):
+    """In windows of columns that overlap, and of tokens that are not consecutive."""
+    program = replace(SMOOTHED, impl=impl, softcap=7.0, vocabulary=1500, memory_budget=2**20, reduction="none")
+    held(Call(program, Data(ignored="few")), Call(replace(program, wanted=()), Data(ignored="most", poison="nan")))
 
 
 @IN_BOTH
@@ -327,8 +346,19 @@ def test_saved_exponentials_of_classes_that_a_bias_removes():
     held(Call(OF_BIAS, Data(masked=40)))
 
 
+@pytest.mark.parametrize("ignored", ["few", "most"])
+def test_evaluation_in_several_blocks(ignored, monkeypatch):
+    """Of 32 tokens, as if 4 MiB held no more of e."""
+    monkeypatch.setattr(setting, "EVALUATED", 1)
+    plan_of.cache_clear()
+    program = replace(SMOOTHED, impl="cce", leading=(90,), wanted=(), reduction="none", z_loss=0.1)
+    held(*(Call(replace(program, softcap=x), Data(ignored=ignored, poison="nan")) for x in (None, 9.0)))
+    plan_of.cache_clear()
+    jax.clear_caches()
+
+
 def test_evaluation_rescues_what_overflows_wherever_its_row_lies():
-    """Also rows of blocks that are read at once, or looked up because their tokens do not lie side by side in e."""
+    """Among tokens that are ignored."""
     program = replace(SAVED, memory_budget=0, transformation="value", wanted=())
     held(*(Call(program, Data(kind="confident", size=100.0, ignored=x)) for x in ("few", "runs")))
 

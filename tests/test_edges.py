@@ -229,7 +229,7 @@ def test_pytorchs_defaults_and_who_looks_on_change_no_bit(dtype, impl):
         return [*found, *torch.autograd.grad(total, leaves)]
 
     for k, run in enumerate(calls_in_torch(impl)):
-        with mock.patch.object(in_forward, "planned", return_value=None):
+        with mock.patch.object(in_forward, "_planned", return_value=None):
             without_chunks = bits(run)
         want = bits(run)
         for name, surrounding in SURROUNDINGS.items():

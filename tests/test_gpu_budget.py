@@ -13,9 +13,9 @@ from cce_jax import linear_cross_entropy
 from cce_kernels.device import local_gpu
 from cce_kernels.engines.order import SCRATCH_BYTES
 from cce_kernels.plan import plan_of
-from cce_kernels.plan.budget import GROUP_BYTES, WORKSPACE
+from cce_kernels.plan.budget import WINDOW_BYTES, WORKSPACE
 from cce_torch.on_jax import bridge
-from tests.plans import call_of, whole_bytes
+from tests.plans import request_of, whole_bytes
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20
@@ -27,7 +27,7 @@ def budgets(shape: Shape) -> dict[str, int]:
     least = 4 * tokens * width + 256 * tokens + WORKSPACE
     return {
         "default": 300 * MIB,
-        "logits": max(2 * tokens * vocabulary, least + GROUP_BYTES),
+        "logits": max(2 * tokens * vocabulary, least + WINDOW_BYTES),
         "all": whole_bytes(tokens, width, vocabulary),
     }
 
@@ -69,7 +69,7 @@ def ignored(targets: jax.Array, kind: str) -> jax.Array:
 
 def that_saves(shape: Shape) -> int:
     """The least budget, in whole MiB, with which exponentials are saved."""
-    return next(mib * MIB for mib in range(1000) if plan_of(call_of(shape, mib * MIB), local_gpu(), "auto").saved)
+    return next(mib * MIB for mib in range(1000) if plan_of(request_of(shape, mib * MIB), local_gpu(), "auto").saved)
 
 
 def check(shape: Shape, saves: bool, kind: str) -> None:

@@ -14,23 +14,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from cce_jax import linear_cross_entropy, linear_log_probs, prepare
 from cce_jax.core import statistics
 from cce_jax.plans import Core
-from cce_kernels import backward, forward, selections
-from cce_kernels.block_floats import steps_shape
-from cce_kernels.call import Call
+from cce_kernels import blocks, selections
+from cce_kernels.block_floats import decoded, steps_shape
 from cce_kernels.device import H200, Gpu
 from cce_kernels.engines import hopper
-from cce_kernels.engines.engine import Multiplying, Problem, Step
+from cce_kernels.engines.engine import Multiplying, Part, Problem, Step
 from cce_kernels.engines.hopper import HOPPER, matmul
 from cce_kernels.engines.hopper.every_tile import spread
-from cce_kernels.engines.hopper.tiles import DC, DE, LOGITS, SAVED_DE, SUMMED
+from cce_kernels.engines.hopper.tiles import DC, DE, LOGITS, SUMMED
 from cce_kernels.exponentials import LARGEST, saved_shape
-from cce_kernels.gradients import ALL_COLUMNS, Left
 from cce_kernels.head import Head
 from cce_kernels.mean import over_runs, relative
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Statistics, Wanted
-from cce_kernels.plan import choose, plan_of
-from cce_kernels.tokens import Kept, Rows
-from cce_kernels.windows import Groups
+from cce_kernels.plan import choose, plan_of, setting
+from cce_kernels.request import Request
+from cce_kernels.windows import ALL_COLUMNS, Windows
 from tests.lowering import for_hopper, loop_equations
 from tests.test_shards import check as check_shards
 from tests.test_shards import problem as drawn_shards
@@ -38,7 +36,7 @@ from tests.test_shards import problem as drawn_shards
 S = jax.ShapeDtypeStruct
 BF16 = jnp.bfloat16
 SHAPE = 512, 128, 4096
-GROUP = ["statistics", "dz", "de", "dc"]
+WINDOW = ["statistics", "dz", "de", "dc"]
 
 # Calls take these kernels from JAX 0.11 on, which also has the interpreter.
 INTERPRETED = pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="JAX 0.10 has no interpreter for it")
@@ -79,7 +77,7 @@ def call(
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize("options", [{}, {"softcap": 30.0, "logit_scale": 2.0, "z_loss": 1e-4}])
 def test_a_gradient_is_four_kernels_that_the_device_need_not_choose_between(dtype, vocab_axis, options):
-    assert launched(dtype=dtype, vocab_axis=vocab_axis, **options) == GROUP
+    assert launched(dtype=dtype, vocab_axis=vocab_axis, **options) == WINDOW
 
 
 @pytest.mark.parametrize("saved", [0, 2**31])
@@ -96,8 +94,8 @@ def launched_by_default(memory_budget: int) -> list[str]:
         return launched(memory_budget=memory_budget)
 
 
-def test_beside_its_kernels_a_group_computes_single_numbers():
-    """What it needs of each token is computed once for all groups, not by a launch more in each."""
+def test_beside_its_kernels_a_window_computes_single_numbers():
+    """What it needs of each token is computed once for all windows, not by a launch more in each."""
     launches = "custom_vmap_call", "run_state", "empty", "optimization_barrier"
     equations = loop_equations(*call())
     assert [x.primitive.name for x in equations].count("run_state") == 3
@@ -105,23 +103,16 @@ def test_beside_its_kernels_a_group_computes_single_numbers():
     assert max(v.aval.size for x in rest for v in x.outvars) == 1
 
 
+ENOUGH = 2 * 2048 * 65536 + 2 * 2048 * 128 + 256 * 2048 + 32 * 2**20  # bytes, to save all exponentials of that shape
+
+
 def test_what_is_saved_is_multiplied_too(monkeypatch):
-    """By XLA where there is memory for what it holds beside; but few kept tokens by kernels that stop at the last."""
+    """By XLA; but few kept tokens by kernels that stop at the last."""
     monkeypatch.setattr(prepare, "local_gpu", lambda: H200)
     shape = 2048, 128, 65536
-    exponentials = 2 * 2048 * 65536
-    by_xla = exponentials + 2 * 2048 * 128 + 256 * 2048 + 32 * 2**20
-    assert launched(shape, memory_budget=by_xla) == ["statistics", "de", "dc"]
-    assert launched(shape, memory_budget=by_xla - 1) == ["statistics", "dc", "saved_de"]
-    assert launched(shape, memory_budget=exponentials) == ["statistics", "dc", "saved_de"]
-    assert launched(shape, memory_budget=exponentials - 1) == GROUP
-
-
-def test_a_softcap_changes_no_kernel(monkeypatch):
-    monkeypatch.setattr(prepare, "local_gpu", lambda: H200)
-    shape = 2048, 128, 65536
-    assert launched(shape, softcap=30.0, memory_budget=2 * 2048 * 65536) == ["statistics", "dc", "saved_de"]
-    assert launched(shape, softcap=30.0, memory_budget=2**27) == GROUP
+    for softcap in (None, 30.0):  # it changes no kernel
+        assert launched(shape, softcap=softcap, memory_budget=ENOUGH) == ["statistics", "de", "dc"]
+        assert launched(shape, softcap=softcap, memory_budget=ENOUGH - 1) == WINDOW
 
 
 def test_evaluation_is_the_statistics():
@@ -131,14 +122,14 @@ def test_evaluation_is_the_statistics():
 
 @pytest.mark.parametrize("tokens", [256, 509])
 def test_any_number_of_tokens_from_256_on(tokens):
-    assert launched((tokens, 128, 4096)) == GROUP
+    assert launched((tokens, 128, 4096)) == WINDOW
 
 
 def test_a_call_that_does_not_look_for_ignored_tokens_launches_the_same(monkeypatch):
     """As bench.ignored has it, to measure what looking costs."""
-    monkeypatch.setattr(choose, "MANY", 2**31)
+    monkeypatch.setattr(setting, "MANY", 2**31)
     plan_of.cache_clear()
-    assert launched() == GROUP
+    assert launched() == WINDOW
     plan_of.cache_clear()
 
 
@@ -149,11 +140,16 @@ def test_a_call_that_does_not_look_for_ignored_tokens_launches_the_same(monkeypa
         {"shape": (512, 128, 4104), "vocab_axis": 1},
         {"dtype": jnp.float32},
         {"bias": True},
-        {"label_smoothing": 0.1},
     ],
 )
 def test_other_calls_are_left_to_triton(call):
     assert launched(**call) == []
+
+
+def test_label_smoothing_computes_no_logits_again():
+    """Triton's kernels do. Where the forward pass forms the gradients, or saves exponentials, these here multiply."""
+    assert launched(label_smoothing=0.1, memory_budget=0) == []
+    assert "statistics" in launched(label_smoothing=0.1, memory_budget=2**30)
 
 
 @settings(max_examples=25)
@@ -168,39 +164,18 @@ def test_each_tile_is_computed_once(pairs, column_tiles, units, group):
     assert sorted(found) == [(i, j) for i in range(pairs) for j in range(column_tiles)]
 
 
-RUNS = st.lists(st.integers(1, 40) | st.sampled_from([8, 16, 32]), min_size=1, max_size=12)
-
-
-@settings(max_examples=60)
-@given(RUNS, st.booleans(), st.sampled_from([8, 16, 32]))
-def test_where_a_block_of_kept_tokens_can_be_read_side_by_side(runs, first, block):
-    """Of 96 tokens, kept and ignored in runs by turns: single ones leave hardly any block without a hole."""
-    kept = np.resize(np.repeat((np.arange(len(runs)) + first) % 2 == 0, runs), 96)
-    targets = jnp.where(jnp.asarray(kept), 0, -1)
-    of = Kept.of(targets, targets.size)
-    order = np.flatnonzero(kept)
-    for k, start in enumerate(np.asarray(of.starts(block))):
-        here = order[k * block : (k + 1) * block]
-        if start >= 0 and here.size:
-            assert start % 8 == 0
-            assert start + block <= targets.size
-            assert np.array_equal(here, np.arange(start, start + here.size))
-        elif here.size:
-            assert here[0] % 8 or here[0] + block > targets.size or here[-1] - here[0] != here.size - 1
-
-
 SMALL = Gpu("9.0", 4, interpreted=True)
 TOKENS, WIDTH, COLUMNS = 304, 128, 256
 VOCABULARIES = 632, 640  # by vocab_axis: of (V, D) a multiple of 8, of (D, V) a multiple of 64
 PADDED = 640  # columns of dz and of P
 EVERY = np.full(1, TOKENS, np.int32)
-GROUPS = Groups(PADDED, COLUMNS, beyond=True)
+WINDOWS = Windows(PADDED, COLUMNS, beyond=True)
 
 
 def problem_of(inputs: Inputs, head: Head, gpu: Gpu = SMALL, with_mean: bool = False) -> Problem:
     (tokens, width), dtype = inputs.e.shape, str(inputs.e.dtype)
-    call = Call(tokens, width, head.vocabulary(inputs.c), dtype, head, False, False, Wanted(True, True, False), 0)
-    return Problem(replace(call, with_mean=with_mean), gpu, inputs)
+    request = Request(tokens, width, head.vocabulary(inputs.c), dtype, head, False, False, Wanted(True, True, False), 0)
+    return Problem(replace(request, with_mean=with_mean), gpu, inputs)
 
 
 def problem(vocab_axis: int):
@@ -217,18 +192,18 @@ def error(found, wanted) -> float:
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
 
 
-def sums(inputs: Inputs, at: Rows, reference, save: bool, head: Head):
-    return HOPPER.sums(Step(HOPPER, LOGITS, 2), problem_of(inputs, head), at, reference, save)
+def sums(inputs: Inputs, reference, save: bool, head: Head):
+    return HOPPER.sums(Step(HOPPER, LOGITS, 2), problem_of(inputs, head), None, reference, save)
 
 
 def form_dz(inputs: Inputs, lse, of, count, window, head: Head):
     """Relative to lse, so that the cotangents of log-masses of 0 are those that are given."""
-    step, numbers = Step(HOPPER, LOGITS, groups=GROUPS), Statistics(jnp.zeros_like(lse), lse, lse)
+    step, numbers = Step(HOPPER, LOGITS, windows=WINDOWS), Statistics(jnp.zeros_like(lse), lse, lse)
     return HOPPER.form_dz(step, problem_of(inputs, head), numbers, Cotangents(*of, None), count)(window)[0]
 
 
-def products(inputs: Inputs, count, head: Head, unit=None, groups=GROUPS):
-    return HOPPER.products(Multiplying(HOPPER, DE[0], DC[0], groups), problem_of(inputs, head), unit, count)
+def products(inputs: Inputs, count, head: Head, unit=None, windows=WINDOWS):
+    return HOPPER.products(Multiplying(HOPPER, DE[0], DC[0], windows), problem_of(inputs, head), unit, count)
 
 
 @pytest.mark.parametrize(("vocab_axis", "softcap", "scale"), [(0, None, None), (1, 5.0, 1.5)])
@@ -238,7 +213,7 @@ def test_statistics_and_what_is_saved(vocab_axis, softcap, scale):
     z = z if softcap is None else softcap * jnp.tanh(z / softcap)
     target = z[jnp.arange(TOKENS), inputs.targets]
     given = inputs._replace(scale=None if scale is None else jnp.full(1, scale))
-    found = sums(given, Rows(), target, True, Head(softcap=softcap, vocab_axis=vocab_axis))
+    found = sums(given, target, True, Head(softcap=softcap, vocab_axis=vocab_axis))
     lse = jax.nn.logsumexp(found.log_mass, axis=0) + target
     np.testing.assert_allclose(lse, jax.nn.logsumexp(z, axis=1), rtol=2e-6)
     slope = 1.0 if softcap is None else 1 - (z / softcap) ** 2
@@ -260,7 +235,7 @@ def test_the_mean_of_the_logits_with_temperatures(vocab_axis, softcap, save):
     z = x * np.float64(given.inverse_temperature)[:, None]
     target, lse = z[np.arange(TOKENS), inputs.targets], np.logaddexp.reduce(z, axis=1)
     of = problem_of(given, head, with_mean=True)
-    found = HOPPER.sums(Step(HOPPER, LOGITS, 2), of, Rows(), jnp.float32(target), save)
+    found = HOPPER.sums(Step(HOPPER, LOGITS, 2), of, None, jnp.float32(target), save)
     near = lse - target < LARGEST  # the others are to be computed again
     assert np.isinf(np.max(found.log_mass, axis=0))[lse - target > LARGEST + 1].all()
     whole = jax.nn.logsumexp(found.log_mass, axis=0) + target
@@ -278,8 +253,8 @@ def test_a_sum_for_the_mean_that_overflows_is_left_to_the_rescue():
     """The exponentials' sum is finite still."""
     inputs, z = problem(0)
     reference = jnp.max(z, axis=1).at[7].add(-86.5)
-    found = HOPPER.sums(Step(HOPPER, LOGITS, 1), problem_of(inputs, Head(), with_mean=True), Rows(), reference, False)
-    assert np.isfinite(sums(inputs, Rows(), reference, False, Head()).log_mass).all()
+    found = HOPPER.sums(Step(HOPPER, LOGITS, 1), problem_of(inputs, Head(), with_mean=True), None, reference, False)
+    assert np.isfinite(sums(inputs, reference, False, Head()).log_mass).all()
     assert np.flatnonzero(~np.isfinite(found.log_mass[0])).tolist() == [7]
 
 
@@ -300,18 +275,18 @@ def test_dz_with_a_cotangent_of_the_mean_and_temperatures(vocab_axis, softcap):
     numbers = Statistics(*(jnp.float32(y) for y in (lse - reference, reference, lse, lse, mean - reference)))
     cotangents = Cotangents(*(jnp.float32(y[:, 0]) for y in (a, t)), None, jnp.float32(mu[:, 0]))
     of = relative(cotangents, numbers, inputs.targets >= 0)
-    step = Step(HOPPER, LOGITS, groups=GROUPS)
+    step = Step(HOPPER, LOGITS, windows=WINDOWS)
     form = HOPPER.form_dz(step, problem_of(given, head, with_mean=True), numbers, of, EVERY)
-    for group in range(GROUPS.count):
-        window = GROUPS.window(jnp.int32((group + 1) % GROUPS.count))
-        columns = slice(group * COLUMNS, min((group + 1) * COLUMNS, p.shape[1]))
+    for number in range(WINDOWS.count):
+        window = WINDOWS.window(jnp.int32((number + 1) % WINDOWS.count))
+        columns = slice(number * COLUMNS, min((number + 1) * COLUMNS, p.shape[1]))
         dz = form(window)[0]
         assert error(dz[:, : columns.stop - columns.start], wanted[:, columns]) < 2.0**-8
 
 
 def test_a_logit_that_is_computed_again_is_not_above_lse():
     inputs, _ = problem(0)
-    given, window = with_temperatures(inputs), GROUPS.window(jnp.int32(1))
+    given, window = with_temperatures(inputs), WINDOWS.window(jnp.int32(1))
     of = jnp.stack([jnp.ones(TOKENS), jnp.zeros(TOKENS)])
     dz = form_dz(given, jnp.full(TOKENS, -200.0), of, EVERY, window, Head())
     largest = jnp.max(jnp.abs(given.inverse_temperature * given.scale))
@@ -326,7 +301,7 @@ def test_a_gradient_of_the_entropy_is_four_kernels(memory_budget):
         core = Core(Head(), False, "cce", memory_budget, H200, with_mean=with_mean)
 
         def entropy(e, c):
-            numbers = statistics(inputs._replace(e=e, c=c), core, None)[0]
+            numbers = statistics(inputs._replace(e=e, c=c), core)[0]
             return jnp.sum(numbers.log_mass - numbers.mean if with_mean else -numbers.log_p(numbers.target))
 
         return jax.grad(entropy, (0, 1))(inputs.e, inputs.c)
@@ -334,9 +309,9 @@ def test_a_gradient_of_the_entropy_is_four_kernels(memory_budget):
     shape, dtype = SHAPE, BF16
     tokens = S(shape[:1], jnp.float32)
     given = Inputs(S(shape[:2], dtype), S(shape[:0:-1], dtype), None, S(shape[:1], jnp.int32), None, None, tokens)  # type: ignore[arg-type]
-    assert for_hopper(partial(run, True), given) == (["statistics", "de", "dc"] if memory_budget else GROUP)
+    assert for_hopper(partial(run, True), given) == (["statistics", "de", "dc"] if memory_budget else WINDOW)
     alone = for_hopper(partial(run, False), given)
-    assert alone == (["statistics", "de", "dc"] if memory_budget else GROUP)
+    assert alone == (["statistics", "de", "dc"] if memory_budget else WINDOW)
 
 
 def test_passes_over_shards_with_temperatures():
@@ -345,29 +320,21 @@ def test_passes_over_shards_with_temperatures():
     check_shards(x, (0, 256, 640), "cce", SMALL, 2**40)
 
 
-def test_statistics_of_blocks_that_are_read_where_they_lie():
-    """The tokens are rows 8 to 263 of e; the third block's lie apart, and are left to another kernel."""
-    inputs, z = problem(0)
-    at = Rows(None, jnp.array([8, 136, -1], jnp.int32), jnp.array([290], jnp.int32))
-    found = jax.nn.logsumexp(sums(inputs, at, jnp.zeros(TOKENS), False, Head()).log_mass, axis=0)
-    np.testing.assert_allclose(found[:256], jax.nn.logsumexp(z, axis=1)[8:264], rtol=2e-6)
-
-
 @pytest.mark.parametrize("softcap", [0.1, 30.0, 1e3, 1e6, 1e12])
 def test_a_softcap_of_any_size_is_as_exact_as_the_logits(softcap):
     """1 − 2/(1 + exp(2x)), times a large cap, would be off by more than any logit: the cap times 2⁻²³."""
     inputs, z = problem(0)
     capped = softcap * np.tanh(np.asarray(z, np.float64) / softcap)
     target = jnp.asarray(capped[np.arange(TOKENS), np.asarray(inputs.targets)], jnp.float32)
-    found = jax.nn.logsumexp(sums(inputs, Rows(), target, False, Head(softcap=softcap)).log_mass, axis=0) + target
+    found = jax.nn.logsumexp(sums(inputs, target, False, Head(softcap=softcap)).log_mass, axis=0) + target
     exact = np.log(np.sum(np.exp(capped), axis=1))
     largest = np.max(np.abs(capped))
     np.testing.assert_allclose(found, exact, rtol=0, atol=8 * 2.0**-24 * (largest + np.log(VOCABULARIES[0])))
 
 
-@pytest.mark.parametrize("group", range(3))
-def test_a_group_of_dz_and_its_part_of_dc(group):
-    """The last group has fewer columns; only tokens up to `count` take part, the rest have embeddings of 0."""
+@pytest.mark.parametrize("number", range(3))
+def test_a_window_of_dz_and_its_part_of_dc(number):
+    """The last window has fewer columns; only tokens up to `count` take part, the rest have embeddings of 0."""
     inputs, z = problem(0)
     # All logits far below 0: beyond V, where they are 0, exponentials relative to lse are infinite.
     inputs = inputs._replace(e=inputs.e.at[:, 0].set(1), c=inputs.c.at[:, 0].set(-600))
@@ -377,9 +344,9 @@ def test_a_group_of_dz_and_its_part_of_dc(group):
     inputs = inputs._replace(e=jnp.where(kept[:, None], inputs.e, 0))
     lse = jnp.where(kept, jax.nn.logsumexp(z, axis=1), FLOAT32_MAX)
     cotangents = jnp.where(kept, jnp.stack([jnp.linspace(0.5, 1.5, TOKENS), jnp.linspace(-1.0, -2.0, TOKENS)]), 0)
-    window = GROUPS.window(jnp.int32((group + 1) % GROUPS.count))
+    window = WINDOWS.window(jnp.int32((number + 1) % WINDOWS.count))
     vocabulary = VOCABULARIES[0]
-    columns = slice(group * COLUMNS, min((group + 1) * COLUMNS, vocabulary))
+    columns = slice(number * COLUMNS, min((number + 1) * COLUMNS, vocabulary))
     few = jnp.array([count], jnp.int32)
     dz = form_dz(inputs, lse, cotangents, few, window, Head())
     p = jnp.exp(jnp.where(kept[:, None], z - lse[:, None], -jnp.inf))
@@ -397,7 +364,7 @@ def test_a_group_of_dz_and_its_part_of_dc(group):
 def test_a_classifier_of_shape_d_by_v():
     inputs, z = problem(1)
     head = Head(vocab_axis=1)
-    lse, window = jax.nn.logsumexp(z, axis=1), GROUPS.window(jnp.int32(2))
+    lse, window = jax.nn.logsumexp(z, axis=1), WINDOWS.window(jnp.int32(2))
     dz = form_dz(inputs, lse, jnp.stack([jnp.ones(TOKENS), -jnp.ones(TOKENS)]), EVERY, window, head)
     wanted = jnp.exp(z - lse[:, None]) - (inputs.targets[:, None] == jnp.arange(VOCABULARIES[1]))
     assert error(dz, wanted[:, COLUMNS : 2 * COLUMNS]) < 2.0**-9
@@ -414,29 +381,34 @@ def test_dc_of_saved_exponentials(kept, vocab_axis):
     e, c, head = inputs.e, inputs.c, Head(vocab_axis=vocab_axis)
     p = jax.random.normal(jax.random.key(3), (TOKENS, PADDED)).astype(BF16).at[:, VOCABULARIES[vocab_axis] :].set(0)
     p = jnp.where(jnp.arange(TOKENS)[:, None] < kept, p, 0).at[-(-kept // 64) * 64 :].set(jnp.nan)
-    groups = Groups(PADDED, PADDED, beyond=True)
-    of = products(inputs, jnp.array([kept], jnp.int32), head, groups=groups)
+    windows = Windows(PADDED, PADDED, beyond=True)
+    of = products(inputs, jnp.array([kept], jnp.int32), head, windows=windows)
     found = jnp.moveaxis(of.put_dc(jnp.full_like(c, 7), p, ALL_COLUMNS), vocab_axis, 0)
     wanted = (p[:kept].astype(jnp.float32).T @ e[:kept].astype(jnp.float32))[: len(found)]
     assert error(found, wanted) < 2.0**-9 if kept else not found.any()
 
 
 @pytest.mark.parametrize("vocab_axis", [0, 1])
-@pytest.mark.parametrize("kept", [0, 100, 304])
-def test_de_of_saved_tokens(kept, vocab_axis):
-    """In the place of another array, from rows of P that may hold anything where no token is kept."""
+@pytest.mark.parametrize(("splits", "kept"), [(2, 304), (3, 270), (4, 100)])
+def test_partial_sums_of_de_over_windows(splits, kept, vocab_axis, adding_copies, monkeypatch):
+    """A part's last tile adds zeros to rows of the next part. The last window has fewer columns."""
+    interpret(monkeypatch, detect_races=False)  # what stands in place of the memory system's addition reads and writes
     inputs, _ = problem(vocab_axis)
-    c, head = inputs.c, Head(vocab_axis=vocab_axis)
-    keys = jax.random.split(jax.random.key(5), 2)
-    p = jax.random.uniform(keys[0], (TOKENS, PADDED)).astype(BF16).at[kept:].set(jnp.nan)
-    p = p.at[:, VOCABULARIES[vocab_axis] :].set(0)
-    r = jax.random.normal(keys[1], (TOKENS,))
-    count, out = jnp.array([kept], jnp.int32), jnp.full((TOKENS, WIDTH), 7, BF16)
-    found = HOPPER.de_of_saved(Step(HOPPER, SAVED_DE[0]), problem_of(inputs, head), p, r, count, out)
-    wide = (c if vocab_axis == 0 else c.T).astype(jnp.float32)
-    wanted = r[:kept, None] * (p[:kept, : len(wide)].astype(jnp.float32) @ wide)
-    assert found.shape == (TOKENS, WIDTH)
-    assert kept == 0 or error(found[:kept], wanted) < 2.0**-9
+    head, vocabulary = Head(vocab_axis=vocab_axis), VOCABULARIES[vocab_axis]
+    dz = jax.random.normal(jax.random.key(3), (TOKENS, PADDED)).astype(BF16).at[:, vocabulary:].set(0)
+    dz = dz.at[kept:].set(jnp.nan)
+    step = Multiplying(HOPPER, DE[0], DC[0], WINDOWS, splits)
+    of = HOPPER.products(step, problem_of(inputs, head), None, jnp.full(1, kept, jnp.int32))
+    de = jnp.zeros((splits * TOKENS, WIDTH))
+    for number in range(WINDOWS.count):
+        window = WINDOWS.window(jnp.int32((number + 1) % WINDOWS.count))
+        part = jnp.pad(dz, ((0, 0), (0, COLUMNS)))[:, number * COLUMNS : (number + 1) * COLUMNS]
+        de = of.add_de(de, part, window)
+    c = np.float64(inputs.c if vocab_axis == 0 else inputs.c.T)
+    found = np.float64(de).reshape(splits, TOKENS, WIDTH)[:, :kept]
+    assert error(found.sum(0), np.float64(dz)[:kept, :vocabulary] @ c) < 1e-6
+    assert found[0].any()
+    assert found[1].any()
 
 
 def interpret(monkeypatch, **parameters) -> None:
@@ -485,17 +457,17 @@ def check_both_passes(tokens: int, width: int, vocabulary: int, saved: int, voca
     inputs = Inputs(e, c if vocab_axis == 0 else c.T, None, targets)
 
     def plan(of: Wanted | None):
-        call = Call(tokens, width, vocabulary, "bfloat16", head, False, False, of, 0)
-        return plan_of(call, SMALL, "cce", saved=saved if of is not None else None)
+        request = Request(tokens, width, vocabulary, "bfloat16", head, False, False, of, 0)
+        return plan_of(request, SMALL, "cce", saved=saved if of is not None else None)
 
     def loss(numbers: Statistics):
         return jnp.sum(weights * jnp.where(targets >= 0, -numbers.log_p(numbers.target), 0))
 
-    numbers, p = forward.statistics(inputs, plan(Wanted(True, True, False)))
+    numbers, p = blocks.numbers(inputs, plan(Wanted(True, True, False)))
     np.testing.assert_allclose(loss(numbers), wanted, rtol=1e-5)
     first = None
     for of_e, of_c in [(True, True), *[(True, False), (False, True)] * (saved > 0), (True, True)]:
-        found, p = backward.gradients(
+        found, p = blocks.gradients(
             inputs, numbers, p, Cotangents(weights, -weights, None), plan(Wanted(of_e, of_c, False))
         )
         assert (found.e is not None, found.c is not None) == (of_e, of_c)
@@ -508,7 +480,7 @@ def check_both_passes(tokens: int, width: int, vocabulary: int, saved: int, voca
             bits = [x.view(jnp.int16) for x in (found.e, found.c)]
             first = first or bits
             assert all(jnp.array_equal(x, y) for x, y in zip(bits, first, strict=True))
-    np.testing.assert_allclose(loss(forward.statistics(inputs, plan(None))[0]), wanted, rtol=1e-5)
+    np.testing.assert_allclose(loss(blocks.numbers(inputs, plan(None))[0]), wanted, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("tokens", "saved"), [(512, 0), (509, 0), (512, 512), (509, 512)])
@@ -516,9 +488,9 @@ def test_both_passes(tokens, saved, adding_copies):
     check_both_passes(tokens, 128, 712, saved, vocab_axis=0)
 
 
-def test_a_tile_of_dc_that_its_group_is_no_multiple_of_writes_nothing_of_the_next_group(adding_copies, monkeypatch):
-    """For a classifier (D, V) dc's columns are the group's. Tiles of 192 columns reached beyond a group of 512: their
-    last one wrote zeros over columns of the next group, and those of the last group, formed first, stayed zero.
+def test_a_tile_of_dc_that_its_window_is_no_multiple_of_writes_nothing_of_the_next_window(adding_copies, monkeypatch):
+    """For a classifier (D, V) dc's columns are the window's. Tiles of 192 columns reached beyond a window of 512: their
+    last one wrote zeros over columns of the next window, and those of the last window, formed first, stayed zero.
     """
     monkeypatch.setattr(hopper.tiles, "DC", DC[1:])  # of 192 columns and of 128, as where those of 256 cost more
     plan_of.cache_clear()
@@ -530,18 +502,16 @@ def test_a_tile_of_dc_that_its_group_is_no_multiple_of_writes_nothing_of_the_nex
 def test_every_tile_that_a_product_may_choose_fits_shared_memory(number):
     for axis in (0, 1):
 
-        def every(e, c, dz, p, r, de, dc, n, axis=axis):
+        def every(e, c, dz, de, dc, n, axis=axis):
             problem = problem_of(Inputs(e, c, None, None), Head(vocab_axis=axis), H200)  # type: ignore[arg-type]
-            groups = Groups(4096, 1024, beyond=True)
-            of = HOPPER.products(Multiplying(HOPPER, DE[number], DC[number], groups), problem, None, n)
-            saved_de = HOPPER.de_of_saved(Step(HOPPER, SAVED_DE[number]), problem, p, r, n, e)
-            window = groups.window(jnp.int32(0))
-            return of.add_de(de, dz, window), of.put_dc(dc, dz, window), saved_de
+            windows = Windows(4096, 1024, beyond=True)
+            of = HOPPER.products(Multiplying(HOPPER, DE[number], DC[number], windows), problem, None, n)
+            window = windows.window(jnp.int32(0))
+            return of.add_de(de, dz, window), of.put_dc(dc, dz, window)
 
         c = S((4096, 768) if axis == 0 else (768, 4096), BF16)
-        e, dz, p, r = S((512, 768), BF16), S((512, 1024), BF16), S((512, 4096), BF16), S((512,), jnp.float32)
-        arrays = e, c, dz, p, r, S((512, 768), jnp.float32), c, S((1,), jnp.int32)
-        assert sorted(for_hopper(every, *arrays)) == ["dc", "de", "saved_de"]
+        arrays = S((512, 768), BF16), c, S((512, 1024), BF16), S((512, 768), jnp.float32), c, S((1,), jnp.int32)
+        assert sorted(for_hopper(every, *arrays)) == ["dc", "de"]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
@@ -560,25 +530,25 @@ def test_dc_summed_over_chunks(columns, vocab_axis):
     frequency = 10.0 ** draw.uniform(-3, 0, vocabulary)
     frequency[:2] = 0.0, 1.0
     counts = [*draw.permutation([0, tokens, *draw.integers(0, tokens, 3)]), draw.integers(0, tokens)]
-    call = Call(tokens, width, vocabulary, "bfloat16", head, False, False, Wanted(True, True, False), 0)
-    sum_dc = jax.jit(partial(HOPPER.sum_dc, Step(HOPPER, SUMMED[columns]), call, SMALL))
+    request = Request(tokens, width, vocabulary, "bfloat16", head, False, False, Wanted(True, True, False), 0)
+    sum_dc = jax.jit(partial(HOPPER.sum_dc, Step(HOPPER, SUMMED[columns]), request, SMALL))
     bad, want = int(draw.integers(2, vocabulary)), np.zeros((vocabulary, width))
     dc = jnp.full((vocabulary, width) if vocab_axis == 0 else (width, vocabulary), jnp.nan, BF16)
-    steps = jnp.zeros(steps_shape(vocabulary, width, columns), jnp.float32)
-    for k, count in enumerate(counts):
+    steps = jnp.zeros((-(-width // columns), steps_shape(vocabulary, width)[1]), jnp.float32)
+    for count in counts:
         p, e = (jnp.asarray(draw.normal(size=(tokens, n)), BF16) for n in (vocabulary, width))
         kept = jnp.arange(tokens)[:, None] < count
         p = jnp.where(kept, p * frequency.astype(BF16), 0)
-        want += 0.3 * np.float64(p).T @ np.float64(e)
+        want += np.float64(p).T @ np.float64(e)
         p = jnp.pad(p, ((0, 0), (0, columns_of_p - vocabulary)))
         p = p.at[count - 1, bad].set(jnp.inf) if count else p
         p, e = (x.at[-(-count // 64) * 64 :].set(jnp.nan) for x in (p, e))
         before = [np.asarray(x) for x in (dc.view(jnp.int16), steps)]
-        factor = jnp.full(1, 0.3) if k == len(counts) - 1 else None
-        dc, steps = sum_dc(dc, steps, Left(p, e, None, jnp.full(1, count, jnp.int32)), factor)
-        if count == 0 and factor is None:
+        dc, steps = sum_dc(dc, steps, Part(p, e, None, jnp.full(1, count, jnp.int32)))
+        if count == 0:
             assert all(np.array_equal(x, y) for x, y in zip(before, (dc.view(jnp.int16), steps), strict=True))
-    found = np.moveaxis(np.float64(dc), vocab_axis, 0)
+    found = decoded(dc.view(jnp.int16), steps, columns, vocab_axis).astype(BF16)
+    found = np.moveaxis(np.float64(found), vocab_axis, 0)
     assert not np.isfinite(found[bad]).any()
     found, want = (np.delete(x, bad, axis=0) for x in (found, want))
     of_rounding = np.linalg.norm(np.float64(jnp.asarray(want, BF16)) - want, axis=1)
@@ -596,7 +566,7 @@ def test_dc_summed_over_chunks_in_float32(tiles, vocab_axis, adding_copies):
     vocabulary -= 8 * int(draw.integers(8)) * (vocab_axis == 0)
     want, dc = np.zeros((vocabulary, width)), jnp.zeros((vocabulary, width))
     dc = dc if vocab_axis == 0 else dc.T
-    call = Call(tokens, width, vocabulary, "bfloat16", head, False, False, Wanted(True, True, False), 0)
+    request = Request(tokens, width, vocabulary, "bfloat16", head, False, False, Wanted(True, True, False), 0)
     for count in [tokens, 0, *draw.integers(0, tokens, 2)]:
         p, e = (jnp.asarray(draw.normal(size=(tokens, n)), BF16) for n in (vocabulary, width))
         kept = jnp.arange(tokens)[:, None] < count
@@ -604,8 +574,8 @@ def test_dc_summed_over_chunks_in_float32(tiles, vocab_axis, adding_copies):
         want += np.float64(p).T @ np.float64(e)
         p = jnp.pad(p, ((0, 0), (0, saved_shape(tokens, vocabulary)[1] - vocabulary)))
         p, e = (x.at[-(-count // 64) * 64 :].set(jnp.nan) for x in (p, e))
-        left = Left(p, e, None, jnp.full(1, count, jnp.int32))
-        dc, steps = HOPPER.sum_dc(Step(HOPPER, tiles), call, SMALL, dc, None, left, None)
+        part = Part(p, e, None, jnp.full(1, count, jnp.int32))
+        dc, steps = HOPPER.sum_dc(Step(HOPPER, tiles), request, SMALL, dc, None, part)
         assert steps is None
     np.testing.assert_allclose(np.moveaxis(np.float64(dc), vocab_axis, 0), want, rtol=0, atol=1e-4)
 
@@ -613,7 +583,7 @@ def test_dc_summed_over_chunks_in_float32(tiles, vocab_axis, adding_copies):
 @pytest.mark.parametrize(("width", "vocab_axis"), [(256, 0), (128, 1), (192, 1), (256, 1)])
 def test_dc_is_summed_by_one_kernel_in_both_layouts(width, vocab_axis, monkeypatch):
     monkeypatch.setattr(prepare, "local_gpu", lambda: H200)
-    monkeypatch.setattr(choose, "_is_fastest_in_forward", lambda times: True)
+    monkeypatch.setattr(choose, "_is_faster", lambda *_: True)
     plan_of.cache_clear()
     names = launched((2048, width, 65536), vocab_axis=vocab_axis, memory_budget=2**27, reduction="mean")
     plan_of.cache_clear()
@@ -622,7 +592,7 @@ def test_dc_is_summed_by_one_kernel_in_both_layouts(width, vocab_axis, monkeypat
 
 def test_a_tolerance_of_0_is_the_program_without_one(monkeypatch):
     monkeypatch.setattr(prepare, "local_gpu", lambda: H200)
-    monkeypatch.setattr(choose, "_is_fastest_in_forward", lambda times: True)
+    monkeypatch.setattr(choose, "_is_faster", lambda *_: True)
     plan_of.cache_clear()
     options = {"memory_budget": 2**27, "reduction": "mean"}
     programs = [
@@ -659,11 +629,11 @@ def test_drawn_selections(seed, monkeypatch):
         jnp.asarray(draw.uniform(0.3, 2.5, tokens), jnp.float32) if seed else None,
         jnp.asarray(draw.integers(-1, vocabulary + 1, (tokens, 3)), jnp.int32),
     )
-    call = replace(
-        Call(tokens, 128, vocabulary, "bfloat16", head, False, False, None, 2**30),
+    request = replace(
+        Request(tokens, 128, vocabulary, "bfloat16", head, False, False, None, 2**30),
         **{"with_mean": bool(draw.integers(2)), "with_temperature": seed > 0, "ids": 3},
     )
-    plan = plan_of(call, SMALL, "cce")
+    plan = plan_of(request, SMALL, "cce")
     assert choose.selecting(plan, 256) is not None
     monkeypatch.setattr(selections, "MOST", 256)
     monkeypatch.setattr(selections, "CHUNKS_OF_STEP", (3, 1, 16, 2)[seed])

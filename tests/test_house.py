@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ROOT / "cce_jax", ROOT / "cce_torch", ROOT / "kernels" / "cce_kernels"
 FILES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
-MOST_FILES = {"JAX": 7, "PyTorch": 9}
+MOST_FILES = {"JAX": 6, "PyTorch": 6}
 MOST_ARGUMENTS = 8
 # with an argument for each option
 PUBLIC = {"linear_cross_entropy", "linear_log_probs", "linear_token_loss", "linear_divergence", "explain", "__init__"}
@@ -75,6 +75,66 @@ def test_a_call_goes_through_few_files_and_no_file_twice(framework):
     for path, after in itertools.pairwise(way):
         assert module(after) in imports(path) or asks(path) & launches(after), (path.name, after.name)
     assert "pallas" in way[-1].read_text()
+
+
+def test_one_rule_is_written_by_hand_and_every_call_has_a_layout():
+    texts = {path: path.read_text() for path in FILES if path.is_relative_to(ROOT / "cce_jax")}
+    assert [path.name for path, text in texts.items() if "jax.custom_vjp" in text] == ["core.py"]
+    assert sum(text.count("jax.custom_vjp") for text in texts.values()) == 1
+    assert [path.name for path, text in texts.items() if "layout is" in text or "Layout | None" in text] == []
+
+
+def test_in_pytorch_two_rules_are_written_by_hand_and_few_operators():
+    """Formed and Recomputed, of _Rule, and the error for their own derivatives."""
+    bases = {}
+    for path in FILES:
+        for node in ast.walk(tree(path)) if path.is_relative_to(ROOT / "cce_torch") else ():
+            if isinstance(node, ast.ClassDef) and {"Function", "torch.autograd.Function"} & set(
+                map(ast.unparse, node.bases)
+            ):
+                bases[node.name] = path.name
+    assert bases == {"_Rule": "autograd.py", "_Guarded": "autograd.py"}
+    made = [
+        (call.func.id, ast.literal_eval(call.args[0]))
+        for path in FILES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef)
+        for call in node.decorator_list
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in ("of_jax", "of_torch")
+    ]
+    assert {name for of, name in made if of == "of_jax"} == {"loss", "gradients", "target"}
+    assert len(made) <= 7
+
+
+def rooms() -> dict[str, set[str]]:
+    """The files and folders of kernels/cce_kernels, and what each of them imports of the others."""
+    package = ROOT / "kernels" / "cce_kernels"
+    found: dict[str, set[str]] = {}
+    for path in package.rglob("*.py"):
+        room, *_ = path.relative_to(package).with_suffix("").parts
+        names = {name.split(".")[1] for name in imports(path) if name.startswith("cce_kernels.")}
+        found.setdefault(room, set()).update(names - {room})
+    return {room: names & set(found) for room, names in found.items()}
+
+
+def test_the_kernels_have_seven_floors_and_no_circle():
+    """A room stands above those that it imports."""
+    of, floors = rooms(), {}
+    while len(floors) < len(of):
+        ready = {room for room in of if room not in floors and of[room] <= set(floors)}
+        assert ready, "a circle"
+        floors |= {room: 1 + max((floors[name] for name in of[room]), default=0) for room in ready}
+    assert max(floors.values()) <= 7
+
+
+def test_the_files_of_cce_torch_import_each_other_in_no_circle():
+    """Nor in functions."""
+    package = {module(path): path for path in FILES if path.is_relative_to(ROOT / "cce_torch")}
+    waiting = {name: (imports(path) & set(package)) - {name, "cce_torch"} for name, path in package.items()}
+    while waiting:
+        ready = {name for name, needed in waiting.items() if not needed & set(waiting)}
+        assert ready, sorted(waiting)
+        waiting = {name: needed for name, needed in waiting.items() if name not in ready}
 
 
 def functions() -> list[tuple[Path, ast.FunctionDef]]:

@@ -15,23 +15,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cce_jax import linear_cross_entropy
-from cce_kernels import in_forward as ways
-from cce_kernels.block_floats import LARGEST, block_of, decode, encode, step_of, steps_shape
-from cce_kernels.call import Call
+from cce_kernels import blocks as ways
+from cce_kernels.block_floats import LARGEST, block_of, decode, decoded, encode, step_of, steps_shape
 from cce_kernels.device import INTERPRETER
-from cce_kernels.engines.engine import Step
+from cce_kernels.engines.engine import Part, Step
 from cce_kernels.engines.hopper import MOSAIC
 from cce_kernels.engines.triton import TRITON
 from cce_kernels.engines.triton.tiles import TileConfig
 from cce_kernels.engines.xla import XLA
-from cce_kernels.gradients import Left
 from cce_kernels.head import Head
 from cce_kernels.numbers import Wanted
 from cce_kernels.plan import Chunks, choose, plan_of
-from cce_kernels.plan.budget import Bytes
-from cce_kernels.plan.chunks import sums_in_16_bits
+from cce_kernels.plan.setting import Setting
+from cce_kernels.request import Request
 from cce_kernels.tokens import gathered_rows
-from cce_kernels.windows import Groups
+from cce_kernels.windows import Windows
 from tests.search import calls as search
 from tests.search.calls import LEAVES, Data, Program, losses
 from tests.search.run import failures
@@ -46,7 +44,7 @@ BOTH = Wanted(True, True, False)
 @pytest.fixture(autouse=True, scope="module")
 def in_forward():
     """Takes this way wherever the budget allows it, whatever is predicted to be faster."""
-    with mock.patch.object(choose, "_is_fastest_in_forward", return_value=True):
+    with mock.patch.object(choose, "_is_faster", return_value=True):
         forget()
         yield
     forget()
@@ -64,8 +62,8 @@ def roundings(found, want, dtype) -> float:
 
 
 def chunks_of(tokens, width, vocabulary, dtype, memory_budget, wanted=BOTH, gpu=None, impl="chunked"):
-    call = Call(tokens, width, vocabulary, dtype, Head(), False, False, wanted, memory_budget, one_factor=True)
-    how = plan_of(call, gpu, impl).in_forward
+    request = Request(tokens, width, vocabulary, dtype, Head(), False, False, wanted, memory_budget, one_factor=True)
+    how = plan_of(request, gpu, impl).in_forward
     return None if how is None else how.chunks
 
 
@@ -96,18 +94,19 @@ def lax_bits(x: jax.Array, dtype="bfloat16") -> jax.Array:
     return jax.lax.bitcast_convert_type(x, jnp.dtype(dtype))
 
 
-def summed(step: Step, gpu, parts, vocabulary: int, width: int, axis: int, dtype, block: int, factor: float):
+def summed(step: Step, gpu, parts, vocabulary: int, width: int, axis: int, dtype, factor: float):
     """factor · Σ pᵀ·e of the first `count` rows of each part (p, e, count), (V, D), summed by a step."""
     wide, head = dtype == "float32", Head(vocab_axis=axis, precision="highest")
     shape = (vocabulary, width) if axis == 0 else (width, vocabulary)
     dc = jnp.zeros(shape, dtype) if wide else lax_bits(jnp.arange(vocabulary * width, dtype=jnp.uint16), dtype)
-    dc, steps = dc.reshape(shape), None if wide else jnp.zeros(steps_shape(vocabulary, width, block), jnp.float32)
-    call = Call(24, width, vocabulary, dtype, head, False, False, Wanted(True, True, False), 0)
-    add = jax.jit(partial(step.engine.sum_dc, step, call, gpu))
-    for k, (p, e, count) in enumerate(parts):
-        last = jnp.full(1, factor, jnp.float32) if k == len(parts) - 1 and not wide else None
-        dc, steps = add(dc, steps, Left(p, e, None, jnp.full(1, count)), last)
-    found = dc * factor if wide else dc
+    dc, steps = dc.reshape(shape), None if wide else jnp.zeros(steps_shape(vocabulary, width), jnp.float32)
+    request = Request(24, width, vocabulary, dtype, head, False, False, Wanted(True, True, False), 0)
+    add = jax.jit(partial(step.engine.sum_dc, step, request, gpu))
+    for p, e, count in parts:
+        dc, steps = add(dc, steps, Part(p, e, None, jnp.full(1, count)))
+    if steps is not None:
+        dc = decoded(lax_bits(dc, "int16"), steps, step.engine.columns_of_a_step(step), axis)
+    found = (dc * factor).astype(dtype)
     return np.asarray(found if axis == 0 else found.T, np.float64)
 
 
@@ -119,10 +118,9 @@ def summed(step: Step, gpu, parts, vocabulary: int, width: int, axis: int, dtype
     axis=st.integers(0, 1),
     dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
     columns=st.integers(100, 700),
-    block=st.sampled_from([64, 192, 256]),
     seed=st.integers(0, 99),
 )
-def test_dc_summed_by_xla(vocabulary, width, chunks, axis, dtype, columns, block, seed):
+def test_dc_summed_by_xla(vocabulary, width, chunks, axis, dtype, columns, seed):
     """Also its rows: some vocabulary entries are a thousand times as frequent as others."""
     draw, tokens = np.random.default_rng(seed), 24
     frequency = 10.0 ** draw.uniform(-3, 0, vocabulary)
@@ -135,8 +133,8 @@ def test_dc_summed_by_xla(vocabulary, width, chunks, axis, dtype, columns, block
         for _ in range(chunks)
     ]
     want = 0.37 * sum(np.float64(p).T @ np.float64(e) for p, e, _ in parts)
-    step = Step(XLA, block, groups=Groups(vocabulary, min(columns, vocabulary)))
-    found = summed(step, None, parts, vocabulary, width, axis, dtype, block, 0.37)
+    step = Step(XLA, block_of(width), windows=Windows(vocabulary, min(columns, vocabulary)))
+    found = summed(step, None, parts, vocabulary, width, axis, dtype, 0.37)
     if dtype == "float32":
         np.testing.assert_allclose(found, want, rtol=0, atol=1e-5 * np.abs(want).max())
         return
@@ -151,13 +149,13 @@ def test_dc_summed_by_xla(vocabulary, width, chunks, axis, dtype, columns, block
 @pytest.mark.parametrize("axis", [0, 1])
 def test_xla_takes_no_integer_from_the_bits_of_a_sum(axis):
     """On an H200 it stored −1 for them with axis 1. `python -m tests.search --shapes gpu` draws such sums."""
-    step, shape = Step(XLA, 128, groups=Groups(300, 128)), (300, 64) if axis == 0 else (64, 300)
-    call = Call(24, 64, 300, "bfloat16", Head(vocab_axis=axis), False, False, BOTH, 0)
-    left = Left(jnp.zeros((24, 300), "bfloat16"), jnp.zeros((24, 64), "bfloat16"), None, None)
-    given = jnp.zeros(shape, "bfloat16"), jnp.zeros(steps_shape(300, 64, 128)), left, None
+    step, shape = Step(XLA, 128, windows=Windows(300, 128)), (300, 64) if axis == 0 else (64, 300)
+    request = Request(24, 64, 300, "bfloat16", Head(vocab_axis=axis), False, False, BOTH, 0)
+    part = Part(jnp.zeros((24, 300), "bfloat16"), jnp.zeros((24, 64), "bfloat16"), None, None)
+    given = jnp.zeros(shape, "bfloat16"), jnp.zeros(steps_shape(300, 64)), part
     cuts = [
         x
-        for x in equations(jax.make_jaxpr(partial(step.engine.sum_dc, step, call, None))(*given).jaxpr)
+        for x in equations(jax.make_jaxpr(partial(step.engine.sum_dc, step, request, None))(*given).jaxpr)
         if x.primitive.name == "bitcast_convert_type" and x.invars[0].aval.dtype == "float32"
     ]
     assert not cuts
@@ -165,13 +163,16 @@ def test_xla_takes_no_integer_from_the_bits_of_a_sum(axis):
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
 @pytest.mark.parametrize("width", [64, 256])
-def test_in_dc_summed_by_xla_a_number_that_is_not_finite_stays_so(width):
-    """The maximum that finds the step drops NaN on a CPU: dc was then finite where the loss was NaN."""
+@pytest.mark.parametrize("engine", ["xla", "triton"])
+def test_in_a_sum_of_dc_a_number_that_is_not_finite_stays_so(width, engine):
+    """A maximum may drop NaN, as on a CPU and in Triton: dc was then finite where the loss was NaN."""
     draw = np.random.default_rng(width)
     p, e = (jnp.asarray(draw.normal(size=(24, n)), "bfloat16") for n in (512, width))
     parts = [(p, e.at[5].set(jnp.nan), 24), (p, e, 24), (p, e, 24)]
-    step = Step(XLA, 256, groups=Groups(512, 512))
-    assert np.isnan(summed(step, None, parts, 512, width, 0, "bfloat16", 256, 1.0)).all()
+    step, gpu = Step(XLA, 256, windows=Windows(512, 512)), None
+    if engine == "triton":
+        step, gpu = Step(TRITON, TileConfig(rows=16, columns=256, depth=16, warps=4, stages=1)), INTERPRETER
+    assert np.isnan(summed(step, gpu, parts, 512, width, 0, "bfloat16", 1.0)).all()
 
 
 @settings(max_examples=8, deadline=None)
@@ -181,16 +182,15 @@ def test_in_dc_summed_by_xla_a_number_that_is_not_finite_stays_so(width):
     chunks=st.integers(1, 12),
     axis=st.integers(0, 1),
     dtype=st.sampled_from(["bfloat16", "bfloat16", "float16", "float32"]),
-    block=st.sampled_from([128, 256]),
     seed=st.integers(0, 99),
 )
-def test_dc_summed_by_triton(vocabulary, width, chunks, axis, dtype, block, seed):
+def test_dc_summed_by_triton(vocabulary, width, chunks, axis, dtype, seed):
     """In chunks of which some have no tokens. Rows from `count` on and columns from V on hold NaN.
 
     Each number is off by at most half a step for each chunk, and by its rounding: integers whose bits are a NaN in the
     type of the result keep all of them.
     """
-    draw, columns = np.random.default_rng(seed), -(-vocabulary // 8) * 8
+    draw, columns, block = np.random.default_rng(seed), -(-vocabulary // 8) * 8, 256 if block_of(width) == 256 else 128
     counts = [int(draw.choice([0, 1, draw.integers(1, 25), 24])) for _ in range(chunks)]
     frequency, parts = 10.0 ** draw.uniform(-3, 0, vocabulary), []
     for count in counts:
@@ -200,10 +200,10 @@ def test_dc_summed_by_triton(vocabulary, width, chunks, axis, dtype, block, seed
         parts.append((*(jax.device_put(x.astype(jnp.dtype(dtype))) for x in (p, e)), count))
     sums = np.cumsum([np.float64(p[:n, :vocabulary]).T @ np.float64(e[:n]) for p, e, n in parts], axis=0)
     step = Step(TRITON, TileConfig(rows=16, columns=block, depth=16, warps=4, stages=1))
-    found = summed(step, INTERPRETER, parts, vocabulary, width, axis, dtype, block, -2.0)
+    found = summed(step, INTERPRETER, parts, vocabulary, width, axis, dtype, -2.0)
     off = np.abs(found / -2 - sums[-1])
     whole = np.pad(np.abs(sums), ((0, 0), (0, 0), (0, -width % block))).reshape(chunks, vocabulary, -1, block)
-    steps = whole[:-1].max(3, keepdims=True).sum(0) / LARGEST  # of the chunks before the last
+    steps = whole.max(3, keepdims=True).sum(0) / LARGEST
     steps = np.broadcast_to(steps, whole.shape[1:]).reshape(vocabulary, -1)[:, :width]
     rounding = np.finfo(np.float32).eps if dtype == "float32" else float(jnp.finfo(dtype).eps) / 2
     least = np.finfo(np.float16).smallest_subnormal if dtype == "float16" else 0
@@ -213,16 +213,13 @@ def test_dc_summed_by_triton(vocabulary, width, chunks, axis, dtype, block, seed
 
 @pytest.fixture
 def any_chunks(monkeypatch):
-    """any_chunks(seed): whatever a plan can choose, drawn: the size of a chunk, of the last chunk, and of a block."""
+    """any_chunks(seed): whatever a plan can choose, drawn: the size of a chunk."""
 
     def take(seed: int) -> list[Chunks]:
-        def chosen(count: Bytes, decided: int | None) -> Chunks:
-            tokens = gathered_rows(count.call.tokens)
-            size, last = max(draw.randint(1, tokens), tokens // 8), draw.randint(1, tokens)
-            left = last * sums_in_16_bits(count.call) if decided is None else decided
-            whole = max(-(-(tokens - left) // size), 0)
-            block = block_of(count.call.width) if count.stores else draw.choice([64, 128, 192, 256])
-            used.append(Chunks(whole, size * (whole > 0), left, block))
+        def chosen(x: Setting) -> Chunks:
+            tokens = gathered_rows(x.request.tokens)
+            size = max(draw.randint(1, tokens), tokens // 8)
+            used.append(Chunks(-(-tokens // size), size))
             return used[-1]
 
         used, draw = [], random.Random(seed)
@@ -273,7 +270,7 @@ OF_ENTROPY = replace(OF_ENTROPY, memory_budget=2**40)
 )
 def test_gradients_of_the_entropy_from_exponentials(program, data):
     """Those of a chunk, and where each token has a cotangent of its own those that are saved."""
-    with mock.patch.object(ways, "begin", wraps=ways.begin) as begun:
+    with mock.patch.object(ways, "form", wraps=ways.form) as begun:
         forget()
         assert not failures(search.Call(program, data))
         assert begun.called
@@ -287,7 +284,7 @@ def test_de_for_any_cotangents_has_the_temperature(softcap):
         function="linear_log_probs", dtype="bfloat16", memory_budget=2**40, wanted=("e",), softcap=softcap
     )
     program = replace(program, temperatures=True, logit_scale=1.3, objective=("log_probs", "lse"))
-    with mock.patch.object(ways, "of_any_cotangents", wraps=ways.of_any_cotangents) as formed:
+    with mock.patch.object(ways, "de_of_any_cotangents", wraps=ways.de_of_any_cotangents) as formed:
         forget()
         assert not failures(search.Call(program, Data()))
     assert formed.called
@@ -300,7 +297,7 @@ def test_triton_multiplies_by_any_factor_and_again(smoothing):
     e, c = (jnp.asarray(draw.normal(size=shape), jnp.bfloat16) for shape in ((60, 20), (157, 20)))
     targets = np.where(np.arange(60) % 5 == 0, -100, draw.integers(0, 157, 60))
     loss = partial(linear_cross_entropy, targets=targets, impl="cce", label_smoothing=smoothing)
-    with mock.patch.object(choose, "fastest_chunks", return_value=Chunks(2, 24, 16, 128)):
+    with mock.patch.object(choose, "fastest_chunks", return_value=Chunks(3, 24)):
         forget()
         pullback = jax.vjp(loss, e, c)[1]
         once, twice, zero, infinite, again = (pullback(jnp.float32(x)) for x in (1, -2, 0, np.inf, 1))
@@ -321,7 +318,7 @@ def test_ignored_tokens_have_no_part_in_the_gradient_of_the_bias():
         of = jax.grad(lambda e, c, bias: linear_cross_entropy(e, c, targets, bias=bias, impl=impl), (0, 1, 2))
         return of(*(x.astype(dtype) for x in arrays))
 
-    with mock.patch.object(choose, "fastest_chunks", return_value=Chunks(2, 24, 16, 128)):
+    with mock.patch.object(choose, "fastest_chunks", return_value=Chunks(3, 24)):
         forget()
         found = gradients("cce", "bfloat16")
     for x, y in zip(found, gradients("reference", "float32"), strict=True):
@@ -336,7 +333,6 @@ def test_the_logits_are_computed_once():
     """Three matmuls a chunk for both gradients, two for one, one for evaluation."""
     shapes = jax.ShapeDtypeStruct((2048, 512), jnp.float32), jax.ShapeDtypeStruct((1000, 512), jnp.float32)
     loss = partial(linear_cross_entropy, targets=np.zeros(2048, np.int32), impl="chunked")
-    assert chunks_of(2048, 512, 1000, "float32", 300 * 2**20).last == 0
     assert dots(loss, *shapes) == 1
     assert dots(jax.grad(loss, (0, 1)), *shapes) == 3
     assert dots(jax.grad(loss, 0), *shapes) == 2
@@ -371,25 +367,25 @@ def test_drawn_plans_hold_no_more_than_their_budget(chunk):
     """tests/test_plan.py's calls, whose cotangents are now known up to one factor."""
     rng, found = np.random.default_rng(chunk), dict.fromkeys(("hopper", "xla"), 0)
     for _ in range(1200):
-        call, gpu, impl = drawn(rng)
-        call = replace(call, one_factor=True)
+        request, gpu, impl = drawn(rng)
+        request = replace(request, one_factor=True)
         try:
-            plan = plan_of(call, gpu, impl)
+            plan = plan_of(request, gpu, impl)
         except ValueError:  # no engine of this impl
             continue
         if (how := plan.in_forward) is None:
             continue
-        found["xla" if how.forward is None else "hopper"] += 1
-        chunks, tokens = how.chunks, max(how.chunks.size, how.chunks.last)
-        assert chunks.rows >= call.tokens > chunks.rows - tokens - 8, "no chunk is empty if all tokens are kept"
-        assert (chunks.last > 0) == (call.wanted.c and call.dc_itemsize == 2), "where dc is multiplied by the factor"
-        steps = 4 * call.vocabulary * -(-call.width // chunks.block) * (chunks.last > 0)
-        if how.forward is None:
-            held = tokens * call.vocabulary * (call.sum_itemsize + call.itemsize)
+        found["xla" if plan.forward is None else "hopper"] += 1
+        chunks, tokens = how.chunks, how.chunks.size
+        assert chunks.rows >= request.tokens > chunks.rows - tokens - 8, "no chunk is empty if all tokens are kept"
+        block = how.dc.engine.columns_of_a_step(how.dc) if plan.request.sums_dc_in_16_bits else 1
+        steps = 4 * request.vocabulary * -(-request.width // block) * plan.request.sums_dc_in_16_bits
+        if plan.forward is None:
+            held = tokens * request.vocabulary * (request.sum_itemsize + request.itemsize)
         else:
-            sums = 4 * how.de.splits * tokens * call.width * call.wanted.e
-            held = 2 * tokens * call.vocabulary + 4 * tokens * call.width + sums
-        assert held + steps <= plan.held <= call.memory_budget
+            sums = 4 * how.de.splits * tokens * request.width * request.wanted.e
+            held = 2 * tokens * request.vocabulary + 4 * tokens * request.width + sums
+        assert held + steps <= plan.held <= request.memory_budget
     assert found["xla"] >= 10, found
     assert found["hopper"] >= 8 or not MOSAIC, found
 
@@ -412,7 +408,7 @@ def test_with_a_frozen_head_the_forward_pass_forms_de_for_any_cotangents(package
         reduction="none",
         num_items=None,
     )
-    with mock.patch.object(ways, "of_any_cotangents", wraps=ways.of_any_cotangents) as formed:
+    with mock.patch.object(ways, "de_of_any_cotangents", wraps=ways.de_of_any_cotangents) as formed:
         assert failures(replace(call, program=program)) == []
     assert formed.called == (program.dtype != "float16" and program.tokens > 0)
 
@@ -443,7 +439,7 @@ def tolerant(tokens: int = 70, width: int = 20, vocabulary: int = 90, dtype: str
 @pytest.mark.parametrize(("of_c", "impl"), [(False, "chunked"), (True, "cce")])
 @pytest.mark.parametrize("derivative", NESTED)
 def test_every_transformation_takes_a_tolerance(derivative, of_c, impl):
-    """On a CPU nothing is left out: the bits are those of the exact gradients."""
+    """On a CPU nothing is left out: the plan knows no tolerance, and the bits are those of the exact gradients."""
     e, c, targets = tolerant()
 
     def gradient(**more):
@@ -454,15 +450,14 @@ def test_every_transformation_takes_a_tolerance(derivative, of_c, impl):
         return NESTED[derivative](loss)(c if of_c else e)
 
     forget()
-    with mock.patch.object(ways, "begin", wraps=ways.begin) as begun:
+    with mock.patch.object(ways, "form", wraps=ways.form) as begun:
         np.testing.assert_array_equal(gradient(gradient_tolerance=TOLERANCE), gradient())
-    assert {x.args[3].call.gradient_tolerance for x in begun.call_args_list} == {TOLERANCE, 0.0}
+    assert {x.args[3].request.gradient_tolerance for x in begun.call_args_list} == {0.0}
 
 
-@pytest.mark.parametrize(("dtype", "differs"), [("bfloat16", True), ("float16", False), ("float32", False)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_without_a_tolerance_the_program_is_the_one_without_the_option(dtype, differs, reduction):
-    """And so it is where nothing can be left out: in other types, and where the forward pass forms no gradients."""
+def test_where_nothing_can_be_left_out_a_tolerance_changes_no_program(dtype, reduction):
     e, c, targets = tolerant(dtype=dtype)
 
     def program(**more) -> str:
@@ -472,6 +467,4 @@ def test_without_a_tolerance_the_program_is_the_one_without_the_option(dtype, di
 
         return jax.jit(jax.grad(loss, (0, 1))).lower(e, c).as_text()
 
-    assert program(gradient_tolerance=0.0) == program() == program(gradient_tolerance=0)
-    tolerated = program(gradient_tolerance=TOLERANCE)
-    assert (tolerated != program()) == (differs and reduction == "mean")
+    assert program(gradient_tolerance=0) == program() == program(gradient_tolerance=TOLERANCE)

@@ -15,21 +15,20 @@ from jax.experimental.pallas import triton as plgpu
 
 import cce_jax
 from cce_jax import linear_cross_entropy, prepare
-from cce_kernels import backward, forward
-from cce_kernels.block_floats import block_of, steps_shape
+from cce_kernels import blocks
+from cce_kernels.block_floats import steps_shape
 from cce_kernels.block_sparse import DE_BLOCK
-from cce_kernels.call import Call
 from cce_kernels.device import Gpu
 from cce_kernels.divergence_terms import Pass, Static, Whole
 from cce_kernels.engines import hopper
-from cce_kernels.engines.engine import Problem, Step
+from cce_kernels.engines.engine import Part, Problem, Step
 from cce_kernels.engines.triton import TRITON
 from cce_kernels.engines.triton.tiles import NARROW, NARROW_TABLE, SAFE, TABLE, Tiles, tiles_for
 from cce_kernels.exponentials import saved_shape
-from cce_kernels.gradients import Left
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
 from cce_kernels.plan import plan_of
+from cce_kernels.request import Request
 from tests.lowering import (
     LIMITS,
     REGISTERS,
@@ -40,7 +39,7 @@ from tests.lowering import (
     resources,
     stack_accesses_in_loops,
 )
-from tests.plans import call_of, whole_bytes
+from tests.plans import request_of, whole_bytes
 
 S = jax.ShapeDtypeStruct
 MIB = 2**20
@@ -83,7 +82,7 @@ SAVED_DZ = ["saved_dz", "de", "dc", "saved_dz"]
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("vocab_axis", [0, 1])
 def test_the_kernels_of_the_gradient(dtype, vocab_axis):
-    """The loop over groups launches one kernel, or three; no kernel has more than one matmul."""
+    """The loop over windows launches one kernel, or three; no kernel has more than one matmul."""
     found = gradient(dtype, vocab_axis=vocab_axis, memory_budget=0)
     assert sorted(names(found)) == sorted([*FORWARD, *DZ])
     assert {kernel.module.count("tt.dot ") for kernel in found} == {1}
@@ -117,9 +116,12 @@ def test_an_odd_vocabulary_costs_no_accesses_of_single_elements():
     [((1, 1, 1), 0, 0), ((250, 100, 1000), 1, 10**10), ((300, 65, 257), 0, 10**10), ((300, 65, 257), 1, 0)],
 )
 def test_ragged_shapes_and_every_option_lower(shape, vocab_axis, memory_budget):
-    options: dict[str, Any] = {"softcap": 30.0, "label_smoothing": 0.1, "logit_scale": 2.0, "arrays": True}
+    options: dict[str, Any] = {"softcap": 30.0, "logit_scale": 2.0, "arrays": True}
     found = gradient(jnp.bfloat16, *shape, vocab_axis, memory_budget=memory_budget, **options)
     assert set(FORWARD) < set(names(found))
+    smoothed = gradient(jnp.bfloat16, *shape, vocab_axis, memory_budget=10**10, label_smoothing=0.1, **options)
+    assert "dz" in names(smoothed)
+    assert not set(FORWARD) & set(names(smoothed)), "with a softcap XLA computes the sum, and all other numbers"
 
 
 def test_that_jax_deprecates_triton_reaches_no_user():
@@ -129,10 +131,10 @@ def test_that_jax_deprecates_triton_reaches_no_user():
     """
     given = S((256, 128), jnp.bfloat16), S((512, 128), jnp.bfloat16), S((256,), jnp.int32)
     traced = jax.jit(jax.grad(linear_cross_entropy, (0, 1)))
-    plan = plan_of(call_of((256, 128, 512), 2**20), Gpu("8.9", 132), "cce")
+    plan = plan_of(request_of((256, 128, 512), 2**20), Gpu("8.9", 132), "cce")
 
     def alone(e, c, targets):
-        return forward.statistics(Inputs(e, c, None, targets), plan)[0].lse
+        return blocks.numbers(Inputs(e, c, None, targets), plan)[0].lse
 
     for function, factor in itertools.product((traced, alone), (1, 2, 3)):
         with warnings.catch_warnings():
@@ -172,12 +174,11 @@ def test_float32_precision_reaches_the_kernels(precision):
         assert ("inputPrecision = tf32" in kernel.module) == (precision != "highest")
 
 
-def test_evaluation_is_three_kernels_or_four():
-    """A fourth for scattered tokens, where there are so many that those kept are looked for."""
-    for tokens, more in ((255, []), (256, ["scattered"])):
+def test_evaluation_is_three_kernels():
+    for tokens in (255, 256):
         given = S((tokens, 64), jnp.bfloat16), S((512, 64), jnp.bfloat16), S((tokens,), jnp.int32)
         found = names(kernels(partial(linear_cross_entropy, impl="auto"), *given))
-        assert sorted(found) == sorted(FORWARD + more)
+        assert sorted(found) == sorted(FORWARD)
 
 
 def test_vmap_lowers():
@@ -223,7 +224,7 @@ class Variant(NamedTuple):
     shape: tuple[int, int, int] = (8192, 2304, 256000)
     vocab_axis: int = 0
     precision: str | None = None
-    every: bool = False  # option: bias, scale, weighted sum, and softcap if nothing is saved
+    every: bool = False  # option: bias, scale, softcap if nothing is saved, and in dz the weighted sum
     softcap: float | None = None
     saved: bool = False
     entropy: bool = False  # the mean of the logits, and temperatures
@@ -241,12 +242,15 @@ def launched(variant: Variant, tiles: Tiles) -> list:
         30.0 if every and not variant.saved else variant.softcap
     )  # with every option and a softcap nothing is saved
     head = Head(softcap, variant.vocab_axis, variant.precision)  # type: ignore[arg-type]
-    call = call_of(variant.shape, 300 * MIB, head, dtype=dtype.name, with_sum=every, wanted=Wanted(True, True, every))
-    call = replace(call, with_mean=variant.entropy, with_temperature=variant.entropy)
+    request = request_of(
+        variant.shape, 300 * MIB, head, dtype=dtype.name, with_sum=every, wanted=Wanted(True, True, every)
+    )
+    request = replace(request, with_mean=variant.entropy, with_temperature=variant.entropy)
     gpus = (Gpu(capability, 132) for capability in (*LIMITS, *UNKNOWN))
     gpu = next(gpu for gpu in gpus if tiles_for(dtype.itemsize, d, gpu) == tiles)
-    plan = plan_of(replace(call, memory_budget=300 * MIB + 2 * v * n * variant.saved), gpu, "cce", variant.saved * n)
-    evaluation = plan_of(replace(call, wanted=None), gpu, "cce")
+    plan = plan_of(replace(request, memory_budget=300 * MIB + 2 * v * n * variant.saved), gpu, "cce", variant.saved * n)
+    alone = replace(request, with_sum=False)  # XLA computes the sum
+    training, evaluation = (plan_of(replace(alone, wanted=x), gpu, "cce") for x in (request.wanted, None))
 
     def both(e, c, bias, targets, weights, scale, inverse, numbers, saved, cotangents):
         if not every:
@@ -255,9 +259,9 @@ def launched(variant: Variant, tiles: Tiles) -> list:
         if not variant.entropy:
             inverse, numbers, cotangents = None, numbers._replace(mean=None), cotangents._replace(mean=None)
         inputs = Inputs(e, c, bias, targets, weights, scale, inverse)
-        forward_plans = [plan] if variant.saved else [plan, evaluation] if every else [evaluation]
-        found = backward.gradients(inputs, numbers, saved if variant.saved else None, cotangents, plan)
-        return [forward.statistics(inputs, x) for x in forward_plans], found
+        forward_plans = [plan] if variant.saved else [training, evaluation] if every else [evaluation]
+        found = blocks.gradients(inputs, numbers, saved if variant.saved else None, cotangents, plan)
+        return [blocks.numbers(inputs, x) for x in forward_plans], found
 
     c = S((v, d) if variant.vocab_axis == 0 else (d, v), dtype)
     each = [S((n,), f32)] * 5
@@ -281,7 +285,7 @@ LOGITS, PRODUCTS = ("statistics", "rescue", "dz"), ("de", "dc")
 # With every option at a ragged shape, masks and tanh take more registers after the loop over D, once a tile.
 RAGGED: dict[str, Any] = {"shape": (8000, 2300, 50257), "every": True, "spilled": 1024}
 VARIANTS = {
-    "bfloat16": Variant(BF16, ("target", "scattered", *LOGITS, *PRODUCTS), twins=True),
+    "bfloat16": Variant(BF16, ("target", *LOGITS, *PRODUCTS), twins=True),
     "(D, V)": Variant(BF16, ("statistics", "dz", *PRODUCTS), vocab_axis=1),
     # For 10.0 Triton 3.7's registers are just those with which two programs share a multiprocessor.
     "all saved": Variant(BF16, ("statistics", "replace", "targets", "clear", *PRODUCTS), saved=True, spilled=8),
@@ -291,8 +295,8 @@ VARIANTS = {
     "every option, all saved": Variant(BF16, ("saved_dz",), saved=True, **RAGGED),
     "float16, every option": Variant(F16, ("statistics", "dz", "dc"), twins=True, **RAGGED),
     # On 9.0, where other kernels serve most calls, some registers wait in memory, once a tile.
-    "entropy": Variant(BF16, ("target", "scattered", *LOGITS), entropy=True, twins=True, spilled=112),
-    "entropy, float32": Variant(F32, ("scattered", *LOGITS), entropy=True, softcap=30.0),
+    "entropy": Variant(BF16, ("target", *LOGITS), entropy=True, twins=True, spilled=112),
+    "entropy, float32": Variant(F32, LOGITS, entropy=True, softcap=30.0),
     "float32": Variant(F32, ("statistics", "dz", *PRODUCTS)),
     # Matmuls on the CUDA cores: the tiles that suit TF32 leave few registers to what comes after the loop.
     "float32, highest": Variant(F32, ("statistics", "dz", "dc"), precision="highest", spilled=64),
@@ -341,15 +345,17 @@ def test_tiles_for_a_narrow_d_fit_their_gpu(capability):
 def test_the_pass_of_a_divergence_fits_its_gpu(capability, kind):
     """Two programs of a tile are one kernel, which has the registers of both. The vocabulary fills no last tile."""
     gpu, vocabulary = Gpu(capability, 100), 50257
-    call = Call(512, 64, vocabulary, "bfloat16", Head(softcap=30.0), False, False, Wanted(True, True, False), 2**30)
-    step = TRITON.step("divergence_pass", call, gpu)
+    request = Request(
+        512, 64, vocabulary, "bfloat16", Head(softcap=30.0), False, False, Wanted(True, True, False), 2**30
+    )
+    step = TRITON.step("divergence_pass", request, gpu)
     numbers, logits = S((512,), F32), S((512, vocabulary), F32)
     sides = (Whole(logits, numbers, numbers),) * 2
     given = Pass(*sides, numbers, None, numbers, S((1,), F32) if kind == "jsd" else None)
     static, start = Static(kind, True, True, True), S((), jnp.int32)
 
     def run(given, count, dz):
-        return TRITON.divergence_pass(step, Problem(call, gpu, None), given, count, dz, static)  # type: ignore[arg-type]
+        return TRITON.divergence_pass(step, Problem(request, gpu, None), given, count, dz, static)  # type: ignore[arg-type]
 
     (kernel,) = kernels(run, given, start, (S(saved_shape(512, vocabulary), BF16), start))
     taken = resources(kernel, capability)
@@ -365,17 +371,15 @@ class Summed(NamedTuple):
     width: int = 2304
     vocabulary: int = 256000
     wide: bool = False  # dc is float32
-    last: bool = False
     spilled: int = 0  # bytes, at most, and never in the loop over tokens
 
     def kernels(self, gpu: Gpu) -> list:
         head, n, entries = Head(vocab_axis=self.vocab_axis), 1024, saved_shape(1, self.vocabulary)[1]
-        call = replace(call_of((n, self.width, self.vocabulary), 0, head), wide_dc=self.wide)
-        step, steps = TRITON.step("sum_dc", call, gpu), steps_shape(call.vocabulary, call.width, block_of(call.width))
+        request = replace(request_of((n, self.width, self.vocabulary), 0, head), wide_dc=self.wide)
+        step, steps = TRITON.step("sum_dc", request, gpu), steps_shape(request.vocabulary, request.width)
 
-        def run(dc, steps, left, e, count, factor):
-            steps, factor = None if self.wide else steps, factor if self.last else None
-            return TRITON.sum_dc(step, call, gpu, dc, steps, Left(left, e, None, count), factor)
+        def run(dc, steps, left, e, count):
+            return TRITON.sum_dc(step, request, gpu, dc, None if self.wide else steps, Part(left, e, None, count))
 
         c = (self.vocabulary, self.width) if self.vocab_axis == 0 else (self.width, self.vocabulary)
         return kernels(
@@ -385,13 +389,12 @@ class Summed(NamedTuple):
             S((n, entries), BF16),
             S((n, self.width), BF16),
             S((1,), jnp.int32),
-            S((1,), F32),
         )
 
 
 # The elements of a (D, V) array with an odd V are read and written one by one, each at an address of its own.
-ODD = Summed(1, vocabulary=50257, last=True, spilled=2048)
-SUMS = Summed(), Summed(last=True), Summed(1), ODD, Summed(wide=True), Summed(1, 640)
+ODD = Summed(1, vocabulary=50257, spilled=2048)
+SUMS = Summed(), Summed(1), ODD, Summed(wide=True), Summed(1, 640)
 
 
 @pytest.mark.parametrize("capability", [gpu for gpu in (*LIMITS, *UNKNOWN) if gpu != "8.6"])

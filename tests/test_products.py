@@ -7,15 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cce_kernels.call import Call
+from cce_jax import linear_cross_entropy
 from cce_kernels.device import INTERPRETER
 from cce_kernels.engines.engine import Multiplying, Problem
-from cce_kernels.engines.triton import TRITON
+from cce_kernels.engines.triton import TRITON, tiles
 from cce_kernels.engines.triton.products import products
 from cce_kernels.engines.triton.tiles import INTERPRETED
 from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs, Wanted
-from cce_kernels.windows import Groups, Window
+from cce_kernels.plan import choose, plan_of
+from cce_kernels.plan.plan import Recomputed, Saved
+from cce_kernels.request import Request
+from cce_kernels.windows import Window, Windows
 from tests.cases import DTYPES
 from tests.tolerance import error
 
@@ -25,9 +28,9 @@ START = 31
 
 def products_of(e, c, head: Head, unit, count, splits: int = 1):
     (tokens, width), wanted = e.shape, Wanted(True, True, False)
-    call = Call(tokens, width, head.vocabulary(c), str(e.dtype), head, False, False, wanted, 0)
-    step = Multiplying(TRITON, INTERPRETED, INTERPRETED, Groups.whole(VOCABULARY), splits)
-    problem = Problem(call, INTERPRETER, Inputs(e, c, None, None))  # type: ignore[arg-type]
+    request = Request(tokens, width, head.vocabulary(c), str(e.dtype), head, False, False, wanted, 0)
+    step = Multiplying(TRITON, INTERPRETED, INTERPRETED, Windows.whole(VOCABULARY), splits)
+    problem = Problem(request, INTERPRETER, Inputs(e, c, None, None))  # type: ignore[arg-type]
     return products(step, problem, unit, count.reshape(1))
 
 
@@ -63,16 +66,16 @@ def test_products_of_the_first_tokens(axis, dtype, unit, count):
         e, c.T if axis else c, dz, before, dc.T if axis else dc, np.int32(count), np.float32(unit or 1)
     )
     put = np.float64(put.T if axis else put)
-    group = slice(START, START + COLUMNS)
+    own = slice(START, START + COLUMNS)
     left, right = np.float64(dz[:count]), np.float64(e[:count])
-    de, dc_g = left @ np.float64(c[group]), (unit or 1) * left.T @ right
+    de, dc_g = left @ np.float64(c[own]), (unit or 1) * left.T @ right
     eps = float(np.finfo(np.float32).eps)
     assert first.dtype == more.dtype == np.float32
     assert error(first[:count], de) < 16 * eps
     assert error(more[:count], before[:count] + de) < 16 * eps
     rounded = dc_g.astype(kind)
-    assert error(put[group], dc_g) <= error(rounded, dc_g) + 16 * eps, "rounded once, after it was multiplied"
-    others = np.delete(np.arange(VOCABULARY), np.r_[group])
+    assert error(put[own], dc_g) <= error(rounded, dc_g) + 16 * eps, "rounded once, after it was multiplied"
+    others = np.delete(np.arange(VOCABULARY), np.r_[own])
     np.testing.assert_array_equal(put[others], np.float64(dc)[others])
 
 
@@ -105,3 +108,33 @@ def test_parts_of_de(axis, splits, count):
         change = np.float64(actual - begun).reshape(splits, TOKENS, WIDTH)[:, :count]
         assert error(change.sum(0), de) < 32 * float(np.finfo(np.float32).eps)
         assert count == 0 or all(part.any() for part in change)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])  # float16 is never saved
+def test_few_tokens_have_partial_sums_of_de(dtype, smoothing, monkeypatch):
+    """As many as fill the GPU: the gradients are those of one sum, from saved exponentials and from logits again."""
+    rng, plans = np.random.default_rng(0), []
+    e, c = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((6, 24), (200, 24)))
+    targets, weight = rng.integers(0, 200, 6), rng.uniform(size=6)
+
+    def gradients(splits: int) -> list:
+        def loss(e, c):
+            options = {"reduction": "none", "label_smoothing": smoothing, "memory_budget": "all"}
+            return jnp.sum(weight * linear_cross_entropy(e, c, targets, impl="cce", **options))
+
+        plan_of.cache_clear()
+        jax.clear_caches()
+        monkeypatch.setattr(tiles, "splits_of", lambda *_: splits)
+        monkeypatch.setattr(choose, "_xla_copies", lambda *_: True)  # as it does on a GPU where V is odd
+        found = [np.float64(x) for x in jax.grad(loss, (0, 1))(e, c)]
+        request = Request(6, 24, 200, dtype, Head(), False, smoothing > 0, Wanted(True, True, False), 2**60)
+        plans.append(plan_of(request, INTERPRETER, "cce").gradients)
+        return found
+
+    one, several = gradients(1), gradients(3)
+    plan_of.cache_clear()
+    assert [type(plan) for plan in plans] == 2 * [Saved if dtype == "bfloat16" else Recomputed]
+    assert [plan.products.splits for plan in plans] == [1, 3]
+    for x, y in zip(one, several, strict=True):
+        assert np.linalg.norm(x - y) <= 2**-9 * np.linalg.norm(y)

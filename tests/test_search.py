@@ -18,12 +18,11 @@ import pytest
 import torch
 
 from cce_jax import plans
-from cce_kernels import backward, forward, gradients, in_forward
+from cce_kernels import blocks, gradients
 from cce_kernels.block_sparse import DC_BLOCK, DE_BLOCK, PART, Blocks
 from cce_kernels.device import H200
 from cce_kernels.engines import hopper
-from cce_kernels.plan import choose, plan_of
-from cce_kernels.plan.chunks import sums_in_16_bits
+from cce_kernels.plan import choose, plan_of, setting
 from cce_kernels.plan.plan import Chunks
 from cce_kernels.tokens import gathered_rows
 from tests.cases import Inputs
@@ -94,8 +93,18 @@ def same_again(call: Call) -> bool:
     return bool(jax.tree.all(jax.tree.map(np.array_equal, bits(), bits())))
 
 
+@pytest.fixture
+def blocks_of_evaluation(monkeypatch):
+    """Of the fewest tokens, so that few tokens make several."""
+    monkeypatch.setattr(setting, "EVALUATED", 1)
+    plan_of.cache_clear()
+    yield
+    plan_of.cache_clear()
+
+
 @pytest.mark.parametrize("first", range(0, PROGRAMS, TOGETHER))
 @pytest.mark.parametrize("where", ["jax", "torch"])
+@pytest.mark.usefixtures("blocks_of_evaluation")
 def test_calls_without_a_gpu(where, first):
     """The kernels through Pallas' interpreter; and every implementation without kernels."""
     call_torch = pytest.importorskip("tests.call_torch", exc_type=ImportError)
@@ -127,14 +136,14 @@ def both(adding_copies, monkeypatch):  # noqa: F811
 @pytest.fixture
 def of_chunks(monkeypatch):
     """The blocks that the products of each chunk keep, in the order of the chunks."""
-    kept_blocks, found = in_forward.kept_blocks, []
+    kept_blocks, found = blocks.kept_blocks, []
 
     def recorded(*given):
         blocks = kept_blocks(*given)
         jax.debug.callback(lambda *x: found.append(Blocks(*map(np.asarray, x))), *blocks, ordered=True)
         return blocks
 
-    monkeypatch.setattr(in_forward, "kept_blocks", recorded)
+    monkeypatch.setattr(blocks, "kept_blocks", recorded)
     return found
 
 
@@ -154,9 +163,8 @@ def in_chunks(both, monkeypatch):
     """in_chunks(size): the forward pass forms gradients, in chunks of so many tokens. Returns the engines that do."""
 
     def take(size: int) -> list[str]:
-        def chunks(count, _):
-            tokens, last = gathered_rows(count.call.tokens), size * sums_in_16_bits(count.call)
-            return Chunks(-(-(tokens - last) // size), size, last, hopper.block_of(count.call.width))
+        def chunks(x):
+            return Chunks(-(-gathered_rows(x.request.tokens) // size), size)
 
         def in_forward(x, chosen):
             formed.append(x.engine.name)
@@ -165,7 +173,7 @@ def in_chunks(both, monkeypatch):
         formed, as_ever = [], choose._in_forward
         monkeypatch.setattr(choose, "fastest_chunks", chunks)
         monkeypatch.setattr(choose, "_in_forward", in_forward)
-        monkeypatch.setattr(choose, "_is_fastest_in_forward", lambda times: True)
+        monkeypatch.setattr(choose, "_is_faster", lambda *_: True)
         return formed
 
     yield take
@@ -175,9 +183,11 @@ def in_chunks(both, monkeypatch):
 def formed_in_forward(number: int) -> tuple[Call, int]:
     """A drawn call whose gradients the forward pass may form, and a size of chunks; dc in 16 bits or in float32."""
     call, rng = draw(SEED, number * SHARED, "hopper"), np.random.default_rng(number)
+    reduction = str(rng.choice(["mean", "sum"]))
     program = replace(
         call.program,
-        reduction=str(rng.choice(["mean", "sum"])),
+        reduction=reduction,
+        num_items=call.program.num_items if reduction == "mean" else None,
         objective=("loss",),
         wanted=tuple(dict.fromkeys(("e", "c", *call.program.wanted))),
         dtype="bfloat16",
@@ -208,6 +218,16 @@ def test_on_hopper_the_forward_pass_forms_gradients_of_the_entropy(vocabulary, i
     program = replace(SPARSE, function="linear_token_loss", fn="bonus", entropy=True, leading=(304,), temperatures=True)
     program = replace(program, vocabulary=vocabulary, vocab_axis=int(vocabulary % 64 == 0))
     assert not failures(Call(program, Data(ignored="few")))
+    assert set(formed) == {"hopper"}
+
+
+@INTERPRETED
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+def test_on_hopper_the_forward_pass_forms_gradients_of_label_smoothing(vocab_axis, in_chunks):
+    formed = in_chunks(160)
+    program = replace(SPARSE, leading=(304,), label_smoothing=0.5, arrays=("class_weight",), logit_scale=1.3)
+    program = replace(program, vocabulary=640, vocab_axis=vocab_axis)
+    assert not failures(Call(program, Data(ignored="few", poison="nan")))
     assert set(formed) == {"hopper"}
 
 
@@ -256,14 +276,14 @@ def test_few_kept_tokens_where_the_kernels_for_hopper_saved_all(number, both, mo
     call = draw(SEED, number * SHARED, "hopper")
     program = replace(call.program, reduction="none", dtype="bfloat16", memory_budget=2**60, label_smoothing=0.0)
     program = replace(program, vocabulary=-(-program.vocabulary // 64) * 64, width=-(-program.width // 64) * 64)
-    engines, as_ever = [], choose._of_exponentials
+    engines, as_ever = [], choose._saved
 
-    def of_exponentials(x):
-        found = as_ever(x)
-        engines.append(found.of_few.engine.name if found.of_few else "")
-        return found
+    def saved(x, decided):
+        plan = as_ever(x, decided)
+        engines.append(plan.gradients.of_few.engine.name if plan.gradients.of_few else "")
+        return plan
 
-    monkeypatch.setattr(choose, "_of_exponentials", of_exponentials)
+    monkeypatch.setattr(choose, "_saved", saved)
     assert not failures(Call(program, replace(call.data, ignored="most", poison="nan")))
     search_run.forget()
     assert "hopper" in engines
@@ -347,7 +367,7 @@ def test_in_torch_ids_of_probability_1_have_no_gradient(impl):
 
 
 @pytest.mark.parametrize("impl", ["chunked", "torch_compile"])
-def test_in_torch_ids_of_many_groups(impl):
+def test_in_torch_ids_of_many_windows(impl):
     fields = dict(leading=(300,), width=16, vocabulary=3000, wanted=("e", "c"), impl=impl, memory_budget=2**20)
     program = Program(package="torch", function="linear_log_probs", objective=("id_log_probs",), ids=5, **fields)
     assert not failures(Call(program, Data(ignored="few")))
@@ -446,7 +466,7 @@ def test_full_logits_in_float32_are_within_a_third_of_the_bounds():
 PLAIN = Program(impl="chunked", leading=(64,), width=32, vocabulary=300, return_lse=True, reduction="none")
 FAULTY = {
     "nothing": {},
-    "lse off by 3e-4": {"statistics": lambda x: x._replace(log_mass=x.log_mass + 3e-4)},
+    "lse off by 3e-4": {"numbers": lambda x: x._replace(log_mass=x.log_mass + 3e-4)},
     "1 % of de": {"gradients": lambda x: x._replace(e=(0.99 * x.e).astype(x.e.dtype))},
     "1 % of dc": {"gradients": lambda x: x._replace(c=(0.99 * x.c).astype(x.c.dtype))},
     "64 columns of dc": {"gradients": lambda x: x._replace(c=x.c.at[100:164].set(0))},
@@ -458,18 +478,17 @@ FAULTY = {
 
 @pytest.fixture
 def changed(monkeypatch):
-    """changed(statistics=…, gradients=…): what both passes return, changed by these."""
-    passes = {"statistics": forward, "gradients": backward}
+    """changed(numbers=…, gradients=…): what both passes return, changed by these."""
 
     def change(**by):
         for name, change in by.items():
-            real = getattr(passes[name], name)
+            real = getattr(blocks, name)
 
             def faulty(*given, real=real, change=change):
                 found, saved = real(*given)
                 return change(found), saved
 
-            monkeypatch.setattr(passes[name], name, faulty)
+            monkeypatch.setattr(blocks, name, faulty)
         jax.clear_caches()
         search_run.forget()
 

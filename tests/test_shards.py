@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cce_kernels import backward, forward
-from cce_kernels.call import Call
+from cce_kernels import blocks
 from cce_kernels.device import INTERPRETER, local_gpu
 from cce_kernels.head import Head
 from cce_kernels.mean import over_runs
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Statistics, Wanted
 from cce_kernels.plan import Plan, plan_of
+from cce_kernels.request import Request
 
 ALL = 2**40  # bytes: all exponentials are saved
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-20}
@@ -95,7 +95,7 @@ def truth(x: Problem) -> dict[str, np.ndarray]:
     return found if weights is None else found | {"sum": ((lse[:, None] - z) @ weights)[kept]}
 
 
-def shards_of(x: Problem, bounds, plan: Callable[[Call], Plan]) -> list[tuple[Inputs, Plan]]:
+def shards_of(x: Problem, bounds, plan: Callable[[Request], Plan]) -> list[tuple[Inputs, Plan]]:
     """The inputs and the plan of each shard of columns, bounds[k] to bounds[k + 1]."""
     inputs, axis = x.inputs, x.head.vocab_axis
     wanted = Wanted(True, True, inputs.bias is not None)
@@ -112,7 +112,7 @@ def shards_of(x: Problem, bounds, plan: Callable[[Call], Plan]) -> list[tuple[In
             None,
             inputs.inverse_temperature,
         )
-        call = Call(
+        request = Request(
             *inputs.e.shape,
             stop - start,
             str(inputs.e.dtype),
@@ -125,25 +125,25 @@ def shards_of(x: Problem, bounds, plan: Callable[[Call], Plan]) -> list[tuple[In
             with_mean=x.cotangents.mean is not None,
             with_temperature=inputs.inverse_temperature is not None,
         )
-        shards.append((jax.tree.map(jnp.asarray, given), plan(call)))
+        shards.append((jax.tree.map(jnp.asarray, given), plan(request)))
     return shards
 
 
 def reference_of(x: Problem, shards: list[tuple[Inputs, Plan]]) -> jax.Array:
-    reference = sum(forward.target(*shard) for shard in shards)
+    reference = sum(blocks.target(*shard) for shard in shards)
     return jnp.where(x.inputs.targets == x.vocabulary, -FLOAT32_MAX, reference)
 
 
 def over_shards(x: Problem, bounds, impl, gpu, memory_budget: int) -> dict[str, np.ndarray]:
     """The same from one pass over each shard."""
     inputs, axis, targets = x.inputs, x.head.vocab_axis, np.asarray(x.inputs.targets)
-    shards = shards_of(x, bounds, lambda call: plan_of(replace(call, memory_budget=memory_budget), gpu, impl))
+    shards = shards_of(x, bounds, lambda request: plan_of(replace(request, memory_budget=memory_budget), gpu, impl))
     reference = reference_of(x, shards)
-    passes = [forward.statistics(*shard, reference) for shard in shards]
+    passes = [blocks.numbers(*shard, reference) for shard in shards]
     kept = targets >= 0
     whole = of_all([numbers for numbers, _ in passes], shards)
     found = [
-        backward.gradients(given, whole.relative_to(numbers.reference), saved, x.cotangents, plan)[0]
+        blocks.gradients(given, whole.relative_to(numbers.reference), saved, x.cotangents, plan)[0]
         for (given, plan), (numbers, saved) in zip(shards, passes, strict=True)
     ]
     assert all(gradients.e.dtype == np.float32 for gradients in found)
@@ -224,13 +224,13 @@ def test_nothing_is_rescued_because_its_target_lies_elsewhere(monkeypatch):
     targets = x.inputs.targets % 229
     reference = jnp.full(40, 0.0)
     local = x.inputs._replace(c=x.inputs.c[:100], targets=jnp.where(targets < 100, targets, 100))
-    call = Call(40, 32, 100, "bfloat16", x.head, False, False, Wanted(True, True, False), ALL)
-    plan = plan_of(call, INTERPRETER, "cce")
+    request = Request(40, 32, 100, "bfloat16", x.head, False, False, Wanted(True, True, False), ALL)
+    plan = plan_of(request, INTERPRETER, "cce")
     engine, seen = type(plan.forward.rescue.engine), []  # type: ignore[union-attr]
-    recomputed, saved_again = engine.recomputed, engine.saved_again
-    monkeypatch.setattr(engine, "recomputed", lambda *x: (seen.append(x[-1]), recomputed(*x))[1])
+    rescued, saved_again = engine.rescued, engine.saved_again
+    monkeypatch.setattr(engine, "rescued", lambda *x: (seen.append(x[-1]), rescued(*x))[1])
     monkeypatch.setattr(engine, "saved_again", lambda *x: (seen.append(x[-2]), saved_again(*x))[1])
-    forward.statistics(local, plan, reference)
+    blocks.numbers(local, plan, reference)
     before, others = seen
     assert np.isfinite(before.log_mass).all()
     assert not others.any()

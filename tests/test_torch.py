@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from cce_torch import LinearCrossEntropy, linear_cross_entropy, ops
-from cce_torch.call import Call, Given, encoded
+from cce_torch.call import Call, Given, Left, Saved
+from cce_torch.operators import flat
 from tests.call_torch import small_blocks
 from tests.tolerance import error
 
@@ -75,14 +76,14 @@ def test_opcheck(options):
     c = c.T.contiguous().T if call.smooths else c
     inverse, weight = (torch.rand(24) + 0.5, None) if call.with_temperature else (None, torch.rand(24))
     ids = torch.randint(-1, len(c), (24, call.ids), dtype=torch.int32) if call.ids else None
-    given = (e, c, None, t, None, weight, None, inverse, ids, torch.tensor([0.1 * call.smooths, 0.0, 1.0]), 24)
-    torch.library.opcheck(torch.ops.cce_torch.loss.default, (*given, [], False, *encoded(call)))
-    _, statistics, left = torch.ops.cce_torch.loss.default(*given, [], False, *encoded(call))
+    given = Given(e, c, None, t, None, weight, None, inverse, ids, torch.tensor([0.1 * call.smooths, 0.0, 1.0]), 24)
+    torch.library.opcheck(torch.ops.cce_torch.loss.default, tuple(flat(given, None, [], False, call)))
+    _, statistics, left = ops.loss_operator(given, None, [], False, call)
     assert left == []
     cotangents = None if weight is None else torch.rand(24), torch.rand_like(statistics)
     wanted = [True, True, False, weight is not None]
-    arguments = *cotangents, *given, statistics, *[None] * ops.LEFT, [], wanted, False, *encoded(call)
-    torch.library.opcheck(torch.ops.cce_torch.gradients.default, arguments)
+    arguments = *cotangents, given, Saved(statistics, Left(), []), wanted, False, call
+    torch.library.opcheck(torch.ops.cce_torch.gradients.default, tuple(flat(*arguments)))
 
 
 @pytest.mark.parametrize("impl", ["chunked", "torch_compile"])
@@ -318,11 +319,10 @@ def test_the_users_own_jax_is_as_it_was():
 def test_ops_refuse_nothing_that_the_fakes_allow():
     """Fake and real results agree in shape, type and strides for every combination of wanted gradients."""
     e, c, t = (x.detach() for x in example())
-    statistics = ops._run_loss(Given(e, c, None, t, None, None, None, None, None, SCHEDULED, 1), [], CALL_OF, None)[1]
+    statistics = ops.loss_of(Given(e, c, None, t, None, None, None, None, None, SCHEDULED, 1), None, [], CALL_OF)[1]
     for wanted in [(a, b, False, d) for a in (True, False) for b in (True, False) for d in (True, False)]:
         weight = torch.rand(24)
-        given = e, c.T.contiguous().T, None, t, None, weight, None, None, None, torch.tensor(SCHEDULED), 1
-        left, call = [None] * ops.LEFT, encoded(CALL_OF)
-        arguments = torch.ones(()), None, *given, statistics, *left, [], wanted, False, *call
-        for x, y in zip(ops._called_gradients(*arguments), ops._fake_gradients(*arguments), strict=True):
+        given = Given(e, c.T.contiguous().T, None, t, None, weight, None, None, None, torch.tensor(SCHEDULED), 1)
+        arguments = torch.ones(()), None, given, Saved(statistics, Left(), []), list(wanted), False, CALL_OF
+        for x, y in zip(ops.gradients_operator(*arguments), ops._fake_gradients(*arguments), strict=True):
             assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())

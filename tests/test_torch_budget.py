@@ -10,8 +10,9 @@ import torch
 
 from cce_kernels.exponentials import saved_shape
 from cce_torch import linear_cross_entropy, ops
-from cce_torch.call import Call, encoded
+from cce_torch.call import Call, Given, Left, Saved
 from cce_torch.on_jax import kinds, programs
+from cce_torch.operators import flat
 from tests import call, call_torch
 from tests.call_torch import assert_same_bits, tensor
 from tests.cases import Case, Inputs, inputs
@@ -122,13 +123,12 @@ def test_func_grad_saves_nothing_and_is_right(saved):
 def test_opcheck(budget):
     given = inputs(Case("", (TOKENS,), D, V, (), 0.0), "bfloat16")  # of ignored tokens what is saved is arbitrary
     e, c, t = tensor(given.e), tensor(given.c), tensor(given.targets).long()
-    call, saving_for = encoded(Call(impl="cce", memory_budget=budget)), [True, True, False]
-    given = (e, c, None, t, None, None, None, None, None, torch.tensor([0.0, 0.0, 1.0]), 1)
-    torch.library.opcheck(torch.ops.cce_torch.loss.default, (*given, saving_for, False, *call))
-    _, statistics, left = torch.ops.cce_torch.loss.default(*given, saving_for, False, *call)
+    call, saving_for = Call(impl="cce", memory_budget=budget), [True, True, False]
+    given = Given(e, c, None, t, None, None, None, None, None, torch.tensor([0.0, 0.0, 1.0]), 1)
+    torch.library.opcheck(torch.ops.cce_torch.loss.default, tuple(flat(given, None, saving_for, False, call)))
+    _, statistics, left = ops.loss_operator(given, None, saving_for, False, call)
     assert [x.shape for x in left] == [(TOKENS, COLUMNS)] * (budget > 0)
-    left = *left, *[None] * (ops.LEFT - len(left))
-    wanted = [True, True, False, False]
-    arguments = torch.ones(()), None, *given, statistics, *left, saving_for, wanted, False, *call
-    for x, y in zip(ops._called_gradients(*arguments), ops._fake_gradients(*arguments), strict=True):
+    saved = Saved(statistics, Left(*left), saving_for)
+    arguments = torch.ones(()), None, given, saved, [True, True, False, False], False, call
+    for x, y in zip(ops.gradients_operator(*arguments), ops._fake_gradients(*arguments), strict=True):
         assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())

@@ -1,6 +1,6 @@
 """impl="torch_compile": what it compiles, holds and computes. Its numbers: tests/search, test_edges.py.
 
-Most tests run its elementwise functions as they are, which takes no seconds of compilation. Its groups are small, so
+Most tests run its elementwise functions as they are, which takes no seconds of compilation. Its windows are small, so
 that every call has several, the last ragged.
 """
 
@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cce_kernels import windows
 from cce_torch import linear_cross_entropy
+from cce_torch.call import Operands
+from cce_torch.operators import flat
 from cce_torch.torch_alone import blocks, compiled
 from tests import call, call_torch
 from tests.cases import CASES, Case
@@ -24,8 +26,8 @@ OPTIONS = {"softcap": 5.0, "logit_scale": 1.3, "label_smoothing": 0.2}
 
 
 @pytest.fixture(autouse=True)
-def small_groups(monkeypatch):
-    """64 columns a group: 203 are 64 + 64 + 64 + 11."""
+def small_windows(monkeypatch):
+    """64 columns a window: 203 are 64 + 64 + 64 + 11."""
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 0)
     monkeypatch.setattr(windows, "FEWEST_COLUMNS", 64)
 
@@ -61,7 +63,7 @@ def loss(e, c, bias, targets, **more):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_inductor(device, counted):
-    """Compiled for real: exact, without a warning, and once for all groups, numbers of tokens, scales and softcaps."""
+    """Compiled for real: exact, without a warning, and once for all windows, numbers of tokens, scales and softcaps."""
     run = functools.partial(call_torch.run, device=device)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
@@ -104,7 +106,7 @@ def test_where_torch_compile_fails_it_says_so_once_and_is_exact(error, monkeypat
 def seen(plain, monkeypatch):
     """compiled's two operators as the functions that they are: a dispatch mode does not look into an operator."""
     for name in ("run_statistics", "run_gradients"):
-        monkeypatch.setattr(compiled, name, getattr(compiled, name)._init_fn)
+        monkeypatch.setattr(compiled, name, getattr(compiled, name).function)
 
 
 class Record(TorchDispatchMode):
@@ -124,7 +126,7 @@ class Record(TorchDispatchMode):
 
 @pytest.mark.parametrize(("frozen", "matmuls"), [((), 4), ((0,), 3), ((1,), 3), ((0, 1), 2)])
 def test_only_what_needs_a_gradient_is_computed(frozen, matmuls, seen):
-    """A group multiplies once forward; backward once for its logits, and once for each of de and dc."""
+    """A window multiplies once forward; backward once for its logits, and once for each of de and dc."""
     *leaves, targets = example()
     everything = torch.autograd.grad(loss(*leaves, targets), leaves)
     with Record() as record:
@@ -172,10 +174,11 @@ def test_the_operators_are_what_they_say(wanted, transposed, plain):
     """Schemas, shapes, strides and tracing, by PyTorch's own checks."""
     e, c, bias, columns = (x.detach() for x in example(dtype=torch.bfloat16))
     c = c.T.contiguous().T if transposed else c
-    arguments = (e, c, bias, columns.clamp(-1), torch.rand(203), 0.5 + torch.rand(37))
-    arguments = *arguments, torch.randint(-1, 203, (37, 3), dtype=torch.int32)
-    options = 1.3, 5.0, True, True, 2**28
-    torch.library.opcheck(compiled.run_statistics, (*arguments, *options))
-    output = compiled.run_statistics(*arguments, *options)
+    of_tokens = columns.clamp(-1), torch.rand(203), 0.5 + torch.rand(37)
+    operands = Operands(e, c, bias, *of_tokens, torch.randint(-1, 203, (37, 3), dtype=torch.int32))
+    options = compiled.Options(1.3, 5.0, True, True, 2**28)
+    torch.library.opcheck(torch.ops.cce_torch.compiled_statistics.default, tuple(flat(operands, options)))
+    output = compiled.run_statistics(operands, options)
     cotangents = torch.tensor(np.random.default_rng(0).standard_normal((8, 37)), dtype=torch.float32)
-    torch.library.opcheck(compiled.run_gradients, (cotangents, *arguments, output, *options, *wanted, False))
+    arguments = flat(cotangents, operands, output, options, list(wanted), False)
+    torch.library.opcheck(torch.ops.cce_torch.compiled_gradients.default, tuple(arguments))

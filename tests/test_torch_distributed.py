@@ -319,7 +319,6 @@ def run_split(given: Inputs, options: dict, stops: tuple[int, ...], impl: str, d
 def check_freed_programs() -> None:
     """A graph remembers to which size its tokens were padded when its programs are freed."""
     from cce_torch.on_jax import kinds, programs
-    from cce_torch.processes import shard_programs
 
     before = kinds.EXACT, kinds.SMALLEST
     kinds._kinds.clear()
@@ -330,8 +329,8 @@ def check_freed_programs() -> None:
     assert loss.grad_fn is not None
     expected_ = torch.autograd.grad(loss, (e, c), retain_graph=True)
     programs.handover_of.cache_clear()
-    for program in ("_target_program", "_statistics_program", "_gradients_program"):
-        getattr(shard_programs, program).cache_clear()
+    for program in ("_target_program", "_loss_program", "_gradients_program"):
+        getattr(programs, program).cache_clear()
     gc.collect()
     kinds.EXACT, kinds.SMALLEST = before
     for x, y in zip(torch.autograd.grad(loss, (e, c)), expected_, strict=True):

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cce_torch import largest, linear_log_probs
+from cce_torch.call import Call, Operands
 from cce_torch.on_jax import programs
+from cce_torch.torch_alone import compiled, reference
 from tests.call_torch import small_blocks
 from tests.test_log_probs import COLD, cold, held_cold
 
@@ -66,7 +68,11 @@ def test_what_is_saved_with_a_detached_entropy(impl, frozen, monkeypatch):
     """As without one: exponentials, or m where the gradient of e alone is wanted. Also where a profiler looks on."""
     left, run = [], programs.gradients
     monkeypatch.setattr(
-        programs, "gradients", lambda k, given, saved, *x: (left.append(saved.left), run(k, given, saved, *x))[1]
+        programs,
+        "gradients",
+        lambda k, given, saved, *x: (left.append([y for y in saved.left if y is not None]), run(k, given, saved, *x))[
+            1
+        ],
     )
     x, found = made((200,), dtype="bfloat16", vocabulary=256, width=64), []
     for entropy, profiled in ((False, False), ("detached", False), ("detached", True)):
@@ -184,7 +190,7 @@ def test_the_smallest_budget_does_not_mean_one_token_and_one_column_at_a_time():
     """Which would be 40,000 products of matrices here."""
     product, operands = largest.blocks.product, (torch.randn(20, 16), torch.randn(2000, 16))
     with mock.patch.object(largest.blocks, "product", mock.Mock(side_effect=product)) as products:
-        largest.largest_logits._init_fn(*operands, None, None, 3, 1.0, None, 0)
+        largest.largest_logits.function(*operands, None, None, 3, largest.Options(1.0, None, 0))
     assert 1 <= products.call_count <= 4
 
 
@@ -202,7 +208,7 @@ def test_of_equal_logits_the_lowest_ids_come_first(vocabulary, k, dtype, seed):
 
 @pytest.mark.parametrize("impl", ["chunked", "torch_compile"])
 def test_equal_rows_of_the_classifier(impl, monkeypatch):
-    """Over groups of the vocabulary too."""
+    """Over windows of the vocabulary too."""
     monkeypatch.setattr(largest, "MOST_COLUMNS", 3)
     found = linear_log_probs(E, C, T, predicted=True, top_k=5, impl=impl)
     assert (found.predicted == 0).all()
@@ -228,10 +234,23 @@ def test_ids_of_ignored_tokens_and_negative_ids_get_no_gradient(impl):
     assert dc.isfinite().all()
 
 
+@pytest.mark.parametrize("of", [compiled, reference])
+def test_the_logit_of_no_id_is_0(of):
+    """Else processes that share the vocabulary, each with ids of its own, would add others' logits to an id's."""
+    x = made(bias=True)
+    ids = torch.full((21, 2), -1, dtype=torch.int32)
+    columns = torch.zeros(21, dtype=torch.int32)
+    operands = Operands(x.tensors["e"].flatten(0, 1), x.tensors["c"], x.tensors["bias"], columns, None, None, ids)
+    more = ("linear_log_probs",) if of is compiled else ()  # the public function
+    found = of.statistics(operands, Call(ids=2), 1.0, *more)
+    assert not found[3:5].any()
+    assert found[2].all()
+
+
 def test_the_operator_of_the_largest_logits_is_what_it_says():
     x = made(bias=True, dtype="bfloat16")
     given = x.tensors["e"].flatten(0, 1), x.tensors["c"], x.tensors["bias"], torch.rand(21) + 0.5
-    torch.library.opcheck(largest.largest_logits, (*given, 3, 1.3, 5.0, 2**28))
+    torch.library.opcheck(torch.ops.cce_torch.largest_logits.default, (*given, 3, 1.3, 5.0, 2**28))
 
 
 def test_no_tensor_has_the_size_of_the_logits(monkeypatch):
@@ -247,7 +266,7 @@ def test_no_tensor_has_the_size_of_the_logits(monkeypatch):
     operands = torch.randn(2000, 8), torch.randn(3000, 8), None, None
     monkeypatch.setattr(largest, "LEAST_ROOM", 0)
     with Largest() as seen:
-        largest.largest_logits._init_fn(*operands, 4, 1.0, None, 2**20)
+        largest.largest_logits.function(*operands, 4, largest.Options(1.0, None, 2**20))
     assert 0 < seen.largest < 2**20 < 4 * 2000 * 3000
 
 

@@ -7,12 +7,12 @@ from itertools import product
 import pytest
 
 from bench import tune
-from cce_kernels.call import Call
 from cce_kernels.device import H200
 from cce_kernels.engines import hopper
 from cce_kernels.head import Head
 from cce_kernels.numbers import Wanted
 from cce_kernels.plan import plan_of
+from cce_kernels.request import Request
 
 
 @pytest.mark.parametrize("engine", ["hopper", "triton"])
@@ -22,12 +22,12 @@ def test_candidates_are_planned_with(engine, monkeypatch):
     shape, listed, changed = (8192, 2304, 256000), list(tune.candidates(engine, "9.0")), set()
     for budget, one_factor in product((2**29, 2 * shape[0] * shape[2]), (True, False)):
         head = Head(), engine == "triton", False, Wanted(True, True, False), budget
-        call = replace(Call(*shape, "bfloat16", *head), one_factor=one_factor)
-        shipped = plan_of(call, H200, "cce")
+        request = replace(Request(*shape, "bfloat16", *head), one_factor=one_factor)
+        shipped = plan_of(request, H200, "cce")
         for candidate in listed:
             with candidate.in_place():
-                changed |= {candidate.kernel} if plan_of(call, H200, "cce") != shipped else set()
-        assert plan_of(call, H200, "cce") == shipped
+                changed |= {candidate.kernel} if plan_of(request, H200, "cce") != shipped else set()
+        assert plan_of(request, H200, "cce") == shipped
     of_other_widths = {"SUMMED 128", "SUMMED 192"}
     assert changed == {candidate.kernel for candidate in listed} - of_other_widths
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import cce_jax
+import cce_jax.api as of_jax
 import cce_torch
-from cce_jax import options as of_jax
 from cce_torch import options as of_torch
 
 E, C, T = np.ones((2, 4), np.float32), np.ones((9, 4), np.float32), np.zeros(2, np.int32)

@@ -13,11 +13,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from cce_jax import linear_cross_entropy
-from cce_kernels import in_forward
-from cce_kernels.block_floats import block_of
+from cce_kernels import blocks
 from cce_kernels.plan import Chunks, choose
-from cce_kernels.plan.budget import Bytes
-from cce_kernels.plan.chunks import sums_in_16_bits
+from cce_kernels.plan.setting import Setting
 from cce_kernels.tokens import gathered_rows
 from tests.devices.meshes import LAYOUTS, PLAIN, arrays, collectives, gradient_of, leaves_of, loss_of, mesh_of, uneven
 from tests.search.calls import CROSS_ENTROPY, LEAVES, SHARED, Call, Data, Program, draw
@@ -30,20 +28,16 @@ ROUNDING = 2e-6  # float32 sums in another order
 TOLERANCE = 2.0**-7
 
 
-def chunks_of(count: Bytes, last: int | None) -> Chunks:
-    call = count.call
-    tokens = gathered_rows(call.tokens)
-    size = -(-tokens // (call.memory_budget - IN_CHUNKS))
-    whole = -(-tokens // size) - sums_in_16_bits(call)
-    return Chunks(
-        whole, size if whole else 0, tokens - whole * size if sums_in_16_bits(call) else 0, block_of(call.width)
-    )
+def chunks_of(x: Setting) -> Chunks:
+    tokens = gathered_rows(x.request.tokens)
+    size = -(-tokens // (x.request.memory_budget - IN_CHUNKS))
+    return Chunks(-(-tokens // size), size)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def formed():
     """The plans with which the forward pass formed gradients. It always does, in chunks that the tests choose."""
-    begin, plans = in_forward.begin, []
+    begin, plans = blocks.form, []
 
     def begun(inputs, of_tokens, cotangents_of, plan, *more):
         plans.append(plan)
@@ -52,8 +46,8 @@ def formed():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose, "fastest_chunks", chunks_of)
         patch.setattr(choose, "_may_form_in_forward", lambda _: True)
-        patch.setattr(choose, "_is_fastest_in_forward", lambda _: True)
-        patch.setattr(in_forward, "begin", begun)
+        patch.setattr(choose, "_is_faster", lambda *_: True)
+        patch.setattr(blocks, "form", begun)
         choose.plan_of.cache_clear()
         jax.clear_caches()
         yield plans
@@ -104,8 +98,8 @@ def test_where_two_axes_split_the_vocabulary_a_device_has_consecutive_columns(fo
 
 def test_the_draws_had_many_chunks_of_every_kind(formed):
     """Of the tests before this one: chunks of logits and of exponentials, of all columns and of some."""
-    several = [plan for plan in formed if plan.in_forward.chunks.whole + (plan.in_forward.chunks.last > 0) > 1]
-    kinds = Counter((plan.in_forward.forward is not None, plan.call.wide_de) for plan in several)
+    several = [plan for plan in formed if plan.in_forward.chunks.count > 1]
+    kinds = Counter((plan.forward is not None, plan.request.wide_de) for plan in several)
     assert len(kinds) == 4, kinds
 
 
@@ -114,7 +108,7 @@ def test_the_draws_had_many_chunks_of_every_kind(formed):
     [("tokens", "explicit"), ("vocabulary", "checked"), ("tokens and vocabulary", "auto"), ("three axes", "unchecked")],
 )
 def test_a_tolerance_changes_no_bit_on_a_cpu(name, mode, formed):
-    """Each device leaves which blocks of its tokens and columns are multiplied."""
+    """The plan of a device without the kernels that leave out blocks knows no tolerance."""
     layout = BY_NAME[name]
     mesh = mesh_of(layout, mode)
     leaves, others = leaves_of(arrays(uneven(PLAIN, "bfloat16"), layout, mesh))
@@ -123,7 +117,7 @@ def test_a_tolerance_changes_no_bit_on_a_cpu(name, mode, formed):
         gradients = gradient_of(layout, mode, memory_budget=IN_CHUNKS + 3, gradient_tolerance=tolerance)
         with jax.set_mesh(mesh):
             found.append(jax.jit(gradients)(leaves, others))
-        assert formed[-1].call.gradient_tolerance == tolerance
+        assert formed[-1].request.gradient_tolerance == 0
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 

@@ -444,7 +444,7 @@ def _program(rng: np.random.Generator, where: str, package: str, fixed: Mapping[
     program = _with_options(x, program, where, hopper)
     if hopper and program.vocab_axis == 0 and x.chance(0.3):  # (D, V) needs a multiple of 64
         program = replace(program, vocabulary=program.vocabulary + 8 * int(rng.integers(1, 8)))
-    return _with_budget(x, _with_results(x, program), where)
+    return _with_budget(x, _with_results(x, program), where, hopper)
 
 
 def _layout(x: _Picks, where: str, function: str) -> tuple[str, str, int]:
@@ -614,14 +614,23 @@ def _with_options(x: _Picks, p: Program, where: str, hopper: bool) -> Program:
             items = 0.0 if x.chance(0.1) and p.form != "hf" else round(_log_uniform(rng, 0.1, 1e4), 3)
             p = replace(p, num_items=float(max(1, round(items))) if p.form == "hf" else items)
     if p.function == CROSS_ENTROPY:
-        smoothing = not hopper and p.form != "hf" and x.chance(0.3)
-        z_loss = not plain and p.form != "hf" and x.chance(0.3)
         of_tolerances = [0.2, 0.2, 0.2, 0.2, 0.2] if where == "gpu" else [0.4, 0.15, 0.15, 0.15, 0.15]
+
+        def tolerance() -> float:
+            return float(rng.choice(TOLERANCES, p=of_tolerances)) * (p.form == "function")
+
+        first = tolerance() if hopper else 0.0
+        if hopper:  # where Hopper's kernels form the gradients; seldom beside a tolerance, which it makes void
+            may = p.dtype == "bfloat16" and p.softcap is None and p.reduction != "none"
+            smoothing = may and x.chance(0.1 if first else 0.6)
+        else:
+            smoothing = p.form != "hf" and x.chance(0.3)
+        z_loss = not plain and p.form != "hf" and x.chance(0.3)
         return replace(
             p,
             label_smoothing=float(rng.choice([0.01, 0.1, 0.5, 1.0])) if smoothing else 0.0,
             z_loss=round(_log_uniform(rng, 1e-5, 0.1), 6) if z_loss else 0.0,
-            gradient_tolerance=float(rng.choice(TOLERANCES, p=of_tolerances)) * (p.form == "function"),
+            gradient_tolerance=first if hopper else tolerance(),
         )
     heat = x.of("temperature", {"1": 0.4, "a number": 0.2, "small": 0.15, "each token's": 0.25})
     low, high = (1e-10, 0.1) if heat == "small" else (0.2, 5.0)
@@ -689,7 +698,7 @@ def _with_results(x: _Picks, p: Program) -> Program:
     return replace(p, objective=chosen, return_lse="lse" in chosen or x.chance(0.4))
 
 
-def _with_budget(x: _Picks, program: Program, where: str) -> Program:
+def _with_budget(x: _Picks, program: Program, where: str, hopper: bool) -> Program:
     """Budgets from 0 to everything; 0 more often on small shapes, where most others save everything."""
     tokens, vocabulary = program.tokens, program.vocabulary
     exactly = 2 * tokens * vocabulary
@@ -704,6 +713,8 @@ def _with_budget(x: _Picks, program: Program, where: str) -> Program:
     if program.form in ("functional", "head", "hf"):
         return program
     weights = {"zero": 1.0 if where == "gpu" else 3.0, "default": 1.0, "all": 1.0, "other": 5.0}
+    if hopper and (program.label_smoothing or program.may_leave_out):  # where Hopper's kernels form the gradients
+        weights |= {"zero": 0.05, "default": 4.0, "all": 4.0, "other": 3.0}
     name = x.of("memory_budget", weights)
     if name == "other":
         found = others[str(x.rng.choice(list(others)))]

@@ -33,7 +33,7 @@ def engine(program: Program) -> str:
     plan = planned(program)
     if plan is None:
         return program.impl
-    name = plan.forward.sums.engine.name
+    name = plan.engine.name
     return f"{name}, interpreted" if plan.gpu is not None and plan.gpu.interpreted else name
 
 

@@ -91,6 +91,8 @@ goes with z, a·p·(z − mean z), of one sign with e_i·c_v. It is added as the
 Nor are they where many tokens have the same dz, as confident ones do: all are rounded to the same number. So
 Σ_i (dz_iv rounded − dz_iv)·e_i is computed, and what it has beyond independent errors is added: all of it for a float32
 c beside a 16-bit e, as dc is not rounded itself. The same of Σ_v (dz_iv rounded − dz_iv)·c_v: rows of c may be alike.
+Saved exponentials of equal tokens, at least MANY_ALIKE with the same row of e, target and temperature, are rounded to
+the same number too: u·|Σ_i a_i·p_iv|·‖e_i‖ over them is added to the squares.
 
 With a gradient_tolerance τ the products may leave out columns L of token i, never the target's, whose part of dz is
 
@@ -117,6 +119,7 @@ from tests.search.logits import Block, Head, Logits
 from tests.search.terms import TINY, Found, Gradients, Tokens, of_divergence, of_numbers
 
 FLOAT16_QUANTUM, SMALLEST = 2.0**-39, 2.0**-70
+MANY_ALIKE = 8  # equal tokens, of which the roundings are counted as one
 Pair = tuple[np.ndarray, np.ndarray]
 
 
@@ -315,6 +318,28 @@ def _placed(value: np.ndarray, error: np.ndarray, kept: np.ndarray, shape: tuple
     return tuple(x.reshape((*shape, *value.shape[1:])) for x in found)  # type: ignore[return-value]
 
 
+class _Alike:
+    """Tokens that have the same logits and the same target, and sums over them."""
+
+    def __init__(self, of: _Call):
+        target = np.where(of.valid, of.targets, -1).astype(np.float64)
+        parts = [of.logits.e.cpu().numpy(), target[:, None]]
+        if of.logits.temperature is not None:
+            parts.append(of.logits.temperature.cpu().numpy()[:, None])
+        rows = np.concatenate(parts, axis=1)
+        _, first, group, count = np.unique(rows, axis=0, return_index=True, return_inverse=True, return_counts=True)
+        many = np.flatnonzero(count >= MANY_ALIKE)
+        number = np.full(count.size, -1)
+        number[many] = np.arange(many.size)
+        self.group = of.put(number[group.reshape(-1)])
+        self.e_squares = of.logits.norms[0][of.put(first[many])] ** 2
+        self.sums = torch.zeros(many.size, of.p.vocabulary, dtype=torch.float64, device=of.device)
+
+    def add(self, rows: slice, x: Tensor) -> None:
+        group = self.group[rows]
+        self.sums.index_add_(0, group[group >= 0], torch.nan_to_num(x[group >= 0]))
+
+
 class _Sums:
     """The gradients, summed block by block."""
 
@@ -334,6 +359,7 @@ class _Sums:
         self.db, self.db_alike, self.dc_left_out, self.of_any_rows = zeros(v), zeros(v), zeros(v), 0.0
         self.of_c = {name: zeros(v) for name in ("rounded", "float32", "summed")}
         self.of_b = {name: zeros(v) for name in ("rounded", "float32", "summed")}
+        self.alike = _Alike(of) if p.may_save else None
 
     def add(self, rows: slice, x: Block, found: Gradients) -> None:
         p, logits, eps, unit = self.of.p, self.of.logits, self.of.eps, self.unit
@@ -359,6 +385,8 @@ class _Sums:
         if p.may_save:
             rounded = rounded + of_p * of_p
             rounded_c = rounded + square
+            assert self.alike is not None
+            self.alike.add(rows, of_p)
             d_dz = d_dz + SMALLEST * per_token[:, None]
         e, c = logits.e[rows], logits.c
         places = self.of.put(self.of.of_e[rows])
@@ -400,6 +428,10 @@ class _Sums:
         def made(value: Tensor, others: dict[str, Tensor], of_any_rows: float = np.inf) -> Rows:
             return Rows(value, **{k: x.cpu().numpy() for k, x in others.items()}, of_any_rows=of_any_rows)
 
+        if self.alike is not None:
+            squares = self.alike.sums**2
+            self.of_c["rounded"] += squares.T @ self.alike.e_squares
+            self.of_b["rounded"] += squares.sum(0)
         lost = _norms(self.dc_lost)
         if not p.mixed:
             lost = (lost - self.unit * self.of_c["rounded"].sqrt()).nan_to_num().clamp(min=0)
