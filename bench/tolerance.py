@@ -21,7 +21,7 @@ from bench.measure import in_turns
 from bench.sparsity.inputs import by_probability, ordered
 from cce_jax import linear_cross_entropy
 from cce_jax.plans import Core, plan_for
-from cce_kernels import in_forward
+from cce_kernels import blocks
 from cce_kernels.device import local_gpu
 from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs as Arrays
@@ -56,15 +56,15 @@ def kept_shares(shape: Shape, tolerance: float) -> jax.stages.Lowered:
     targets = jax.ShapeDtypeStruct((tokens,), jnp.int32)
     plan = plan_for(Arrays(*whole, None, targets), core, Wanted(True, True, False), one_factor=True)  # type: ignore[arg-type]
     assert plan.in_forward is not None
-    size = max(plan.in_forward.chunks.size, plan.in_forward.chunks.last)
+    size = plan.in_forward.chunks.size
 
     def shares(e, c, targets):
         inputs = Arrays(e, c, None, targets)
         reference = jnp.einsum("nd,nd->n", e, c[targets], preferred_element_type=jnp.float32)
-        chunk = in_forward.Chunk.of(inputs, reference, jnp.full(1, size, jnp.int32))
-        blocks = in_forward.numbers_of(chunk, plan)[1].blocks
-        assert blocks is not None
-        return jnp.mean(blocks.de), jnp.mean(blocks.dc)
+        block = blocks.Block.of(inputs, reference, jnp.full(1, size, jnp.int32))
+        kept = blocks.numbers_of(block, plan)[1].blocks
+        assert kept is not None
+        return jnp.mean(kept.de), jnp.mean(kept.dc)
 
     of_chunk = jax.ShapeDtypeStruct((size, width), jnp.bfloat16), whole[1], jax.ShapeDtypeStruct((size,), jnp.int32)
     return jax.jit(shares).lower(*of_chunk)

@@ -106,12 +106,14 @@ def main() -> None:
     parser.add_argument("--package", choices=["cce_jax", "cce_torch"], nargs="+", default=["cce_jax", "cce_torch"])
     parser.add_argument("--memory-budget", nargs="+", default=["default", "all"], help='"default", "all" or bytes')
     parser.add_argument("--function", choices=FUNCTIONS, default=FUNCTIONS[0])
-    parser.add_argument("--temperature", type=float, help="of the function's call (none)")
+    parser.add_argument(
+        "--option", nargs="+", default=[], metavar="NAME=NUMBER", help="of each call, as logit_scale=2.0"
+    )
     parser.add_argument("--rounds", type=int, default=10, help="turns of each (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("out/trees.json"))
     asked = parser.parse_args()
     rows: list[report.Row] = []
-    of_all = {} if asked.temperature is None else {"temperature": asked.temperature}
+    of_all = {name: json.loads(number) for name, number in (x.split("=") for x in asked.option)}
     budgets = [{} if x == "default" else {"memory_budget": x if x == "all" else int(x)} for x in asked.memory_budget]
     checkouts = [Checkout(folder) for folder in (HERE, asked.other.resolve())]
     for head in asked.head:

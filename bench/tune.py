@@ -67,7 +67,7 @@ def candidates(engine: str, capability: str) -> Iterator[Candidate]:
         shipped = hopper.tiles
         others = [x for x in PAIRS if x != shipped.LOGITS and x.columns != 192]  # Triton's kernels take 2ⁿ
         yield from (Candidate(engine, "LOGITS", x, x) for x in others)
-        for entry in ("DE", "DC", "SAVED_DE"):
+        for entry in ("DE", "DC"):
             yield from (Candidate(engine, entry, x, (x,)) for x in PAIRS)
         for columns, tiles in shipped.SUMMED.items():
             for x in (replace(tiles, lead=2 - tiles.lead), replace(tiles, stages=tiles.stages - 1)):
