@@ -1,7 +1,9 @@
 """Time this checkout and another one of the project, in turns in one run: `python -m bench.trees OTHER`.
 
 Each checkout runs in a process of its own on the same GPU, and one of them works at a time. What is printed and kept is
-the time of forward and backward of this one over that of the other.
+the time of a call of this one over that of the other, for each row of ROWS. With several jobs, what is compiled is
+compiled side by side before anything is timed: then set XLA_FLAGS=--xla_gpu_autotune_level=0, as XLA's choices between
+its matmuls would be timed side by side too.
 """
 
 import argparse
@@ -10,68 +12,150 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-FUNCTIONS = "linear_cross_entropy", "linear_log_probs", "linear_divergence"
-BURST = 5  # calls of a turn, the first not counted
+SECONDS = 0.2  # of a turn, and no less than LEAST calls, of which the first is not counted
+LEAST = 5
 HERE = Path(__file__).resolve().parent.parent
 # The other checkout's process runs this file too, with that checkout's packages.
 WORKER = f"import runpy; runpy.run_path({str(Path(__file__).resolve())!r}, run_name='trees')['worker']()"
 
+GEMMA, LLAMA, GIST = "8192x2304x256000", "8192x4096x128256", "32768x768x128256"
+BUDGETS = {"default": {}, "300 MiB": {"memory_budget": 300 * 2**20}, "1.2e9": {"memory_budget": 1_200_000_000}}
+BUDGETS |= {"all": {"memory_budget": "all"}}
+LOSS, LOG_PROBS, DIVERGENCE = "linear_cross_entropy", "linear_log_probs", "linear_divergence"
+Row = dict[str, Any]
+
+
+def rows() -> Iterator[Row]:
+    """Forward and backward, unless `wanted` says otherwise: "ec" gradients of e and c, "" none."""
+
+    def row(name: str, shape: str, function: str = LOSS, package: str = "cce_jax", **more: Any) -> Row:
+        alike = {"name": name, "shape": shape, "function": function, "package": package, "wanted": "ec", "options": {}}
+        return alike | {"dtype": "bfloat16", "hopper": True} | more
+
+    for shape, package, budget in product((GEMMA, LLAMA, GIST), ("cce_jax", "cce_torch"), BUDGETS):
+        if package == "cce_jax" or budget in ("default", "all"):
+            yield row(budget, shape, package=package, options=BUDGETS[budget])
+    vectors = {"reduction": "none"}
+    for shape in (GEMMA, GIST):
+        for budget, options in BUDGETS.items():
+            yield row(f"vector, {budget}", shape, options=options | vectors)
+        yield row("softcap", shape, options={"softcap": 30.0})
+        yield row("tolerance", shape, options={"gradient_tolerance": 2**-7})
+        yield row("log-probabilities", shape, LOG_PROBS, options={"entropy": True})
+    for wanted in ("e", "c", ""):
+        yield row({"": "evaluation"}.get(wanted, f"{wanted} alone"), GEMMA, wanted=wanted)
+    yield row("vector, e alone", GEMMA, wanted="e", options=vectors)
+    yield row("log-probabilities", GEMMA, LOG_PROBS, "cce_torch", options={"entropy": True})
+    yield row("evaluation", GEMMA, package="cce_torch", wanted="")
+    yield row("scale", GEMMA, options={"logit_scale": 2.0})
+    for shape, package in ((GEMMA, "cce_jax"), (LLAMA, "cce_jax"), (GIST, "cce_jax"), (GEMMA, "cce_torch")):
+        yield row("label smoothing", shape, package=package, options={"label_smoothing": 0.1})
+    yield row("divergence", LLAMA, DIVERGENCE)
+    yield row("divergence", LLAMA, DIVERGENCE, "cce_torch")
+    yield row("divergence, vector", LLAMA, DIVERGENCE, options=vectors)
+    for precision in ("highest", "tensorfloat32"):
+        yield row(f"float32, {precision}", "4096x2304x128256", dtype="float32", options={"precision": precision})
+    yield row("float16", LLAMA, dtype="float16")
+    for name, shape, options in (("default", GEMMA, {}), ("all", GEMMA, BUDGETS["all"]), ("default", GIST, {})):
+        yield row(f"Triton, {name}", shape, hopper=False, options=options)
+    yield row("Triton, vector", GEMMA, hopper=False, options=vectors)
+    yield row("Triton, 64 tokens", "64x768x50257", hopper=False)
+    for tokens, dtype in product((1, 64, 255), ("bfloat16", "float16")):
+        yield row(f"{tokens} tokens, {dtype}", f"{tokens}x768x50257", dtype=dtype)
+    yield row("host", "64x64x512", package="cce_torch")
+
 
 def worker() -> None:
     """Runs what each line of the input names, and prints how many milliseconds it took."""
-    line, call = "", worker
+    calls: dict[str, Callable[[], object]] = {}
     for asked in sys.stdin:
-        if asked != line:
-            call = worker  # drops the call before, so that the next one has its memory
-            line, call = asked, step(**json.loads(asked))
-            for _ in range(3):
-                call()
-        times = []
-        for _ in range(BURST):
+        if asked not in calls:
+            calls[asked] = call = step(**json.loads(asked))
+            try:
+                for _ in range(3):
+                    call()
+            except Exception as error:
+                calls[asked] = lambda: None
+                print(f"failed: {asked.strip()}: {error!r}", file=sys.stderr, flush=True)
+        times, since = [], time.perf_counter()
+        while len(times) < LEAST or time.perf_counter() < since + SECONDS:
             start = time.perf_counter()
-            call()
+            calls[asked]()
             times.append((time.perf_counter() - start) * 1e3)
         print("took " + json.dumps(times[1:]), flush=True)
 
 
-def step(shape: list[int], package: str, function: str, options: dict[str, Any]) -> Callable[[], object]:
-    import jax
+@cache
+def arrays(shape: str, dtype: str, seed: int = 0, of_head: int = 0) -> Any:
+    from jax.numpy import dtype as of_name
 
     from bench.data import Shape, trained
 
-    e, c, *others = trained(Shape(*shape))
-    if function == "linear_divergence":
-        others = trained(Shape(*shape), of_head=1)[:2]
+    return trained(Shape.parse(shape), of_name(dtype), seed, of_head)
+
+
+@cache
+def tensors(shape: str, dtype: str, seed: int = 0, of_head: int = 0) -> Any:
+    import torch
+
+    found = [torch.from_dlpack(x).clone() for x in arrays(shape, dtype, seed, of_head)]
+    return [x if x.is_floating_point() else x.long() for x in found]
+
+
+def step(
+    shape: str, package: str, function: str, options: dict[str, Any], wanted: str, dtype: str, hopper: bool, name: str
+) -> Callable[[], object]:
+    """A call that waits for its results."""
+    import jax
+
+    if not hopper:
+        from cce_kernels.engines.hopper import HOPPER
+
+        for module in [x for key, x in sys.modules.items() if key.startswith("cce_kernels.plan")]:
+            if HOPPER in getattr(module, "KERNELS", ()):
+                module.KERNELS = tuple(x for x in module.KERNELS if x is not HOPPER)  # type: ignore[attr-defined]
+        jax.clear_caches()
+    of = arrays if package == "cce_jax" else tensors
+    e, c, targets = of(shape, dtype)
+    others = of(shape, dtype, 0, 1)[:2] if function == DIVERGENCE else [targets]
+    differentiated = tuple("ec".index(x) for x in wanted)
     if package == "cce_jax":
         import cce_jax
 
-        program = jax.jit(jax.value_and_grad(partial(loss, getattr(cce_jax, function), options), (0, 1)))
+        value = partial(loss, getattr(cce_jax, function), options, jax.numpy.linspace(0.5, 1.5, len(e)))
+        program = jax.jit(jax.value_and_grad(value, differentiated) if wanted else value)
         return lambda: jax.block_until_ready(program(e, c, *others))
     import torch
 
     import cce_torch
 
-    leaves = [torch.from_dlpack(x).clone().requires_grad_() for x in (e, c)]
-    beside = [torch.from_dlpack(x).clone() for x in others]
-    beside = [x if x.is_floating_point() else x.long() for x in beside]
+    weights = torch.linspace(0.5, 1.5, len(e), device=e.device)
+    given = [x.detach().requires_grad_(k in differentiated) for k, x in enumerate((e, c))]
 
     def run() -> None:
-        torch.autograd.grad(loss(getattr(cce_torch, function), options, *leaves, *beside), leaves)
+        found = loss(getattr(cce_torch, function), options, weights, *given, *others)
+        if wanted:
+            torch.autograd.grad(found, [given[k] for k in differentiated])
         torch.cuda.synchronize()
 
     return run
 
 
-def loss(function: Callable[..., Any], options: dict[str, Any], *arrays: Any) -> Any:
-    found = function(*arrays, **options)
-    return found.log_probs.sum() if hasattr(found, "log_probs") else found
+def loss(function: Callable[..., Any], options: dict[str, Any], weights: Any, *given: Any) -> Any:
+    """One number, of cotangents that differ from token to token where the function returns a number for each."""
+    found = function(*given, **options)
+    if hasattr(found, "log_probs"):
+        return (weights * (found.log_probs + 0.01 * found.entropy)).sum()
+    return (weights * found).sum() if options.get("reduction") == "none" else found
 
 
 class Checkout:
@@ -84,12 +168,12 @@ class Checkout:
         assert process.stdout is not None
         self.process, self.asks, self.answers = process, process.stdin, process.stdout
 
-    def times(self, what: dict[str, Any]) -> list[float]:
-        print(json.dumps(what), file=self.asks)
+    def times(self, row: Row) -> list[float]:
+        print(json.dumps(row), file=self.asks)
         for line in self.answers:
             if line.startswith("took "):
                 return json.loads(line[5:])
-        raise RuntimeError(f"a checkout's process ended: {what}")
+        raise RuntimeError(f"a checkout's process ended: {row}")
 
     def end(self) -> None:
         self.asks.close()
@@ -98,33 +182,43 @@ class Checkout:
 
 def main() -> None:
     from bench import report
-    from bench.data import HEADS, SHAPES
 
     parser = argparse.ArgumentParser("python -m bench.trees", description=__doc__)
     parser.add_argument("other", type=Path, help="the other checkout's folder")
-    parser.add_argument("--head", choices=HEADS, nargs="+", default=HEADS)
-    parser.add_argument("--package", choices=["cce_jax", "cce_torch"], nargs="+", default=["cce_jax", "cce_torch"])
-    parser.add_argument("--memory-budget", nargs="+", default=["default", "all"], help='"default", "all" or bytes')
-    parser.add_argument("--function", choices=FUNCTIONS, default=FUNCTIONS[0])
-    parser.add_argument(
-        "--option", nargs="+", default=[], metavar="NAME=NUMBER", help="of each call, as logit_scale=2.0"
-    )
-    parser.add_argument("--rounds", type=int, default=10, help="turns of each (%(default)s)")
+    parser.add_argument("--this", type=Path, default=HERE, help="this checkout's folder (the one of this file)")
+    parser.add_argument("--row", nargs="+", default=[""], help='parts of "NAME SHAPE PACKAGE" (all rows)')
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="pairs of processes that compile at a time (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("out/trees.json"))
     asked = parser.parse_args()
-    rows: list[report.Row] = []
-    of_all = {name: json.loads(number) for name, number in (x.split("=") for x in asked.option)}
-    budgets = [{} if x == "default" else {"memory_budget": x if x == "all" else int(x)} for x in asked.memory_budget]
-    checkouts = [Checkout(folder) for folder in (HERE, asked.other.resolve())]
-    for head in asked.head:
-        for package, options in ((x, y) for x in asked.package for y in budgets):
-            what = {"shape": SHAPES[head], "package": package, "function": asked.function, "options": of_all | options}
-            turns = [[checkout.times(what) for checkout in checkouts] for _ in range(asked.rounds)]
-            this, other = np.median(turns, axis=(0, 2)).tolist()
-            rows.append({"head": head, **what, "this": this, "other": other, "ratio": this / other})
-            print(rows[-1], flush=True)
-            report.write(asked.out, rows=rows)
-    for checkout in checkouts:
+    folders, found = [x.resolve() for x in (asked.this, asked.other)], []
+
+    def is_asked(row: Row) -> bool:
+        return any(part in "{name} {shape} {package}".format(**row) for part in asked.row)
+
+    # Rows of one shape lie side by side, so that a process holds few of them.
+    taken = sorted(filter(is_asked, rows()), key=lambda row: (row["hopper"], row["shape"], row["dtype"]))
+    parts = [[taken[k] for k in part] for part in np.array_split(np.arange(len(taken)), asked.jobs)]
+
+    def compiled(part: list[Row]) -> list[tuple[Row, list[Checkout]]]:
+        checkouts = {switched: [Checkout(x) for x in folders] for switched in {row["hopper"] for row in part}}
+        with ThreadPoolExecutor(len(folders)) as both:
+            for row in part:
+                list(both.map(lambda checkout, row=row: checkout.times(row), checkouts[row["hopper"]]))
+        return [(row, checkouts[row["hopper"]]) for row in part]
+
+    def timed(row: Row, checkouts: list[Checkout]) -> None:
+        turns = [[np.median(checkout.times(row)) for checkout in checkouts] for _ in range(asked.rounds)]
+        this, other = np.median(turns, axis=0).tolist()
+        found.append({**row, "this": this, "other": other, "ratio": this / other})
+        print("{name:24} {shape:18} {package:10} {this:8.3f} {other:8.3f} {ratio:.4f}".format(**found[-1]), flush=True)
+        report.write(asked.out, rows=found)
+
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        ready = [x for part in pool.map(compiled, filter(len, parts)) for x in part]
+    for row, checkouts in ready:
+        timed(row, checkouts)
+    for checkout in {id(x): x for _, checkouts in ready for x in checkouts}.values():
         checkout.end()
 
 
