@@ -3,7 +3,8 @@
 Each checkout runs in a process of its own on the same GPU, and one of them works at a time. What is printed and kept is
 the time of a call of this one over that of the other, for each row of ROWS. With several jobs, what is compiled is
 compiled side by side before anything is timed: then set XLA_FLAGS=--xla_gpu_autotune_level=0, as XLA's choices between
-its matmuls would be timed side by side too.
+its matmuls would be timed side by side too, and share the memory by XLA_PYTHON_CLIENT_PREALLOCATE=true and
+XLA_PYTHON_CLIENT_MEM_FRACTION.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -76,22 +78,22 @@ def rows() -> Iterator[Row]:
 
 def worker() -> None:
     """Runs what each line of the input names, and prints how many milliseconds it took."""
-    calls: dict[str, Callable[[], object]] = {}
+    calls: dict[str, Callable[[], object] | None] = {}
     for asked in sys.stdin:
         if asked not in calls:
-            calls[asked] = call = step(**json.loads(asked))
             try:
+                calls[asked] = call = step(**json.loads(asked))
                 for _ in range(3):
                     call()
             except Exception as error:
-                calls[asked] = lambda: None
+                calls[asked] = None
                 print(f"failed: {asked.strip()}: {error!r}", file=sys.stderr, flush=True)
-        times, since = [], time.perf_counter()
-        while len(times) < LEAST or time.perf_counter() < since + SECONDS:
+        call, times, since = calls[asked], [], time.perf_counter()
+        while call and (len(times) < LEAST or time.perf_counter() < since + SECONDS):
             start = time.perf_counter()
-            calls[asked]()
+            call()
             times.append((time.perf_counter() - start) * 1e3)
-        print("took " + json.dumps(times[1:]), flush=True)
+        print("took " + json.dumps(times[1:] or [float("nan")]), flush=True)
 
 
 @cache
@@ -161,7 +163,7 @@ def loss(function: Callable[..., Any], options: dict[str, Any], weights: Any, *g
 class Checkout:
     def __init__(self, folder: Path) -> None:
         paths = [str(folder), str(folder / "kernels"), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
         process = subprocess.Popen([sys.executable, "-c", WORKER], env=environment, cwd=folder, **pipes)
         assert process.stdin is not None
@@ -197,7 +199,7 @@ def main() -> None:
         return any(part in "{name} {shape} {package}".format(**row) for part in asked.row)
 
     # Rows of one shape lie side by side, so that a process holds few of them.
-    taken = sorted(filter(is_asked, rows()), key=lambda row: (row["hopper"], row["shape"], row["dtype"]))
+    taken = sorted(filter(is_asked, rows()), key=itemgetter("hopper", "shape", "package", "dtype"))
     parts = [[taken[k] for k in part] for part in np.array_split(np.arange(len(taken)), asked.jobs)]
 
     def compiled(part: list[Row]) -> list[tuple[Row, list[Checkout]]]:
@@ -210,6 +212,8 @@ def main() -> None:
     def timed(row: Row, checkouts: list[Checkout]) -> None:
         turns = [[np.median(checkout.times(row)) for checkout in checkouts] for _ in range(asked.rounds)]
         this, other = np.median(turns, axis=0).tolist()
+        if np.isnan(this + other):
+            return
         found.append({**row, "this": this, "other": other, "ratio": this / other})
         print("{name:24} {shape:18} {package:10} {this:8.3f} {other:8.3f} {ratio:.4f}".format(**found[-1]), flush=True)
         report.write(asked.out, rows=found)
