@@ -1,10 +1,8 @@
 """Time this checkout and another one of the project, in turns in one run: `python -m bench.trees OTHER`.
 
 Each checkout runs in a process of its own on the same GPU, and one of them works at a time. What is printed and kept is
-the time of a call of this one over that of the other, for each row of ROWS. With several jobs, what is compiled is
-compiled side by side before anything is timed: then set XLA_FLAGS=--xla_gpu_autotune_level=0, as XLA's choices between
-its matmuls would be timed side by side too, and share the memory by XLA_PYTHON_CLIENT_PREALLOCATE=true and
-XLA_PYTHON_CLIENT_MEM_FRACTION.
+the time of a call of this one over that of the other, for each row of rows(). With several jobs, what is compiled is
+compiled side by side before anything is timed. XLA then takes its first choice of each matmul, as it cannot time them.
 """
 
 import argparse
@@ -161,9 +159,9 @@ def loss(function: Callable[..., Any], options: dict[str, Any], weights: Any, *g
 
 
 class Checkout:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, of_job: dict[str, str]) -> None:
         paths = [str(folder), str(folder / "kernels"), os.environ.get("PYTHONPATH", "")]
-        environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        environment = {**os.environ, **of_job, "PYTHONPATH": os.pathsep.join(paths)}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
         process = subprocess.Popen([sys.executable, "-c", WORKER], env=environment, cwd=folder, **pipes)
         assert process.stdin is not None
@@ -183,6 +181,7 @@ class Checkout:
 
 
 def main() -> None:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from bench import report
 
     parser = argparse.ArgumentParser("python -m bench.trees", description=__doc__)
@@ -194,6 +193,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/trees.json"))
     asked = parser.parse_args()
     folders, found = [x.resolve() for x in (asked.this, asked.other)], []
+    report.write(asked.out, rows=found)  # before the GPU's memory is taken
+    of_job = {} if asked.jobs == 1 else {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}
+    if of_job:  # a fixed part of the memory: 0.6 of it, and the rest is PyTorch's; kernels for Triton are one job more
+        fraction = 0.6 / len(folders) / (asked.jobs + 1)
+        of_job |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{fraction:.3f}"}
 
     def is_asked(row: Row) -> bool:
         return any(part in "{name} {shape} {package}".format(**row) for part in asked.row)
@@ -203,7 +207,7 @@ def main() -> None:
     parts = [[taken[k] for k in part] for part in np.array_split(np.arange(len(taken)), asked.jobs)]
 
     def compiled(part: list[Row]) -> list[tuple[Row, list[Checkout]]]:
-        checkouts = {switched: [Checkout(x) for x in folders] for switched in {row["hopper"] for row in part}}
+        checkouts = {switched: [Checkout(x, of_job) for x in folders] for switched in {row["hopper"] for row in part}}
         with ThreadPoolExecutor(len(folders)) as both:
             for row in part:
                 list(both.map(lambda checkout, row=row: checkout.times(row), checkouts[row["hopper"]]))
