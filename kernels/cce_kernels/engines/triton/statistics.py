@@ -66,6 +66,11 @@ def _store_exponentials(saved_ref, p: jax.Array, slope, rows: jax.Array, columns
     plgpu.store(saved_ref.at[tile_index(rows, columns)], p.astype(saved_ref.dtype), mask=mask)
 
 
+def _failed(log_mass_ref, slot, rows_ok):
+    """(rows,): whether the log-mass of a row of the block is inf or NaN."""
+    return ~(plgpu.load(log_mass_ref.at[slot], mask=rows_ok, other=None if rows_ok is None else 0.0) < jnp.inf)
+
+
 def _kernel(
     how: How, inputs: Inputs, count_ref, given_ref, before, mass_ref, saved_ref, mean_ref, peak_ref, *, kind: Kind
 ):
@@ -83,11 +88,8 @@ def _kernel(
     if count_ref is not None:
         last = jnp.where(row_block * tiles.rows < count_ref[0], last, first)
         rows_ok = rows < count_ref[0]
-    written = rows_ok
     if rescue:
-        failed = ~(plgpu.load(before[0].at[slot], mask=rows_ok, other=None if rows_ok is None else 0.0) < jnp.inf)
-        written = failed if rows_ok is None else rows_ok & failed
-        last = jnp.where(jnp.max(failed.astype(jnp.int32)) > 0, last, first)
+        last = jnp.where(jnp.max(_failed(before[0], slot, rows_ok).astype(jnp.int32)) > 0, last, first)
         reference = jnp.full((tiles.rows,), -FLOAT32_MAX, jnp.float32)
     else:
         reference = load_vector(given_ref, rows, rows_ok)
@@ -122,6 +124,8 @@ def _kernel(
     begin = reference, zeros, None if mean_ref is None else zeros
     reference, total, moment = lax.fori_loop(first, last, tile, begin)
 
+    # Read once more, so that no register holds it in the loop.
+    written = _failed(before[0], slot, rows_ok) if rescue else rows_ok
     # If all exponentials of the run underflow, total is 0 and log_mass is -inf.
     log_mass = jnp.log2(total) / LOG2_E
     if mean_ref is not None:
