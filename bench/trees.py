@@ -1,8 +1,7 @@
 """Time this checkout and another one of the project, in turns in one run: `python -m bench.trees OTHER`.
 
 Each checkout runs in a process of its own on the same GPU, and one of them works at a time. What is printed and kept is
-the time of a call of this one over that of the other, for each row of rows(). With several jobs, what is compiled is
-compiled side by side before anything is timed. XLA then takes its first choice of each matmul, as it cannot time them.
+the time of a call of this one over that of the other, for each row of rows().
 """
 
 import argparse
@@ -14,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from itertools import product
+from itertools import groupby, product
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -123,7 +122,6 @@ def step(
         for module in [x for key, x in sys.modules.items() if key.startswith("cce_kernels.plan")]:
             if HOPPER in getattr(module, "KERNELS", ()):
                 module.KERNELS = tuple(x for x in module.KERNELS if x is not HOPPER)  # type: ignore[attr-defined]
-        jax.clear_caches()
     of = arrays if package == "cce_jax" else tensors
     e, c, targets = of(shape, dtype)
     others = of(shape, dtype, 0, 1)[:2] if function == DIVERGENCE else [targets]
@@ -159,9 +157,9 @@ def loss(function: Callable[..., Any], options: dict[str, Any], weights: Any, *g
 
 
 class Checkout:
-    def __init__(self, folder: Path, of_job: dict[str, str]) -> None:
+    def __init__(self, folder: Path) -> None:
         paths = [str(folder), str(folder / "kernels"), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, **of_job, "PYTHONPATH": os.pathsep.join(paths)}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
         process = subprocess.Popen([sys.executable, "-c", WORKER], env=environment, cwd=folder, **pipes)
         assert process.stdin is not None
@@ -189,45 +187,31 @@ def main() -> None:
     parser.add_argument("--this", type=Path, default=HERE, help="this checkout's folder (the one of this file)")
     parser.add_argument("--row", nargs="+", default=[""], help='parts of "NAME SHAPE PACKAGE" (all rows)')
     parser.add_argument("--rounds", type=int, default=7, help="turns of each (%(default)s)")
-    parser.add_argument("--jobs", type=int, default=1, help="pairs of processes that compile at a time (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("out/trees.json"))
     asked = parser.parse_args()
     folders, found = [x.resolve() for x in (asked.this, asked.other)], []
-    report.write(asked.out, rows=found)  # before the GPU's memory is taken
-    of_job = {} if asked.jobs == 1 else {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}
-    if of_job:  # a fixed part of the memory: 0.6 of it, and the rest is PyTorch's; kernels for Triton are one job more
-        fraction = 0.6 / len(folders) / (asked.jobs + 1)
-        of_job |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{fraction:.3f}"}
 
     def is_asked(row: Row) -> bool:
         return any(part in "{name} {shape} {package}".format(**row) for part in asked.row)
 
-    # Rows of one shape lie side by side, so that a process holds few of them.
+    # Rows of one shape lie side by side, so that a process holds the arrays of one.
     taken = sorted(filter(is_asked, rows()), key=itemgetter("hopper", "shape", "package", "dtype"))
-    parts = [[taken[k] for k in part] for part in np.array_split(np.arange(len(taken)), asked.jobs)]
-
-    def compiled(part: list[Row]) -> list[tuple[Row, list[Checkout]]]:
-        checkouts = {switched: [Checkout(x, of_job) for x in folders] for switched in {row["hopper"] for row in part}}
-        with ThreadPoolExecutor(len(folders)) as both:
-            for row in part:
-                list(both.map(lambda checkout, row=row: checkout.times(row), checkouts[row["hopper"]]))
-        return [(row, checkouts[row["hopper"]]) for row in part]
-
-    def timed(row: Row, checkouts: list[Checkout]) -> None:
-        turns = [[np.median(checkout.times(row)) for checkout in checkouts] for _ in range(asked.rounds)]
-        this, other = np.median(turns, axis=0).tolist()
-        if np.isnan(this + other):
-            return
-        found.append({**row, "this": this, "other": other, "ratio": this / other})
-        print("{name:24} {shape:18} {package:10} {this:8.3f} {other:8.3f} {ratio:.4f}".format(**found[-1]), flush=True)
-        report.write(asked.out, rows=found)
-
-    with ThreadPoolExecutor(asked.jobs) as pool:
-        ready = [x for part in pool.map(compiled, filter(len, parts)) for x in part]
-    for row, checkouts in ready:
-        timed(row, checkouts)
-    for checkout in {id(x): x for _, checkouts in ready for x in checkouts}.values():
-        checkout.end()
+    for _, alike in groupby(taken, itemgetter("hopper", "shape")):
+        checkouts = [Checkout(folder) for folder in folders]
+        for row in alike:
+            with ThreadPoolExecutor() as both:  # compiles side by side
+                list(both.map(Checkout.times, checkouts, [row] * 2))
+            turns = [[np.median(checkout.times(row)) for checkout in checkouts] for _ in range(asked.rounds)]
+            this, other = np.median(turns, axis=0).tolist()
+            if np.isnan(this + other):
+                continue
+            found.append({**row, "this": this, "other": other, "ratio": this / other})
+            print(
+                "{name:24} {shape:18} {package:10} {this:8.3f} {other:8.3f} {ratio:.4f}".format(**found[-1]), flush=True
+            )
+            report.write(asked.out, rows=found)
+        for checkout in checkouts:
+            checkout.end()
 
 
 if __name__ == "__main__":
