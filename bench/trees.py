@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import groupby, product
 from operator import itemgetter
@@ -204,8 +203,8 @@ def main() -> None:
     for _, alike in groupby(taken, itemgetter("hopper", "shape")):
         checkouts = [Checkout(folder) for folder in folders]
         for row in alike:
-            with ThreadPoolExecutor() as both:  # compiles side by side
-                list(both.map(Checkout.times, checkouts, [row] * 2))
+            for checkout in checkouts:  # compiles; by itself, as XLA times its matmuls to choose among them
+                checkout.times(row)
             turns = [[np.median(checkout.times(row)) for checkout in checkouts] for _ in range(asked.rounds)]
             this, other = np.median(turns, axis=0).tolist()
             if np.isnan(this + other):

@@ -348,7 +348,7 @@ def test_saved_exponentials_of_classes_that_a_bias_removes():
 
 @pytest.mark.parametrize("ignored", ["few", "most"])
 def test_evaluation_in_several_blocks(ignored, monkeypatch):
-    """Of 32 tokens, as if 4 MiB held no more of e."""
+    """Of 32 tokens, as if 16 MiB held no more of e."""
     monkeypatch.setattr(setting, "EVALUATED", 1)
     plan_of.cache_clear()
     program = replace(SMOOTHED, impl="cce", leading=(90,), wanted=(), reduction="none", z_loss=0.1)

@@ -119,12 +119,12 @@ def launches(program: str) -> tuple[int, int]:
 
 
 def test_scratch_and_structure_at_gemma2_2b():
-    """What the compiler reserves: at most 4 MiB to evaluate, 640 MiB for both gradients, and no logits anywhere."""
+    """What the compiler reserves: at most 16 MiB to evaluate, 640 MiB for both gradients, and no logits anywhere."""
     tokens, width, vocabulary = 8192, 2304, 256_000
     e, c = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((tokens, width), (vocabulary, width)))
     t = jax.ShapeDtypeStruct((tokens,), jnp.int32)
     evaluate = jax.jit(loss).lower(e, c, t).compile()
-    assert evaluate.memory_analysis().temp_size_in_bytes <= 4 * MIB
+    assert evaluate.memory_analysis().temp_size_in_bytes <= 16 * MIB
     assert launches(evaluate.as_text()) == (2, 1)  # target, rescue; statistics
     train = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(e, c, t).compile()
     assert train.memory_analysis().temp_size_in_bytes <= 640 * MIB

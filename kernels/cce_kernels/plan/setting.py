@@ -8,6 +8,7 @@ from typing import Literal
 from cce_kernels.device import Gpu
 from cce_kernels.engines.engine import Block, Costs, Engine, Multiplying, Step
 from cce_kernels.engines.hopper import HOPPER
+from cce_kernels.engines.order import cdiv
 from cce_kernels.engines.triton import TRITON
 from cce_kernels.engines.xla import XLA
 from cce_kernels.exponentials import saved_shape
@@ -16,7 +17,7 @@ from cce_kernels.tokens import MANY, gathered_rows
 
 Impl = Literal["auto", "cce", "chunked"]
 KERNELS = (HOPPER, TRITON)  # Pallas, fastest first
-EVALUATED = 4 * 2**20  # bytes of rows of e that evaluation copies at a time
+EVALUATED = 16 * 2**20  # the most bytes of rows of e that evaluation copies at a time
 
 
 def engines(itemsize: int, impl: Impl) -> Sequence[Engine]:
@@ -85,8 +86,12 @@ class Setting:
         request, evaluates = self.request, self.request.wanted is None
         if not self.finds_ignored:
             return request.tokens if evaluates or self.engine.stops else XLA.rows(request, self.gpu)
-        block = max(EVALUATED // (request.itemsize * request.width) // self.many, 1) * self.many
-        return min(gathered_rows(request.tokens), block) if evaluates else gathered_rows(request.tokens)
+        rows = gathered_rows(request.tokens)
+        if not evaluates:
+            return rows
+        room = max(min(EVALUATED, request.memory_budget), self.many * request.itemsize * request.width)
+        blocks = cdiv(rows * request.itemsize * request.width, room)
+        return min(rows, cdiv(rows, blocks * self.many) * self.many)
 
     def step(self, method: str, block: Block | None = None) -> Step:
         """The step of the first engine that has this method of engine.Launched."""
