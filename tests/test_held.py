@@ -353,7 +353,7 @@ def test_evaluation_copies_a_few_rows_of_e_at_a_time(dtype):
     e, c = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((8187, 4096), (128256, 4096)))
     targets = jax.ShapeDtypeStruct((8187,), jnp.int32)
     loss = partial(linear_cross_entropy, label_smoothing=0.1, impl="cce")
-    assert held(loss, e, c, targets).bytes < 6 * MIB
+    assert held(loss, e, c, targets).bytes < 18 * MIB
 
 
 def drawn_with_token_weights(count: int, reduction: str) -> Iterator[calls.Program]:

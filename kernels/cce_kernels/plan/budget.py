@@ -86,7 +86,8 @@ def of_token(x: Setting, size: int) -> int:
         return XLA.chunk_bytes(request, size, x.columns, x.gpu) + of_teacher
     masses = 6 * x.columns // PART * bool(request.gradient_tolerance)  # and sums and scores of them
     of_e = request.itemsize + max(request.itemsize, sum(of_de(x, size)))  # e, and scaled e
-    return 2 * x.columns + masses + of_e * request.width + wide * request.teacher_width
+    stored = 2 * x.columns * (request.wanted is not None)  # an evaluation beside a teacher stores no dz
+    return stored + masses + of_e * request.width + wide * request.teacher_width
 
 
 def of_de(x: Setting, size: int) -> tuple[int, int]:
