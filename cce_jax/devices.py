@@ -208,17 +208,8 @@ def _of_all_columns(of_own: Statistics, layout: Layout, weight: Any = 0) -> Stat
     leaves, tree = jax.tree.flatten((of_own._replace(ids=None), of_sum))
     gathered = lax.all_gather(jnp.stack(leaves), layout.columns)
     each, of_sum = jax.tree.unflatten(tree, [gathered[:, k] for k in range(len(leaves))])
-    reference = jnp.max(each.reference, axis=0)
-    further = each.reference - reference
-    log_mass = each.log_mass + further
-    return Statistics(
-        jax.nn.logsumexp(log_mass, axis=0),
-        reference,
-        jnp.sum(each.target, axis=0),
-        None if each.sum is None else jnp.sum(each.sum + further * of_sum, axis=0),
-        None if each.mean is None else over_runs(log_mass, each.mean + further),
-        None if of_own.ids is None else lax.psum(of_own.ids, layout.columns),
-    )
+    ids = None if of_own.ids is None else lax.psum(of_own.ids, layout.columns)
+    return over_runs(each, of_sum)._replace(ids=ids)
 
 
 def _exchanged(found: Gradients, of: Any, core: Core, sums: Any) -> Gradients:

@@ -145,7 +145,8 @@ def all_rows_are_saved_or_none(plan: Plan) -> None:
     elif plan.request.wanted is None and plan.finds_ignored and rows < tokens:
         many = 32 if plan.gpu.interpreted else 256
         assert rows % many == 0
-        assert rows == many or rows * plan.request.width * plan.request.itemsize <= 4 * MIB
+        room = min(16 * MIB, plan.request.memory_budget)
+        assert rows == many or rows * plan.request.width * plan.request.itemsize <= room
     else:
         assert rows == tokens or (plan.finds_ignored and rows == up(tokens, 8))
     assert plan.saved in (0, rows)

@@ -170,14 +170,8 @@ def of_kept(numbers: Statistics, kept: np.ndarray, weights: Any) -> dict[str, np
 def of_all(numbers: list[Statistics], shards: list[tuple[Inputs, Plan]]) -> Statistics:
     """The numbers of all columns, from those of each shard."""
     each = jax.tree.map(lambda *of_shards: jnp.stack(of_shards), *numbers)
-    reference = jnp.max(each.reference, axis=0)
-    further = each.reference - reference
-    total, log_mass = None, each.log_mass + further
-    if each.sum is not None:
-        weight = jnp.stack([jnp.sum(given.weights) for given, _ in shards])[:, None]
-        total = jnp.sum(each.sum + further * weight, axis=0)
-    mean = None if each.mean is None else over_runs(log_mass, each.mean + further)
-    return Statistics(jax.nn.logsumexp(log_mass, axis=0), reference, jnp.sum(each.target, axis=0), total, mean)
+    weights = None if each.sum is None else jnp.stack([jnp.sum(given.weights) for given, _ in shards])[:, None]
+    return over_runs(each, weights)
 
 
 def check(x: Problem, bounds, impl, gpu, memory_budget: int) -> None:

@@ -228,11 +228,8 @@ def _of_parts(sums: Sums, reference: jax.Array | None) -> Statistics:
     if reference is None:  # of the xla engine, which has one part
         total, mean = (None if x is None else x[0] for x in (sums.sum, mean))
         return Statistics(log_mass[0], of_parts[0], sums.target, total, mean)
-    peak = jnp.max(of_parts, axis=0)
-    further = of_parts - peak
-    of_all = jax.nn.logsumexp(log_mass + further, axis=0)
-    mean = None if mean is None else over_runs(log_mass + further, mean + further)
-    numbers = Statistics(of_all, peak, sums.target, None, mean)
+    numbers = over_runs(Statistics(log_mass, of_parts, sums.target[None], None, mean))
+    of_all, peak = numbers.log_mass, numbers.reference
     near = of_all <= LARGEST
     if mean is None:  # relative to lse a rescued token's e is scaled by about 1: its dz is not rounded once more
         near &= peak == reference

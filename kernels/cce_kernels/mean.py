@@ -28,6 +28,8 @@ are about equal the entropy's dz vanishes, and an error of 2⁻⁹·p_v is left:
 0.1, 100 times for 0.01.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -60,13 +62,21 @@ def quotient(moment: jax.Array, mass: jax.Array) -> jax.Array:
     return moment / jnp.where(mass == 0, 1, mass)
 
 
-def over_runs(log_mass: jax.Array, mean: jax.Array) -> jax.Array:
-    """The mean of the whole vocabulary, (N,), from those of its runs, (runs, N) each, and their log-masses.
+def over_runs(each: Statistics, weights: Any = 0) -> Statistics:
+    """The numbers of the whole vocabulary, (N,), from those of its runs, (runs, N) each.
 
-    All are relative to one reference.
+    They are relative to the largest reference. A target's logit is 0 in all runs but one.
+    weights: Σ_v w_v of each run, (runs, N). Without given ids.
     """
-    share = jnp.exp(log_mass - finite(jnp.max(log_mass, axis=0)))
-    return quotient(jnp.sum(share * mean, axis=0), jnp.sum(share, axis=0))
+    reference = jnp.max(each.reference, axis=0)
+    further = each.reference - reference
+    log_mass, total, mean = each.log_mass + further, None, None
+    if each.sum is not None:
+        total = jnp.sum(each.sum + further * weights, axis=0)
+    if each.mean is not None:
+        share = jnp.exp(log_mass - finite(jnp.max(log_mass, axis=0)))
+        mean = quotient(jnp.sum(share * (each.mean + further), axis=0), jnp.sum(share, axis=0))
+    return Statistics(jax.nn.logsumexp(log_mass, axis=0), reference, jnp.sum(each.target, axis=0), total, mean)
 
 
 def of_exponentials(mass: jax.Array, moment: jax.Array) -> Statistics:

@@ -86,12 +86,11 @@ class Setting:
         request, evaluates = self.request, self.request.wanted is None
         if not self.finds_ignored:
             return request.tokens if evaluates or self.engine.stops else XLA.rows(request, self.gpu)
-        rows = gathered_rows(request.tokens)
+        rows, many = gathered_rows(request.tokens), self.many
         if not evaluates:
             return rows
-        room = max(min(EVALUATED, request.memory_budget), self.many * request.itemsize * request.width)
-        blocks = cdiv(rows * request.itemsize * request.width, room)
-        return min(rows, cdiv(rows, blocks * self.many) * self.many)
+        most = max(min(EVALUATED, request.memory_budget) // (request.itemsize * request.width) // many, 1) * many
+        return min(rows, cdiv(rows, cdiv(rows, most) * many) * many)
 
     def step(self, method: str, block: Block | None = None) -> Step:
         """The step of the first engine that has this method of engine.Launched."""
