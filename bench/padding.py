@@ -19,7 +19,7 @@ from bench.calls import Call, tensors, wait_for_torch
 from bench.data import Shape, trained
 from bench.measure import in_turns
 from cce_torch import linear_log_probs
-from cce_torch.on_jax.kinds import padded_size
+from cce_torch.on_jax.kinds import Sizes
 
 SHAPE, DRAWN = Shape(8192, 4096, 131072), 12
 
@@ -49,11 +49,13 @@ def measured(call: Callable[..., object], shape: Shape, numbers: list[int], roun
         first.append(time.perf_counter() - begin)
         calls[str(n)] = Call(lambda arrays=arrays: call(*arrays), wait_for_torch)
     found = {int(n): milliseconds for n, milliseconds in in_turns(calls, rounds).items()}
+    chosen = Sizes()  # as the kernels' programs choose them
+    sizes = [chosen(n) for n in numbers]
     of_token = [found[n] / n / (found[shape.tokens] / shape.tokens) for n in numbers[1:]]
     return {
         "call": call.__name__,
-        "sizes": len({padded_size(n) for n in numbers}),
-        "padding": float(np.mean([padded_size(n) / n for n in numbers[1:]])),
+        "sizes": len(set(sizes)),
+        "padding": float(np.mean([size / n for size, n in zip(sizes[1:], numbers[1:], strict=True)])),
         "of_token": float(np.mean(of_token)),
         "of_token_most": max(of_token),
         "first_calls_s": sorted(round(x, 2) for x in first),

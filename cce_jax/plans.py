@@ -100,6 +100,13 @@ def plan_for(
     return plan
 
 
+def stops(inputs: Inputs, core: Core) -> bool:
+    """Whether the kernels of a call for one platform stop at the last kept token, so that padding costs no time."""
+    gpu = INTERPRETER if core.impl == "cce" and core.gpu is None else core.gpu
+    impl: Any = core.impl if gpu is not None else "chunked"
+    return plan_of(request_of(inputs, core, None, one_factor=False), gpu, impl).engine.stops
+
+
 def explanation(inputs: Inputs, core: Core, reduction: str, gradients_of: Collection[str]) -> Explanation:
     """What the plan says of a call, for people. gradients_of: as in cce_jax.explain."""
     for name in gradients_of:

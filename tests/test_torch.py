@@ -198,12 +198,28 @@ def test_a_thousand_numbers_of_tokens_compile_few_programs_and_pad_little():
     from cce_torch.on_jax import kinds
 
     random = np.random.default_rng(0).integers(1, 8193, 1000)
-    chosen = kinds.Sizes()
+    chosen = kinds.Sizes(kinds.SPANS_OF_XLA)
     sizes = np.array([chosen(int(n)) for n in random])
     assert (sizes >= random).all()
     assert len(set(sizes.tolist())) <= 20
     assert 1 - random.sum() / sizes.sum() <= 0.15
     assert [chosen(int(n)) for n in random] == sizes.tolist()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_octave_compiles_a_third_size_of_kernels(seed):
+    """200 random lengths. Padding costs kernels memory alone: there may be a third more rows, and few sizes."""
+    from cce_torch.on_jax import kinds
+
+    chosen, sizes = kinds.Sizes(), {}
+    lengths = np.random.default_rng(seed).integers(500, 8193, 200).tolist()
+    for tokens in lengths:
+        assert tokens <= chosen(tokens) < 2 * tokens
+        sizes.setdefault((tokens - 1).bit_length(), set()).add(chosen(tokens))
+    assert max(map(len, sizes.values())) <= 2
+    assert sum(map(len, sizes.values())) <= len(sizes) + 2
+    assert sum(map(chosen, lengths)) <= 1.34 * sum(lengths)
+    assert [chosen(n) for n in (12000, 9000, 12001, 16384)] == [16384] * 4, "only the first two octaves have two sizes"
 
 
 def test_threads_that_call_first_at_once_pad_alike(monkeypatch):

@@ -202,6 +202,24 @@ def test_programs_that_were_not_called_of_late_are_freed(monkeypatch):
     assert [call(2), call(3)] == [before] * 2
 
 
+@pytest.mark.parametrize(("impl", "sizes"), [("cce", [20, 64, 64, 64, 64, 64]), ("chunked", [20, 64, 48, 64, 64, 64])])
+def test_changing_numbers_of_tokens_compile_nothing_more(impl, sizes, monkeypatch):
+    """A third size of an octave where kernels compute; for XLA each quarter of an octave has its own."""
+    monkeypatch.setattr(kinds, "_kinds", {})
+    monkeypatch.setattr(kinds, "SMALLEST", 16)
+    monkeypatch.setattr(kinds, "EXACT", 1)
+    e, c, t = example(tokens=64)
+
+    def counted(tokens):
+        linear_cross_entropy(e[:tokens], c, t[:tokens], impl=impl, reduction="none").sum().backward()
+        return programs._loss_program.cache_info().misses + programs._gradients_program.cache_info().misses
+
+    before = [counted(n) for n in (20, 50, 41, 64, 57, 49)]
+    (kind,) = kinds._kinds.values()
+    assert [kind.sizes(n) for n in (20, 50, 41, 64, 57, 49)] == sizes
+    assert len(set(before)) == len(set(sizes))
+
+
 USERS = [
     ("jax_numpy_dtype_promotion", "strict"),
     ("jax_numpy_rank_promotion", "raise"),

@@ -10,8 +10,8 @@ The tokens come in chunks, kept ones first (cce_kernels/blocks.py). A chunk is t
 For label smoothing a program before them sums the rows of c (cce_kernels/weighted_sum.py).
 In between PyTorch computes the cotangents; where the processes share the vocabulary, they exchange statistics first.
 All processes take the same number of chunks of the same sizes, whatever columns they hold: these are planned for the
-largest shard. A number of tokens N is planned as the padded size of N, which depends on nothing else. The programs
-depend on the chunk's size, and not on N.
+largest shard. A number of tokens N is planned as the end of its span (kinds.py), which depends on nothing else. The
+programs depend on the chunk's size, and not on N.
 
 `columns`, int32, are the targets as columns of the shard: negative for an ignored token, the number of the shard's
 columns where the shard does not hold the token's target. `reference`: as in programs.loss. One process that holds the
@@ -39,7 +39,7 @@ from cce_kernels.plan.residuals import Residuals, shapes_of
 from cce_kernels.weighted_sum import Weighted
 from cce_torch.call import Call, Operands
 from cce_torch.on_jax import bridge
-from cce_torch.on_jax.kinds import Kind, kind_of, kind_of_tensors, padded_size
+from cce_torch.on_jax.kinds import Kind, kind_of, kind_of_tensors
 from cce_torch.on_jax.programs import PROGRAMS, Handover, dense, finite, jitted, stacked, unstacked, viewed
 
 
@@ -98,7 +98,7 @@ def chunks_of(operands: Operands, largest: int | None, wanted: Wanted, call: Cal
         kind = kind_of_tensors(e, c, call)
     else:
         kind = kind_of(call, torch.Size((largest, e.shape[-1])), 0, e.dtype, e.device)
-    return _chunks(kind, padded_size(len(operands.columns)), operands.bias is not None, wanted)
+    return _chunks(kind, kind.sizes.end(len(operands.columns)), operands.bias is not None, wanted)
 
 
 @lru_cache(maxsize=PROGRAMS)
@@ -110,7 +110,7 @@ def _chunks(kind: Kind, size: int, with_bias: bool, wanted: Wanted) -> Chunks | 
 def way_of(operands: Operands, chunks: Chunks, wanted: Wanted, call: Call) -> Way:
     """The way of this process, which holds at least one row of c."""
     kind = kind_of_tensors(operands.e, operands.c, call)
-    return _way(kind, padded_size(len(operands.columns)), operands.bias is not None, chunks, wanted)
+    return _way(kind, kind.sizes.end(len(operands.columns)), operands.bias is not None, chunks, wanted)
 
 
 @lru_cache(maxsize=PROGRAMS)

@@ -1,9 +1,12 @@
 """For which calls a program is compiled: the Kind of a call, and the size to which its tokens are padded.
 
-JAX compiles a program for each shape, and the number of tokens N differs from batch to batch. The first EXACT values of
-N get programs of their own. Any other N is padded with ignored tokens to the next multiple of 256, and above 1024 to
-the next of four sizes an octave (…, 4096, 5120, 6144, 7168, 8192, 10240, …). So a process compiles few programs and
-pads little.
+JAX compiles a program for each shape, and the number of tokens N differs from batch to batch. So N is padded with
+ignored tokens to one of few sizes. Each span of N has one size, its end. The first EXACT spans that occur have another
+one, the first N that occurs in them, which smaller N of the span are padded to.
+
+For kernels a span is an octave, from above one power of 2 to the next one: they stop at the last kept token, so that
+padding costs them memory, but hardly time. XLA's own loops compute padding too: for them a span is a quarter of an
+octave. No span is shorter than SMALLEST. So no octave compiles kernels for a third size.
 """
 
 import threading
@@ -26,9 +29,9 @@ from cce_kernels.numbers import Inputs
 from cce_torch.call import Call
 from cce_torch.on_jax import jax_devices
 
-EXACT = 4
+EXACT = 2
 SMALLEST = 256
-STEPS_PER_OCTAVE = 4
+SPANS_OF_KERNELS, SPANS_OF_XLA = 1, 4  # in an octave
 
 _choosing = threading.Lock()
 
@@ -36,22 +39,33 @@ _choosing = threading.Lock()
 class Sizes:
     """The number of tokens that programs are compiled for, as a function of N: the same N always gets the same size."""
 
-    def __init__(self) -> None:
+    def __init__(self, spans: int = SPANS_OF_KERNELS) -> None:
+        """spans: in an octave."""
+        self.spans = spans
         self.chosen: dict[int, int] = {}
+        self.first: dict[int, int] = {}  # the first size of each span, by the span's end
 
     def __call__(self, tokens: int) -> int:
         if tokens not in self.chosen:
             with _choosing:
-                exact = len(self.chosen) < EXACT
-                self.chosen.setdefault(tokens, tokens if exact else padded_size(tokens))
+                self.chosen.setdefault(tokens, self._choose(tokens))
         return self.chosen[tokens]
 
+    def _choose(self, tokens: int) -> int:
+        end = self.end(tokens)
+        first = self.first.setdefault(end, tokens if len(self.first) < EXACT else end)
+        return first if tokens <= first else end
 
-def padded_size(tokens: int) -> int:
-    """The smallest padded size that holds so many tokens."""
+    def end(self, tokens: int) -> int:
+        """The largest size of the span of so many tokens."""
+        return padded_size(tokens, self.spans)
+
+
+def padded_size(tokens: int, spans: int = SPANS_OF_KERNELS) -> int:
+    """The end of the span of so many tokens."""
     octave = 2 ** (max(tokens - 1, 1).bit_length() - 1)
-    step = max(octave // STEPS_PER_OCTAVE, SMALLEST)
-    return -(-tokens // step) * step
+    length = max(octave // spans, SMALLEST)
+    return -(-tokens // length) * length
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,8 +153,11 @@ def kind_of(call: Call, c_shape: torch.Size, vocab_axis: int, dtype: torch.dtype
             mean_is_detached=call.mean_is_detached,
             one_platform=True,
         )
+        new = Kind(call, static, c_shape, dtype, on, Sizes())
+        if not plans.stops(new.shapes(SMALLEST, with_bias=False), static):
+            new = replace(new, sizes=Sizes(SPANS_OF_XLA))
         with _choosing:
-            found = _kinds.setdefault(key, Kind(call, static, c_shape, dtype, on, Sizes()))
+            found = _kinds.setdefault(key, new)
     return found
 
 
@@ -164,11 +181,14 @@ def _float32_precision() -> str:
 
 
 def without_results(call: Call, e: Tensor, c: Tensor, wanted: Sequence[bool]) -> Call:
-    """call, whose memory budget is reduced by the bytes of de and dc."""
+    """call, whose memory budget is reduced by the bytes of de and dc.
+
+    Of an octave's end for all its N: each budget has a Kind of its own, and so programs of its own.
+    """
     (tokens, width), itemsize = map(int, e.shape), e.dtype.itemsize
-    budget = call.memory_budget
+    tokens, budget = padded_size(tokens), call.memory_budget
     if budget is None:
         budget = default_budget(tokens, width, itemsize)
-    de = itemsize * width * padded_size(tokens) * wanted[0]
+    de = itemsize * width * tokens * wanted[0]
     dc = (4 if call.wide_dc else itemsize) * int(c.numel()) * wanted[1]
     return call._replace(memory_budget=max(budget - de - dc, 0))
