@@ -27,7 +27,7 @@ test: $(VENV)/dev  ## all tests that need no GPU, on all cores
 
 test-nightly: $(VENV)/dev  ## more of what is drawn at random, with a new seed; and every planted fault, with what caught it
 	CCE_TESTS=nightly $(BIN)/python -m pytest -n auto --dist worksteal
-	PYTHONPATH=.:kernels $(BIN)/python -m tests.search --nightly --seconds 3600 --processes 2
+	CCE_TESTS=nightly PYTHONPATH=.:kernels $(BIN)/python -m tests.search --nightly --seconds 3600 --processes 2
 	PYTHONPATH=.:kernels $(BIN)/python -m tests.faults --jobs 2
 
 # Mosaic GPU has an interpreter, and XLA compiles for a GPU that is not there, from JAX 0.11 on: Python 3.12.

@@ -27,6 +27,9 @@ os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
 # number from either variable.
 os.environ["NPROC"] = os.environ["PJRT_NPROC"] = str(max(32, os.cpu_count() or 1))
 
+# Tests that start processes, each of which imports and compiles.
+LONG = ("test_devices.py", "distributed.py", "test_torch_vocab_in_forward.py", "test_example.py", "of_several_devices")
+
 # The workers of pytest-xdist share a GPU: none may reserve most of its memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -52,8 +55,10 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """Tests marked gpu need one; on a machine without, they are skipped by name, not silently absent.
 
-    There XLA compiles without its costly optimisations: most of what the tests wait for is LLVM.
+    There XLA compiles without its costly optimisations: most of what the tests wait for is LLVM. Tests that take most
+    of a minute come first, so that no core waits for the last of them.
     """
+    items.sort(key=lambda item: not any(name in item.nodeid for name in LONG))
     if jax.default_backend() == "gpu":
         return
     jax.config.update("jax_disable_most_optimizations", True)
