@@ -17,13 +17,18 @@ define say_what_is_installed
 	  "install the CPU build of $$(grep ^torch= constraints.txt) with $(BIN)/pip, as PyTorch's installation page says."
 endef
 
-.PHONY: demo test test-hopper test-jax lint docs dist gpu-check clean
+.PHONY: demo test test-nightly test-hopper test-jax lint docs dist gpu-check clean
 
 demo: $(VENV)/examples  ## train a language model with cce_jax, cce_torch and full logits; out/compare_losses.png
 	$(BIN)/python examples/compare_losses.py
 
 test: $(VENV)/dev  ## all tests that need no GPU, on all cores
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+test-nightly: $(VENV)/dev  ## more of what is drawn at random, with a new seed; and every planted fault, with what caught it
+	CCE_TESTS=nightly $(BIN)/python -m pytest -n auto --dist worksteal
+	CCE_TESTS=nightly PYTHONPATH=.:kernels $(BIN)/python -m tests.search --nightly --seconds 3600 --processes 2
+	PYTHONPATH=.:kernels $(BIN)/python -m tests.faults --jobs 2
 
 # Mosaic GPU has an interpreter, and XLA compiles for a GPU that is not there, from JAX 0.11 on: Python 3.12.
 OF_HOPPER := hopper block_sparse_hopper in_forward plan held

@@ -69,6 +69,11 @@ def small_blocks(narrow: bool = False) -> Iterator[None]:
         yield
 
 
+def run_uncompiled() -> None:
+    """From now on impl="torch_compile" runs its functions as they are in this process, on a CPU."""
+    blocks._uncompilable.add("cpu")
+
+
 def _windows_of_64(e: torch.Tensor, c: torch.Tensor, memory_budget: int | None) -> Iterator[slice]:
     return (slice(start, min(start + 64, len(c))) for start in range(0, len(c), 64))
 

@@ -7,6 +7,7 @@ import pytest
 
 from cce_kernels.engines import hopper
 from cce_kernels.plan import choose
+from tests import programs
 from tests.collector import keep_what_is_there
 from tests.search.processes import gpus
 
@@ -26,22 +27,38 @@ os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
 # number from either variable.
 os.environ["NPROC"] = os.environ["PJRT_NPROC"] = str(max(32, os.cpu_count() or 1))
 
+# Tests that start processes, each of which imports and compiles.
+LONG = ("test_devices.py", "distributed.py", "test_torch_vocab_in_forward.py", "test_example.py", "of_several_devices")
+
 # The workers of pytest-xdist share a GPU: none may reserve most of its memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def pytest_configure(config):
-    """Spreads the workers of pytest-xdist over all GPUs, each of which a worker takes for the only one."""
+    """Spreads the workers of pytest-xdist over all GPUs, each of which a worker takes for the only one.
+
+    Without a GPU, all processes share a folder of compiled programs. pytest keeps it with its own cache for later runs,
+    and `pytest --cache-clear` empties it.
+    """
     worker = getattr(config, "workerinput", {}).get("workerid", "")
-    if worker and (found := gpus()):
+    found = gpus()
+    if worker and found:
         os.environ["CUDA_VISIBLE_DEVICES"] = found[int(worker.removeprefix("gw")) % len(found)]
+    cache = getattr(config, "cache", None)
+    if not found and cache and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        named = programs.environment(programs.emptied(cache.mkdir("programs")))
+        os.environ |= named  # for workers, and for the processes that tests start
+        for name, value in named.items():
+            jax.config.update(name.lower(), value if name.endswith("DIR") else float(value))
 
 
 def pytest_collection_modifyitems(config, items):
     """Tests marked gpu need one; on a machine without, they are skipped by name, not silently absent.
 
-    There XLA compiles without its costly optimisations: most of what the tests wait for is LLVM.
+    There XLA compiles without its costly optimisations: most of what the tests wait for is LLVM. Tests that take most
+    of a minute come first, so that no core waits for the last of them.
     """
+    items.sort(key=lambda item: not any(name in item.nodeid for name in LONG))
     if jax.default_backend() == "gpu":
         return
     jax.config.update("jax_disable_most_optimizations", True)

@@ -21,6 +21,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests import programs
+from tests.search.processes import gpus
+
 ROOT = Path(__file__).resolve().parent.parent
 # Of a fault that names no test. Named calls come first: which ones are drawn changes with tests/search/calls.py.
 CALLS = "test_calls.py", "test_search.py::test_calls_without_a_gpu"
@@ -85,11 +88,12 @@ def planted(fault: Fault | None) -> Iterator[Path]:
 
 
 def answer(fault: Fault, sound: bool, python: str) -> tuple[str, str]:
-    """What became of the fault, and pytest's last line that says why."""
+    """What became of the fault; and the test that failed, with pytest's first line that says why."""
     with planted(None if sound else fault) as copy:
         command = [python, "-m", "pytest", "-x", "-p", "no:cacheprovider", *fault.tests]
         paths = f"{copy}{os.pathsep}{copy / 'kernels'}"
         environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+        environment |= {} if gpus() else programs.environment(ROOT / ".pytest_cache" / "d" / "programs")
         try:
             done = subprocess.run(
                 command, cwd=copy / "tests", env=environment, timeout=SECONDS, capture_output=True, text=True
@@ -97,10 +101,11 @@ def answer(fault: Fault, sound: bool, python: str) -> tuple[str, str]:
         except subprocess.TimeoutExpired:
             return "no end", f"after {SECONDS} s: the test must fail sooner, or be another"
     output = done.stdout.strip().splitlines()
-    reasons = [line for line in output if line.startswith(("E  ", "ERROR"))]
+    reasons = [line.removeprefix("E").strip() for line in output if line.startswith(("E  ", "ERROR"))]
+    failed = [f"{line.split(' - ')[0].removeprefix('FAILED ')}:" for line in output if line.startswith("FAILED ")]
     ran = any(word in done.stdout for word in (" passed", " failed"))  # not only skipped
     status = ANSWERS.get(done.returncode, NOTHING) if ran else NOTHING
-    return status, (reasons or output or [done.stderr.strip()])[0].removeprefix("E").strip()
+    return status, " ".join([*failed[:1], (reasons or output or [done.stderr.strip()])[0][:100]])
 
 
 def main() -> int:
@@ -118,7 +123,7 @@ def main() -> int:
         begun = time.monotonic()
         found, why = answer(FAULTS[k], asked.sound, asked.python)
         seconds = time.monotonic() - begun
-        print(f"{k:3} {found:11} {seconds:4.0f} s  {FAULTS[k].file}: {FAULTS[k].what}  [{why[:100]}]", flush=True)
+        print(f"{k:3} {found:11} {seconds:4.0f} s  {FAULTS[k].file}: {FAULTS[k].what}  [{why}]", flush=True)
         return found == wanted
 
     with ThreadPoolExecutor(asked.jobs) as pool:

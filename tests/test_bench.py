@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -40,6 +42,39 @@ from tests.truth import truth
 
 PNG = b"\x89PNG"
 SMALL = Shape(64, 16, 512)
+
+
+@pytest.fixture(autouse=True)
+def unheated(monkeypatch):
+    """A CPU's time is what is measured here, and nobody reads it."""
+    monkeypatch.setattr("bench.measure.HEATING", 0.0)
+
+
+class Clock:
+    """In place of the module time: it goes on when a call says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    monotonic = perf_counter
+
+    def call(self, seconds: float, run: Callable[[], object] = lambda: None) -> Call:
+        def passes() -> None:
+            run()
+            self.now += seconds
+
+        return Call(passes, lambda _: None)
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    for module in ("measure", "in_time"):
+        monkeypatch.setattr(f"bench.{module}.time", clock)
+    return clock
 
 
 def test_one_shape(tmp_path):
@@ -124,27 +159,19 @@ def test_every_head_has_its_methods(monkeypatch):
     assert {*methods.ALL, *methods.CLOSEST, *methods.QUICK} <= methods.METHODS.keys()
 
 
-def test_a_short_call_is_timed_as_hot_as_a_long_one():
-    calls = []
-    call = Call(lambda: calls.append(time.perf_counter()), lambda _: None)
-    assert steady(call, 5) < 10
-    assert calls[-6] - calls[0] > 0.9 * HEATING
+def test_a_short_call_is_timed_as_hot_as_a_long_one(clock, monkeypatch):
+    monkeypatch.setattr("bench.measure.HEATING", HEATING)
+    starts = []
+    assert steady(clock.call(0.001, lambda: starts.append(clock.now)), 5) == pytest.approx(1)
+    assert starts[-6] - starts[0] > 0.9 * HEATING
+    assert len(starts) < 1.1 * HEATING / 0.001 + 6
 
 
-def test_calls_that_are_compared_take_turns():
-    order = ""
-
-    def call(name: str, seconds: float) -> Call:
-        def run() -> None:
-            nonlocal order
-            order += name
-            time.sleep(seconds)
-
-        return Call(run, lambda _: None)
-
-    times = in_turns({"a": call("a", 0.002), "b": call("b", 0.008)}, 3)
-    assert order.endswith(3 * "aaaabbbb")
-    assert 2 <= times["a"] < 6 <= 8 <= times["b"]
+def test_calls_that_are_compared_take_turns(clock):
+    order = []
+    calls = {name: clock.call(seconds, partial(order.append, name)) for name, seconds in (("a", 0.002), ("b", 0.008))}
+    assert in_turns(calls, 3) == pytest.approx({"a": 2, "b": 8})
+    assert "".join(order).endswith(3 * "aaaabbbb")
 
 
 def test_a_wrong_result_is_marked():
@@ -335,8 +362,7 @@ def failing(after: int):
     return lambda: Call(lambda: next(left), lambda _: None)
 
 
-def test_a_call_that_fails_stops_no_other(monkeypatch):
-    monkeypatch.setattr("bench.measure.HEATING", 0.0)
+def test_a_call_that_fails_stops_no_other():
     fine = Call(lambda: 1, lambda _: None)
     found = prepared({"now": failing(0), "in its turn": failing(6), "fine": lambda: fine}, 1)
     assert (list(found.calls), list(found.missing)) == (["in its turn", "fine"], ["now"])
@@ -345,8 +371,8 @@ def test_a_call_that_fails_stops_no_other(monkeypatch):
     assert "StopIteration" in found.missing["in its turn"]
 
 
-def test_no_call_is_begun_for_which_no_time_is_left():
-    slow = Call(lambda: time.sleep(0.02), lambda _: None)  # 8 calls of it take 0.16 s, and it is heated for 0.3 s
+def test_no_call_is_begun_for_which_no_time_is_left(clock):
+    slow = clock.call(0.02)  # 8 calls of it take 0.16 s, and it is heated for 0.3 s
     makes = {name: lambda: slow for name in ("first", "second", "third")}
     found = prepared(makes, 1, 0.7)
     assert list(found.calls) == ["first"]
@@ -367,7 +393,6 @@ def numbers(fault: str):
 
 def test_numbers_per_token_in_turns_with_others(monkeypatch, tmp_path):
     """The command with few calls: its rows, and what it says of others that are missing, fail or are wrong."""
-    monkeypatch.setattr("bench.measure.HEATING", 0.0)
     for ours in ("forwards", "steps"):
         all_of = getattr(log_probs, ours)
         few = lambda x, all_of=all_of: {k: f for k, f in all_of(x).items() if k in log_probs.COMPARED}  # noqa: E731
@@ -456,7 +481,6 @@ def test_others_divergences_are_those_of_the_truth(kind, monkeypatch):
 
 @pytest.mark.parametrize("only", [[], ["--others-only"]], ids=["all", "others"])
 def test_divergences_in_turns_with_others(only, monkeypatch, tmp_path):
-    monkeypatch.setattr("bench.measure.HEATING", 0.0)
     loads = {"full logits": rivals.full_logits.divergence, "none": numbers("missing"), "left out": numbers("missing")}
     monkeypatch.setattr(rivals, "DIVERGENCES", loads)
     out = tmp_path / "divergence.json"

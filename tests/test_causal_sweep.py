@@ -10,11 +10,12 @@ from cce_torch.torch_alone import blocks
 from cce_torch.transformers import cce_patch, cce_unpatch
 from cce_torch.transformers.lazy_logits import LazyLogits
 from tests import causal_sweep
+from tests.nightly import draws
 
 PAGE = Path(__file__).parents[1] / "docs" / "hugging-face-models.md"
 TABLE = dict(re.findall(r"^\| (\w+) \| [\w, ]+ \| (.+) \|$", PAGE.read_text(), re.MULTILINE))
 YES = [name for name, said in TABLE.items() if said == "yes"]
-DRAWN = [name for name in random.Random(1).sample(YES, 6) if name in causal_sweep.classes()]
+DRAWN = [name for name in random.Random(1).sample(YES, draws(10, len(YES))) if name in causal_sweep.classes()]
 
 
 @pytest.fixture(autouse=True)

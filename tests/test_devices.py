@@ -43,7 +43,7 @@ def test_two_processes():
         address = f"localhost:{free.getsockname()[1]}"
     environment = {
         **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join((".", "kernels")),
     }

@@ -89,7 +89,7 @@ def test_code_for_several_devices_runs():
         "JAX_PLATFORMS": "cpu",
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join((".", "kernels")),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
     }
     command = [sys.executable, "-m", "tests.pages", *pages]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)

@@ -46,7 +46,8 @@ compare_losses.main()
 def test_compare_losses(tmp_path):
     """Small; also on four devices, which XLA makes of the CPU."""
     figure = tmp_path / "curves.png"
-    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
+    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     done = subprocess.run(
         [sys.executable, "-c", COMPARE, "--mesh", MESH, "--out", str(figure)],
         env=os.environ | environment,

@@ -21,6 +21,7 @@ import cce_torch
 from cce_kernels.float16 import FLOAT16_LARGEST
 from cce_kernels.gradients import fitted
 from cce_kernels.numbers import Cotangents, Inputs, Statistics
+from tests.nightly import draws
 from tests.test_in_forward import in_forward as on  # noqa: F401  # for all tests of this file
 from tests.test_torch_in_forward import budget_of
 from tests.test_torch_in_forward import decided_again as again  # noqa: F401
@@ -98,7 +99,7 @@ def drawn(magnitude: float, spread: str, seed: int) -> np.ndarray:
     return weight * rng.choice([-1, 0, 1], TOKENS) if spread == "signed" else weight
 
 
-@settings(max_examples=24, deadline=None)
+@settings(max_examples=draws(10, 100), deadline=None)
 @given(
     st.sampled_from(PACKAGES),
     st.sampled_from(FUNCTIONS),

@@ -28,9 +28,10 @@ from cce_kernels.plan import Plan, plan_of
 from cce_kernels.plan.plan import InForward, Recomputed, Saved
 from cce_kernels.request import ITEMSIZE, Request
 from cce_kernels.windows import Windows
+from tests.nightly import draws
 from tests.plans import BOTH, request_of
 
-CHUNKS, DRAWN = 8, 2500
+CHUNKS, DRAWN = draws(3, 24), 2500
 MIB = 2**20
 FROZEN = Wanted(e=True, c=False, bias=False)  # c
 SMALL = 300 * MIB

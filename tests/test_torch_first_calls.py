@@ -7,6 +7,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -40,20 +41,36 @@ def kept_of_cpu(monkeypatch) -> None:
     monkeypatch.setattr(compiled_programs, "SHORTEST", 0.0)
 
 
-@pytest.fixture
-def user_cache(tmp_path) -> Iterator[Path]:
-    """JAX's persistent cache, as a user sets it."""
+DIRECTORY, SHORTEST = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+
+
+@contextmanager
+def persistent_cache(path: str | None) -> Iterator[None]:
+    """JAX's persistent cache is this folder; without one it has none, also in processes that start here."""
     before = {x: getattr(jax.config, x) for x in (DIRECTORY, SHORTEST)}
-    jax.config.update(DIRECTORY, str(tmp_path / "of_user"))
-    jax.config.update(SHORTEST, 0.0)
-    of_process.reset_cache()
-    yield tmp_path / "of_user"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(DIRECTORY.upper(), raising=False)
+        jax.config.update(DIRECTORY, path)
+        jax.config.update(SHORTEST, 0.0)
+        of_process.reset_cache()
+        yield
     for name, value in before.items():
         jax.config.update(name, value)
     of_process.reset_cache()
 
 
-DIRECTORY, SHORTEST = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+@pytest.fixture(autouse=True)
+def without_the_tests_cache() -> Iterator[None]:
+    """tests/conftest.py names a persistent cache, with which cce_torch keeps no programs of its own."""
+    with persistent_cache(None):
+        yield
+
+
+@pytest.fixture
+def user_cache(tmp_path) -> Iterator[Path]:
+    """JAX's persistent cache, as a user sets it."""
+    with persistent_cache(str(tmp_path / "of_user")):
+        yield tmp_path / "of_user"
 
 
 def names(path: Path) -> list[str]:

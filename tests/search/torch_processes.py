@@ -104,8 +104,13 @@ def _serve(pipe: Connection, rank: int, count: int, file: str) -> None:
     import torch
     import torch.distributed as dist
 
+    from tests.call_torch import run_uncompiled
+    from tests.nightly import NIGHTLY
+
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    if not NIGHTLY:
+        run_uncompiled()  # else each process compiles the same functions, which takes most of a minute
     limit = timedelta(seconds=SECONDS)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=count, timeout=limit)
     while True:

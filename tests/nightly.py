@@ -1,0 +1,10 @@
+"""How much is drawn at random: `make test-nightly` draws more than `make test` has time for, from the same."""
+
+import os
+
+NIGHTLY = os.environ.get("CCE_TESTS") == "nightly"
+
+
+def draws(usual: int, nightly: int) -> int:
+    """How many to draw in this run."""
+    return nightly if NIGHTLY else usual
