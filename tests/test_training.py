@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bench.training import __main__ as command
-from bench.training import compare, largest
+from bench.training import compare, run
 from bench.training.jobs import OURS, REFERENCE, REFERENCES, Job, jobs
 from bench.training.models import model_type
 from bench.training.run import train
@@ -80,9 +80,9 @@ class Training:
     [(0.1, 10**6, 224), (0.2, 10**6, 112), (1.0, 10**6, 16), (0.01, 600, 600), (30, 10**6, 0), (0.0, 10**6, 2048)],
 )
 def test_largest_batch(monkeypatch, gib, most, want):
-    monkeypatch.setattr(largest, "release", lambda: None)  # it looks through all of this process' memory
-    monkeypatch.setattr(largest, "InTorch", type("Fake", (Training,), {"GIB": gib, "MOST": most}))
-    row = largest.largest(Job("largest", OURS), SETTINGS, limit_gib=24, most=2048)
+    monkeypatch.setattr(run, "release", lambda: None)  # it looks through all of this process' memory
+    monkeypatch.setattr(run, "InTorch", type("Fake", (Training,), {"GIB": gib, "MOST": most}))
+    row = run.largest(Job("largest", OURS), SETTINGS, limit_gib=24, most=2048)
     assert row["sequences"] == want
 
 

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 import torch
 
-from bench.fitting import Memory
+from bench.fitting import Memory, searched
+from bench.memory import release
 from bench.report import Row
 from bench.training.jobs import REFERENCE_IN_JAX, REFERENCES, Job
 from bench.training.models import model_type
@@ -22,6 +23,9 @@ from examples.lm.text import Text
 WARM = 20  # steps that are not timed: compiling, and the GPU's clock
 QUARTERS = 4  # how often the validation loss is computed
 THINNED = 10  # steps whose mean loss is one point of a curve
+FIRST = 128  # sequences of the first batch that is tried
+FINEST = 8  # sequences to which the result is right
+TIMED = 6  # steps
 
 
 class InTorch:
@@ -111,10 +115,50 @@ def train(job: Job, settings: Settings, text: Text, folder: Path) -> Row:
     }
 
 
+def largest(job: Job, settings: Settings, limit_gib: float, most: int) -> Row:
+    """The largest batch of a training step that fits into so much memory.
+
+    Doubles the batch while it fits, up to `most` sequences, then tries sizes between the last two. It fits if the
+    peak of what both frameworks' pools have given out is at most limit_gib.
+    """
+    random = np.random.default_rng(0)
+    training, tried = InTorch(job, replace(settings, batch=FIRST), settings.vocabulary), {}
+
+    def batch(sequences: int) -> np.ndarray:
+        return random.integers(0, settings.vocabulary, (1, sequences, settings.context), np.int32)
+
+    def fits(sequences: int) -> bool:
+        training.trainer.optimizer.zero_grad()
+        release()
+        training.memory.restart()
+        try:
+            for _ in range(2):  # the first step makes the optimizer's state
+                training.trainer.step(batch(sequences))
+            training.wait()
+        except RuntimeError as error:
+            if "out of memory" not in str(error).lower():
+                raise
+            tried[sequences] = None
+            return False
+        tried[sequences] = training.memory.gib()
+        return not (tried[sequences] or 0) > limit_gib
+
+    fitting = searched(fits, tried, limit_gib, most, FIRST, FINEST)
+    found: Row = {"limit_gib": limit_gib, "sequences": fitting, "tokens": fitting * settings.context}
+    if fitting:
+        release()
+        training.trainer.step(batch(fitting))
+        training.wait()
+        since = time.perf_counter()
+        for _ in range(TIMED):
+            training.trainer.step(batch(fitting))
+        training.wait()
+        found["tokens_per_second"] = TIMED * found["tokens"] / (time.perf_counter() - since)
+    return {**found, "tried_gib": tried}
+
+
 def main() -> None:
     """The arguments: the job, the settings, the folder that has the text and gets the final weights, limit and most."""
-    from bench.training.largest import largest
-
     job, settings = Job(**json.loads(sys.argv[1])), Settings(**json.loads(sys.argv[2]))
     folder, limit_gib, most = Path(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5])
     try:
