@@ -27,6 +27,9 @@ os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
 # number from either variable.
 os.environ["NPROC"] = os.environ["PJRT_NPROC"] = str(max(32, os.cpu_count() or 1))
 
+# A worker of pytest-xdist has one core: PyTorch's other threads would take turns with it. Read when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Tests that start processes, each of which imports and compiles.
 LONG = ("test_devices.py", "distributed.py", "test_torch_vocab_in_forward.py", "test_example.py", "of_several_devices")
 

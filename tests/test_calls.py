@@ -117,6 +117,7 @@ def test_label_smoothing_under_a_softcap(impl):
 
 
 @IN_BOTH
+@pytest.mark.usefixtures("small_blocks")
 def test_a_mean_is_differentiated_twice_in_the_weights(package, impl):
     """Which it divides by: it is not linear in them."""
     fields = dict(package=package, impl=impl, arrays=("token_weight",), wanted=("token_weight",))
