@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.experimental.sparse
@@ -252,6 +253,133 @@ def test_a_function_that_jax_cannot_look_up_is_named():
 def test_a_function_that_jax_cannot_trace_gets_jaxs_own_error():
     with pytest.raises(jax.errors.TracerBoolConversionError):
         cce_jax.linear_token_loss(E, C, T, lambda numbers: numbers.lse if numbers.lse.sum() > 0 else -numbers.lse)
+
+
+def ones(*shape: int, dtype: type = np.float32) -> np.ndarray:
+    return np.ones(shape, dtype)
+
+
+def times(numbers, x):
+    return numbers.log_probs * x
+
+
+LATE = {"targets": T + V, "check_targets": True}
+OF_TOKENS = [  # linear_log_probs and linear_token_loss
+    ({"targets": T[:, :2]}, ValueError, r"targets.*\(2, 3\).*\(2, 2\)"),
+    ({"targets": T.astype(np.float32)}, TypeError, r"targets must be of an integer type.*float32"),
+    ({"c": C.T}, ValueError, r"did you mean vocab_axis=1\?"),
+    ({"bias": ones(4)}, ValueError, r"bias.*\(9,\).*\(4,\)"),
+    ({"softcap": -1.0}, ValueError, r"softcap=-1\.0.*positive"),
+    ({"logit_scale": 1e39}, ValueError, r"logit_scale=1e\+39 must be finite in float32"),
+    ({"shift": 3}, ValueError, r"shift=3.*\[0, T\).*T = 3"),
+    ({"impl": "triton"}, ValueError, r"impl='triton'.*'auto'"),
+    ({"memory_budget": -1}, ValueError, r"memory_budget=-1 .*at least 0"),
+    (LATE, ValueError, r"targets\[0, 0\] = 9 is outside \[0, 9\)"),
+]
+OF_LOG_PROBS = [
+    ({"entropy": "yes"}, ValueError, r"entropy='yes' must be one of False, True, 'detached'"),
+    ({"entropy": 1}, ValueError, r"entropy=1 must be one of False, True, 'detached'"),
+    ({"ids": T}, ValueError, r"ids (must have shape \(\.\.\., K\)|\(2, 3\) must have the shape of e).*\(2, 3\)"),
+    ({"ids": T[:1, :, None]}, ValueError, r"(ids|got ids) \(1, 3, 1\)"),
+    ({"ids": np.zeros((2, 3, 257), int)}, ValueError, r"K <= 256, got ids \(2, 3, 257\)|ids \(2, 3, 257\).*1 to 256"),
+    ({"ids": E}, TypeError, r"ids must be of an integer type, got ids float32"),
+    ({"top_k": 10}, ValueError, r"top_k=10 must be (in \[0, 9\], for V = 9|from 0 to 9)"),
+    ({"top_k": -1}, ValueError, r"top_k=-1 must be (in \[0, 9\]|from 0 to 9)"),
+    ({"top_k": 1.5}, TypeError, r"top_k must be an integer, got float"),
+    ({"targets": None, "shift": 1}, ValueError, r"shift=1 (moves targets, and there are none|needs targets)"),
+]
+OF_TOKEN_LOSS = [
+    ({"fn": 3}, TypeError, "fn must be a function of numbers and arguments, got int"),
+    ({"fn": times, "arguments": [ones(2)]}, ValueError, r"argument 0 of fn \(2,\) must broadcast.*\(2, 3\)"),
+    ({"fn": times, "arguments": [ones(2, 3)], "shift": 1}, ValueError, r"of fn \(2, 3\) must .*\(2, 2\)"),
+    ({"entropy": "detached"}, ValueError, r"entropy='detached' must be one of False, True"),
+    ({"return_numbers": 1}, ValueError, "return_numbers=1 must be one of False, True"),
+    ({"reduction": "max"}, ValueError, "reduction='max' must be one of 'mean', 'sum', 'none'"),
+    ({"num_items": 3, "reduction": "sum"}, ValueError, "num_items divides the loss with reduction='mean' only"),
+    ({"num_items": ones(2)}, ValueError, r"num_items must be a number or a .*\(2,\)"),
+]
+DISTILLED = {"e": ones(40, 16), "c": ones(90, 16), "teacher_e": ones(40, 24), "teacher_c": ones(90, 24)}
+OF_DIVERGENCE = [
+    ({"divergence": "kl"}, ValueError, "divergence='kl' must be one of 'forward_kl', 'reverse_kl', 'jsd'"),
+    ({"beta": 0.0}, ValueError, "beta=0.0 .* divergence='forward_kl' .* divergence='reverse_kl'"),
+    ({"beta": 1}, ValueError, "beta=1 must be above 0 and below 1 .*'forward_kl' .*'reverse_kl'"),
+    ({"beta": float("nan")}, ValueError, "beta=nan"),
+    ({"beta": ones()}, TypeError, "beta must be a Python number"),
+    ({"reduction": "max"}, ValueError, "reduction='max'"),
+    ({"return_entropy": 1}, ValueError, "return_entropy=1 must be one of False, True"),
+    ({"num_items": 3, "reduction": "sum"}, ValueError, "num_items"),
+    ({"num_items": ones(3)}, ValueError, r"num_items must be a number or a .*\(3,\)"),
+    ({"token_weight": ones(3)}, ValueError, r"token_weight \(3,\) and e \(40, 16\)"),
+    ({"token_weight": ones(40, dtype=np.complex64)}, TypeError, "token_weight must be real.*complex64"),
+    ({"teacher_e": ones(39, 24)}, ValueError, r"teacher_e \(39, 24\) and e \(40, 16\)"),
+    ({"teacher_e": ones(40, 25)}, ValueError, r"teacher_e \(40, 25\) and teacher_c \(90, 24\)"),
+    ({"teacher_c": ones(91, 24)}, ValueError, r"teacher_c must have the vocabulary of c, 90, and has 91.*c \(90, 16\)"),
+    ({"teacher_c": ones(24, 90)}, ValueError, r"teacher_e must have.*teacher_vocab_axis=1\?"),
+    (
+        {"teacher_c": ones(90, 24, dtype=np.float16)},
+        TypeError,
+        r"teacher_c must be of teacher_e's type.*teacher_c\.(astype|to)\(teacher_e\.dtype\)",
+    ),
+    ({"teacher_e": [1.0]}, TypeError, r"teacher_e must be an? .*, got list: write \w+\.\w+\(teacher_e\)"),
+    ({"teacher_e": ones(40, 24, dtype=np.int32)}, TypeError, "teacher_e must be one of .*int32"),
+    ({"teacher_bias": ones(3)}, ValueError, r"teacher_bias must have shape \(V,\) = \(90,\).*teacher_bias \(3,\)"),
+    ({"teacher_softcap": -1.0}, ValueError, "teacher_softcap=-1.0"),
+    ({"teacher_logit_scale": "x"}, TypeError, "teacher_logit_scale must be a Python number"),
+    ({"teacher_logit_scale": 1e39}, ValueError, r"teacher_logit_scale=1e\+39 must be finite in float32"),
+    ({"teacher_vocab_axis": 2}, ValueError, "teacher_vocab_axis=2"),
+    ({"c": ones(90, 17)}, ValueError, r"e \(40, 16\) and c \(90, 17\)"),
+    ({"e": ones(40, 16, dtype=np.int32)}, TypeError, "^e must be one of"),
+    ({"bias": ones(91)}, ValueError, r"^bias must have shape \(V,\)"),
+    ({"softcap": 0.0}, ValueError, r"^softcap=0\.0"),
+    ({"vocab_axis": 2}, ValueError, "^vocab_axis=2"),
+    ({"impl": "triton"}, ValueError, r"impl='triton'.*'auto'"),
+    ({"memory_budget": -1}, ValueError, "memory_budget=-1"),
+]
+LEAF, MASK = torch.ones((), requires_grad=True), torch.ones(6, dtype=torch.bool)
+FLAG = ("predicted", 1), ("mean_logit", None)
+NOT_MINE = {"vocab_parallel": 3}, TypeError, r"vocab_parallel must be a cce_torch\.VocabParallel, got int"
+LEAVES = {"temperature": torch.ones(3, requires_grad=True)}, TypeError, r"temperature gets no gradient.*detach"
+IN_TORCH = {
+    "linear_log_probs": [
+        *(({name: x}, ValueError, f"{name}={x} must be one of False, True") for name, x in FLAG),
+        ({"ids": E}, TypeError, r": write ids\.long\(\)"),
+        LEAVES,
+        NOT_MINE,
+    ],
+    "linear_token_loss": [
+        ({"fn": lambda n: 1.0}, TypeError, r"fn must return a torch\.Tensor.*returned float"),
+        ({"fn": lambda n: n.lse[MASK]}, ValueError, r"fn fails for 2 tokens: The shape of the mask \[6\].*as an"),
+        ({"fn": times, "arguments": [LEAF]}, TypeError, "argument 0 of fn requires a gradient.*linear_log_probs"),
+        NOT_MINE,
+    ],
+    "linear_divergence": [
+        ({"temperature": torch.ones(40, requires_grad=True)}, TypeError, "temperature gets no gradient"),
+        ({"token_weight": torch.ones(40, requires_grad=True)}, TypeError, "token_weight gets no gradient.*detach"),
+    ],
+}
+IN_BOTH = {
+    "linear_log_probs": OF_TOKENS + OF_LOG_PROBS,
+    "linear_token_loss": OF_TOKENS + OF_TOKEN_LOSS,
+    "linear_divergence": OF_DIVERGENCE,
+}
+OF_FUNCTIONS = [(p, name, *row) for p in (cce_jax, cce_torch) for name, rows in IN_BOTH.items() for row in rows]
+OF_FUNCTIONS += [(cce_torch, name, *row) for name, rows in IN_TORCH.items() for row in rows]
+
+
+def named(x: Any) -> str:
+    return getattr(x, "__name__", str(x))[:40]
+
+
+@pytest.mark.parametrize(("package", "name", "changed", "error", "message"), OF_FUNCTIONS, ids=named)
+def test_other_functions_raise(package, name, changed, error, message):
+    make = tensor if package is cce_torch else jnp.asarray
+    given = {"e": E, "c": C, "targets": T, **({"fn": log_prob} if name == "linear_token_loss" else {})}
+    given = (DISTILLED | {"divergence": "jsd"} if name == "linear_divergence" else given) | changed
+    given = {k: make(x) if isinstance(x, np.ndarray) else x for k, x in given.items()}
+    arguments = [make(x) if isinstance(x, np.ndarray) else x for x in given.pop("arguments", ())]
+    first = [given.pop(k) for k in ("e", "c", "targets", "fn") if arguments and k in given]
+    with pytest.raises(error, match=message):
+        getattr(package, name)(*first, *arguments, **given)
 
 
 NO_ARRAYS = {

@@ -178,42 +178,6 @@ def test_a_new_temperature_or_beta_compiles_nothing():
     assert public._divergence._cache_size() == before
 
 
-BAD = [
-    ({"divergence": "kl"}, ValueError, "divergence='kl' must be one of 'forward_kl', 'reverse_kl', 'jsd'"),
-    ({"beta": 0.0}, ValueError, "beta=0.0 .* divergence='forward_kl' .* divergence='reverse_kl'"),
-    ({"beta": 1}, ValueError, "beta=1 must be above 0 and below 1"),
-    ({"beta": jnp.ones(())}, TypeError, "beta must be a Python number"),
-    ({"reduction": "max"}, ValueError, "reduction='max'"),
-    ({"num_items": 3, "reduction": "sum"}, ValueError, "num_items"),
-    ({"temperature": 0.0}, ValueError, "temperature=0.0 must be finite and positive"),
-    ({"token_weight": jnp.ones(3)}, ValueError, r"token_weight \(3,\) and e \(40, 16\)"),
-    ({"token_weight": jnp.ones(40, jnp.complex64)}, TypeError, "token_weight must be real"),
-    ({"teacher_e": jnp.ones((39, 24))}, ValueError, r"teacher_e \(39, 24\) and e \(40, 16\)"),
-    ({"teacher_e": jnp.ones((40, 25))}, ValueError, r"teacher_e \(40, 25\) and teacher_c \(90, 24\)"),
-    ({"teacher_c": jnp.ones((91, 24))}, ValueError, r"teacher_c \(91, 24\) .* and c \(90, 16\)"),
-    ({"teacher_c": jnp.ones((24, 90))}, ValueError, "teacher_vocab_axis=1"),
-    ({"teacher_c": jnp.ones((90, 24), jnp.bfloat16)}, TypeError, r"teacher_c\.astype\(teacher_e\.dtype\)"),
-    ({"teacher_e": [1.0]}, TypeError, r"teacher_e must be an array, got list: write jnp.asarray\(teacher_e\)"),
-    ({"teacher_bias": jnp.ones(3)}, ValueError, r"teacher_bias must have shape \(V,\) = \(90,\)"),
-    ({"teacher_softcap": -1.0}, ValueError, "teacher_softcap=-1.0"),
-    ({"teacher_logit_scale": "x"}, TypeError, "teacher_logit_scale must be a Python number"),
-    ({"teacher_vocab_axis": 2}, ValueError, "teacher_vocab_axis=2"),
-    ({"c": jnp.ones((90, 17))}, ValueError, r"e \(40, 16\) and c \(90, 17\)"),
-    ({"e": jnp.ones((40, 16), jnp.int32)}, TypeError, "e must be one of"),
-    ({"bias": jnp.ones(91)}, ValueError, "bias must have shape"),
-    ({"softcap": 0.0}, ValueError, "softcap=0.0"),
-    ({"impl": "fast"}, ValueError, "impl='fast'"),
-    ({"memory_budget": -1}, ValueError, "memory_budget=-1"),
-    ({"return_entropy": "yes"}, ValueError, "return_entropy='yes'"),
-]
-
-
-@pytest.mark.parametrize(("change", "error", "message"), BAD)
-def test_bad_input(change, error, message):
-    with pytest.raises(error, match=message):
-        loss(**change)
-
-
 @pytest.mark.parametrize(
     ("dtype", "reduction", "products"), [("float32", "mean", 4), ("bfloat16", "mean", 4), ("bfloat16", "none", 6)]
 )

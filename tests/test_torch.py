@@ -250,10 +250,11 @@ def run(code: str, *arguments: str) -> str:
 
 
 FRESH = """
-import sys, time, torch
-start = time.perf_counter()
+import sys, torch
+before = set(sys.modules)
 import cce_torch
-print(time.perf_counter() - start)
+new = {x.split(".")[0] for x in set(sys.modules) - before}
+assert new == {"cce_torch", "cce_kernels"}, new
 assert "jax" not in sys.modules, "JAX"
 assert "torch._dynamo" not in sys.modules, "the compiler"
 import cce_torch.torch_alone.compiled
@@ -269,7 +270,7 @@ assert "jax" in sys.modules
 
 
 def test_import_is_fast_and_starts_no_backend_and_a_number_of_items_compiles_before_jax_is_imported():
-    assert float(run(FRESH)) < 0.5
+    run(FRESH)
 
 
 CALL = """

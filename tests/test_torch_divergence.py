@@ -1,6 +1,5 @@
 """What drawn calls (tests/search) of cce_torch.linear_divergence do not ask: roundings, memory, errors."""
 
-import re
 from typing import Any
 
 import pytest
@@ -118,44 +117,6 @@ def test_as_in_trl(kind, beta):
     both = [(value, entropy.detach()) for value, entropy in (linear_divergence(**x), of_trl)]
     equal(*both, rtol=1e-4, atol=1e-5)
     equal(*(torch.autograd.grad(value.mean(), (x["e"], x["c"])) for value, _ in both), rtol=1e-4, atol=1e-6)
-
-
-BAD = [
-    ({"divergence": "kl"}, ValueError, "divergence='kl' must be one of 'forward_kl', 'reverse_kl', 'jsd'"),
-    ({"beta": 0.0}, ValueError, "beta=0.0 .* divergence='forward_kl' .* divergence='reverse_kl'"),
-    ({"beta": 1}, ValueError, "beta=1 must be above 0 and below 1 .*'forward_kl' .*'reverse_kl'"),
-    ({"beta": float("nan")}, ValueError, "beta=nan"),
-    ({"beta": torch.ones(())}, TypeError, "beta must be a Python number"),
-    ({"reduction": "max"}, ValueError, "reduction='max'"),
-    ({"return_entropy": 1}, ValueError, "return_entropy=1 must be one of False, True"),
-    ({"num_items": 3, "reduction": "sum"}, ValueError, "num_items"),
-    ({"num_items": torch.ones(3)}, ValueError, r"num_items must be a number or a tensor of one element.*\(3,\)"),
-    ({"temperature": torch.ones(40, requires_grad=True)}, TypeError, "temperature gets no gradient"),
-    ({"token_weight": torch.ones(3)}, ValueError, r"token_weight \(3,\) and e \(40, 16\)"),
-    ({"token_weight": torch.ones(40, dtype=torch.complex64)}, TypeError, "token_weight must be real.*complex64"),
-    ({"token_weight": torch.ones(40, requires_grad=True)}, TypeError, "token_weight gets no gradient.*detach"),
-    ({"teacher_e": torch.ones(39, 24)}, ValueError, r"teacher_e \(39, 24\) and e \(40, 16\)"),
-    ({"teacher_c": torch.ones(91, 24)}, ValueError, r"teacher_c must have the vocabulary of c, 90, and has 91"),
-    ({"teacher_c": torch.ones(24, 90)}, ValueError, r"teacher_e must have.*teacher_vocab_axis=1\?"),
-    ({"teacher_c": torch.ones(90, 24).half()}, TypeError, "teacher_c must be of teacher_e's type"),
-    ({"teacher_bias": torch.ones(3)}, ValueError, r"teacher_bias must have shape \(V,\).*teacher_bias \(3,\)"),
-    ({"bias": torch.ones(3)}, ValueError, r"^bias must have shape \(V,\)"),
-    ({"teacher_e": torch.ones(40, 24).long()}, TypeError, "teacher_e must be one of .*int64"),
-    ({"teacher_softcap": -1.0}, ValueError, "teacher_softcap=-1.0"),
-    ({"teacher_logit_scale": 1e39}, ValueError, "teacher_logit_scale=1e\\+39 must be finite in float32"),
-    ({"teacher_vocab_axis": 2}, ValueError, "teacher_vocab_axis=2"),
-    ({"softcap": -1.0}, ValueError, "^softcap=-1.0"),
-    ({"vocab_axis": 2}, ValueError, "^vocab_axis=2"),
-    ({"impl": "triton"}, ValueError, r"impl='triton'.*'auto'"),
-    ({"memory_budget": -1}, ValueError, "memory_budget=-1"),
-]
-
-
-@pytest.mark.parametrize(("changed", "error", "message"), BAD, ids=lambda x: re.sub(r"\s+", " ", str(x))[:40])
-def test_bad_input(changed, error, message):
-    x = given(divergence="jsd", impl="auto", memory_budget=None)
-    with pytest.raises(error, match=message):
-        linear_divergence(**{**x, **changed})
 
 
 class DTensor(Tensor):
