@@ -9,9 +9,8 @@ from cce_kernels import contract
 from cce_torch import arguments, divergence_ops
 from cce_torch.arguments import OF_TORCH, Asked, Prepared, flat
 from cce_torch.call import Call, Distillation, DivergenceCall, Operands
+from cce_torch.in_torch import reference
 from cce_torch.options import Impl, Reduction
-from cce_torch.torch_alone import divergence as alone
-from cce_torch.torch_alone import reference
 
 NAME = "linear_divergence"
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
@@ -133,7 +132,7 @@ def linear_divergence(
     how = DivergenceCall(divergence, x.softcap, y.softcap, x.memory_budget, precision, impl, return_entropy)
     numbers = 0.5 if share is None else share, x.scale, y.scale
     if impl == "reference":
-        loss, entropy = _reference(x, y, weight, inverse, alone.Measure(divergence, numbers[0]))
+        loss, entropy = _reference(x, y, weight, inverse, (divergence, numbers[0]))
         loss = torch.where(weight == 0, 0, weight * loss)
         loss = loss if reduction == "none" else torch.where(factor == 0, 0, factor * loss.sum())
     else:
@@ -181,7 +180,7 @@ def _scheduled(numbers: tuple[float, ...]) -> Tensor:
 
 
 def _reference(
-    x: _Side, y: _Side, weight: Tensor, inverse: Tensor | None, measure: alone.Measure
+    x: _Side, y: _Side, weight: Tensor, inverse: Tensor | None, measure: tuple[str, float]
 ) -> tuple[Tensor, Tensor]:
     """The divergences and the entropies, (N,), from the full logits. PyTorch differentiates the former."""
     kept = torch.where(weight != 0, 0, -1)
@@ -192,4 +191,4 @@ def _reference(
 
     with torch.no_grad():
         of_teacher = logits(y)
-    return alone.reference((logits(x), of_teacher), weight, measure)
+    return reference.divergences((logits(x), of_teacher), weight, measure)

@@ -23,8 +23,8 @@ from cce_torch import autograd, in_forward
 from cce_torch.arguments import OF_TORCH
 from cce_torch.autograd import Formed, Gradients, Recomputed, Tensors
 from cce_torch.call import Distillation, DivergenceCall
+from cce_torch.in_torch import divergence
 from cce_torch.operators import of_torch
-from cce_torch.torch_alone import divergence
 
 PIECE_BYTES = 64 * 2**20  # of float32 numbers that exist at a time while 16-bit gradients are multiplied
 
@@ -156,18 +156,11 @@ def run(given: Distillation, how: str, wanted: Sequence[bool]) -> tuple[Tensor, 
     What is not asked for has no elements. how: a DivergenceCall.
     """
     options = DivergenceCall(*literal_eval(how))
-    found = (_alone if options.impl in OF_TORCH or not len(given.e) else _programs().formed)(given, options, wanted)
+    if options.impl in OF_TORCH or not len(given.e):
+        found = divergence.formed(given, options, wanted, _types(given, options))
+    else:
+        found = _programs().formed(given, options, wanted)
     return tuple(given.e.new_empty(0) if x is None else x for x in found)
-
-
-def _alone(given: Distillation, how: DivergenceCall, wanted: Sequence[bool]) -> divergence.Found:
-    beta, scale, teacher_scale = given.scheduled.tolist()
-    student = divergence.Side(*given[:3], scale, how.softcap)
-    teacher = divergence.Side(*given[3:6], teacher_scale, how.teacher_softcap)
-    pair = divergence.Pair(student, teacher, given.weight, given.inverse_temperature)
-    measure = divergence.Measure(how.kind, beta)
-    asked = divergence.Asked(how.entropy, wanted, _types(given, how), how.memory_budget)
-    return divergence.formed(pair, measure, given.factor, asked)
 
 
 @cache

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from cce_kernels import contract
-from cce_torch import arguments, largest, statistics
+from cce_torch import arguments, statistics
 from cce_torch.arguments import Prepared
 from cce_torch.call import Call, Selections, entropy_of, log_p, lse_of
 from cce_torch.options import Impl
+from cce_torch.processes import vocab_statistics
 from cce_torch.processes.vocab_parallel import Setting, VocabParallel
 
 NAME = "linear_log_probs"
@@ -174,7 +175,8 @@ def linear_log_probs(
         of_ids = torch.where(named, log_p(call.ids_of(found), found), -torch.inf)
         result = result._replace(id_log_probs=columns.shaped(of_ids))
     if count or mean_logit:
-        selected = Selections.of(tensors, call) if x.alone else largest.selections(columns.operands, count, columns.how)
+        of_columns = vocab_statistics.selections
+        selected = Selections.of(tensors, call) if x.alone else of_columns(columns.operands, count, columns.how)
         if selected.top_logits is not None and selected.top_ids is not None:
             top, top_ids = log_p(selected.top_logits, found.detach()), selected.top_ids.long()
             result = result._replace(

@@ -5,9 +5,9 @@ from torch import Tensor
 from cce_torch import losses, ops
 from cce_torch.arguments import Prepared, flat, shifted
 from cce_torch.call import Call, Given, Operands
+from cce_torch.in_torch import reference, rule
 from cce_torch.processes import vocab_statistics
 from cce_torch.processes.vocab_parallel import Setting
-from cce_torch.torch_alone import compiled, reference
 
 
 def operands_of(x: Prepared) -> Operands:
@@ -22,7 +22,7 @@ def statistics(x: Prepared, operands: Operands, call: Call, scheduled: tuple[flo
     if x.shard is not None:
         return vocab_statistics.statistics(operands, Setting(call, scheduled, x.targets.shape, x.shard), x.called)
     if x.impl == "torch_compile":
-        return compiled.statistics(operands, call, scheduled[2], x.called)
+        return rule.statistics(operands, call, scheduled[2], x.called)
     return reference.statistics(operands, call, scheduled[2])
 
 

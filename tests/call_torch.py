@@ -11,7 +11,7 @@ import torch
 
 from cce_kernels.plan import Chunks, choose
 from cce_torch import linear_cross_entropy
-from cce_torch.torch_alone import blocks
+from cce_torch.in_torch import blocks, compiled
 from tests.cases import Inputs
 
 
@@ -61,17 +61,21 @@ def small_blocks(narrow: bool = False) -> Iterator[None]:
     narrow: with matmuls of 16-bit operands that give float32, as CUDA has them.
     """
     with (
-        mock.patch.object(blocks, "_compiled", lambda function, variant: function),
+        mock.patch.object(compiled, "_compiled", lambda function, variant: function),
         mock.patch.object(blocks, "_windows", _windows_of_64),
         mock.patch.object(blocks, "_multiplies", (lambda *_: True) if narrow else blocks._multiplies),
-        mock.patch.object(blocks, "product", lambda left, right, to: left.to(to) @ right.to(to)),
+        mock.patch.object(blocks, "product", _wide_product),
     ):
         yield
 
 
 def run_uncompiled() -> None:
     """From now on impl="torch_compile" runs its functions as they are in this process, on a CPU."""
-    blocks._uncompilable.add("cpu")
+    compiled._uncompilable.add("cpu")
+
+
+def _wide_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return left.to(blocks.sum_type(left)) @ right.to(blocks.sum_type(right))
 
 
 def _windows_of_64(e: torch.Tensor, c: torch.Tensor, memory_budget: int | None) -> Iterator[slice]:

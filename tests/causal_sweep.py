@@ -18,7 +18,7 @@ import transformers
 from tqdm import tqdm
 from transformers.models.auto import modeling_auto as auto
 
-from cce_torch.torch_alone import blocks
+from cce_torch.in_torch import compiled
 from cce_torch.transformers import cce_patch, cce_unpatch
 from tests.causal_models import batch, small_config, small_model, step
 
@@ -117,7 +117,7 @@ def main() -> None:
     out = parser.parse_args().out
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    blocks._uncompilable.add("cpu")
+    compiled._uncompilable.add("cpu")
     table = list(rows())
     count = Counter(said.split(":")[0] for _, _, said in table)
     summary = f"Of {len(table)} classes " + ", ".join(f"{n} {said}" for said, n in count.most_common()) + "."

@@ -17,7 +17,7 @@ import cce_jax
 import cce_torch
 from cce_jax import linear_cross_entropy
 from cce_kernels import contract
-from cce_torch.torch_alone import blocks
+from cce_torch.in_torch import compiled
 from tests.call_torch import small_blocks, tensor
 
 N, D, V = 6, 4, 9
@@ -514,7 +514,7 @@ def test_torch_raises(changed, error, message):
 
 @pytest.mark.parametrize("impl", ["torch_compile", "reference"])
 def test_float64_takes_numbers_that_float32_does_not_hold(impl, monkeypatch):
-    monkeypatch.setattr(blocks, "_compiled", lambda function, variant: function)
+    monkeypatch.setattr(compiled, "_compiled", lambda function, variant: function)
     given = dict(e=np.float64(E), c=np.float64(C), targets=T, impl=impl)
     assert in_torch(**given, logit_scale=1e39).isfinite()
     assert in_torch(**given, num_items=1e39) > 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cce_torch.torch_alone import blocks
+from cce_torch.in_torch import compiled
 from cce_torch.transformers import cce_patch, cce_unpatch
 from cce_torch.transformers.lazy_logits import LazyLogits
 from tests import causal_sweep
@@ -21,9 +21,9 @@ DRAWN = [name for name in random.Random(1).sample(YES, draws(10, len(YES))) if n
 @pytest.fixture(autouse=True)
 def uncompiled():
     """impl="torch_compile" runs uncompiled: compiling for each shape takes most of the time."""
-    blocks._uncompilable.add("cpu")
+    compiled._uncompilable.add("cpu")
     yield
-    blocks._uncompilable.discard("cpu")
+    compiled._uncompilable.discard("cpu")
 
 
 def test_at_least_150_classes_take_the_patch():

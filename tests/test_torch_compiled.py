@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cce_kernels import windows
 from cce_torch import linear_cross_entropy
-from cce_torch.call import Operands
+from cce_torch.call import Call, Operands
+from cce_torch.in_torch import blocks, compiled, rule
 from cce_torch.operators import flat
-from cce_torch.torch_alone import blocks, compiled
 from tests import call, call_torch
 from tests.cases import CASES, Case
 
@@ -35,7 +35,7 @@ def small_windows(monkeypatch):
 @pytest.fixture
 def plain(monkeypatch):
     """The elementwise functions, not compiled."""
-    monkeypatch.setattr(blocks, "_compiled", lambda function, variant: function)
+    monkeypatch.setattr(compiled, "_compiled", lambda function, variant: function)
 
 
 @pytest.fixture
@@ -43,9 +43,9 @@ def counted(monkeypatch):
     """What torch.compile counts from here on."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    blocks._compiled.cache_clear()
+    compiled._compiled.cache_clear()
     yield torch._dynamo.utils.counters["stats"]
-    blocks._compiled.cache_clear()
+    compiled._compiled.cache_clear()
 
 
 def example(tokens=37, width=20, vocabulary=203, dtype=torch.float32) -> tuple[torch.Tensor, ...]:
@@ -95,8 +95,8 @@ def test_where_torch_compile_fails_it_says_so_once_and_is_exact(error, monkeypat
 
         return run
 
-    monkeypatch.setattr(blocks, "_compiled", fails)
-    monkeypatch.setattr(blocks, "_uncompilable", set())
+    monkeypatch.setattr(compiled, "_compiled", fails)
+    monkeypatch.setattr(compiled, "_uncompilable", set())
     with pytest.warns(RuntimeWarning, match="no compiler here") as warned:
         call.check(EVERYTHING, "float32", "torch_compile", call_torch.run)
     assert len(warned) == 1
@@ -104,9 +104,9 @@ def test_where_torch_compile_fails_it_says_so_once_and_is_exact(error, monkeypat
 
 @pytest.fixture
 def seen(plain, monkeypatch):
-    """compiled's two operators as the functions that they are: a dispatch mode does not look into an operator."""
+    """The two operators as the functions that they are: a dispatch mode does not look into an operator."""
     for name in ("run_statistics", "run_gradients"):
-        monkeypatch.setattr(compiled, name, getattr(compiled, name).function)
+        monkeypatch.setattr(rule, name, getattr(rule, name).function)
 
 
 class Record(TorchDispatchMode):
@@ -176,9 +176,9 @@ def test_the_operators_are_what_they_say(wanted, transposed, plain):
     c = c.T.contiguous().T if transposed else c
     of_tokens = columns.clamp(-1), torch.rand(203), 0.5 + torch.rand(37)
     operands = Operands(e, c, bias, *of_tokens, torch.randint(-1, 203, (37, 3), dtype=torch.int32))
-    options = compiled.Options(1.3, 5.0, True, True, 2**28)
-    torch.library.opcheck(torch.ops.cce_torch.compiled_statistics.default, tuple(flat(operands, options)))
-    output = compiled.run_statistics(operands, options)
+    options = Call(softcap=5.0, memory_budget=2**28, smooths=True, with_mean=True, ids=3), 1.3
+    torch.library.opcheck(torch.ops.cce_torch.statistics_in_torch.default, tuple(flat(operands, *options)))
+    output = rule.run_statistics(operands, *options)
     cotangents = torch.tensor(np.random.default_rng(0).standard_normal((8, 37)), dtype=torch.float32)
-    arguments = flat(cotangents, operands, output, options, list(wanted), False)
-    torch.library.opcheck(torch.ops.cce_torch.compiled_gradients.default, tuple(arguments))
+    arguments = flat(cotangents, operands, output, *options, list(wanted))
+    torch.library.opcheck(torch.ops.cce_torch.gradients_in_torch.default, tuple(arguments))

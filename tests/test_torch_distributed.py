@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cce_torch import LinearCrossEntropy, LinearCrossEntropyHead, VocabParallel, linear_cross_entropy
-from cce_torch.torch_alone import blocks
+from cce_torch.in_torch import compiled
 from tests.call_torch import array, run, tensor
 from tests.cases import CASES, Case, Inputs, inputs
 from tests.collector import keep_what_is_there
@@ -59,7 +59,7 @@ def _process(rank: int, count: int, file: str, checks: tuple[Callable[[], None],
         keep_what_is_there()
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    blocks._uncompilable.add("cpu")  # "torch_compile" runs uncompiled: compiling takes most of a minute
+    compiled._uncompilable.add("cpu")  # "torch_compile" runs uncompiled: compiling takes most of a minute
     back_end = "cpu:gloo,cuda:nccl" if gpus else "gloo"
     dist.init_process_group(back_end, init_method=f"file://{file}", rank=rank, world_size=count, timeout=TIMEOUT)
     for check in checks:

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cce_torch import largest, linear_log_probs
+from cce_torch import linear_log_probs
 from cce_torch.call import Call, Operands
+from cce_torch.in_torch import blocks, largest, reference, rule
 from cce_torch.on_jax import programs
-from cce_torch.torch_alone import compiled, reference
+from cce_torch.operators import flat
 from tests.call_torch import small_blocks
 from tests.test_log_probs import COLD, cold, held_cold
 
@@ -152,9 +153,9 @@ E, C, T = torch.ones(2, 3, 4), torch.ones(9, 4), torch.zeros(2, 3, dtype=torch.i
 
 def test_the_smallest_budget_does_not_mean_one_token_and_one_column_at_a_time():
     """Which would be 40,000 products of matrices here."""
-    product, operands = largest.blocks.product, (torch.randn(20, 16), torch.randn(2000, 16))
-    with mock.patch.object(largest.blocks, "product", mock.Mock(side_effect=product)) as products:
-        largest.largest_logits.function(*operands, None, None, 3, largest.Options(1.0, None, 0))
+    operands = Operands(torch.randn(20, 16), torch.randn(2000, 16), None, torch.zeros(20), None)
+    with mock.patch.object(blocks, "product", mock.Mock(side_effect=blocks.product)) as products:
+        largest.largest_logits.function(operands, Call(top_k=3, memory_budget=0), 1.0)
     assert 1 <= products.call_count <= 4
 
 
@@ -165,7 +166,7 @@ def test_of_equal_logits_the_lowest_ids_come_first(vocabulary, k, dtype, seed):
     z = torch.tensor(rng.integers(-2, 3, (7, vocabulary)) * rng.choice([0.0, -0.0, 1.0, np.inf], (1, vocabulary)))
     z = torch.where(z.isnan(), 0, z).to(dtype)
     values, ids = torch.sort(z, dim=1, descending=True, stable=True)
-    found = largest._merged(*largest._largest(z, k), k)
+    found = largest.merged(*largest._largest(z, k), k)
     assert torch.equal(found[1], ids[:, :k])
     assert torch.equal(found[0], values[:, :k])
 
@@ -198,14 +199,14 @@ def test_ids_of_ignored_tokens_and_negative_ids_get_no_gradient(impl):
     assert dc.isfinite().all()
 
 
-@pytest.mark.parametrize("of", [compiled, reference])
+@pytest.mark.parametrize("of", [rule, reference])
 def test_the_logit_of_no_id_is_0(of):
     """Else processes that share the vocabulary, each with ids of its own, would add others' logits to an id's."""
     x = made(bias=True)
     ids = torch.full((21, 2), -1, dtype=torch.int32)
     columns = torch.zeros(21, dtype=torch.int32)
     operands = Operands(x.tensors["e"].flatten(0, 1), x.tensors["c"], x.tensors["bias"], columns, None, None, ids)
-    more = ("linear_log_probs",) if of is compiled else ()  # the public function
+    more = ("linear_log_probs",) if of is rule else ()  # the public function
     found = of.statistics(operands, Call(ids=2), 1.0, *more)
     assert not found[3:5].any()
     assert found[2].all()
@@ -213,8 +214,9 @@ def test_the_logit_of_no_id_is_0(of):
 
 def test_the_operator_of_the_largest_logits_is_what_it_says():
     x = made(bias=True, dtype="bfloat16")
-    given = x.tensors["e"].flatten(0, 1), x.tensors["c"], x.tensors["bias"], torch.rand(21) + 0.5
-    torch.library.opcheck(torch.ops.cce_torch.largest_logits.default, (*given, 3, 1.3, 5.0, 2**28))
+    given = x.tensors["e"].flatten(0, 1), x.tensors["c"], x.tensors["bias"], torch.zeros(21, dtype=torch.int32), None
+    operands, call = Operands(*given, torch.rand(21) + 0.5), Call(5.0, 2**28, top_k=3)
+    torch.library.opcheck(torch.ops.cce_torch.largest_logits.default, tuple(flat(operands, call, 1.3)))
 
 
 def test_no_tensor_has_the_size_of_the_logits(monkeypatch):
@@ -227,10 +229,11 @@ def test_no_tensor_has_the_size_of_the_logits(monkeypatch):
             self.largest = max(self.largest, *(x.nbytes for x in new if not func.is_view), 0)
             return result
 
-    operands = torch.randn(2000, 8), torch.randn(3000, 8), None, None
+    kept = torch.zeros(2000, dtype=torch.int32)
+    operands = Operands(torch.randn(2000, 8), torch.randn(3000, 8), None, kept, None)
     monkeypatch.setattr(largest, "LEAST_ROOM", 0)
     with Largest() as seen:
-        largest.largest_logits.function(*operands, 4, largest.Options(1.0, None, 2**20))
+        largest.largest_logits.function(operands, Call(memory_budget=2**20, top_k=4), 1.0)
     assert 0 < seen.largest < 2**20 < 4 * 2000 * 3000
 
 

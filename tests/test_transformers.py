@@ -29,7 +29,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutput
 
 from cce_torch import linear_cross_entropy
-from cce_torch.torch_alone import blocks
+from cce_torch.in_torch import compiled
 from cce_torch.transformers import cce_patch, cce_unpatch, forward, heads
 from cce_torch.transformers.lazy_logits import LazyLogits
 from cce_torch.transformers.settings import Settings
@@ -54,9 +54,9 @@ FAMILIES = {
 @pytest.fixture(autouse=True, scope="module")
 def uncompiled():
     """impl="torch_compile" runs uncompiled: compiling for each shape takes most of the time."""
-    blocks._uncompilable.add("cpu")
+    compiled._uncompilable.add("cpu")
     yield
-    blocks._uncompilable.discard("cpu")
+    compiled._uncompilable.discard("cpu")
 
 
 def model(config_class: Any = LlamaConfig, model_class: Any = None, **changes: Any) -> Any:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, Trainer, TrainerCallback, TrainingArguments
 
-from cce_torch.torch_alone import blocks
+from cce_torch.in_torch import compiled
 from cce_torch.transformers import cce_patch, cce_unpatch
 from tests.causal_models import T, V, assert_same_step, batch, small_config, small_model, step
 
@@ -17,9 +17,9 @@ accelerate = pytest.importorskip("accelerate")
 @pytest.fixture(autouse=True, scope="module")
 def uncompiled():
     """impl="torch_compile" runs uncompiled: compiling for each shape takes most of the time."""
-    blocks._uncompilable.add("cpu")
+    compiled._uncompilable.add("cpu")
     yield
-    blocks._uncompilable.discard("cpu")
+    compiled._uncompilable.discard("cpu")
 
 
 @pytest.fixture(autouse=True)

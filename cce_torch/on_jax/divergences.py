@@ -92,7 +92,7 @@ class Problem:
 
 
 def formed(given: Distillation, how: DivergenceCall, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """As cce_torch.torch_alone.divergence.formed. N ≥ 1."""
+    """As cce_torch.in_torch.divergence.formed. N ≥ 1."""
     x = Problem(given, how, wanted)
     kind, tokens = x.kind, x.tokens
     outputs = [given.e.new_empty((), dtype=torch.float32), *x.numbers(given), *tokens.of_gradients(given.e, wanted)]

@@ -13,8 +13,8 @@ from torch import Tensor
 from cce_torch import ops
 from cce_torch.arguments import OF_TORCH
 from cce_torch.call import Call, Given, Operands, Saved
+from cce_torch.in_torch import reference, rule
 from cce_torch.on_jax import tensors
-from cce_torch.torch_alone import blocks, compiled, reference
 
 
 def needs_reference(e: Tensor, call: Call) -> bool:
@@ -73,7 +73,7 @@ def statistics(
     if call.impl == "reference":
         return reference.statistics(operands, call, scale), ()
     if call.impl == "torch_compile":
-        return compiled.run_statistics(operands, compiled.Options.of(call, scale)), ()
+        return rule.run_statistics(operands, call, scale), ()
     return ops.loss_of(_given(operands, scale), of_target, saving_for, call, kind)[1:]
 
 
@@ -96,36 +96,7 @@ def gradients(
     if not e.shape[0] or not c.shape[0]:
         de = torch.zeros_like(e, dtype=torch.promote_types(e.dtype, torch.float32))
         return de, torch.zeros_like(c), None if bias is None else torch.zeros_like(bias)
-    if call.impl == "reference":
-        # Autocast may be on: a backward pass has no autocast of its own.
-        with torch.autocast(e.device.type, enabled=False):
-            return _gradients_of_reference(cotangents, operands, saved.statistics, call, scale)
-    if call.impl == "torch_compile":
-        options = compiled.Options.of(call, scale)
-        return compiled.run_gradients(cotangents, operands, saved.statistics, options, list(wanted), True)
+    if call.impl in OF_TORCH:
+        run: Any = reference.gradients if call.impl == "reference" else rule.run_gradients
+        return run(cotangents, operands, saved.statistics, call, scale, list(wanted))
     return ops.gradients_of(_given(operands, scale), (None, cotangents), saved, [*wanted, False], call, kind)[:3]
-
-
-def _gradients_of_reference(cotangents: Tensor, operands: Operands, numbers: Tensor, call: Call, scale: float) -> tuple:
-    """Equations (6) and (7) of cce_jax/core.py from the full logits, in float32. dc and dbias are rounded once."""
-    e, c, bias, columns, weights, inverse_temperature, ids = operands
-    kept, c_of_e, bias_of_e = columns >= 0, tensors.rounded(c, e), tensors.rounded(bias, e)
-    accumulate, new = numbers.dtype, numbers.new_full
-    inverse_temperature = blocks.of_kept(inverse_temperature, kept, 1)
-    e = torch.where(kept[:, None], e, 0).to(accumulate)
-    block = blocks.Block(
-        e @ c_of_e.to(accumulate).T,
-        new((), 0) if bias_of_e is None else bias_of_e.to(accumulate),
-        new((), 1) if weights is None else weights.to(accumulate),
-        columns,
-        scale,  # type: ignore[arg-type]
-        None if call.softcap is None else new((), call.softcap),
-        inverse_temperature,
-        ids,
-    )
-    rows = torch.where(kept, cotangents, 0) * scale
-    rows = rows if inverse_temperature is None else rows * inverse_temperature
-    of = blocks.Cotangents.of(numbers, rows, kept, call.smooths, call.with_mean)
-    dz = blocks.cotangents(block, of, accumulate)
-    dc = torch.empty_like(c).copy_(dz.T @ e)  # with c's strides
-    return dz @ c_of_e.to(accumulate), dc, None if bias is None else dz.sum(0).to(bias.dtype)

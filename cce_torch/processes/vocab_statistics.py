@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from cce_torch.autograd import Gradients, Recomputed, Tensors, applied
-from cce_torch.call import Left, Operands, Saved
+from cce_torch.call import Left, Operands, Saved, Selections
+from cce_torch.in_torch.largest import largest_logits, merged
 from cce_torch.processes import shards
 from cce_torch.processes.collectives import gathered, one_cotangent, reduced, summed, whole
 from cce_torch.processes.vocab_parallel import Setting, VocabParallel
-from cce_torch.torch_alone import blocks
 
 
 def statistics(operands: Operands, setting: Setting, called: str) -> Tensor:
@@ -152,7 +152,25 @@ def of_all_columns(own: Tensor, kept: Tensor, weights: Tensor | None, setting: S
     reference = references.amax(0)
     between = references - reference
     log_mass, rows = log_mass + between, [reference, target.sum(0)]
-    mean = [blocks.mean_over_runs(log_mass, sums.pop() + between)] if call.with_mean else []
+    mean = []
+    if call.with_mean:  # as cce_kernels.mean.over_runs
+        share = torch.where(log_mass > -torch.inf, torch.softmax(log_mass, 0), 0)
+        mean = [(share * (sums.pop() + between)).sum(0)]
     rows += [(x + between * weight).sum(0) for x, weight in zip(sums, of_sum, strict=True)]
     found = [torch.stack([torch.logsumexp(log_mass, 0), *rows]), *of_ids, *(x[None] for x in mean)]
     return torch.where(kept, torch.cat(found), 0)
+
+
+def selections(operands: Operands, count: int, setting: Setting) -> Selections:
+    """The `count` largest logits of each token and their ids, and the mean logit. Arbitrary for an ignored token.
+
+    The lowest id comes first among equal logits. A count of 0 gives the mean alone.
+    """
+    (call, (_, _, scale), _, shard), (e, c, bias) = setting, operands[:3]
+    constant = operands._replace(e=e.detach(), c=c.detach(), bias=None if bias is None else bias.detach(), ids=None)
+    own = of_own_columns(constant, setting)
+    values, ids, total = largest_logits(own, call._replace(top_k=count), scale)
+    if shard is None:
+        return Selections(values, ids, total / len(c))
+    values, ids = (gathered(x, shard).transpose(0, 1).flatten(1) for x in (values, ids + shard.start))
+    return Selections(*merged(values, ids, count), summed(total, shard) / shard.vocabulary)
