@@ -111,6 +111,8 @@ def linear_log_probs(
       ((2, 15), (2, 15))
     """
     contract.choice("entropy", entropy, (False, True, "detached"))
+    contract.choice("predicted", predicted, (False, True))
+    contract.choice("mean_logit", mean_logit, (False, True))
     top_k = contract.integer("top_k", top_k)
     named = targets is not None
     if not named:
@@ -127,7 +129,7 @@ def linear_log_probs(
     most = min(MOST_IDS, core.vocabulary(given.c))
     if not 0 <= top_k <= most:
         raise ValueError(f"top_k={top_k} must be from 0 to {most}: at most {MOST_IDS}, and the size of the vocabulary")
-    chosen = Chosen(max(top_k, int(bool(predicted))), bool(mean_logit))
+    chosen = Chosen(max(top_k, int(predicted)), mean_logit)
     with settings.defaults():
         found = _log_probs(given, core, chosen, named)
     if predicted:

@@ -287,6 +287,8 @@ OF_LOG_PROBS = [
     ({"top_k": -1}, ValueError, r"top_k=-1 must be (in \[0, 9\]|from 0 to 9)"),
     ({"top_k": 1.5}, TypeError, r"top_k must be an integer, got float"),
     ({"targets": None, "shift": 1}, ValueError, r"shift=1 (moves targets, and there are none|needs targets)"),
+    ({"predicted": 1}, ValueError, "predicted=1 must be one of False, True"),
+    ({"mean_logit": None}, ValueError, "mean_logit=None must be one of False, True"),
 ]
 OF_TOKEN_LOSS = [
     ({"fn": 3}, TypeError, "fn must be a function of numbers and arguments, got int"),
@@ -336,12 +338,10 @@ OF_DIVERGENCE = [
     ({"memory_budget": -1}, ValueError, "memory_budget=-1"),
 ]
 LEAF, MASK = torch.ones((), requires_grad=True), torch.ones(6, dtype=torch.bool)
-FLAG = ("predicted", 1), ("mean_logit", None)
 NOT_MINE = {"vocab_parallel": 3}, TypeError, r"vocab_parallel must be a cce_torch\.VocabParallel, got int"
 LEAVES = {"temperature": torch.ones(3, requires_grad=True)}, TypeError, r"temperature gets no gradient.*detach"
 IN_TORCH = {
     "linear_log_probs": [
-        *(({name: x}, ValueError, f"{name}={x} must be one of False, True") for name, x in FLAG),
         ({"ids": E}, TypeError, r": write ids\.long\(\)"),
         LEAVES,
         NOT_MINE,
