@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cce_kernels import contract
-from cce_torch import arguments, in_forward, losses, ops, statistics
+from cce_torch import accumulate, arguments, in_forward, losses, ops, statistics
 from cce_torch.arguments import constant, flat, shifted
 from cce_torch.call import Call, Given, lse_of
 from cce_torch.on_jax import tensors
@@ -97,6 +97,7 @@ def linear_cross_entropy(
     gradient_tolerance: float = 0.0,
     vocab_parallel: VocabParallel | None = None,
     vocab_parallel_options: Any = None,
+    accumulate_into: Tensor | Callable[[], Tensor] | None = None,
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Cross-entropy of the logits `e @ c.T + bias` against `targets`, without holding the logits.
@@ -170,6 +171,11 @@ def linear_cross_entropy(
         on all processes too. It does not work with torch.func.
       vocab_parallel_options: the same as cut_cross_entropy's VocabParallelOptions. The first call with one of them
         waits for all processes of its group: make it once.
+      accumulate_into: a buffer of c's shape, float32 or of 16 bits, to which the backward pass adds the gradient of c,
+        or a function without arguments that it calls for this buffer. c then gets no gradient. But if c has the
+        attribute grad_added_to_main_grad, as the parameters of Megatron have, the backward pass makes it True, and c
+        gets a gradient of zeros, so that hooks of the parameter run. Under torch.compile the call is a
+        break in the graph. It does not work with torch.func and DTensors.
 
     Returns:
       The loss in nats, float32 (float64 for float64 inputs): a scalar; for reduction="none" a tensor of the shape of
@@ -205,6 +211,11 @@ def linear_cross_entropy(
     if tensors.has_dtensor(given):
         from cce_torch.processes import dtensors
 
+        if accumulate_into is not None:
+            raise NotImplementedError(
+                "linear_cross_entropy: accumulate_into does not work with DTensors: pass to_local() of each tensor, "
+                "and vocab_parallel if c is split"
+            )
         shared = dict(vocab_parallel=vocab_parallel, vocab_parallel_options=vocab_parallel_options)
         named = dict(zip(arguments.CHECKED, options, strict=True), **shared)
         named |= dict(check_targets=check_targets, return_lse=return_lse)
@@ -216,6 +227,8 @@ def linear_cross_entropy(
     name = "linear_cross_entropy"
     asked = arguments.Asked(name, vocab_axis, shift, ignore_index, impl, check_targets, shard, numbers)
     x = arguments.prepared(given, asked, num_items)
+    if accumulate_into is not None:
+        x = accumulate.accumulated(x, c, accumulate_into, vocab_axis)
     class_weight = None if class_weight is None else class_weight.detach()
     call = Call(
         softcap,
@@ -260,8 +273,8 @@ class LinearCrossEntropy(torch.nn.Module, Generic[Result]):
     """`linear_cross_entropy` as a module: the options are given once, the tensors at each call.
 
     The options are the function's keyword arguments, and are given by name. class_weight becomes a buffer. bias,
-    token_weight and num_items are arguments of the call. `LinearCrossEntropyHead` is a module with a weight of its own,
-    as torch.nn.LinearCrossEntropyLoss is.
+    token_weight, num_items and accumulate_into are arguments of the call. `LinearCrossEntropyHead` is a module with a
+    weight of its own, as torch.nn.LinearCrossEntropyLoss is.
 
     Raises:
       TypeError: an option is unknown or given without its name, or belongs to the call.
@@ -322,6 +335,7 @@ class LinearCrossEntropy(torch.nn.Module, Generic[Result]):
         *,
         token_weight: Tensor | None = None,
         num_items: float | Tensor | None = None,
+        accumulate_into: Tensor | Callable[[], Tensor] | None = None,
     ) -> Result:
         """As `linear_cross_entropy`."""
         return linear_cross_entropy(
@@ -332,6 +346,7 @@ class LinearCrossEntropy(torch.nn.Module, Generic[Result]):
             class_weight=self.class_weight,
             token_weight=token_weight,
             num_items=num_items,
+            accumulate_into=accumulate_into,
             **self.options,
         )
 
@@ -339,5 +354,5 @@ class LinearCrossEntropy(torch.nn.Module, Generic[Result]):
         return ", ".join(f"{k}={v!r}" for k, v in self.options.items())
 
 
-OF_CALL = {"bias", "token_weight", "num_items"}
+OF_CALL = {"bias", "token_weight", "num_items", "accumulate_into"}
 OPTIONS = {*OptionsOfModule.__annotations__, "return_lse"}

@@ -1,5 +1,6 @@
 """torch.nn.functional.linear_cross_entropy with this package's kernels: change the import, and nothing else."""
 
+from collections.abc import Callable
 from typing import Any, Literal, cast
 
 from torch import Tensor
@@ -23,6 +24,7 @@ def linear_cross_entropy(
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     options: Any = None,
+    accumulate_into: Tensor | Callable[[], Tensor] | None = None,
 ) -> Tensor:
     """`torch.nn.functional.linear_cross_entropy` of PyTorch 2.13, without the logits. `target` holds class indices.
 
@@ -44,6 +46,8 @@ def linear_cross_entropy(
       label_smoothing: in [0, 1], the share of the target that is spread evenly over the classes.
       options: a `torch.nn.LinearCrossEntropyOptions` or None. It has no effect: it says how PyTorch splits the work.
         `cce_torch.linear_cross_entropy` has `memory_budget`.
+      accumulate_into: PyTorch has no such argument: a buffer of linear_weight's shape to which the backward pass adds
+        the gradient of linear_weight, as in `cce_torch.linear_cross_entropy`.
 
     Returns:
       The loss in nats, float32 (float64 for float64 inputs): a scalar, or with reduction="none" of the shape of target.
@@ -80,6 +84,7 @@ def linear_cross_entropy(
             reduction=cast(Reduction, reduction),
             class_weight=weight,
             label_smoothing=label_smoothing,
+            accumulate_into=accumulate_into,
         )
 
 

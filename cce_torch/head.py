@@ -1,5 +1,6 @@
 """The head of a language model as a module that also computes the loss: the place where a sharded weight is whole."""
 
+from collections.abc import Callable
 from typing import Any, Generic, Literal, cast, overload
 
 import torch
@@ -108,7 +109,13 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[Result]):
     def __call__(self, h: Tensor) -> Tensor: ...
     @overload
     def __call__(
-        self, h: Tensor, targets: Tensor, *, token_weight: Tensor | None = None, num_items: float | Tensor | None = None
+        self,
+        h: Tensor,
+        targets: Tensor,
+        *,
+        token_weight: Tensor | None = None,
+        num_items: float | Tensor | None = None,
+        accumulate_into: Tensor | Callable[[], Tensor] | None = None,
     ) -> Result: ...
     @overload
     def __call__(
@@ -118,17 +125,19 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[Result]):
         *,
         token_weight: Tensor | None = None,
         num_items: float | Tensor | None = None,
+        accumulate_into: Tensor | Callable[[], Tensor] | None = None,
     ) -> Tensor | Result: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As `forward`.
 
-        targets are passed by name: of the arguments without a name, hooks of tensor parallelism keep only the first. A
-        tensor num_items is hidden from hooks, as FSDP2's mixed precision would cast it to 16 bits.
+        targets are passed by name: of the arguments without a name, hooks of tensor parallelism keep only the first.
+        num_items and accumulate_into are hidden from hooks, as FSDP2's mixed precision would cast a copy to 16 bits.
         """
         if len(args) == 2:
             args, kwargs = args[:1], {"targets": args[1], **kwargs}
-        if isinstance(kwargs.get("num_items"), Tensor):
-            kwargs["num_items"] = _Hidden(kwargs["num_items"])
+        for name in HIDDEN:
+            if isinstance(kwargs.get(name), Tensor):
+                kwargs[name] = _Hidden(kwargs[name])
         if kwargs.get("targets") is None or type(self.weight).__name__ != "DTensor":
             return super().__call__(*args, **kwargs)
         try:
@@ -148,11 +157,12 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[Result]):
         *,
         token_weight: Tensor | None = None,
         num_items: float | Tensor | None = None,
+        accumulate_into: Tensor | Callable[[], Tensor] | None = None,
     ) -> Any:
         """The logits of h, (..., V), or with targets the loss, as `linear_cross_entropy` returns it.
 
         h: (..., D); targets: integers (...); token_weight: of the shape of targets; num_items: a number or a tensor of
-        one element.
+        one element; accumulate_into: a buffer of the weight's shape, or a function that returns it.
 
         Raises:
           TypeError: num_items is a 16-bit float. FSDP's mixed precision casts the float tensors among the arguments
@@ -161,11 +171,10 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[Result]):
           ValueError: another style of tensor parallelism than VocabParallelStyle split the loss.
         """
         if targets is None:
-            if token_weight is not None or num_items is not None:
-                raise TypeError("token_weight and num_items belong to the loss: give targets too")
+            if token_weight is not None or num_items is not None or accumulate_into is not None:
+                raise TypeError("token_weight, num_items and accumulate_into belong to the loss: give targets too")
             return super().forward(h)
-        if isinstance(num_items, _Hidden):
-            num_items = num_items.value
+        num_items, accumulate_into = _visible(num_items), _visible(accumulate_into)
         if isinstance(num_items, Tensor) and num_items.is_floating_point() and num_items.itemsize < 4:
             dtype = str(num_items.dtype).removeprefix("torch.")
             raise TypeError(
@@ -173,7 +182,8 @@ class LinearCrossEntropyHead(torch.nn.Linear, Generic[Result]):
                 "float tensor among a module's arguments. Pass a Python number or a tensor of integers"
             )
         self._move_class_weight(h.device)
-        return self.loss(h, self.weight, targets, self.bias, token_weight=token_weight, num_items=num_items)
+        of_call: Any = {"token_weight": token_weight, "num_items": num_items, "accumulate_into": accumulate_into}
+        return self.loss(h, self.weight, targets, self.bias, **of_call)
 
     def _move_class_weight(self, device: torch.device) -> None:
         weight = self.loss.class_weight
@@ -222,8 +232,15 @@ def _changed(layer: torch.nn.Linear) -> str | None:
     return None
 
 
+HIDDEN = "num_items", "accumulate_into"
+
+
 class _Hidden:
     """A tensor, hidden from code that looks for tensors among the arguments of a call."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
+
+
+def _visible(x: Any) -> Any:
+    return x.value if isinstance(x, _Hidden) else x

@@ -1,5 +1,6 @@
 """The keyword arguments of linear_cross_entropy as types, which the overloads of the function and the module share."""
 
+from collections.abc import Callable
 from typing import Any, Literal, TypedDict
 
 from torch import Tensor
@@ -32,6 +33,7 @@ class OptionsOfTokens(Options, total=False):
 
     token_weight: Tensor | None
     num_items: float | Tensor | None
+    accumulate_into: Tensor | Callable[[], Tensor] | None
 
 
 class OptionsOfModule(Options, total=False):

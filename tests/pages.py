@@ -38,6 +38,10 @@ tokens, targets, model = torch.randint(0, 64, (4, 8)), torch.randint(0, 64, (4, 
 group, start, stop = None, 0, 64
 h, weight = torch.randn(4, 8, 16), torch.randn(64, 16)
 """,
+    ("docs/devices.md", 7): """
+weight = torch.nn.Parameter(weight)
+weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
+""",
 }
 GIVEN |= {("docs/index.md", number): GIVEN["README.md", number] for number in range(3)}  # the same blocks
 

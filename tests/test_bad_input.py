@@ -143,6 +143,12 @@ TORCH_ROWS = [
     ({"num_items": 1e39}, ValueError, r"num_items=1e\+39 must be finite in float32"),
     ({"logit_scale": -1e39}, ValueError, r"logit_scale=-1e\+39 must be finite in float32"),
     ({"z_loss": 1e39}, ValueError, r"z_loss=1e\+39 must be finite in float32"),
+    ({"accumulate_into": np.ones((D, V))}, ValueError, r"accumulate_into must have c's shape, \(9, 4\), got \(4, 9\)"),
+    ({"accumulate_into": np.ones((V, D), int)}, TypeError, r"accumulate_into must be one of bfloat16, .*, got int64"),
+    ({"accumulate_into": [1.0]}, TypeError, r"accumulate_into must be a torch\.Tensor, got list: write torch\.tensor"),
+    ({"accumulate_into": torch.ones(V, D, requires_grad=True)}, ValueError, r": pass accumulate_into\.detach\(\)"),
+    ({"accumulate_into": np.ones((V, D))}, ValueError, r"accumulate_into gets the gradient of c, but c requires none"),
+    ({"accumulate_into": torch.ones(V, D, device="meta")}, TypeError, r"accumulate_into .*meta"),
 ]
 
 

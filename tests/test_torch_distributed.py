@@ -337,6 +337,28 @@ def check_freed_programs() -> None:
         assert torch.equal(x, y)
 
 
+def check_accumulated_rows() -> None:
+    """Each process adds the gradient of its rows to its own buffer."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    for reduction in ("mean", "none"):
+        e, c, targets, shard = split(inputs(Case("buffers", (37,)), "bfloat16"), (70, 203), torch.bfloat16)
+
+        def loss(**options):
+            found = linear_cross_entropy(e, c, targets, reduction=reduction, vocab_parallel=shard, **options)  # noqa: B023
+            return found.sum()
+
+        (want,) = torch.autograd.grad(loss(), c)
+        buffer = torch.ones(c.shape)
+        loss(accumulate_into=buffer).backward()
+        assert c.grad is None
+        torch.testing.assert_close(buffer, 1 + want.float())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    split_e, split_c = (DTensor.from_local(x.detach(), mesh, [Replicate()]) for x in (e, c))
+    with pytest.raises(NotImplementedError, match="accumulate_into does not work with DTensors"):
+        linear_cross_entropy(split_e, split_c, targets, accumulate_into=buffer)
+
+
 def check_dropped_strides() -> None:
     """A hook on saved tensors drops the strides of c.T: the program is still that of the forward pass."""
     from cce_torch.on_jax import kinds
@@ -761,6 +783,7 @@ def test_two_processes():
         check_parts_of_a_sequence,
         check_options_of_split,
         check_freed_programs,
+        check_accumulated_rows,
         check_dropped_strides,
     )
 
