@@ -347,11 +347,7 @@ LEAF, MASK = torch.ones((), requires_grad=True), torch.ones(6, dtype=torch.bool)
 NOT_MINE = {"vocab_parallel": 3}, TypeError, r"vocab_parallel must be a cce_torch\.VocabParallel, got int"
 LEAVES = {"temperature": torch.ones(3, requires_grad=True)}, TypeError, r"temperature gets no gradient.*detach"
 IN_TORCH = {
-    "linear_log_probs": [
-        ({"ids": E}, TypeError, r": write ids\.long\(\)"),
-        LEAVES,
-        NOT_MINE,
-    ],
+    "linear_log_probs": [({"ids": E}, TypeError, r": write ids\.long\(\)"), LEAVES, NOT_MINE],
     "linear_token_loss": [
         ({"fn": lambda n: 1.0}, TypeError, r"fn must return a torch\.Tensor.*returned float"),
         ({"fn": lambda n: n.lse[MASK]}, ValueError, r"fn fails for 2 tokens: The shape of the mask \[6\].*as an"),
