@@ -10,7 +10,7 @@ from torch import Tensor
 from cce_kernels import contract
 from cce_torch import accumulate, arguments, in_forward, losses, ops, statistics
 from cce_torch.arguments import constant, flat, shifted
-from cce_torch.call import Call, Given, lse_of
+from cce_torch.call import Given, Scheduled, lse_of
 from cce_torch.on_jax import tensors
 from cce_torch.options import Impl, OptionsOfModule, OptionsOfTokens, Reduction
 from cce_torch.processes.vocab_parallel import Setting, VocabParallel
@@ -206,8 +206,8 @@ def linear_cross_entropy(
             "linear_cross_entropy", unknown, OPTIONS | OptionsOfTokens.__annotations__.keys()
         )
     given = dict(e=e, c=c, targets=targets, bias=bias, class_weight=class_weight, token_weight=token_weight)
-    options = (reduction, impl, vocab_axis, precision, logit_scale, softcap, label_smoothing, z_loss)
-    options = *options, ignore_index, memory_budget, gradient_tolerance, shift
+    numbers = logit_scale, softcap, label_smoothing, z_loss, ignore_index, memory_budget, gradient_tolerance, shift
+    options = arguments.Options(reduction, impl, vocab_axis, precision, *numbers)
     if tensors.has_dtensor(given):
         from cce_torch.processes import dtensors
 
@@ -217,39 +217,21 @@ def linear_cross_entropy(
                 "and vocab_parallel if c is split"
             )
         shared = dict(vocab_parallel=vocab_parallel, vocab_parallel_options=vocab_parallel_options)
-        named = dict(zip(arguments.CHECKED, options, strict=True), **shared)
-        named |= dict(check_targets=check_targets, return_lse=return_lse)
+        named = options._asdict() | shared | dict(check_targets=check_targets, return_lse=return_lse)
         return dtensors.loss(linear_cross_entropy, given, num_items, named)  # type: ignore[call-arg]
-    scale, softcap, label_smoothing, z_loss, ignore_index, budget, tolerance, shift = arguments.options(*options)
-    contract.num_items(num_items, reduction)
+    options = arguments.checked(options)
     shard = arguments.shard_of(vocab_parallel, vocab_parallel_options)
-    numbers = {"logit_scale": scale, "z_loss": z_loss, "num_items": num_items}
-    name = "linear_cross_entropy"
-    asked = arguments.Asked(name, vocab_axis, shift, ignore_index, impl, check_targets, shard, numbers)
-    x = arguments.prepared(given, asked, num_items)
+    x = arguments.prepared("linear_cross_entropy", given, options, num_items, check_targets, shard)
     if accumulate_into is not None:
         x = accumulate.accumulated(x, c, accumulate_into, vocab_axis)
     class_weight = None if class_weight is None else class_weight.detach()
-    call = Call(
-        softcap,
-        budget,
-        tolerance,
-        ignore_index if x.alone else -1,
-        x.shift if x.alone else 0,
-        reduction,
-        constant(label_smoothing > 0),
-        constant(z_loss != 0),
-        precision,
-        x.impl,
-        x.c.dtype != x.e.dtype,
-        shard is not None,
+    scheduled = Scheduled(options.label_smoothing, options.z_loss, options.logit_scale)
+    call = x.call(
+        reduction, smooths=constant(scheduled.label_smoothing > 0), has_z_loss=constant(scheduled.z_loss != 0)
     )
-    scheduled = label_smoothing, z_loss, scale
     if x.alone:
-        weights = class_weight, flat(token_weight), x.num_items, None, None
-        row_length = x.targets.shape[-1] if x.shift else 1
-        flattened = Given(flat(x.e, 1), x.c, x.bias, flat(x.targets), *weights, scheduled, row_length)
-        loss, found = ops.loss(flattened, call, return_lse, x.called)
+        flattened = Given(flat(x.e, 1), x.c, x.bias, x.targets, class_weight, flat(token_weight), x.num_items)
+        loss, found, _ = ops.loss(flattened, scheduled, call, return_lse, x.called)
         lse = lse_of(found) if return_lse else None
     else:
         if x.shift:
@@ -321,7 +303,7 @@ class LinearCrossEntropy(torch.nn.Module, Generic[Result]):
         own = dict(ignore_index=-100, softcap=None, reduction="mean", shift=False, return_lse=False)
         self.options: dict[str, Any] = own | options
         checked = {**inspect.unwrap(cast(Any, linear_cross_entropy)).__kwdefaults__, **self.options}
-        arguments.checked(*(checked[name] for name in arguments.CHECKED))
+        arguments.checked(arguments.Options(*(checked[name] for name in arguments.Options._fields)))
         if class_weight is not None and not isinstance(class_weight, Tensor):
             arguments.check_other("class_weight", class_weight, "linear_cross_entropy")
         self.register_buffer("class_weight", class_weight)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cce_kernels import contract
+from cce_torch.call import Call
 from cce_torch.on_jax import tensors
 from cce_torch.options import Impl
 from cce_torch.processes import vocab_parallel as parallel
@@ -29,57 +30,49 @@ def traced(function: F) -> F:
     return torch.compiler.disable(function) if old else function  # type: ignore[return-value]
 
 
-CHECKED = (
-    *("reduction", "impl", "vocab_axis", "precision", "logit_scale", "softcap", "label_smoothing", "z_loss"),
-    *("ignore_index", "memory_budget", "gradient_tolerance", "shift"),
-)
+class Options(NamedTuple):
+    """The options that are no tensors, as the public functions take them; of a function that lacks one its default."""
+
+    reduction: Any = "mean"
+    impl: Any = "auto"
+    vocab_axis: Any = 0
+    precision: Any = None
+    logit_scale: Any = None
+    softcap: Any = None
+    label_smoothing: Any = 0.0
+    z_loss: Any = 0.0
+    ignore_index: Any = -100
+    memory_budget: Any = None
+    gradient_tolerance: Any = 0.0
+    shift: Any = 0
 
 
-def options(*given: Any) -> tuple:
-    """`checked`, which looks only once at values that it has seen."""
-    cacheable = not torch.compiler.is_compiling() and CACHEABLE.issuperset(map(type, given))
-    return (_checked_once if cacheable else checked)(*given)
+def checked(options: Options) -> Options:
+    """The options as numbers, or an error that names one. Looks only once at values that it has seen."""
+    cacheable = not torch.compiler.is_compiling() and CACHEABLE.issuperset(map(type, options))
+    return (_checked_once if cacheable else _checked)(*options)
 
 
-def checked(*options: Any) -> tuple:
-    """scale, softcap, label_smoothing, z_loss, ignore_index, budget, tolerance, shift; or an error that names one.
-
-    options: in the order of CHECKED.
-    """
-    reduction, impl, vocab_axis, precision, logit_scale, softcap, label_smoothing, z_loss, *others = options
-    ignore_index, memory_budget, tolerance, shift = others
-    contract.choice("reduction", reduction, contract.REDUCTIONS)
-    contract.choice("impl", impl, IMPLS)
-    contract.choice("vocab_axis", vocab_axis, (0, 1))
-    contract.choice("precision", precision, (None, *PRECISIONS))
-    scale = 1.0 if logit_scale is None else contract.number("logit_scale", logit_scale)
-    return (
-        scale,
-        contract.softcap(softcap),
-        contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0),
-        contract.number("z_loss", z_loss),
-        contract.integer("ignore_index", ignore_index),
-        contract.memory_budget(memory_budget),
-        contract.gradient_tolerance(tolerance),
-        contract.integer("shift", shift),
+def _checked(*options: Any) -> Options:
+    x = Options(*options)
+    contract.choice("reduction", x.reduction, contract.REDUCTIONS)
+    contract.choice("impl", x.impl, IMPLS)
+    contract.choice("vocab_axis", x.vocab_axis, (0, 1))
+    contract.choice("precision", x.precision, (None, *PRECISIONS))
+    return x._replace(
+        logit_scale=1.0 if x.logit_scale is None else contract.number("logit_scale", x.logit_scale),
+        softcap=contract.softcap(x.softcap),
+        label_smoothing=contract.number("label_smoothing", x.label_smoothing, low=0.0, high=1.0),
+        z_loss=contract.number("z_loss", x.z_loss),
+        ignore_index=contract.integer("ignore_index", x.ignore_index),
+        memory_budget=contract.memory_budget(x.memory_budget),
+        gradient_tolerance=contract.gradient_tolerance(x.gradient_tolerance),
+        shift=contract.integer("shift", x.shift),
     )
 
 
 CACHEABLE = {str, int, bool, float, type(None)}  # types of options that a cache can hold
-_checked_once = lru_cache(maxsize=256, typed=True)(checked)
-
-
-class Asked(NamedTuple):
-    """What a public function says of its tensors, checked by `options`, and their shard."""
-
-    function: str  # its name
-    vocab_axis: int
-    shift: int
-    ignore_index: int
-    impl: Any
-    check_targets: bool
-    shard: VocabParallel | None
-    numbers: dict[str, Any]  # that must be finite in float32: None and tensors are not looked at
+_checked_once = lru_cache(maxsize=256, typed=True)(_checked)
 
 
 class Prepared(NamedTuple):
@@ -97,6 +90,24 @@ class Prepared(NamedTuple):
     called: str  # the public function
     num_items: Tensor | None  # ()
     alone: bool  # whether the operators of ops.py compute: with JAX, in one process
+    options: Options
+
+    def call(self, reduction: str, **more: Any) -> Call:
+        """The record of the call. more: its fields that are no options of all functions."""
+        (options, shift), ignored = (self.options, self.shift), self.ignore_index
+        return Call(
+            options.softcap,
+            options.memory_budget,
+            options.gradient_tolerance,
+            ignored if self.alone else -1,  # else `columns` of losses.py has found the ignored tokens
+            shift if self.alone else 0,
+            reduction,
+            precision=options.precision,
+            impl=self.impl,
+            wide_dc=self.c.dtype != self.e.dtype,
+            of_shard=self.shard is not None,
+            **more,
+        )
 
     def unshifted(self, x: Tensor) -> Tensor:
         """A number of each token, (N,), in the shape of targets after the shift."""
@@ -104,23 +115,32 @@ class Prepared(NamedTuple):
         return x[..., : -self.shift] if self.shift else x
 
 
-def prepared(given: dict[str, Any], asked: Asked, num_items: Any = None) -> Prepared:
+def prepared(
+    called: str,
+    given: dict[str, Any],
+    options: Options,
+    num_items: Any = None,
+    check_targets: bool = False,
+    shard: VocabParallel | None = None,
+) -> Prepared:
     """The arguments for a call, or an error that names one.
 
-    given: all tensors by name. num_items: a number or a tensor of one element.
+    called: the public function. given: all tensors by name. options: `checked`. num_items: a number or a tensor of one
+    element.
     """
+    contract.num_items(num_items, options.reduction)
     e, c, targets, bias = (given[name] for name in (*REQUIRED, "bias"))
     complete = all(given[name] is not None for name in REQUIRED)
     if not complete or num_items is not None or not tensors.are_usual(*given.values()):
-        check_tensors(given, num_items, asked.function)
+        check_tensors(given, num_items, called)
     if torch.is_autocast_enabled(e.device.type):
         e, c, bias = _autocast(e, c, bias)
     _check_types(given | {"e": e, "c": c, "bias": bias})
-    for name, x in asked.numbers.items():
+    for name, x in (("logit_scale", options.logit_scale), ("z_loss", options.z_loss), ("num_items", num_items)):
         if x is not None and not isinstance(x, Tensor):  # a tensor is not looked at: that could wait for a GPU
             contract.finite(name, x, type_name(e))
     shapes: dict[str, Any] = {name: None if x is None else tuple(x.shape) for name, x in given.items()}
-    shift, vocab_axis, shard = asked.shift, asked.vocab_axis, asked.shard
+    shift, vocab_axis, ignore_index = options.shift, options.vocab_axis, options.ignore_index
     if shard is not None:
         shapes = parallel.of_whole(shapes, vocab_axis, shard)
     contract.shapes(**shapes, vocab_axis=vocab_axis, shift=shift)
@@ -129,19 +149,17 @@ def prepared(given: dict[str, Any], asked: Asked, num_items: Any = None) -> Prep
     if vocab_axis == 1:
         c = c.T
     vocabulary = c.shape[0] if shard is None else shard.vocabulary
-    targets = int64(targets, asked.ignore_index)  # in a narrower type a large ignore_index would wrap
-    if asked.check_targets:
-        tensors.check_targets(targets, vocabulary, asked.ignore_index, shift)
-    impl = resolved(asked.impl, e)
+    targets = int64(targets, ignore_index)  # in a narrower type a large ignore_index would wrap
+    if check_targets:
+        tensors.check_targets(targets, vocabulary, ignore_index, shift)
+    impl = resolved(options.impl, e)
     if impl not in OF_TORCH and torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise NotImplementedError(
             f"torch.jit.trace cannot record the JAX programs of impl={impl!r}: give impl='torch_compile'"
         )
     items = None if num_items is None else scalar(num_items, e)
     alone = impl not in OF_TORCH and shard is None
-    return Prepared(
-        e, c, bias, targets, vocabulary, shift, asked.ignore_index, impl, shard, asked.function, items, alone
-    )
+    return Prepared(e, c, bias, targets, vocabulary, shift, ignore_index, impl, shard, called, items, alone, options)
 
 
 def shard_of(vocab_parallel: VocabParallel | None, options: Any) -> VocabParallel | None:

@@ -219,17 +219,6 @@ def is_batched(x: Tensor | None) -> bool:
     return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)  # type: ignore[attr-defined]
 
 
-def is_plain(given: Iterable[Tensor | None]) -> bool:
-    """Whether nothing observes operators. They may then be called without the dispatcher, which takes 50 µs."""
-    return (
-        not torch.compiler.is_compiling()
-        and tensors.ORDINARY.issuperset(map(type, given))
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._autograd._profiler_enabled()  # type: ignore[attr-defined]
-    )
-
-
 def is_usual(given: Iterable[Tensor | None]) -> bool:
     """Whether the tensors are plain, of known sizes, and no transform or mode of PyTorch observes them."""
     given = tuple(given)

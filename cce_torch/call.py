@@ -37,6 +37,7 @@ class Call(NamedTuple):
     top_k: int = 0  # how many of the largest logits of each token are asked for
     mean_logit: bool = False  # whether the mean of each token's logits over the vocabulary is asked for
     ids: int = 0  # how many ids of each token have logits that are asked for
+    compiled: bool = False  # whether torch.compile traced a call that forms gradients (programs.compiled_kind)
 
     @property
     def rows(self) -> int:
@@ -52,10 +53,14 @@ class Call(NamedTuple):
         first = 3 + self.smooths
         return statistics[first : first + self.ids].T
 
-    def selected(self, tokens: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """The shapes and types of the selections that are asked for, from JAX."""
-        top = [((tokens, self.top_k), torch.float32), ((tokens, self.top_k), torch.int32)] if self.top_k else []
-        return [*top, *([((tokens,), torch.float32)] if self.mean_logit else [])]
+    def selected(self, tokens: int) -> tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]:
+        """The shape and the type of each of the Selections, from JAX; None: not asked for."""
+        top = (tokens, self.top_k) if self.top_k else None
+        return (
+            None if top is None else (top, torch.float32),
+            None if top is None else (top, torch.int32),
+            ((tokens,), torch.float32) if self.mean_logit else None,
+        )
 
     @property
     def of_backward(self) -> "Call":
@@ -70,21 +75,6 @@ class Call(NamedTuple):
 def selects(call: Call) -> bool:
     """Whether selections are asked for."""
     return call.top_k > 0 or call.mean_logit
-
-
-def encoded(call: Call) -> tuple[str, float | None, int | None, float]:
-    """The arguments of a PyTorch operator. torch.compile can make a constant of a number there, not in a str."""
-    return repr(tuple(call[3:])), *call[:3]
-
-
-# The types of what `encoded` returns, by name
-ENCODED = {"options": "str", "softcap": "float?", "memory_budget": "int?", "gradient_tolerance": "float"}
-
-
-@lru_cache(maxsize=1024)
-def decoded(options: str, softcap: float | None, memory_budget: int | None, gradient_tolerance: float) -> Call:
-    """The inverse of `encoded`."""
-    return Call(softcap, memory_budget, gradient_tolerance, *literal_eval(options))
 
 
 def lse_of(statistics: Tensor) -> Tensor:
@@ -115,58 +105,92 @@ class Selections(NamedTuple):
     top_ids: Tensor | None = None  # (N, top_k) integers
     mean_logit: Tensor | None = None  # (N,), at least float32
 
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor], call: Call) -> "Selections":
-        """tensors: those that the call asks for, in this order."""
-        top_logits, top_ids = tensors[:2] if call.top_k else (None, None)
-        return cls(top_logits, top_ids, tensors[-1] if call.mean_logit else None)
 
+class Scheduled(NamedTuple):
+    """The numbers of a call that may change from step to step, and compile nothing."""
 
-Scheduled = Tensor | tuple[float, float, float]
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    scale: float = 1.0
 
 
 class Given(NamedTuple):
-    """The tensors of a call on one device, and the numbers that may change from step to step."""
+    """The tensors of a call on one device."""
 
     e: Tensor  # (N, D)
     c: Tensor  # (V, D), not copied if it is a transposed (D, V)
     bias: Tensor | None  # (V,)
-    targets: Tensor  # (N,) int64, before the shift
-    class_weight: Tensor | None  # (V,)
-    token_weight: Tensor | None  # (N,)
-    num_items: Tensor | None  # one element
-    inverse_temperature: Tensor | None  # (N,) float32: multiplies a token's logits after softcap; it is not shifted
-    ids: Tensor | None  # (N, K) int32: columns whose logits are asked for, -1: none; they are not shifted
-    scheduled: Scheduled  # label_smoothing, z_loss and scale: a tensor where an operator takes them
-    row_length: int  # of the rows of tokens, each of which is shifted
-
-    def named(self) -> dict[str, Tensor | None]:
-        return dict(zip(self._fields, self[:TENSORS], strict=False))
+    targets: Tensor  # (..., T) int64, N in all, before the shift, which moves each row of T
+    class_weight: Tensor | None = None  # (V,)
+    token_weight: Tensor | None = None  # (N,)
+    num_items: Tensor | None = None  # one element
+    inverse_temperature: Tensor | None = None  # (N,) float32: multiplies a token's logits after softcap; not shifted
+    ids: Tensor | None = None  # (N, K) int32: columns whose logits are asked for, -1: none; they are not shifted
 
 
-TENSORS = 9
-
-
-class Left(NamedTuple):
-    """What the forward pass left for the gradients: the leaves of cce_kernels.plan.residuals.Residuals, in order.
+class Residuals(NamedTuple):
+    """cce_kernels.plan.residuals.Residuals in PyTorch. What is not left is None, or a tensor without elements.
 
     An operator takes no list of tensors: torch.autograd.grad(is_grads_batched=True) does not take one.
     """
 
-    first: Tensor | None = None
-    second: Tensor | None = None
-    third: Tensor | None = None
-    fourth: Tensor | None = None
-    fifth: Tensor | None = None
-    sixth: Tensor | None = None  # in float16 with label smoothing and a bias
+    exponentials: Tensor | None = None
+    m: Tensor | None = None
+    de: Tensor | None = None
+    dc: Tensor | None = None
+    steps: Tensor | None = None
+    dbias: Tensor | None = None
+    units: Tensor | None = None
+    q: Tensor | None = None
+
+
+def are_left(residuals: Sequence[Tensor | None]) -> bool:
+    """Whether the forward pass left something."""
+    return any(x is not None and x.numel() > 0 for x in residuals)
 
 
 class Saved(NamedTuple):
     """What a graph holds besides the tensors of a call."""
 
     statistics: Tensor
-    left: Left
-    left_for: Sequence[bool]  # the gradients of e, c and bias for which it was left; []: nothing was left
+    residuals: Residuals
+    left_for: Sequence[bool]  # the gradients of e, c and bias for which they are left; []: nothing is left
+
+
+class Divergences(NamedTuple):
+    """What the forward pass computes beside a teacher. None: not asked for."""
+
+    summed: Tensor  # (), Σ weight · divergence
+    total: Tensor  # (N,), the divergences, 0 where the weight is 0
+    entropy: Tensor | None  # (N,), of the student, 0 where the weight is 0
+    de: Tensor | None  # the gradients of factor times the sum
+    dc: Tensor | None
+    dbias: Tensor | None
+
+
+class Results(NamedTuple):
+    """What the forward pass computes."""
+
+    loss: Tensor  # () or (N,), float32; of a shard (0,)
+    statistics: Tensor  # (Call.rows, N) float32
+    selections: Selections = Selections()
+    residuals: Residuals = Residuals()
+
+
+class OfResults(NamedTuple):
+    """The cotangents of the loss and of the statistics; None for zero."""
+
+    of_loss: Tensor | None
+    of_statistics: Tensor | None
+
+
+class OfGiven(NamedTuple):
+    """The gradients of tensors of a call, in their shapes. None: not wanted."""
+
+    e: Tensor | None
+    c: Tensor | None
+    bias: Tensor | None
+    token_weight: Tensor | None
 
 
 class Distillation(NamedTuple):
@@ -207,3 +231,23 @@ class Operands(NamedTuple):
     weights: Tensor | None  # (V,), of the weighted sum; None: 1
     inverse_temperature: Tensor | None = None  # (N,) at least float32: multiplies a token's logits after softcap
     ids: Tensor | None = None  # (N, K) int32: columns whose logits are asked for; -1: none
+
+
+def encoded(options: "Call | DivergenceCall") -> tuple[str | float | None, ...]:
+    """The arguments of a PyTorch operator. torch.compile can make a constant of a number there, not in a str."""
+    if isinstance(options, DivergenceCall):
+        return (repr(tuple(options)),)
+    return repr(tuple(options[3:])), *options[:3]
+
+
+@lru_cache(maxsize=1024)
+def decoded(kind: type, options: str, *numbers: Any) -> "Call | DivergenceCall":
+    """The inverse of `encoded`. kind: the record."""
+    return kind(*numbers, *literal_eval(options))
+
+
+# The types of what `encoded` returns, by name
+ENCODED = {
+    Call: {"options": "str", "softcap": "float?", "memory_budget": "int?", "gradient_tolerance": "float"},
+    DivergenceCall: {"options": "str"},
+}

@@ -1,15 +1,16 @@
 """Distillation from hidden states: how far a student's distributions are from a teacher's, without either's logits."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from cce_kernels import contract
 from cce_torch import arguments, divergence_ops
-from cce_torch.arguments import OF_TORCH, Asked, Prepared, flat
+from cce_torch.arguments import OF_TORCH, Options, Prepared, flat
 from cce_torch.call import Call, Distillation, DivergenceCall, Operands
 from cce_torch.in_torch import reference
+from cce_torch.operators import as_factors
 from cce_torch.options import Impl, Reduction
 
 NAME = "linear_divergence"
@@ -116,51 +117,39 @@ def linear_divergence(
     every = student | {f"teacher_{name}": x for name, x in teacher.items()} | others
     arguments.refuse_dtensors({name: x for name, x in every.items() if isinstance(x, Tensor)}, NAME)
     axes = vocab_axis, teacher_vocab_axis
-    contract.num_items(num_items, reduction)
-    shared, defaults = (reduction, impl), (0.0, 0.0, -100)
-    options = *shared, vocab_axis, precision, logit_scale, softcap, *defaults, memory_budget, 0.0, 0
+    options = Options(reduction, impl, vocab_axis, precision, logit_scale, softcap, memory_budget=memory_budget)
     x = _side(student, options, num_items)
     with contract.named():
-        options = *shared, teacher_vocab_axis, precision, teacher_logit_scale, teacher_softcap, *defaults, None, 0.0, 0
+        options = Options(reduction, impl, teacher_vocab_axis, precision, teacher_logit_scale, teacher_softcap)
         y = _side(teacher, options)
     contract.pair(tuple(e.shape), tuple(c.shape), tuple(teacher_e.shape), tuple(teacher_c.shape), axes)
-    arguments.check_device("teacher_e", y.of.e, x.of.e)
-    inverse = arguments.inverse_temperature(temperature, x.of, NAME)
-    weight = arguments.weight_of_tokens(token_weight, x.of, NAME)
-    factor = _factor(reduction, None if token_weight is None else weight, x.of)
-    impl = next((z.of.impl for z in (x, y) if z.of.impl in OF_TORCH), x.of.impl)  # "auto": either may be float64
-    how = DivergenceCall(divergence, x.softcap, y.softcap, x.memory_budget, precision, impl, return_entropy)
-    numbers = 0.5 if share is None else share, x.scale, y.scale
+    arguments.check_device("teacher_e", y.e, x.e)
+    inverse = arguments.inverse_temperature(temperature, x, NAME)
+    weight = arguments.weight_of_tokens(token_weight, x, NAME)
+    factor = _factor(reduction, None if token_weight is None else weight, x)
+    impl = next((z.impl for z in (x, y) if z.impl in OF_TORCH), x.impl)  # "auto": either may be float64
+    caps = x.options.softcap, y.options.softcap
+    how = DivergenceCall(divergence, *caps, x.options.memory_budget, precision, impl, return_entropy)
+    numbers = 0.5 if share is None else share, x.options.logit_scale, y.options.logit_scale
     if impl == "reference":
         loss, entropy = _reference(x, y, weight, inverse, (divergence, numbers[0]))
         loss = torch.where(weight == 0, 0, weight * loss)
         loss = loss if reduction == "none" else torch.where(factor == 0, 0, factor * loss.sum())
     else:
-        own, fixed = ((flat(z.of.e, 1), z.of.c, z.of.bias) for z in (x, y))
+        own, fixed = ((flat(z.e, 1), z.c, z.bias) for z in (x, y))
         fixed = (None if z is None else z.detach() for z in fixed)
-        given = Distillation(*own, *fixed, weight, inverse, _scheduled(numbers), factor)  # type: ignore[arg-type]
+        given = Distillation(*own, *fixed, weight, inverse, as_factors(numbers), factor)  # type: ignore[arg-type]
         loss, entropy = divergence_ops.loss(given, how, reduction == "none")
-    loss = x.of.unshifted(loss) if reduction == "none" else loss
-    return (loss, x.of.unshifted(entropy)) if return_entropy else loss
+    loss = x.unshifted(loss) if reduction == "none" else loss
+    return (loss, x.unshifted(entropy)) if return_entropy else loss
 
 
-class _Side(NamedTuple):
-    """A student or a teacher, checked."""
-
-    of: Prepared
-    scale: float
-    softcap: float | None
-    memory_budget: int | None
-
-
-def _side(given: dict[str, Any], options: tuple, num_items: Any = None) -> _Side:
-    """given: e, c and bias. options: in the order of arguments.CHECKED."""
-    (_, impl, vocab_axis, *_), e = options, given["e"]
-    scale, softcap, _, _, _, budget, _, _ = arguments.options(*options)
+def _side(given: dict[str, Any], options: Options, num_items: Any = None) -> Prepared:
+    """A student or a teacher, checked. given: e, c and bias."""
+    e, options = given["e"], arguments.checked(options)
     arguments.check_tensor("e", e, NAME)
     given["targets"] = e.new_empty(e.shape[:-1], dtype=torch.int64)  # its shape alone is read
-    asked = Asked(NAME, vocab_axis, 0, -100, impl, False, None, {"logit_scale": scale, "num_items": num_items})
-    return _Side(arguments.prepared(given, asked, num_items), scale, softcap, budget)
+    return arguments.prepared(NAME, given, options, num_items)
 
 
 def _factor(reduction: str, weight: Tensor | None, of: Prepared) -> Tensor:
@@ -173,21 +162,15 @@ def _factor(reduction: str, weight: Tensor | None, of: Prepared) -> Tensor:
     return torch.where(items == 0, 0, 1 / items)  # has no gradient, so 1 / 0 does no harm
 
 
-def _scheduled(numbers: tuple[float, ...]) -> Tensor:
-    if torch.compiler.is_compiling():  # as factors, all values share one compilation
-        return torch.stack([torch.ones((), dtype=torch.float64, device="cpu") * x for x in numbers])
-    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
-
-
 def _reference(
-    x: _Side, y: _Side, weight: Tensor, inverse: Tensor | None, measure: tuple[str, float]
+    x: Prepared, y: Prepared, weight: Tensor, inverse: Tensor | None, measure: tuple[str, float]
 ) -> tuple[Tensor, Tensor]:
     """The divergences and the entropies, (N,), from the full logits. PyTorch differentiates the former."""
     kept = torch.where(weight != 0, 0, -1)
 
-    def logits(side: _Side) -> Tensor:
-        operands = Operands(flat(side.of.e, 1), side.of.c, side.of.bias, kept, None, inverse)
-        return reference.logits(operands, Call(side.softcap), side.scale)
+    def logits(side: Prepared) -> Tensor:
+        operands = Operands(flat(side.e, 1), side.c, side.bias, kept, None, inverse)
+        return reference.logits(operands, Call(side.options.softcap), side.options.logit_scale)
 
     with torch.no_grad():
         of_teacher = logits(y)

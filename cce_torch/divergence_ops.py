@@ -1,17 +1,14 @@
-"""Divergences as one PyTorch operator, opaque to torch.compile, and the autograd rule around it.
+"""Divergences as PyTorch operators, opaque to torch.compile, and the task of autograd.py's rules around them.
 
 For a scalar the forward pass forms the gradients, up to the cotangent, de of 16 bits in block floating point, and the
 backward pass multiplies them by it, where their last part is added. So the cotangent adds no rounding.
 
-Under torch.compile, and where PyTorch computes alone, the operator `cce_torch::divergence` returns the weighted sum,
-the numbers of each token, and finished gradients; the backward pass multiplies these. For a loss per token, and under
-torch.func, the backward pass calls the operator, with the cotangents in the weights.
-
-Numbers that people change from step to step (beta and both scales) are a tensor: as constants, torch.compile would
-compile a graph for each value.
+Under torch.compile, and where PyTorch computes alone, an operator returns the weighted sum, the numbers of each token,
+and finished gradients; the backward pass multiplies these. For a loss per token, and under torch.func, the backward
+pass calls the operator, with the cotangents in the weights. `cce_torch::divergence` runs JAX's program, and
+`cce_torch::divergence_in_torch` is PyTorch alone.
 """
 
-from ast import literal_eval
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -22,9 +19,9 @@ from torch import Tensor
 from cce_torch import autograd, in_forward
 from cce_torch.arguments import OF_TORCH
 from cce_torch.autograd import Formed, Gradients, Recomputed, Tensors
-from cce_torch.call import Distillation, DivergenceCall
+from cce_torch.call import Distillation, DivergenceCall, Divergences, Residuals
 from cce_torch.in_torch import divergence
-from cce_torch.operators import of_torch
+from cce_torch.operators import of_jax, of_torch
 
 PIECE_BYTES = 64 * 2**20  # of float32 numbers that exist at a time while 16-bit gradients are multiplied
 
@@ -55,18 +52,15 @@ class _Divergence(NamedTuple):
     def of_backward(self) -> "_Divergence":
         return self
 
-    def forward(self, *arrays: Any) -> tuple[Tensor, ...]:
+    def forward(self, *arrays: Any) -> tuple[Tensor | None, ...]:
         given, (how, per_token, forming, problem) = Distillation(*arrays), self
         # a checkpoint forms the gradients when it runs the second time
-        lost = any(forming) and not torch.compiler.is_compiling() and autograd.drops_what_is_saved()
-        if problem is not None and not lost:
+        drops = any(forming) and not torch.compiler.is_compiling() and autograd.drops_what_is_saved()
+        if problem is not None and not drops:
             return _start(given, problem)
-        summed, total, entropy, *gradients = run(given, repr(tuple(how)), [False] * 3 if lost else list(forming))
-        weight = given.weight
-        value = torch.where(weight == 0, 0, weight * total) if per_token else summed * given.factor
-        if lost:
-            gradients = _placeholders(given, how, forming, problem)
-        return value, entropy, *gradients
+        summed, total, entropy, *gradients = run(given, how, [False] * 3 if drops else list(forming))
+        value = torch.where(given.weight == 0, 0, given.weight * total) if per_token else summed * given.factor
+        return value, entropy, *(_placeholders(given, how, forming, problem) if drops else gradients)
 
     def saves(self, given: Tensors, found: Tensors) -> Tensors:
         if not any(self.forming):
@@ -76,14 +70,10 @@ class _Divergence(NamedTuple):
 
     def finish(self, factor: Tensor, saved: Tensors, wanted: Sequence[bool], in_place: bool) -> Gradients:
         """The gradients, from what the forward pass left."""
-        (weight, of_sum, e, c, bias), left = saved[:5], saved[5:]
+        (weight, of_sum, e, c, bias), left, programs = saved[:5], saved[5:], in_forward.programs
         if self.problem is not None:
-            way, (de, *leaves), factor = self.problem.way, left, of_sum * factor
-            residuals = way.residuals(leaves)
-            if wanted[0]:
-                of_token = torch.where(weight != 0, factor, 0)  # an infinite cotangent times 0 is NaN
-                de = _programs().finish_de(way, de, residuals.units, of_token, e, in_place)
-            dc, dbias = in_forward.programs().finish(way, residuals, factor, wanted[:3], in_place)
+            way, formed, live = self.problem.way, Residuals(*left), weight != 0
+            de, dc, dbias = programs().finish(way, formed, of_sum * factor, wanted, in_place, live)
             return de, dc, None if dbias is None else dbias.to(bias.dtype)
         of_token = torch.where(weight != 0, factor, 0)[:, None]  # an infinite cotangent times 0 is NaN
         factors = of_token, factor.reshape(1, 1), factor.reshape(1)
@@ -97,27 +87,24 @@ class _Divergence(NamedTuple):
             given = given._replace(weight=torch.where(given.weight == 0, 0, given.weight * of_value))
         else:
             given = given._replace(factor=given.factor * of_value)
-        return run(given, repr(tuple(self.how._replace(entropy=False))), list(wanted[:3]))[3:]
+        return run(given, self.how._replace(entropy=False), list(wanted[:3]))[3:]
 
 
-def _start(given: Distillation, problem: Any) -> tuple[Tensor, ...]:
-    """factor · Σ weight · divergence; the entropies; de, and what else is left of its gradients."""
-    total, entropy, de, left = _programs().begin(problem, given)
-    weight, none = given.weight, given.e.new_empty(0)
-    value = torch.where(weight == 0, 0, weight * total).sum() * given.factor
-    return value, none if entropy is None else entropy, none if de is None else de, *left
+def _start(given: Distillation, problem: Any) -> tuple[Tensor | None, ...]:
+    """factor · Σ weight · divergence; the entropies; what is left of its gradients."""
+    total, entropy, left = _programs().begin(problem, given)
+    value = torch.where(given.weight == 0, 0, given.weight * total).sum() * given.factor
+    return value, given.e.new_empty(0) if entropy is None else entropy, *left
 
 
-def _placeholders(given: Distillation, how: DivergenceCall, forming: Sequence[bool], problem: Any) -> list[Tensor]:
+def _placeholders(given: Distillation, how: DivergenceCall, forming: Sequence[bool], problem: Any) -> Tensors:
     """Tensors of the shapes of what is left, with the memory of one element each."""
+    if problem is not None:
+        return problem.way.left.placeholders(given.e)
 
     def new(shape: Any, dtype: torch.dtype) -> Tensor:
         return given.e.new_empty((), dtype=dtype).expand(shape)
 
-    if problem is not None:
-        way = problem.way
-        of_e: Any = _programs().left_de(way) if forming[0] else ((0,), given.e.dtype)
-        return [new(*of_e), *in_forward.programs().leaves_of(way.new(new))]
     each = zip(given, forming, _types(given, how), strict=False)
     return [new((0,), given.e.dtype) if x is None or not w else new(x.shape, t) for x, w, t in each]
 
@@ -142,24 +129,31 @@ def _types(given: Distillation, how: DivergenceCall) -> list[torch.dtype]:
     return [torch.promote_types(x, torch.float32) if how.wide else x for x in found]
 
 
-def _fake(given: Distillation, how: str, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
-    options, e, new = DivergenceCall(*literal_eval(how)), given.e, given.weight.new_empty
-    found = zip(given, wanted, _types(given, options), strict=False)
+def run(given: Distillation, how: DivergenceCall, wanted: Sequence[bool]) -> Tensors:
+    """What divergence.formed finds, by whichever impl. What is not asked for has no elements."""
+    found = (of_torch_alone if how.impl in OF_TORCH else of_programs)(given, how, wanted)
+    return [given.e.new_empty(0) if x is None else x for x in found]
+
+
+def _fake(given: Distillation, how: DivergenceCall, wanted: Sequence[bool]) -> Tensors:
+    e, new = given.e, given.weight.new_empty
+    found = zip(given, wanted, _types(given, how), strict=False)
     gradients = [e.new_empty(0) if x is None or not w else torch.empty_like(x, dtype=t) for x, w, t in found]
-    return new(()), new(e.shape[0]), new(e.shape[0] if options.entropy else 0), *gradients
+    return new(()), new(e.shape[0]), new(e.shape[0] if how.entropy else 0), *gradients
 
 
-@of_torch("divergence", "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", _fake)
-def run(given: Distillation, how: str, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
-    """Σ weight · divergence, (); divergences and entropies, (N,); the gradients of factor times the sum.
+@of_jax("divergence", _fake)
+def of_programs(given: Distillation, how: DivergenceCall, wanted: Sequence[bool]) -> Divergences:
+    """By one of JAX's programs."""
+    if not len(given.e):
+        return divergence.formed(given, how, wanted, _types(given, how))
+    return _programs().formed(given, how, wanted)
 
-    What is not asked for has no elements. how: a DivergenceCall.
-    """
-    options = DivergenceCall(*literal_eval(how))
-    if options.impl in OF_TORCH or not len(given.e):
-        found = divergence.formed(given, options, wanted, _types(given, options))
-    else:
-        found = _programs().formed(given, options, wanted)
+
+@of_torch("divergence_in_torch", "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", _fake)
+def of_torch_alone(given: Distillation, how: DivergenceCall, wanted: Sequence[bool]) -> Tensors:
+    """By PyTorch alone."""
+    found = divergence.formed(given, how, wanted, _types(given, how))
     return tuple(given.e.new_empty(0) if x is None else x for x in found)
 
 

@@ -35,7 +35,7 @@ from cce_kernels.float16 import FLOAT16_LARGEST, OF_EXPONENT, SMALLEST_ROW
 from cce_torch import autograd
 from cce_torch.arguments import OF_TORCH
 from cce_torch.autograd import Formed, Gradients, Tensors
-from cce_torch.call import Operands
+from cce_torch.call import Operands, Residuals
 from cce_torch.on_jax import tensors
 from cce_torch.processes import collectives, shards, vocab_statistics
 from cce_torch.processes.vocab_parallel import Setting
@@ -195,30 +195,27 @@ class _Total(NamedTuple):
         # ignored tokens have no part in S, whatever their totals and weights are
         of_tokens = torch.where(run.kept, totals if weight is None else weight.to(totals.dtype) * totals, 0)
         of_weight = totals if weight is not None and weight.requires_grad else None
-        left = (
-            *(de or (None, None)),
-            collectives.own_tokens(run.kept, setting.tokens, setting.shard),
-            of_weight,
-            *programs().leaves_of(formed),
-        )
-        return of_tokens.sum(), statistics, *left
+        kept = collectives.own_tokens(run.kept, setting.tokens, setting.shard)
+        values, units = (None, None) if de is None else de
+        return of_tokens.sum(), statistics, kept, of_weight, *formed._replace(de=values, units=units)
 
     def saves(self, given: Tensors, found: Tensors) -> Tensors:
         e, c, bias, _, weights, *_, weight = given
         return e, c, bias, weights if self.how.setting.call.smooths else None, weight, *found[2:]
 
     def finish(self, factor: Tensor, saved: Any, wanted: Sequence[bool], in_place: bool) -> Gradients:
-        _, c, bias, weights, weight, de, units, kept, totals, *formed = saved
+        _, c, bias, weights, weight, kept, totals, *left = saved
+        formed, of_sum = Residuals(*left), vocab_statistics.own_weights(weights, self.how.setting.shard)
         tensors.check({"c": c, "bias": bias})  # FSDP may have freed one after the forward pass
-        way, dc, dbias = self.how.way, None, None
+        way: Any = self.how.way
+        de: Any = formed.de
         if way is None:
             dc, dbias = torch.zeros_like(c), None if bias is None else torch.zeros_like(bias)
-        elif wanted[1] or wanted[2]:
-            of_sum = vocab_statistics.own_weights(weights, self.how.setting.shard)
-            dc, dbias = programs().finish(way, way.residuals(formed), factor, wanted[:3], in_place, of_sum)
+        else:
+            _, dc, dbias = programs().finish(way, formed, factor, wanted, in_place, weights=of_sum)
             dbias = None if dbias is None else dbias.to(bias.dtype)
         if wanted[0]:
-            of_token = factor if units is None else factor * units
+            of_token = factor if formed.units is None else factor * formed.units
             of_token = torch.where(kept, of_token, 0).unsqueeze(-1)  # inf times the 0 of an ignored token is NaN
             de = torch.mul(de, of_token, out=de if in_place else torch.empty_like(de))
         of_weight = (factor * totals).to(weight.dtype) if wanted[-1] else None
@@ -247,7 +244,7 @@ class _Run:
         """For all chunks, as it reads c."""
         return self.programs.weighted(self.way, self.c, self.bias, self.weights)
 
-    def evaluated(self, shape: torch.Size) -> tuple[Tensor, Tensor, De | None, Any]:
+    def evaluated(self, shape: torch.Size) -> tuple[Tensor, Tensor, De | None, Residuals]:
         """As `formed`, but the gradients are tensors of one element, expanded."""
         nothing, call = [], self.call._replace(reduction="none", has_z_loss=False)
         reference = vocab_statistics.references(self.own, self.targets, nothing, self.setting._replace(call=call))
@@ -256,21 +253,21 @@ class _Run:
         def new(shape: Any, dtype: torch.dtype) -> Tensor:
             return self.e.new_empty((), dtype=dtype).expand(shape)
 
-        formed = None if self.way is None else self.way.new(new)
+        formed = Residuals() if self.way is None else self.way.sums.made(new)
         found, de = vocab_statistics.of_all_columns(own, self.kept, self.own.weights, self.setting), None
         if self.wanted.e:
             units = new(shape[:-1], torch.float32) if self.e.dtype == torch.float16 else None
             de = De(new(shape, self.e.dtype), units)
         return found, self.of_tokens.totals(found, slice(None)), de, formed
 
-    def formed(self, shape: torch.Size) -> tuple[Tensor, Tensor, De | None, Any]:
-        """The statistics over all columns; the totals; de of S, of this shape, in e's type; Residuals of dc and dbias.
+    def formed(self, shape: torch.Size) -> tuple[Tensor, Tensor, De | None, Residuals]:
+        """The statistics over all columns; the totals; de of S, of this shape, in e's type; dc and dbias as Residuals.
 
-        The Residuals are None if this process has no column.
+        Nothing is left of dc and dbias if this process has no column.
         """
-        formed = None
+        formed = Residuals()
         if self.way is not None:
-            formed = self.programs.cleared(self.way.new(lambda n, t: self.e.new_empty(n, dtype=t)))
+            formed = self.programs.cleared(self.way.sums.made(lambda n, t: self.e.new_empty(n, dtype=t)))
         tokens, spans = len(self.e), self.programs.spans(self.chunks, len(self.e))
         given, de = self._in_order(sum(spans[-1])), _Rows(self.e, self.setting) if self.wanted.e else None
         chunks = [self._chunk(chunk, given, de, formed) for chunk in self._chunks(given, spans)]
@@ -297,7 +294,7 @@ class _Run:
             of_tokens = slice(start, max(start, min(start + size, tokens)))
             yield _Chunk(slice(start, start + size), of_tokens, (count - start).clamp(0, size))
 
-    def _chunk(self, of: "_Chunk", given: "_InOrder", de: Any, formed: Any) -> tuple[Tensor, Tensor]:
+    def _chunk(self, of: "_Chunk", given: "_InOrder", de: Any, formed: Residuals) -> tuple[Tensor, Tensor]:
         """The statistics of the chunk's tokens over all columns, (rows, n), and their totals, (n,).
 
         Adds the chunk's gradients to de and formed.

@@ -8,7 +8,7 @@ from torch import Tensor
 from cce_kernels import contract
 from cce_torch import arguments, statistics
 from cce_torch.arguments import Prepared
-from cce_torch.call import Call, Selections, entropy_of, log_p, lse_of
+from cce_torch.call import Scheduled, Selections, entropy_of, log_p, lse_of
 from cce_torch.options import Impl
 from cce_torch.processes import vocab_statistics
 from cce_torch.processes.vocab_parallel import Setting, VocabParallel
@@ -131,30 +131,21 @@ def linear_log_probs(
     given = dict(e=e, c=c, targets=targets, bias=bias)
     every = given | {"ids": ids, "temperature": temperature if isinstance(temperature, Tensor) else None}
     arguments.refuse_dtensors(every, NAME, ", and vocab_parallel=VocabParallel.from_dtensor(c) if c is split by rows")
-    options = "none", impl, vocab_axis, precision, logit_scale, softcap, 0.0, 0.0, ignore_index, memory_budget, 0.0
-    scale, softcap, _, _, ignore_index, budget, _, shift = arguments.options(*options, shift)
+    options = arguments.Options("none", impl, vocab_axis, precision, logit_scale, softcap)
+    options = arguments.checked(options._replace(ignore_index=ignore_index, memory_budget=memory_budget, shift=shift))
     shard = arguments.shard_of(vocab_parallel, None)
     if targets is None:
-        _check_without_targets(shift, shard)
-        ignore_index, check_targets = -100, False
+        _check_without_targets(options.shift, shard)
+        options, check_targets = options._replace(ignore_index=-100), False
         arguments.check_tensor("e", e, NAME)
         given["targets"] = e.new_zeros(e.shape[:-1], dtype=torch.int64)
-    asked = arguments.Asked(NAME, vocab_axis, shift, ignore_index, impl, check_targets, shard, {"logit_scale": scale})
-    x = arguments.prepared(given, asked)
+    x = arguments.prepared(NAME, given, options, None, check_targets, shard)
     ids, named = _columns_of(ids, x)
     if not 0 <= top_k <= min(MOST_IDS, x.vocabulary):
         raise ValueError(f"top_k={top_k} must be in [0, {min(MOST_IDS, x.vocabulary)}], for V = {x.vocabulary}")
     inverse, count = arguments.inverse_temperature(temperature, x, NAME), max(top_k, int(predicted))
-    call = Call(
-        softcap,
-        budget,
-        ignore_index=ignore_index if x.alone else -1,
-        shift=x.shift if x.alone else 0,
-        reduction="none",
-        precision=precision,
-        impl=x.impl,
-        wide_dc=x.c.dtype != x.e.dtype,
-        of_shard=shard is not None,
+    call = x.call(
+        "none",
         with_mean=entropy is not False,
         mean_is_detached=entropy == "detached",
         with_temperature=inverse is not None,
@@ -162,6 +153,7 @@ def linear_log_probs(
         mean_logit=mean_logit and x.alone,
         ids=0 if ids is None else ids.shape[1],
     )
+    scale: float = options.logit_scale
     log_probs, found, *tensors = statistics.of_tokens(x, call, inverse, scale, ids)
     of_entropy = None
     if call.with_mean:
@@ -170,14 +162,14 @@ def linear_log_probs(
     result = LogProbs(None if targets is None else x.unshifted(log_probs), x.unshifted(lse_of(found)), of_entropy)
     if named is None and not (count or mean_logit):
         return result
-    columns = _Columns(x, inverse, Setting(call, (0.0, 0.0, scale), x.targets.shape, shard))
+    columns = _Columns(x, inverse, Setting(call, Scheduled(scale=scale), x.targets.shape, shard))
     if named is not None:
         of_ids = torch.where(named, log_p(call.ids_of(found), found), -torch.inf)
         result = result._replace(id_log_probs=columns.shaped(of_ids))
     if count or mean_logit:
         of_columns = vocab_statistics.selections
-        selected = Selections.of(tensors, call) if x.alone else of_columns(columns.operands, count, columns.how)
-        if selected.top_logits is not None and selected.top_ids is not None:
+        selected = Selections(*tensors) if x.alone else of_columns(columns.operands, count, columns.how)
+        if count and selected.top_logits is not None and selected.top_ids is not None:
             top, top_ids = log_p(selected.top_logits, found.detach()), selected.top_ids.long()
             result = result._replace(
                 predicted=columns.shaped(top_ids[:, 0]) if predicted else None,

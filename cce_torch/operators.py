@@ -2,10 +2,11 @@
 
 An operator is a function whose parameters have types. A parameter that is a record (a NamedTuple) becomes an argument
 for each of its fields; the options of a call become the arguments of `encoded`. So the function, its fake and its
-callers name what they take, and no order of arguments is written down.
+callers name what they take, and no order of arguments is written down. A result that is a record is returned by the
+operator as its fields, and a tensor without elements stands for None.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import islice
 from typing import Any, get_type_hints
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from cce_torch.call import ENCODED, Call, Scheduled, decoded, encoded
+from cce_torch.autograd import is_batched
+from cce_torch.call import ENCODED, Call, DivergenceCall, Scheduled, decoded, encoded
+from cce_torch.on_jax import tensors
 
 TYPES = {
     Tensor: "Tensor",
@@ -33,18 +36,41 @@ _library = torch.library.Library("cce_torch", "FRAGMENT")
 _tags = [torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe]
 
 
-def of_jax(name: str, results: str, fake: Callable) -> Callable[[Callable], Any]:
-    """Makes an operator of a function that runs JAX's programs. fake: the same for tensors without memory."""
+def of_jax(name: str, fake: Callable) -> Callable[[Callable], Any]:
+    """Makes an operator of a function that runs JAX's programs. fake: the same for tensors without memory.
+
+    The operator checks its tensors: torch.compile traced the public function, or it was not used. Where nothing
+    observes operators, the function itself is called, as the dispatcher takes 50 µs. Its arguments by keyword, which
+    repeat what it finds without them, reach it only then.
+    """
 
     def make(run: Callable) -> Any:
-        types = _types(run)
-        _library.define(f"{name}({_schema(types)}) -> {results}", tags=_tags)
+        types, result = _types(run), get_type_hints(run)["return"]
+        names = [name for name, _ in _arguments(types)]
+        returned = "Tensor" if result is Tensor else f"({', '.join(['Tensor'] * len(_arguments(_types(result))))})"
+        read, read_fake, read_result = _reading(run, types), _reading(fake, types, True), _reader(result)
+
+        def checked(*arguments: Any) -> Any:
+            tensors.check({k: x for k, x in zip(names, arguments, strict=True) if isinstance(x, Tensor)})
+            return _as_tensors(read(*arguments))
+
+        _library.define(f"{name}({_schema(types)}) -> {returned}", tags=_tags)
         for key in ("CPU", "CUDA"):
-            _library.impl(name, _reading(run, types), key)
-        torch.library.register_fake(f"cce_torch::{name}", _reading(fake, types), lib=_library)
+            _library.impl(name, checked, key)
+        torch.library.register_fake(
+            f"cce_torch::{name}", lambda *arguments: _as_tensors(read_fake(*arguments)), lib=_library
+        )
         operator = getattr(torch.ops.cce_torch, name).default
         torch.library.register_vmap(f"cce_torch::{name}", one_by_one(operator), lib=_library)
-        return _taking_records(operator, run)
+
+        def call(*arguments: Any, **known: Any) -> Any:
+            if _is_plain(arguments):
+                return run(*arguments, **known)
+            found = operator(*flat(*arguments))
+            return found if result is Tensor else read_result(iter(found))
+
+        call.function = run  # type: ignore[attr-defined]
+        return call
 
     return make
 
@@ -65,63 +91,124 @@ def of_torch(name: str, results: str, fake: Callable) -> Callable[[Callable], An
 
         schema = f"({_schema(types)}) -> {results}"
         operator = torch.library.custom_op(f"cce_torch::{name}", plainly, mutates_args=(), schema=schema)
-        operator.register_fake(_reading(fake, types))
+        operator.register_fake(_reading(fake, types, True))
         operator.register_vmap(one_by_one(operator))
-        return _taking_records(operator, run)
+
+        def call(*arguments: Any) -> Any:
+            return operator(*flat(*arguments))
+
+        call.function = run  # type: ignore[attr-defined]
+        return call
 
     return make
 
 
 @cache
 def _types(of: Callable) -> dict[str, Any]:
-    """Of the parameters of a function, or of the fields of a record."""
-    return {name: kind for name, kind in get_type_hints(of).items() if name != "return"}
+    """Of the parameters of a function, but those by keyword only; or of the fields of a record."""
+    found = get_type_hints(of)
+    return found if isinstance(of, type) else {name: found[name] for name in _parameters(of)}
+
+
+def _parameters(of: Callable) -> tuple[str, ...]:
+    code = of.__code__
+    return code.co_varnames[: code.co_argcount]
+
+
+def _arguments(types: dict[str, Any]) -> list[tuple[str, str]]:
+    """The names and types of an operator's arguments."""
+    found: list[tuple[str, str]] = []
+    for name, kind in types.items():
+        if kind in ENCODED:
+            found += ENCODED[kind].items()
+        elif kind in TYPES:
+            found.append((name, TYPES[kind]))
+        else:
+            found += _arguments(_types(kind))
+    return found
 
 
 def _schema(types: dict[str, Any]) -> str:
-    """The arguments of an operator."""
-    found = []
-    for name, kind in types.items():
-        if kind is Call:
-            found += [f"{of} {field}" for field, of in ENCODED.items()]
-        else:
-            found.append(f"{TYPES[kind]} {name}" if kind in TYPES else _schema(_types(kind)))
-    return ", ".join(found)
+    return ", ".join(f"{kind} {name}" for name, kind in _arguments(types))
 
 
-def _reading(function: Callable, types: dict[str, Any]) -> Callable:
+def _reading(function: Callable, types: dict[str, Any], without_memory: bool = False) -> Callable:
     """The function, for the arguments of the operator."""
-
-    def read(kind: Any, values: Any) -> Any:
-        if kind is Call:
-            return decoded(*islice(values, len(ENCODED)))
-        return next(values) if kind in TYPES else kind(*(read(of, values) for of in _types(kind).values()))
+    readers = [_reader(kind, without_memory) for kind in types.values()]
 
     def reads(*arguments: Any) -> Any:
         values = iter(arguments)
-        return function(*[read(kind, values) for kind in types.values()])
+        return function(*[read(values) for read in readers])
 
     return reads
 
 
-def _taking_records(operator: Callable, run: Callable) -> Any:
-    def call(*arguments: Any) -> Any:
-        return operator(*flat(*arguments))
+def _reader(kind: Any, without_memory: bool = False) -> Callable[[Iterator[Any]], Any]:
+    """Makes a parameter or a result of this type, from the next values of the operator."""
+    if kind in ENCODED:
+        count = len(ENCODED[kind])
+        return lambda values: decoded(kind, *islice(values, count))
+    if kind is Scheduled and not without_memory:
+        return lambda values: Scheduled(*next(values).tolist())
+    if kind in TYPES:
+        return next
+    readers = [_reader(of, without_memory) for of in _types(kind).values()]
+    return lambda values: kind(*[read(values) for read in readers])
 
-    call.function = run  # type: ignore[attr-defined]
-    return call
+
+def _as_tensors(result: Any) -> Any:
+    """What the operator returns."""
+    if isinstance(result, Tensor):
+        return result
+    first, *others = flat(*result)  # of the fake, a list too
+    return first, *(first.new_empty(0) if x is None else x for x in others)
 
 
 def flat(*arguments: Any) -> list[Any]:
     """The arguments of an operator, from those of its function."""
     found: list[Any] = []
     for x in arguments:
-        if isinstance(x, Call):
+        if isinstance(x, (Call, DivergenceCall)):
             found += encoded(x)
+        elif isinstance(x, Scheduled):
+            found.append(torch.tensor(x, dtype=torch.float64, device="cpu"))
         elif isinstance(x, tuple):  # a record; an operator gets a list of flags
             found += flat(*x)
         else:
             found.append(x)
+    return found
+
+
+def as_factors(numbers: Sequence[float]) -> Tensor:
+    """The numbers as float64 on the CPU. Under torch.compile, which makes constants of numbers, all values share one
+    compilation.
+    """
+    if torch.compiler.is_compiling():
+        return torch.stack([torch.ones((), dtype=torch.float64, device="cpu") * x for x in numbers])
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+
+
+def _is_plain(arguments: tuple) -> bool:
+    """Whether nothing observes operators on these tensors."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._autograd._profiler_enabled()  # type: ignore[attr-defined]
+    ):
+        return False
+    given = _tensors(arguments)
+    return tensors.ORDINARY.issuperset(map(type, given)) and not any(map(is_batched, given))
+
+
+def _tensors(arguments: tuple) -> list[Tensor]:
+    """Those among the arguments of a function."""
+    found: list[Tensor] = []
+    for x in arguments:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, tuple) and not isinstance(x, (Call, Scheduled, DivergenceCall)):
+            found += _tensors(x)
     return found
 
 

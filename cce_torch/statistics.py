@@ -1,10 +1,12 @@
 """The statistics (call.py) of calls that are not one JAX program, and the log-probabilities of all calls."""
 
+from typing import Any
+
 from torch import Tensor
 
 from cce_torch import losses, ops
 from cce_torch.arguments import Prepared, flat, shifted
-from cce_torch.call import Call, Given, Operands
+from cce_torch.call import Call, Given, Operands, Scheduled
 from cce_torch.in_torch import reference, rule
 from cce_torch.processes import vocab_statistics
 from cce_torch.processes.vocab_parallel import Setting
@@ -28,17 +30,15 @@ def statistics(x: Prepared, operands: Operands, call: Call, scheduled: tuple[flo
 
 def of_tokens(
     x: Prepared, call: Call, inverse: Tensor | None, scale: float, ids: Tensor | None = None
-) -> tuple[Tensor, ...]:
+) -> tuple[Any, ...]:
     """The log-probabilities of the targets, (N,), 0 for ignored tokens; the statistics; the selections (call.py).
 
     By whichever impl, JAX programs too. Only if x.alone may the call ask for selections. ids: (N, call.ids) int32.
     """
-    scheduled = 0.0, 0.0, scale
+    scheduled = Scheduled(scale=scale)
     if x.alone:
-        row_length = x.targets.shape[-1] if x.shift else 1
-        tokens = flat(x.targets), None, None, None, inverse, ids
-        given = Given(flat(x.e, 1), x.c, x.bias, *tokens, scheduled, row_length)
-        nll, found, *selected = ops.loss(given, call, True, x.called)
+        given = Given(flat(x.e, 1), x.c, x.bias, x.targets, inverse_temperature=inverse, ids=ids)
+        nll, found, selected = ops.loss(given, scheduled, call, True, x.called)
         return 0 - nll, found, *selected
     operands = operands_of(x)._replace(inverse_temperature=inverse, ids=ids)
     found = statistics(x, operands, call, scheduled)

@@ -9,7 +9,7 @@ from torch import Tensor
 from cce_kernels import contract
 from cce_torch import arguments as checks
 from cce_torch import in_forward, losses, statistics
-from cce_torch.call import Call, entropy_of, lse_of
+from cce_torch.call import Scheduled, entropy_of, lse_of
 from cce_torch.options import Impl, Reduction
 from cce_torch.processes.vocab_parallel import Setting, VocabParallel
 from cce_torch.token_function import NAME, TokenFunction, TokenNumbers, kept, token_numbers
@@ -104,33 +104,19 @@ def linear_token_loss(
     others = {f"argument {k} of fn": y for k, y in enumerate(arguments)} | {"temperature": temperature}
     remedy = ", and vocab_parallel=VocabParallel.from_dtensor(c) if c is split by rows"
     checks.refuse_dtensors(of_call | {k: y for k, y in others.items() if isinstance(y, Tensor)}, NAME, remedy)
-    options = reduction, impl, vocab_axis, precision, logit_scale, softcap, 0.0, 0.0, ignore_index, memory_budget, 0.0
-    scale, softcap, _, _, ignore_index, budget, _, shift = checks.options(*options, shift)
-    contract.num_items(num_items, reduction)
-    shard = checks.shard_of(vocab_parallel, None)
-    finite = {"logit_scale": scale, "num_items": num_items}
-    asked = checks.Asked(NAME, vocab_axis, shift, ignore_index, impl, check_targets, shard, finite)
-    x = checks.prepared(of_call, asked, num_items)
+    options = checks.Options(reduction, impl, vocab_axis, precision, logit_scale, softcap)
+    options = checks.checked(options._replace(ignore_index=ignore_index, memory_budget=memory_budget, shift=shift))
+    shard, scale = checks.shard_of(vocab_parallel, None), options.logit_scale
+    x = checks.prepared(NAME, of_call, options, num_items, check_targets, shard)
     operands = statistics.operands_of(x)
     operands = operands._replace(inverse_temperature=checks.inverse_temperature(temperature, x, NAME))
     of_tokens = TokenFunction.of(fn, arguments, x, operands.columns)
-    call = Call(
-        softcap,
-        budget,
-        ignore_index=-1,
-        reduction="none",
-        precision=precision,
-        impl=x.impl,
-        wide_dc=x.c.dtype != x.e.dtype,
-        of_shard=shard is not None,
-        with_mean=entropy,
-        with_temperature=operands.inverse_temperature is not None,
-    )
-    setting = Setting(call, (0.0, 0.0, scale), x.targets.shape, shard)
+    call = x.call("none", with_mean=entropy, with_temperature=operands.inverse_temperature is not None)
+    in_chunks = call._replace(ignore_index=-1, shift=0)  # `columns` knows the ignored tokens and the shift
+    setting = Setting(in_chunks, Scheduled(scale=scale), x.targets.shape, shard)
     formed = None if reduction == "none" else in_forward.total(operands, of_tokens, setting)
     if formed is None:
-        of_numbers = call._replace(ignore_index=ignore_index, shift=x.shift) if x.alone else call
-        log_probs, found = statistics.of_tokens(x, of_numbers, operands.inverse_temperature, scale)
+        log_probs, found, *_ = statistics.of_tokens(x, call, operands.inverse_temperature, scale)
         entropies = entropy_of(found[0], found[3]) if entropy else None
         value = of_tokens(kept(TokenNumbers(log_probs, lse_of(found), entropies), operands.columns))
         # log_probs is 0 for ignored tokens. Through it a loss that reads no number still has gradients, which are 0.

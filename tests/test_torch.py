@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from cce_torch import LinearCrossEntropy, linear_cross_entropy, ops
-from cce_torch.call import Call, Given, Left, Saved
+from cce_torch.call import Call, Given, OfResults, Residuals, Saved, Scheduled
 from cce_torch.operators import flat
 from tests.call_torch import small_blocks
 from tests.tolerance import error
 
-SCHEDULED = 0.0, 0.0, 1.0  # label_smoothing, z_loss, scale
+SCHEDULED = Scheduled()
 CALL_OF = Call(memory_budget=2**28, impl="chunked")
 
 
@@ -76,13 +76,13 @@ def test_opcheck(options):
     c = c.T.contiguous().T if call.smooths else c
     inverse, weight = (torch.rand(24) + 0.5, None) if call.with_temperature else (None, torch.rand(24))
     ids = torch.randint(-1, len(c), (24, call.ids), dtype=torch.int32) if call.ids else None
-    given = Given(e, c, None, t, None, weight, None, inverse, ids, torch.tensor([0.1 * call.smooths, 0.0, 1.0]), 24)
-    torch.library.opcheck(torch.ops.cce_torch.loss.default, tuple(flat(given, None, [], False, call)))
-    _, statistics, left = ops.loss_operator(given, None, [], False, call)
-    assert left == []
-    cotangents = None if weight is None else torch.rand(24), torch.rand_like(statistics)
+    given, numbers = Given(e, c, None, t, None, weight, None, inverse, ids), Scheduled(0.1 * call.smooths)
+    torch.library.opcheck(torch.ops.cce_torch.loss.default, tuple(flat(given, numbers, None, [], call)))
+    _, statistics, _, left = ops.loss_of(given, numbers, None, [], call)
+    assert left == Residuals()
+    cotangents = OfResults(None if weight is None else torch.rand(24), torch.rand_like(statistics))
     wanted = [True, True, False, weight is not None]
-    arguments = *cotangents, given, Saved(statistics, Left(), []), wanted, False, call
+    arguments = cotangents, given, numbers, Saved(statistics, Residuals(), []), wanted, call
     torch.library.opcheck(torch.ops.cce_torch.gradients.default, tuple(flat(*arguments)))
 
 
@@ -336,10 +336,14 @@ def test_the_users_own_jax_is_as_it_was():
 def test_ops_refuse_nothing_that_the_fakes_allow():
     """Fake and real results agree in shape, type and strides for every combination of wanted gradients."""
     e, c, t = (x.detach() for x in example())
-    statistics = ops.loss_of(Given(e, c, None, t, None, None, None, None, None, SCHEDULED, 1), None, [], CALL_OF)[1]
+    statistics = ops.loss_of(Given(e, c, None, t), SCHEDULED, None, [], CALL_OF).statistics
     for wanted in [(a, b, False, d) for a in (True, False) for b in (True, False) for d in (True, False)]:
         weight = torch.rand(24)
-        given = Given(e, c.T.contiguous().T, None, t, None, weight, None, None, None, torch.tensor(SCHEDULED), 1)
-        arguments = torch.ones(()), None, given, Saved(statistics, Left(), []), list(wanted), False, CALL_OF
-        for x, y in zip(ops.gradients_operator(*arguments), ops._fake_gradients(*arguments), strict=True):
-            assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
+        given = Given(e, c.T.contiguous().T, None, t, token_weight=weight)
+        held = Saved(statistics, Residuals(), [])
+        arguments = OfResults(torch.ones(()), None), given, SCHEDULED, held, list(wanted), CALL_OF
+        found, fakes = ops.gradients_of(*arguments), ops._fake_gradients(*arguments)
+        assert [x is not None for x in found] == [y is not None for y in fakes] == list(wanted)
+        for x, y in zip(found, fakes, strict=True):
+            if x is not None and y is not None:
+                assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())

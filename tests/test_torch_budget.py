@@ -10,7 +10,7 @@ import torch
 
 from cce_kernels.exponentials import saved_shape
 from cce_torch import linear_cross_entropy, ops
-from cce_torch.call import Call, Given, Left, Saved
+from cce_torch.call import Call, Given, OfResults, Saved, Scheduled
 from cce_torch.on_jax import kinds, programs
 from cce_torch.operators import flat
 from tests import call, call_torch
@@ -48,7 +48,8 @@ def saved(monkeypatch) -> list[tuple[int, int] | None]:
 
     def recorded(*arguments, **options):
         result = real(*arguments, **options)
-        shapes.append(tuple(result[2][0].shape) if result[2] else None)
+        left = [x for x in result.residuals if x is not None]
+        shapes.append(tuple(left[0].shape) if left else None)
         return result
 
     monkeypatch.setattr(programs, "loss", recorded)
@@ -101,7 +102,8 @@ def test_only_what_a_backward_pass_will_read_is_saved(saved):
     loss(e.detach(), c, t)
     loss(e, c.detach(), t)
     assert saved == [(TOKENS, COLUMNS)] + 4 * [None] + 2 * [(TOKENS, COLUMNS)]
-    assert loss(e, c, t).grad_fn.saved_tensors[-1].shape == (TOKENS, COLUMNS)
+    *_, left = (x for x in loss(e, c, t).grad_fn.saved_tensors if x is not None)
+    assert left.shape == (TOKENS, COLUMNS)
 
 
 def test_compiled_code_saves_nothing_and_is_right(saved):
@@ -124,11 +126,13 @@ def test_opcheck(budget):
     given = inputs(Case("", (TOKENS,), D, V, (), 0.0), "bfloat16")  # of ignored tokens what is saved is arbitrary
     e, c, t = tensor(given.e), tensor(given.c), tensor(given.targets).long()
     call, saving_for = Call(impl="cce", memory_budget=budget), [True, True, False]
-    given = Given(e, c, None, t, None, None, None, None, None, torch.tensor([0.0, 0.0, 1.0]), 1)
-    torch.library.opcheck(torch.ops.cce_torch.loss.default, tuple(flat(given, None, saving_for, False, call)))
-    _, statistics, left = ops.loss_operator(given, None, saving_for, False, call)
-    assert [x.shape for x in left] == [(TOKENS, COLUMNS)] * (budget > 0)
-    saved = Saved(statistics, Left(*left), saving_for)
-    arguments = torch.ones(()), None, given, saved, [True, True, False, False], False, call
-    for x, y in zip(ops.gradients_operator(*arguments), ops._fake_gradients(*arguments), strict=True):
+    given, numbers = Given(e, c, None, t), Scheduled()
+    torch.library.opcheck(torch.ops.cce_torch.loss.default, tuple(flat(given, numbers, None, saving_for, call)))
+    _, statistics, _, left = ops.loss_of(given, numbers, None, saving_for, call)
+    assert [x.shape for x in left if x is not None] == [(TOKENS, COLUMNS)] * (budget > 0)
+    saved = Saved(statistics, left, saving_for)
+    arguments = OfResults(torch.ones(()), None), given, numbers, saved, [True, True, False, False], call
+    found, fakes = ops.gradients_of(*arguments), ops._fake_gradients(*arguments)
+    assert [x is None for x in found] == [y is None for y in fakes] == [False, False, True, True]
+    for x, y in zip(found[:2], fakes[:2], strict=True):
         assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())

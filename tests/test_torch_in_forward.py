@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from cce_jax import passes, plans
 from cce_kernels.numbers import Cotangents, Wanted
+from cce_kernels.plan import residuals
 from cce_torch import LinearCrossEntropy, LinearCrossEntropyHead, linear_cross_entropy, ops
-from cce_torch.call import TENSORS, Call, Given, Left, Saved
+from cce_torch.call import Call, Given, OfResults, Residuals, Saved
 from cce_torch.on_jax import bridge, kinds, programs
 from cce_torch.operators import flat
 from tests.call_torch import assert_same_bits
@@ -25,7 +26,6 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 ONCE = ["torch_begin", "torch_finish"]  # the programs of a step
 AGAIN = ["torch_loss", "torch_gradients"]
 TOLERANCE = 2.0**-7
-LEFT = TENSORS + 4  # where the saved tensors of the loss begin that the forward pass left
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,6 +47,11 @@ def ran(monkeypatch) -> list[str]:
 
     monkeypatch.setattr(bridge, "run", recorded)
     return names
+
+
+def left(value: torch.Tensor) -> list[torch.Tensor]:
+    """What the forward pass left for the gradients of the loss."""
+    return [x for x in value.grad_fn.saved_tensors[-len(Residuals._fields) :] if x is not None]
 
 
 def example(tokens=600, width=40, vocabulary=300, dtype=torch.bfloat16, seed=0, ignored=0.2, wide=False, axis=0):
@@ -112,7 +117,7 @@ def test_backward_again_over_a_kept_graph(dtype, ran):
 def test_gradients_take_the_memory_of_what_was_formed(dtype, kept):
     e, c, t = example(dtype=dtype)
     value = loss(e, c, t)
-    formed = [x.data_ptr() for x in value.grad_fn.saved_tensors[LEFT : LEFT + 2]]
+    formed = [x.data_ptr() for x in left(value)[:2]]
     found = gradients(value, e, c, retain_graph=kept)
     assert [x.data_ptr() in formed for x in found] == 2 * [not kept]
     assert len({x.data_ptr() for x in found}) == 2
@@ -147,7 +152,7 @@ def test_what_was_formed_is_freed(done):
     """With the graph, or by the backward pass, even if the loss is kept for a log."""
     e, c, t = example()
     value = loss(e, c, t)
-    formed = [weakref.ref(x) for x in value.grad_fn.saved_tensors[LEFT:]]
+    formed = [weakref.ref(x) for x in left(value)]
     assert len(formed) == 3, "de, dc and its steps"
     if done:
         gradients(value, e, c)
@@ -183,7 +188,7 @@ def test_only_what_is_wanted_is_formed(ran):
     b = torch.zeros(300, dtype=e.dtype, requires_grad=True)
 
     def formed(*leaves):
-        return [x.shape for x in loss(*leaves[:2], t, bias=leaves[2]).grad_fn.saved_tensors[LEFT:]]
+        return [x.shape for x in left(loss(*leaves[:2], t, bias=leaves[2]))]
 
     found = formed(e, c, b)
     assert [*found[:2], found[3]] == [e.shape, c.shape, b.shape]
@@ -297,19 +302,18 @@ def test_compiled_code_that_computes_the_logits_again(more, ran):
 @pytest.mark.parametrize(("axis", "wide"), [(0, False), (1, True)])
 def test_opcheck(axis, wide):
     e, c, t = (x.detach() for x in example(wide=wide, axis=axis))
-    rounded, weight, scheduled = c.to(e.dtype), torch.rand(600), torch.tensor(SCHEDULED)
+    rounded, weight, scheduled = c.to(e.dtype), torch.rand(600), SCHEDULED
     call = CALL_OF._replace(wide_dc=wide, gradient_tolerance=TOLERANCE * axis)
     saving_for, wanted = [True, True, False], [True, True, False, True]
     assert rounded.stride() == c.stride()
-    of_tokens = None, t, None, weight, None, None, None, scheduled, 1
-    given = Given(e, rounded, *of_tokens)
-    torch.library.opcheck(torch.ops.cce_torch.loss.default, tuple(flat(given, None, saving_for, False, call)))
-    _, statistics, left = ops.loss_operator(given, None, saving_for, False, call)
-    assert [x.dtype for x in left[:2]] == [e.dtype, torch.float32 if wide else torch.int16]
-    saved = Saved(statistics, Left(*left), saving_for)
-    arguments = torch.ones(()), None, Given(e, c, *of_tokens), saved, wanted, False, call
+    given = Given(e, rounded, None, t, token_weight=weight)
+    torch.library.opcheck(torch.ops.cce_torch.loss.default, tuple(flat(given, scheduled, None, saving_for, call)))
+    _, statistics, _, formed = ops.loss_of(given, scheduled, None, saving_for, call)
+    assert [formed.de.dtype, formed.dc.dtype] == [e.dtype, torch.float32 if wide else torch.int16]
+    saved = Saved(statistics, formed, saving_for)
+    arguments = OfResults(torch.ones(()), None), given._replace(c=c), scheduled, saved, wanted, call
     torch.library.opcheck(torch.ops.cce_torch.gradients.default, tuple(flat(*arguments)))
-    de, dc, _, dweight = ops.gradients_operator(*arguments)
+    de, dc, _, dweight = ops.gradients_of(*arguments)
     leaves = [x.clone(memory_format=torch.preserve_format).requires_grad_() for x in (e, c, weight)]
     assert_same_bits(
         [de, dc, dweight], gradients(loss(*leaves[:2], t, token_weight=leaves[2], memory_budget=2**28), *leaves)
@@ -320,9 +324,9 @@ def test_opcheck(axis, wide):
 def test_on_a_cpu_a_tolerance_leaves_out_nothing(dtype, ran):
     """The bits are those of the exact gradients."""
     e, c, t = example(dtype=dtype)
-    bias = torch.zeros(300, dtype=dtype, requires_grad=True)  # with it a call leaves as much as any
+    bias = torch.zeros(300, dtype=dtype, requires_grad=True)
     exact, value = (loss(e, c, t, bias=bias, gradient_tolerance=x) for x in (0.0, TOLERANCE))
-    assert len(value.grad_fn.saved_tensors[LEFT:]) <= len(Left._fields)
+    assert Residuals._fields == residuals.Residuals._fields
     assert_same_bits(gradients(value, e, c, bias), gradients(exact, e, c, bias))
     assert ran[:2] == ["torch_begin"] * 2
 

@@ -70,9 +70,10 @@ def test_what_is_saved_with_a_detached_entropy(impl, frozen, monkeypatch):
     monkeypatch.setattr(
         programs,
         "gradients",
-        lambda k, given, saved, *x: (left.append([y for y in saved.left if y is not None]), run(k, given, saved, *x))[
-            1
-        ],
+        lambda k, given, numbers, saved, *x: (
+            left.append([y for y in saved.residuals if y is not None]),
+            run(k, given, numbers, saved, *x),
+        )[1],
     )
     x, found = made((200,), dtype="bfloat16", vocabulary=256, width=64), []
     for entropy, profiled in ((False, False), ("detached", False), ("detached", True)):

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from cce_torch import linear_log_probs, ops
-from cce_torch.call import Call, Given
+from cce_torch.call import Call, Given, Scheduled
 from cce_torch.on_jax import bridge
 from cce_torch.operators import flat
 from tests.test_structure import flops
@@ -88,6 +88,6 @@ def test_compiled_for_any_k():
 def test_opcheck():
     e, c, targets = (x.detach() for x in drawn(21))
     call = Call(reduction="none", impl="chunked", with_mean=True, top_k=3, mean_logit=True)
-    given = Given(e, c, None, targets, None, None, None, None, None, torch.tensor([0.0, 0.0, 1.0]), 1)
-    torch.library.opcheck(torch.ops.cce_torch.loss.default, tuple(flat(given, None, [], False, call)))
-    assert len(ops.loss(given, call, True, "linear_log_probs")) == 5
+    given, numbers = Given(e, c, None, targets), Scheduled()
+    torch.library.opcheck(torch.ops.cce_torch.loss.default, tuple(flat(given, numbers, None, [], call)))
+    assert None not in ops.loss(given, numbers, call, True, "linear_log_probs")[2]

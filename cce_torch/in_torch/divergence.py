@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from cce_torch.call import Distillation, DivergenceCall, Operands
+from cce_torch.call import Distillation, DivergenceCall, Divergences, Operands
 from cce_torch.in_torch import blocks
 
 LEAST_TOKENS = 16  # of a chunk, however small the budget is
@@ -23,11 +23,8 @@ STEP_BYTES = 256 * 2**20  # of these arrays at a time, at most
 
 def formed(
     given: Distillation, how: DivergenceCall, wanted: Sequence[bool], types: Sequence[torch.dtype]
-) -> tuple[Tensor | None, ...]:
-    """Σ weight · divergence, (); the divergences and the student's entropies, (N,), 0 where the weight is 0.
-
-    Then the gradients of factor times the sum, in these types, by e, c and bias. None: not wanted.
-    """
+) -> Divergences:
+    """types: of the gradients of e, c and bias."""
     (e, c, bias), weight, inverse = given[:3], given.weight, given.inverse_temperature
     accumulate, factor = blocks.sum_type(e), given.factor
     operand, of_teacher = (blocks.operand_type(x) for x in (e, given.teacher_e))
@@ -68,7 +65,7 @@ def formed(
         del x, y
     summed = torch.where(weight != 0, weight * total, 0).sum()
     dc, dbias = (None if x is None else x.mul_(factor).to(t) for x, t in zip((dc, dbias), types[1:], strict=True))
-    return summed, total, entropy if how.entropy else None, de, dc, dbias
+    return Divergences(summed, total, entropy if how.entropy else None, de, dc, dbias)
 
 
 def _block(operands: Operands, scale: float, softcap: float | None) -> blocks.Block:

@@ -18,7 +18,7 @@ columns where the shard does not hold the token's target. `reference`: as in pro
 whole vocabulary is a shard that has all columns.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -37,10 +37,11 @@ from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
 from cce_kernels.plan import Chunks, Plan, residuals
 from cce_kernels.plan.residuals import Residuals, shapes_of
 from cce_kernels.weighted_sum import Weighted
+from cce_torch import call as records
 from cce_torch.call import Call, Operands
 from cce_torch.on_jax import bridge
 from cce_torch.on_jax.kinds import Kind, kind_of, kind_of_tensors
-from cce_torch.on_jax.programs import PROGRAMS, Handover, dense, finite, jitted, stacked, unstacked, viewed
+from cce_torch.on_jax.programs import PROGRAMS, Handover, Tokens, dense, finite, jitted, stacked, unstacked, viewed
 
 
 def inputs_of(e, c, bias, columns, weights, scale, inverse_temperature=None, ids=None) -> Inputs:
@@ -61,20 +62,14 @@ class Way:
         return self.plan.forward is not None
 
     @cached_property
-    def _left(self) -> Handover:
-        """What the forward pass leaves of dc and dbias. de is left apart, as it is of all columns."""
-        return Handover(shapes_of(self.plan)._replace(de=None))
+    def left(self) -> Handover:
+        """What the forward pass leaves."""
+        return Handover(shapes_of(self.plan))
 
-    def new(self, make: Callable[[Any, torch.dtype], Tensor]) -> Residuals:
-        """What is left, as tensors make(shape, dtype)."""
-        return self.residuals([make(*x) for x in self._left.leaves])
-
-    def residuals(self, leaves: Any) -> Residuals:
-        return jax.tree.unflatten(self._left.structure, leaves)
-
-
-def leaves_of(residuals: Residuals | None) -> list[Tensor]:
-    return jax.tree.leaves(residuals)
+    @cached_property
+    def sums(self) -> Handover:
+        """The same without de, which a chunk's program gives apart: it is of all columns."""
+        return Handover(self.left.shapes._replace(de=None, units=None))
 
 
 class Results(NamedTuple):
@@ -124,7 +119,7 @@ def spans(chunks: Chunks, tokens: int) -> list[tuple[int, int]]:
     return [(start, chunks.size) for start in range(0, max(tokens, 1), chunks.size)]
 
 
-def cleared(formed: Residuals) -> Residuals:
+def cleared(formed: records.Residuals) -> records.Residuals:
     """formed, whose sums are 0. With steps of 0 the sum dc is 0, whatever its memory holds."""
     sums: Any = formed.dc if formed.steps is None else None, formed.steps, formed.dbias, formed.q
     for x in sums:
@@ -194,24 +189,39 @@ def chunk_gradients(way: Way, chunk: Chunk, exchanged: Exchanged, results: Resul
 
 
 def finish(
-    way: Way, formed: Residuals, factor: Tensor, wanted: tuple[bool, ...], in_place: bool, weights: Tensor | None = None
-) -> tuple[Tensor | None, Tensor | None]:
-    """factor · dc and factor · dbias, float32 or dc in e's type; None where not wanted. factor: () float32.
+    way: Way,
+    formed: records.Residuals,
+    factor: Tensor,
+    wanted: Sequence[bool],
+    in_place: bool,
+    live: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """factor times de, in e's type, dc, in its type, and dbias, in float32; None where not wanted. factor: () float32.
 
-    weights: of the weighted sum, of the process' columns. in_place: dc takes the memory of formed, which is of no use
-    afterwards.
+    live: (N,), the tokens that are not ignored; None: no de. weights: of the weighted sum, of the process' columns.
+    in_place: the gradients take the memory of formed, which is of no use afterwards.
     """
-    left: Any = formed
-    _, of_c, of_bias = wanted
-    dbias = left.dbias * factor if of_bias and left.dbias is not None else None
-    dc = left.dc if of_c else None
-    if dc is None:
-        return None, dbias
-    output = dc if in_place else torch.empty_like(dc)
-    arrays = [None if in_place else dc, dense(factor), *map(dense, (left.steps, left.q, weights))]
-    dc = bridge.run(_finish_program(way, in_place), arrays, [output])[0]
-    dc = dc if left.steps is None else viewed(dc, way.kind.dtype)
-    return way.kind.in_order_of_c(dc), dbias
+    kind, dbias = way.kind, formed.dbias * factor if wanted[2] and formed.dbias is not None else None
+    de, dc = formed.de if wanted[0] and live is not None else None, formed.dc if wanted[1] else None
+    sums = [(de, kind.dtype), (dc, None if dc is None else dc.dtype)]
+    reused = tuple(None if x is None else in_place and x.dtype == dtype for x, dtype in sums)
+    memory = [
+        x if reuses else torch.empty_like(x, dtype=dtype)
+        for (x, dtype), reuses in zip(sums, reused, strict=True)
+        if x is not None
+    ]
+    if memory:
+        count = 0 if live is None else len(live)
+        live = None if de is None else Tokens(kind, count).padded(live, 0)
+        read = [None if reuses else x for (x, _), reuses in zip(sums, reused, strict=True)]
+        arrays = [*read, dense(factor), live, *map(dense, (formed.units, formed.steps, formed.q, weights))]
+        found = iter(bridge.run(_finish_program(way, reused), arrays, memory))
+        de = None if de is None else Tokens(kind, count).cut(next(found))
+        dc = None if dc is None else next(found)
+    if dc is not None:
+        dc = kind.in_order_of_c(dc if formed.steps is None else viewed(dc, kind.dtype))
+    return de, dc, dbias
 
 
 def _chunk(*arrays) -> blocks.Block:
@@ -273,10 +283,17 @@ def _chunk_gradients_program(way: Way, size: int, written: tuple[bool, ...]) -> 
 
 
 @lru_cache(maxsize=PROGRAMS)
-def _finish_program(way: Way, in_place: bool) -> Callable:
-    def torch_chunk_finish(memory, dc, factor, steps, q, weights):
-        formed = Residuals(dc=memory if in_place else dc, steps=steps, q=q)
-        found: Any = blocks.finish(formed, factor, jnp.zeros(0, bool), way.plan, weights)
-        return (found.c if steps is None else lax.bitcast_convert_type(found.c, jnp.int16),)
+def _finish_program(way: Way, reused: tuple[bool | None, bool | None]) -> Callable:
+    """reused: for de and dc, whether the result's memory holds what is left of it; None: not wanted."""
+    count = len([x for x in reused if x is not None])
 
-    return jitted(torch_chunk_finish, 1)
+    def torch_chunk_finish(*arrays):
+        memory, (de, dc, factor, live, units, steps, q, weights) = iter(arrays[:count]), arrays[count:]
+        own = [None if reuses is None else next(memory) for reuses in reused]
+        de, dc = (x if reuses else y for x, y, reuses in zip(own, (de, dc), reused, strict=True))
+        formed = Residuals(de=de, dc=dc, steps=steps, units=units, q=q)
+        found: Any = blocks.finish(formed, factor, live, way.plan, weights)
+        dc = found.c if steps is None or found.c is None else lax.bitcast_convert_type(found.c, jnp.int16)
+        return tuple(x for x in (found.e, dc) if x is not None)
+
+    return jitted(torch_chunk_finish, count)

@@ -1,9 +1,7 @@
 """The JAX programs of a divergence, on tensors of PyTorch: cce_kernels/divergence.py, which cce_jax runs as well.
 
     torch_divergence          the sum, the numbers of each token, and the finished gradients of factor times the sum
-    torch_begin_divergence    the numbers of each token, and what is left of the gradients for `finish_de` and
-                              chunk_programs.finish
-    torch_finish_de           de, from what is left
+    torch_begin_divergence    the numbers of each token, and what is left of the gradients for chunk_programs.finish
 
 As those of the loss, they are compiled for each Kind of the student, for a padded number of tokens.
 """
@@ -23,12 +21,11 @@ from cce_jax import plans
 from cce_kernels import divergence
 from cce_kernels.blocks import finish
 from cce_kernels.divergence import Divergence
-from cce_kernels.gradients import De, multiplied
 from cce_kernels.head import Head
 from cce_kernels.numbers import Wanted
-from cce_torch.call import Call, Distillation, DivergenceCall
+from cce_torch.call import Call, Distillation, DivergenceCall, Divergences, Residuals
 from cce_torch.on_jax import bridge, programs, tensors
-from cce_torch.on_jax.chunk_programs import Way, leaves_of
+from cce_torch.on_jax.chunk_programs import Way
 from cce_torch.on_jax.kinds import Kind, is_exact, kind_of_tensors
 
 
@@ -91,16 +88,17 @@ class Problem:
         return [given.weight.new_empty(self.tokens.size, dtype=torch.float32) for _ in range(1 + self.key.of.entropy)]
 
 
-def formed(given: Distillation, how: DivergenceCall, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
+def formed(given: Distillation, how: DivergenceCall, wanted: Sequence[bool]) -> Divergences:
     """As cce_torch.in_torch.divergence.formed. N ≥ 1."""
     x = Problem(given, how, wanted)
     kind, tokens = x.kind, x.tokens
     outputs = [given.e.new_empty((), dtype=torch.float32), *x.numbers(given), *tokens.of_gradients(given.e, wanted)]
     inputs = [programs.dense(given.factor), *x.inputs(given)]
     found = iter(bridge.run(_program(x.key, tokens.size), inputs, outputs))
-    summed, total, entropy, de, dc, dbias = (next(found) if w else None for w in (True, True, how.entropy, *wanted))
-    total, entropy, de = (None if y is None else tokens.cut(y) for y in (total, entropy, de))
-    return summed, total, entropy, de, None if dc is None else kind.in_order_of_c(dc), dbias
+    result = Divergences(*(next(found) if w else None for w in (True, True, how.entropy, *wanted)))  # type: ignore[arg-type]
+    total, entropy, de = (None if y is None else tokens.cut(y) for y in result[1:4])
+    dc = None if result.dc is None else kind.in_order_of_c(result.dc)
+    return result._replace(total=total, entropy=entropy, de=de, dc=dc)
 
 
 @lru_cache(maxsize=programs.PROGRAMS)
@@ -109,38 +107,13 @@ def _way(key: Distilled, size: int) -> Way:
     return Way(key.kind, plans.plan_for(shapes, key.core, key.wanted, one_factor=True))
 
 
-def left_de(way: Way) -> tuple[tuple[int, int], torch.dtype]:
-    """The shape and the type of de in what is left: with rows for the padding of the tokens."""
-    request = way.plan.request
-    return (request.tokens, request.width), getattr(torch, request.left_de_dtype)
-
-
-def begin(x: Problem, given: Distillation) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor]]:
-    """The divergences and the entropies of the tokens, (N,); `left_de` of Σ weight · divergence; the other leaves of
-    what is left. N ≥ 1.
-    """
-    way, new = x.way, given.e.new_empty
-    outputs, with_de = x.numbers(given), way.plan.request.wants.e
-    if with_de:
-        shape, dtype = left_de(way)
-        outputs.append(new(shape, dtype=dtype))
-    outputs += leaves_of(way.new(lambda shape, dtype: new(shape, dtype=dtype)))
-    found = iter(bridge.run(_begin_program(x.key, x.tokens.size, len(outputs)), x.inputs(given), outputs))
-    total, entropy, de = (next(found) if w else None for w in (True, x.key.of.entropy, with_de))
-    total, entropy = (None if y is None else x.tokens.cut(y) for y in (total, entropy))
-    return total, entropy, de, list(found)  # type: ignore[return-value]
-
-
-def finish_de(way: Way, de: Tensor, units: Tensor | None, of_token: Tensor, e: Tensor, in_place: bool) -> Tensor:
-    """de, (N, D) of e's type, each row times a number, from `left_de` and the units of what is left.
-
-    of_token: (N,) float32. in_place: de may be overwritten.
-    """
-    tokens = programs.Tokens(way.kind, len(e))
-    in_place = in_place and de.dtype == e.dtype
-    output = de if in_place else e.new_empty(de.shape)
-    arrays = [None if in_place else de, units, tokens.padded(of_token, 0)]
-    return tokens.cut(bridge.run(_de_program(way, in_place), arrays, [output])[0])
+def begin(x: Problem, given: Distillation) -> tuple[Tensor, Tensor | None, Residuals]:
+    """The divergences and the entropies of the tokens, (N,), and what is left of Σ weight · divergence. N ≥ 1."""
+    numbers, left = x.numbers(given), x.way.left.made(lambda shape, dtype: given.e.new_empty(shape, dtype=dtype))
+    outputs = [*numbers, *(y for y in left if y is not None)]
+    bridge.run(_begin_program(x.key, x.tokens.size, len(outputs)), x.inputs(given), outputs)
+    total, *entropy = map(x.tokens.cut, numbers)
+    return total, entropy[0] if entropy else None, left
 
 
 @lru_cache(maxsize=programs.PROGRAMS)
@@ -166,14 +139,6 @@ def _begin_program(key: Distilled, size: int, count: int) -> Callable:
         return tuple(jax.tree.leaves((numbers, left)))
 
     return programs.jitted(torch_begin_divergence, count)
-
-
-@lru_cache(maxsize=programs.PROGRAMS)
-def _de_program(way: Way, in_place: bool) -> Callable:
-    def torch_finish_de(memory: Any, de: Any, units: Any, of_token: Any) -> tuple:
-        return (multiplied(De(memory if in_place else de, units), of_token, way.plan.request),)
-
-    return programs.jitted(torch_finish_de, 1)
 
 
 def _given(arrays: Sequence[Any]) -> divergence.Given:

@@ -29,7 +29,8 @@ from cce_jax import losses, passes, plans
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Statistics, Wanted
 from cce_kernels.plan.residuals import Residuals, shapes_of
 from cce_kernels.selections import Asked, Selections
-from cce_torch.call import Call, Given, Saved, selects
+from cce_torch import call as records
+from cce_torch.call import Call, Given, OfGiven, OfResults, Results, Saved, Scheduled, selects
 from cce_torch.on_jax import bridge, first_calls
 from cce_torch.on_jax.kinds import Kind, kind_of_tensors, without_results
 
@@ -46,19 +47,20 @@ Result = Tensor | None
 
 
 class Handover:
-    """What a forward program leaves for the backward program: Residuals, as shapes. Tensors hold its leaves."""
+    """What a forward program leaves for the backward program: Residuals, as shapes."""
 
     def __init__(self, shapes: Residuals) -> None:
         self.shapes = shapes
-        leaves, self.structure = jax.tree.flatten(shapes)
-        self.leaves = [(x.shape, getattr(torch, x.dtype.name)) for x in leaves]
+        self.fields = {k: (x.shape, getattr(torch, x.dtype.name)) for k, x in shapes._asdict().items() if x is not None}
         self.formed = shapes.of_one_factor  # gradients, up to a factor
-        fields = [k for k, x in zip(Residuals._fields, shapes, strict=True) if x is not None]
-        self.field = fields[0] if fields else None  # the only one that is left where no gradients are
 
-    def placeholders(self, like: Tensor) -> list[Tensor]:
-        """Tensors of the leaves' shapes with the memory of one element each."""
-        return [like.new_empty((), dtype=dtype).expand(shape) for shape, dtype in self.leaves]
+    def made(self, make: Callable[[Any, torch.dtype], Tensor]) -> records.Residuals:
+        """Residuals as tensors make(shape, dtype)."""
+        return records.Residuals(**{name: make(*of) for name, of in self.fields.items()})
+
+    def placeholders(self, like: Tensor) -> records.Residuals:
+        """Tensors with the memory of one element each."""
+        return self.made(lambda shape, dtype: like.new_empty((), dtype=dtype).expand(shape))
 
 
 NOTHING = Handover(Residuals())
@@ -98,82 +100,86 @@ def _wanted(gradients: Sequence[bool]) -> Wanted | None:
 _made = lru_cache(Wanted)
 
 
-def loss(
-    kind: Kind, given: Given, reference: Tensor | None, wanted: Sequence[bool]
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The loss, of shape Call.losses, the statistics, both float32, and what is left for the wanted gradients. N ≥ 1.
+def loss(kind: Kind, given: Given, scheduled: Scheduled, reference: Tensor | None, wanted: Sequence[bool]) -> Results:
+    """The results of a call, with what is left for the wanted gradients. N ≥ 1.
 
-    If selections are asked for, nothing is left: the selections take its place in the results.
+    If selections are asked for, nothing is left.
     reference: of a shard of the vocabulary, (N,), the logits of the targets, which one of the shards holds. The
     exponentials of the kernels are relative to it. It is −inf where no shard holds the target, and None where the
     program finds it, or needs none.
     """
-    tokens, asked = Tokens(kind, given.e.shape[0]), _wanted(wanted)
-    left, new = handover_of(kind, tokens.size, given.bias is not None, asked), given.e.new_empty
-    shape = kind.call.losses(tokens.size)
+    tokens, asked, call = Tokens(kind, given.e.shape[0]), _wanted(wanted), kind.call
+    left = handover_of(kind, tokens.size, given.bias is not None, asked)
+
+    def new(shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+        return given.e.new_empty(shape, dtype=dtype)
+
+    value, statistics = new(call.losses(tokens.size)), new((call.rows, tokens.size))
+    selections = records.Selections(*(None if x is None else new(*x) for x in call.selected(tokens.size)))
+    residuals = left.made(new)
     outputs = [
-        *([] if kind.call.of_shard else [new(shape, dtype=torch.float32)]),
-        new((kind.call.rows, tokens.size), dtype=torch.float32),
-        *(new(shape, dtype=dtype) for shape, dtype in (*left.leaves, *kind.call.selected(tokens.size))),
+        *([] if call.of_shard else [value]),
+        statistics,
+        *(x for x in (*residuals, *selections) if x is not None),
     ]
     program = (_begin_program if left.formed else _loss_program)(kind, tokens.size, asked, len(outputs))
-    of_call = tokens.inputs(given, kind.in_memory(given.c))
-    inputs = of_call if left.formed else [tokens.padded(reference, 0), *of_call]
-    found = bridge.run(program, inputs, outputs)
-    value, statistics, *tensors = (new(shape, dtype=torch.float32), *found) if kind.call.of_shard else found
-    tensors = [tokens.cut(x) for x in tensors] if selects(kind.call) else tensors
-    return tokens.cut(value) if len(shape) and not kind.call.of_shard else value, tokens.first(statistics), tensors
+    of_call = tokens.inputs(given, scheduled, kind.in_memory(given.c))
+    bridge.run(program, of_call if left.formed else [tokens.padded(reference, 0), *of_call], outputs)
+    if selects(call):
+        selections = records.Selections(*(None if x is None else tokens.cut(x) for x in selections))
+    value = tokens.cut(value) if value.dim() and not call.of_shard else value
+    return Results(value, tokens.first(statistics), selections, residuals)
 
 
-def target(given: Given, wanted: Sequence[bool], call: Call) -> Tensor:
+def target(given: Given, scheduled: Scheduled, wanted: Sequence[bool], call: Call) -> Tensor:
     """The logit of each token's target, (N,) float32: 0 where a shard of the vocabulary does not hold it."""
     kind = kind_of_tensors(given.e, given.c, call)
     tokens, output = Tokens(kind, given.e.shape[0]), given.e.new_empty
     program = _target_program(kind, tokens.size, _wanted(wanted))
-    inputs = tokens.inputs(given, kind.in_memory(given.c))
+    inputs = tokens.inputs(given, scheduled, kind.in_memory(given.c))
     return tokens.first(bridge.run(program, inputs, [output(tokens.size, dtype=torch.float32)])[0])
 
 
 def gradients(
-    kind: Kind, given: Given, saved: Saved, of: tuple[Result, Result], wanted: Sequence[bool], in_place: bool
-) -> tuple[Result, ...]:
+    kind: Kind, given: Given, scheduled: Scheduled, saved: Saved, of: OfResults, wanted: Sequence[bool], in_place: bool
+) -> OfGiven:
     """The wanted ones of de, dc, dbias and the gradient of token_weight, in their tensors' shapes; None: not wanted.
 
-    kind: of the forward pass. saved.statistics: the rows of kind.of_backward. of: the cotangents of the loss and of
-    these statistics; None for zero. Where gradients were left, that of the statistics is None. in_place: de and dc take
-    the memory of what was left, which is of no use afterwards. Otherwise the program overwrites only parts of it that
-    no later call reads (cce_kernels/exponentials.py).
+    kind: of the forward pass. saved.statistics: the rows of kind.of_backward, to which the cotangents belong. Where
+    gradients were left, the cotangent of the statistics is None. in_place: de and dc take the memory of what was left,
+    which is of no use afterwards. Otherwise the program overwrites only parts of it that no later call reads
+    (cce_kernels/exponentials.py).
     """
-    tokens, of_token_weight = Tokens(kind, given.targets.shape[0]), wanted[3]
-    asked, with_bias = _made(*wanted[:3]), given.bias is not None
-    tensors = [x for x in saved.left if x is not None]
-    left_for = _wanted(saved.left_for) if tensors else None
+    tokens, of_token_weight = Tokens(kind, given.targets.numel()), wanted[3]
+    asked, with_bias, (of_loss, of_statistics) = _made(*wanted[:3]), given.bias is not None, of
+    left_for = _wanted(saved.left_for)
     left = handover_of(kind, tokens.size, with_bias, left_for) if left_for is not None else NOTHING
+    residuals = {name: getattr(saved.residuals, name) for name in left.fields}
     kind = kind.of_backward
     of_weight = [given.targets.new_empty(tokens.size, dtype=torch.float32)] if of_token_weight else []
     if left.formed:
         assert left_for is not None
-        leaves, large = [dense(x) for x in tensors], left_for.e + left_for.c  # de and dc are the first leaves
-        keys = [w for formed, w in ((left_for.e, asked.e), (left_for.c, asked.c)) if formed]
-        kept = [x for x, w in zip(leaves, keys, strict=False) if w]
+        large = [(residuals.pop("de", None), asked.e), (residuals.pop("dc", None), asked.c)]
+        large = [dense(x) for x, w in large if w]
         program = _finish_program(kind, tokens.size, with_bias, left_for, asked, of_token_weight, in_place)
         statistics = tokens.padded(saved.statistics, 0, axis=1) if of_token_weight else None
-        inputs = [*([] if in_place else kept), *leaves[large:], dense(of[0]), statistics, *tokens.of_loss(given)]
-        outputs, scratch = [*(kept if in_place else map(torch.empty_like, kept))], []
+        others = *map(dense, residuals.values()), dense(of_loss), statistics, *tokens.of_loss(given, scheduled)
+        inputs = [*([] if in_place else large), *others]
+        outputs, scratch = [*(large if in_place else map(torch.empty_like, large))], []
         outputs += tokens.of_gradients(given.targets, (False, False, asked.bias))
     else:
-        of_loss = tokens.padded(of[0], 0) if of[0] is not None and of[0].dim() else dense(of[0])
-        program = _gradients_program(kind, asked, of_token_weight, left.field, tokens.size)
-        inputs = [of_loss, tokens.padded(of[1], 0, axis=1), tokens.padded(saved.statistics, 0, axis=1)]
-        inputs += tokens.inputs(given, kind.in_memory(given.c))
-        outputs, scratch = tokens.of_gradients(given.e, wanted[:3]), tensors
+        of_loss = tokens.padded(of_loss, 0) if of_loss is not None and of_loss.dim() else dense(of_loss)
+        program = _gradients_program(kind, asked, of_token_weight, next(iter(residuals), None), tokens.size)
+        inputs = [of_loss, tokens.padded(of_statistics, 0, axis=1), tokens.padded(saved.statistics, 0, axis=1)]
+        inputs += tokens.inputs(given, scheduled, kind.in_memory(given.c))
+        outputs, scratch = tokens.of_gradients(given.e, wanted[:3]), list(residuals.values())
     found = iter(bridge.run(program, inputs, [*outputs, *of_weight], scratch))
     de, dc, dbias, dweight = (next(found) if w else None for w in wanted)
     if dc is not None:
         dc = kind.in_order_of_c(viewed(dc, kind.dtype) if left.shapes.steps is not None else dc)
     if dweight is not None:
         dweight = tokens.cut(dweight).to(given.token_weight.dtype)  # type: ignore[union-attr]
-    return None if de is None else tokens.cut(de), dc, dbias, dweight
+    return OfGiven(None if de is None else tokens.cut(de), dc, dbias, dweight)
 
 
 class Tokens:
@@ -209,20 +215,21 @@ class Tokens:
         """The tokens of (..., N) that are no padding."""
         return x if self.size == self.count else x[..., : self.count].contiguous()
 
-    def inputs(self, given: Given, c: Tensor) -> list:
+    def inputs(self, given: Given, scheduled: Scheduled, c: Tensor) -> list:
         """The arguments of `Problem.of`. c: given.c in the order of memory."""
-        return [self.padded(given.e, 0), c, dense(given.bias), *self.of_loss(given)]
+        return [self.padded(given.e, 0), c, dense(given.bias), *self.of_loss(given, scheduled)]
 
-    def of_loss(self, given: Given) -> list:
+    def of_loss(self, given: Given, scheduled: Scheduled) -> list:
         """The arguments of `Problem.of` from the targets on."""
-        call = self.kind.call
+        call, targets = self.kind.call, given.targets
+        length = targets.shape[-1] if call.shift else None
+        targets = targets if targets.dim() == 1 else targets.reshape(-1)
         # JAX without x64 has no 64-bit integers.
-        words = self.padded(given.targets, call.ignore_index).view(torch.int32)
+        words = self.padded(targets, call.ignore_index).view(torch.int32)
         weights = self.padded(real(given.token_weight), 0)
-        length = given.row_length if call.shift else None
         others = real(given.class_weight), weights, real(given.num_items)
         of_tokens = self.padded(given.inverse_temperature, 1), self.padded(given.ids, -1)
-        return [words, *others, *of_tokens, length, *_terms(*given.scheduled)]
+        return [words, *others, *of_tokens, length, *_terms(*scheduled)]
 
 
 @lru_cache(maxsize=1024)
@@ -421,7 +428,7 @@ def _begin_program(kind: Kind, size: int, wanted: Wanted, count: int) -> Callabl
 
 @lru_cache(maxsize=PROGRAMS)
 def _gradients_program(kind: Kind, wanted: Wanted, of_token_weight: bool, left: str | None, size: int) -> Callable:
-    """left: the field of Residuals that the forward program left."""
+    """left: the one field of Residuals that the forward program left."""
     count = (left is not None) + wanted.e + wanted.c + wanted.bias + of_token_weight
 
     def torch_gradients(*arrays):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cce_torch import ops
 from cce_torch.arguments import OF_TORCH
-from cce_torch.call import Call, Given, Operands, Saved
+from cce_torch.call import Call, Given, OfResults, Operands, Residuals, Saved, Scheduled
 from cce_torch.in_torch import reference, rule
 from cce_torch.on_jax import tensors
 
@@ -46,35 +46,35 @@ def kind(operands: Operands, call: Call) -> Any:
     return ops.programs().kind_of_tensors(operands.e, operands.c, call)
 
 
-def _given(operands: Operands, scale: float) -> Given:
+def _given(operands: Operands) -> Given:
     """The operands as ops.py takes them. Call.ignore_index is -1."""
     e, c, bias, columns, weights, inverse_temperature, ids = operands
-    of_tokens = columns.long(), weights, None, None, inverse_temperature, ids
-    return Given(e, c, bias, *of_tokens, (0.0, 0.0, scale), 1)
+    return Given(e, c, bias, columns.long(), weights, inverse_temperature=inverse_temperature, ids=ids)
 
 
 def target(operands: Operands, saving_for: Sequence[bool], call: Call, scale: float) -> Tensor:
     """The logit of each token's target, (N,): 0 where the shard does not hold it."""
     if not operands.e.shape[0] or not operands.c.shape[0]:
         return operands.e.new_zeros(operands.e.shape[0], dtype=torch.float32)
-    return ops.target_of(_given(operands, scale), saving_for, call)
+    return ops.target_of(_given(operands), Scheduled(scale=scale), saving_for, call)
 
 
 def statistics(
     operands: Operands, of_target: Tensor | None, saving_for: Sequence[bool], call: Call, scale: float, kind: Any = None
-) -> tuple[Tensor, Sequence[Tensor]]:
+) -> tuple[Tensor, Residuals]:
     """The statistics over the shard's columns, and what is left for `gradients`.
 
     of_target: (N,), the reference of the exponentials if needs_reference; saving_for: the gradients that will be asked
     for; []: none. kind: of the call, if it is known.
     """
     if not operands.e.shape[0] or not operands.c.shape[0]:
-        return of_no_columns(operands.e, call), ()
+        return of_no_columns(operands.e, call), Residuals()
     if call.impl == "reference":
-        return reference.statistics(operands, call, scale), ()
+        return reference.statistics(operands, call, scale), Residuals()
     if call.impl == "torch_compile":
-        return rule.run_statistics(operands, call, scale), ()
-    return ops.loss_of(_given(operands, scale), of_target, saving_for, call, kind)[1:]
+        return rule.run_statistics(operands, call, scale), Residuals()
+    found = ops.loss_of(_given(operands), Scheduled(scale=scale), of_target, saving_for, call, kind=kind)
+    return found.statistics, found.residuals
 
 
 def of_no_columns(e: Tensor, call: Call) -> Tensor:
@@ -99,4 +99,5 @@ def gradients(
     if call.impl in OF_TORCH:
         run: Any = reference.gradients if call.impl == "reference" else rule.run_gradients
         return run(cotangents, operands, saved.statistics, call, scale, list(wanted))
-    return ops.gradients_of(_given(operands, scale), (None, cotangents), saved, [*wanted, False], call, kind)[:3]
+    of, numbers, asked = OfResults(None, cotangents), Scheduled(scale=scale), [*wanted, False]
+    return ops.gradients_of(of, _given(operands), numbers, saved, asked, call, kind=kind)[:3]

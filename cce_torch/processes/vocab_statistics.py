@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from cce_torch.autograd import Gradients, Recomputed, Tensors, applied
-from cce_torch.call import Left, Operands, Saved, Selections
+from cce_torch.call import Operands, Residuals, Saved, Selections, are_left
 from cce_torch.in_torch.largest import largest_logits, merged
 from cce_torch.processes import shards
 from cce_torch.processes.collectives import gathered, one_cotangent, reduced, summed, whole
@@ -75,7 +75,7 @@ class _Statistics(NamedTuple):
         e, c, bias = (x if y is None else y for x, y in zip((e, c, bias), copies, strict=True))
         return Operands(e.reshape(-1, e.shape[-1]), c, bias, *arrays[6:10])
 
-    def forward(self, *arrays: Any) -> tuple[Tensor, ...]:
+    def forward(self, *arrays: Any) -> tuple[Tensor | None, ...]:
         (call, (_, _, scale), _, _), operands, columns = self.setting, self.own(arrays), arrays[-1]
         of_target = references(operands, columns, self.saving_for, self.setting)
         own, left = shards.statistics(operands, of_target, self.saving_for, call, scale, self.kind)
@@ -87,7 +87,7 @@ class _Statistics(NamedTuple):
         numbers[1] -= between
         if call.of_backward.with_mean:
             numbers[-1] += between
-        return found, numbers, *left
+        return found, numbers, *(left if self.saving_for else ())
 
     def saves(self, given: Tensors, found: Tensors) -> Tensors:
         return *given[:10], *found[1:]
@@ -96,8 +96,8 @@ class _Statistics(NamedTuple):
         """de, summed over the group, dc and dbias."""
         (call, (_, _, scale), tokens, shard), of = self.setting, one_cotangent(cotangents[0])[: self.setting.call.rows]
         numbers, *left = saved[10:]
-        kept = Saved(numbers, Left(*left), self.saving_for if left else [])
-        kind, wanted, e = self.kind if left else None, wanted[:3], saved[0]
+        kept = Saved(numbers, Residuals(*left), self.saving_for if are_left(left) else [])
+        kind, wanted, e = self.kind if are_left(left) else None, wanted[:3], saved[0]
         de, dc, dbias = shards.gradients(of, self.own(saved), kept, wanted, call, scale, kind)
         return reduced(de, e.shape, tokens, shard).to(e.dtype) if wanted[0] and de is not None else None, dc, dbias
 
