@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from cce_jax import arguments, losses, settings
-from cce_jax.core import Summands, statistics, summed
+from cce_jax.core import Summands, numbers_of, summed
 from cce_jax.devices import knows_cotangents, whole_weights
 from cce_jax.losses import Common, Reduction
 from cce_jax.plans import Core, Impl
@@ -207,7 +207,7 @@ def loss_of(given: Arrays, core: Core, options: losses.Loss) -> tuple[jax.Array,
         value, numbers = summed(Summands(inputs, terms, common), core, options)
         loss = losses.reduced(value, terms, given.num_items, options, layout.summed)
     else:
-        found, _ = statistics(inputs, core)
+        found, _ = numbers_of(inputs, core)
         loss, numbers = losses.loss(found, terms, common, given.num_items, options, vocabulary, layout.summed)
     if options.reduction == "none":
         loss = unshifted(loss, core)

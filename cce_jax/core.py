@@ -67,7 +67,7 @@ from cce_jax.devices import Held
 from cce_jax.errors import first_order_only
 from cce_jax.losses import Loss, TokenNumbers
 from cce_jax.plans import Core, plan_for
-from cce_kernels.numbers import Cotangents, Gradients, Inputs, Statistics, Wanted
+from cce_kernels.numbers import Cotangents, Gradients, Inputs, Numbers, Wanted
 from cce_kernels.plan.residuals import Residuals
 from cce_kernels.selections import NOTHING as NO_SELECTIONS
 from cce_kernels.selections import Asked, Selections
@@ -162,7 +162,7 @@ def _is_zero(x: Any) -> bool:
     return isinstance(x, jax.custom_derivatives.SymbolicZero)
 
 
-def statistics(inputs: Inputs, core: Core, asked: Asked = NO_SELECTIONS) -> tuple[Statistics, Selections]:
+def numbers_of(inputs: Inputs, core: Core, asked: Asked = NO_SELECTIONS) -> tuple[Numbers, Selections]:
     """Equations (1)-(3"), of the shape of targets, differentiable in e, c and bias; and selections. e: (..., D).
 
     The sum is None unless core.with_sum, the mean unless core.with_mean, and ids, (..., K), unless inputs has ids.
@@ -251,7 +251,7 @@ class _Sum(Task):
 
     loss: Loss
 
-    def _cotangents_of(self, of: Summands, core: Core) -> Callable[[Statistics, losses.Terms], Cotangents]:
+    def _cotangents_of(self, of: Summands, core: Core) -> Callable[[Numbers, losses.Terms], Cotangents]:
         return losses.cotangents_of(of.common, self.loss, core.vocabulary_of_columns(of.inputs.c))
 
     def forward(self, of: Summands, core: Core, wanted: Wanted | None) -> tuple[jax.Array, TokenNumbers, Held]:

@@ -45,7 +45,7 @@ from cce_jax.plans import Core
 from cce_jax.sharding import Axes, Layout, varying
 from cce_kernels.blocks import CotangentsOf
 from cce_kernels.mean import over_runs
-from cce_kernels.numbers import FLOAT32_MAX, Gradients, Inputs, Statistics, Wanted
+from cce_kernels.numbers import FLOAT32_MAX, Gradients, Inputs, Numbers, Wanted
 from cce_kernels.plan import needs_reference
 from cce_kernels.plan.residuals import Residuals
 from cce_kernels.selections import Asked, Selections, ordered
@@ -54,7 +54,7 @@ from cce_kernels.selections import Asked, Selections, ordered
 class Held(NamedTuple):
     """What a device's forward pass leaves for its backward pass. N: the tokens that the device computes."""
 
-    numbers: Statistics  # (N,) each, over all columns, relative to the reference of the device's own
+    numbers: Numbers  # (N,) each, over all columns, relative to the reference of the device's own
     residuals: Residuals
 
 
@@ -118,13 +118,13 @@ def knows_cotangents(inputs: Inputs, of_tokens: tuple, layout: Layout) -> bool:
     return not layout.typed or all(varying(x) <= shared for x in given if x is not None)
 
 
-def whole_numbers(of: Any, core: Core) -> Statistics:
+def whole_numbers(of: Any, core: Core) -> Numbers:
     """The core's numbers from the full logits (cce_jax/reference.py), which JAX differentiates. of: core.Summands."""
     layout, local = core.layout, replace(core, layout=core.layout.local())
 
-    def run(of: Any) -> Statistics:
+    def run(of: Any) -> Numbers:
         flat = _of_own_columns(_flat(of, local).inputs, local)
-        numbers = reference.statistics(flat, local, local.layout.columns)
+        numbers = reference.numbers_of(flat, local, local.layout.columns)
         return jax.tree.map(lambda x: _own_tokens(_shaped(x, of, local.layout), local.layout), numbers)
 
     if not layout.explicit:
@@ -139,7 +139,7 @@ def whole_numbers(of: Any, core: Core) -> Statistics:
 
 def of_columns(
     inputs: Inputs, core: Core, wanted: Wanted | None, forming: tuple[Any, CotangentsOf] | None = None
-) -> tuple[Statistics, Held]:
+) -> tuple[Numbers, Held]:
     """The numbers over all columns, from those over the device's own columns; e: (N, D).
 
     forming: the terms and cotangents_of for passes.begin, if the forward pass forms the gradients of the own columns.
@@ -161,7 +161,7 @@ def of_columns(
     return numbers, Held(numbers.relative_to(of_own.reference)._replace(sum=numbers.sum), residuals)
 
 
-def with_selections(inputs: Inputs, core: Core, asked: Asked) -> tuple[Statistics, Selections, Held]:
+def with_selections(inputs: Inputs, core: Core, asked: Asked) -> tuple[Numbers, Selections, Held]:
     """The numbers and selections from all columns, from those of the device's own columns; e: (N, D)."""
     columns, layout = core.head.vocabulary(inputs.c), core.layout
     own = _of_own_columns(inputs, core)
@@ -202,7 +202,7 @@ def _own_columns(inputs: Inputs, core: Core, wanted: Wanted | None) -> tuple[Inp
     return own, jnp.where(named, lax.psum(passes.target_logits(own, core, wanted), core.layout.columns), -FLOAT32_MAX)
 
 
-def _of_all_columns(of_own: Statistics, layout: Layout, weight: Any = 0) -> Statistics:
+def _of_all_columns(of_own: Numbers, layout: Layout, weight: Any = 0) -> Numbers:
     """The numbers over all columns, from those over each device's own. weight: Σ_v w_v of the device's columns."""
     of_sum = None if of_own.sum is None else jnp.full_like(of_own.sum, weight)
     leaves, tree = jax.tree.flatten((of_own._replace(ids=None), of_sum))

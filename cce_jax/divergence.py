@@ -24,7 +24,7 @@ from cce_jax.plans import FORMS, Core, Impl, on_platform
 from cce_jax.prepare import Arrays, Asked, inverted, prepared
 from cce_kernels import contract
 from cce_kernels import divergence as kernels
-from cce_kernels.divergence import Divergence, Given, Numbers, Side
+from cce_kernels.divergence import Divergence, Divergences, Given, Side
 from cce_kernels.divergence_terms import Kind
 from cce_kernels.numbers import Gradients, Inputs, Wanted
 from cce_kernels.plan.residuals import Residuals
@@ -237,10 +237,10 @@ class _Divergence(Task):
         return passes.finish(of.inputs, residuals, jnp.ones((), of.terms.weight.dtype), core, wanted)
 
 
-def _begin(of: Summands, core: Core, how: Divergence, wanted: Wanted | None) -> tuple[Numbers, Residuals]:
+def _begin(of: Summands, core: Core, how: Divergence, wanted: Wanted | None) -> tuple[Divergences, Residuals]:
     """divergence.begin of cce_kernels, on one device. e: (N, D)."""
 
-    def begin(plan: Any, inputs: Inputs, terms: Any, common: Any) -> tuple[Numbers, Residuals]:
+    def begin(plan: Any, inputs: Inputs, terms: Any, common: Any) -> tuple[Divergences, Residuals]:
         return kernels.begin(_given(Summands(inputs, terms, common)), how, plan)
 
     return on_platform(begin, of.inputs, core, wanted, FORMS, one_factor=True)(*of)

@@ -10,7 +10,7 @@ import numpy as np
 from cce_jax import arguments, losses, settings
 from cce_jax.api import Array
 from cce_jax.arguments import MOST_IDS
-from cce_jax.core import statistics
+from cce_jax.core import numbers_of
 from cce_jax.plans import Core, Impl
 from cce_jax.prepare import Arrays, Asked, inputs_of, needs_whole_sequences, prepared, unshifted
 from cce_kernels import contract
@@ -143,7 +143,7 @@ def _log_probs(given: Arrays, core: Core, chosen: Chosen, named: bool) -> LogPro
     """named: whether targets are given."""
     inputs, id_log_probs = inputs_of(given, core, named), None
     columns, kept = inputs.targets, inputs.targets >= 0
-    numbers, selected = statistics(inputs, core, chosen)
+    numbers, selected = numbers_of(inputs, core, chosen)
 
     def of_tokens(x: jax.Array) -> jax.Array:
         return unshifted(x, core, x.ndim - columns.ndim)

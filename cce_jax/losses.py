@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cce_kernels.numbers import Cotangents, Statistics
+from cce_kernels.numbers import Cotangents, Numbers
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -79,7 +79,7 @@ def terms(
 
 
 def loss(
-    numbers: Statistics,
+    numbers: Numbers,
     terms: Terms,
     common: Common,
     num_items: jax.Array | float | None,
@@ -100,7 +100,7 @@ def loss(
 
 
 def totals(
-    numbers: Statistics, terms: Terms, common: Common, options: Loss, vocabulary: int
+    numbers: Numbers, terms: Terms, common: Common, options: Loss, vocabulary: int
 ) -> tuple[jax.Array, TokenNumbers]:
     """The loss of each token before its token weight, 0 where it is ignored, and what the user sees of each token."""
     kept = terms.columns >= 0
@@ -120,7 +120,7 @@ def totals(
     return jnp.where(kept, _poison(terms.columns, vocabulary, lse.dtype) * total, 0), TokenNumbers(None, lse, None)
 
 
-def token_numbers(numbers: Statistics, columns: jax.Array, vocabulary: int) -> TokenNumbers:
+def token_numbers(numbers: Numbers, columns: jax.Array, vocabulary: int) -> TokenNumbers:
     kept = columns >= 0
     log_probs = _poison(columns, vocabulary, numbers.target.dtype) * numbers.log_p(numbers.target)
     of_tokens = log_probs, numbers.lse, None if numbers.mean is None else numbers.entropy
@@ -132,11 +132,11 @@ def _poison(columns: jax.Array, vocabulary: int, dtype: Any) -> jax.Array:
     return jnp.where(columns == vocabulary, jnp.nan, 1.0).astype(dtype)
 
 
-def cotangents_of(common: Common, options: Loss, vocabulary: int) -> Callable[[Statistics, Terms], Cotangents]:
+def cotangents_of(common: Common, options: Loss, vocabulary: int) -> Callable[[Numbers, Terms], Cotangents]:
     """(numbers, terms) -> the cotangents of the numbers where that of Σ weight · total is 1."""
 
-    def cotangents(numbers: Statistics, terms: Terms) -> Cotangents:
-        def weighted(x: Statistics) -> jax.Array:
+    def cotangents(numbers: Numbers, terms: Terms) -> Cotangents:
+        def weighted(x: Numbers) -> jax.Array:
             return jnp.sum(terms.weight * totals(x, terms, common, options, vocabulary)[0])
 
         return Cotangents.of(jax.grad(weighted)(numbers))

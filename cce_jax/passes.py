@@ -13,7 +13,7 @@ from cce_jax import reference
 from cce_jax.plans import FORMS, Core, Decided, on_platform, plan_for
 from cce_kernels import blocks
 from cce_kernels import selections as selected
-from cce_kernels.numbers import Cotangents, Gradients, Inputs, Statistics, Wanted
+from cce_kernels.numbers import Cotangents, Gradients, Inputs, Numbers, Wanted
 from cce_kernels.plan import Plan
 from cce_kernels.plan.residuals import Residuals, shapes_of
 from cce_kernels.selections import Asked, Selections
@@ -36,7 +36,7 @@ def target_logits(inputs: Inputs, core: Core, wanted: Wanted | None) -> jax.Arra
 
 def forward_pass(
     inputs: Inputs, core: Core, wanted: Wanted | None, reference: jax.Array | None = None
-) -> tuple[Statistics, Residuals]:
+) -> tuple[Numbers, Residuals]:
     """Equations (1)-(3'), and what is left for `gradients`.
 
     wanted: the gradients that will be asked for; None if there will be none. reference: for a shard of the vocabulary,
@@ -62,7 +62,7 @@ def forward_pass(
 
 
 def gradients(
-    inputs: Inputs, numbers: Statistics, residuals: Residuals, cotangents: Cotangents, core: Core, wanted: Wanted
+    inputs: Inputs, numbers: Numbers, residuals: Residuals, cotangents: Cotangents, core: Core, wanted: Wanted
 ) -> tuple[Gradients, Residuals]:
     """Equations (6) and (7): de, dc and dbias in e's type (float32 if core.wide_de, core.wide_dc), None where not
     wanted; and the residuals.
@@ -94,7 +94,7 @@ def begin(
     wanted: Wanted | None,
     reference: jax.Array | None = None,
     of_all_columns: blocks.OfAllColumns | None = None,
-) -> tuple[Statistics, Residuals]:
+) -> tuple[Numbers, Residuals]:
     """blocks.form, where `plan_for` says so."""
 
     def run(plan: Plan, inputs: Inputs, of_tokens: Any, reference: jax.Array | None):
@@ -112,7 +112,7 @@ def finish(inputs: Inputs, residuals: Residuals, factor: jax.Array, core: Core, 
     return on_platform(run, inputs, core, wanted, FORMS, one_factor=True)(inputs, residuals, factor)
 
 
-def numbers_and_selections(inputs: Inputs, core: Core, asked: Asked) -> tuple[Statistics, Selections]:
+def numbers_and_selections(inputs: Inputs, core: Core, asked: Asked) -> tuple[Numbers, Selections]:
     """Equations (1), (2), (3') and (3"), and the largest logits of each token, their ids and the mean of all.
 
     Nothing is left for `gradients`.

@@ -7,16 +7,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from cce_jax.plans import Core
-from cce_kernels.divergence import Divergence, Given, Numbers, Side
+from cce_kernels.divergence import Divergence, Divergences, Given, Side
 from cce_kernels.divergence_terms import entropy_terms
 from cce_kernels.given_ids import columns_of
 from cce_kernels.head import Head
 from cce_kernels.mean import finite, quotient, sums_of, weighted_sum_of
-from cce_kernels.numbers import Inputs, Statistics, divided
+from cce_kernels.numbers import Inputs, Numbers, divided
 
 
-def statistics(inputs: Inputs, core: Core, over: tuple[str, ...] = ()) -> Statistics:
-    """The same numbers as cce_jax.core.statistics; materialises the (N, V) logits.
+def numbers_of(inputs: Inputs, core: Core, over: tuple[str, ...] = ()) -> Numbers:
+    """The same numbers as cce_jax.core.numbers_of; materialises the (N, V) logits.
 
     over: the axes of jax.shard_map over whose devices the columns are split; c and targets are then the device's own.
     """
@@ -39,10 +39,10 @@ def statistics(inputs: Inputs, core: Core, over: tuple[str, ...] = ()) -> Statis
         ids = jnp.where(columns < 0, 0, jnp.take_along_axis(z, jnp.maximum(columns, 0), axis=1))
     sums = mass, target, total, moment if core.with_mean else None, ids
     mass, target, total, moment, ids = lax.psum(sums, over) if over else sums
-    return Statistics(jnp.log(mass), peak, target, total, None if moment is None else quotient(moment, mass), ids)
+    return Numbers(jnp.log(mass), peak, target, total, None if moment is None else quotient(moment, mass), ids)
 
 
-def divergences(given: Given, head: Head, of: Divergence) -> Numbers:
+def divergences(given: Given, head: Head, of: Divergence) -> Divergences:
     """The divergences and entropies of cce_kernels/divergence.py, for e (..., D), from the full logits (..., V).
 
     head: of the student.
@@ -71,7 +71,7 @@ def divergences(given: Given, head: Head, of: Divergence) -> Numbers:
     else:
         total = kl(t, gap) if of.kind == "forward_kl" else kl(s, -gap)
     entropy = jnp.sum(entropy_terms(log_s), axis=1) if of.entropy else None
-    return jax.tree.map(lambda x: jnp.where(live, x.reshape(live.shape), 0), Numbers(total, entropy))
+    return jax.tree.map(lambda x: jnp.where(live, x.reshape(live.shape), 0), Divergences(total, entropy))
 
 
 def _log_mixed(x: jax.Array, share: jax.Array, rest: jax.Array) -> jax.Array:

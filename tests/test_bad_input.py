@@ -369,7 +369,7 @@ OF_FUNCTIONS += [(cce_torch, name, *row) for name, rows in IN_TORCH.items() for 
 
 
 def named(x: Any) -> str:
-    return getattr(x, "__name__", str(x))[:40]
+    return getattr(x, "__name__", re.sub(r" at 0x\w+", "", str(x)))[:40]
 
 
 @pytest.mark.parametrize(("package", "name", "changed", "error", "message"), OF_FUNCTIONS, ids=named)

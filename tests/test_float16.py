@@ -20,7 +20,7 @@ import cce_jax
 import cce_torch
 from cce_kernels.float16 import FLOAT16_LARGEST
 from cce_kernels.gradients import fitted
-from cce_kernels.numbers import Cotangents, Inputs, Statistics
+from cce_kernels.numbers import Cotangents, Inputs, Numbers
 from tests.nightly import draws
 from tests.test_in_forward import in_forward as on  # noqa: F401  # for all tests of this file
 from tests.test_torch_in_forward import budget_of
@@ -161,7 +161,7 @@ def test_cotangents_of_any_size_have_a_unit_that_no_gpu_takes_for_0(size):
     """Some GPU programs take numbers below the least normal one for 0: a unit of 1e-45 made gradients inf."""
     of = jnp.full(3, size, jnp.float32)
     inputs = Inputs(jnp.ones((3, 2), jnp.float16), jnp.ones((5, 2), jnp.float16), None, jnp.zeros(3, jnp.int32))
-    divided, unit = fitted(Cotangents(of, -of, None), Statistics(of, of, of), inputs)
+    divided, unit = fitted(Cotangents(of, -of, None), Numbers(of, of, of), inputs)
     assert unit is not None
     assert unit >= 100 * jnp.finfo(jnp.float32).tiny
     assert jnp.all(jnp.abs(divided.lse) <= FLOAT16_LARGEST)

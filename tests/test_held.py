@@ -18,7 +18,7 @@ from cce_kernels.default_budget import default_budget
 from cce_kernels.device import H200
 from cce_kernels.engines.xla import NUMBERS
 from cce_kernels.head import Head
-from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
+from cce_kernels.numbers import Cotangents, Inputs, Numbers, Wanted
 from cce_kernels.plan import Chunks, Plan, choose, plan_of
 from cce_kernels.plan.residuals import shapes_of_blocks
 from cce_kernels.request import ITEMSIZE, Request
@@ -313,7 +313,7 @@ def test_the_halves_of_a_chunk_work_in_place(wanted, axis, tolerance):
         return jnp.stack(own[:3]), *columns
 
     def second(p, de, dc, steps, multiplied, own, numbers, of, *arrays):
-        own, numbers, of = Statistics(*own), Statistics(*numbers), Cotangents.of(Statistics(*of))
+        own, numbers, of = Numbers(*own), Numbers(*numbers), Cotangents.of(Numbers(*of))
         columns = blocks.Columns(p, multiplied)
         de, part, *_ = blocks.gradients_of(chunk(*arrays), columns, own, numbers, of, plan)
         if wanted.c:

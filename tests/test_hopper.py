@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cce_jax import linear_cross_entropy, linear_log_probs, prepare
-from cce_jax.core import statistics
+from cce_jax.core import numbers_of
 from cce_jax.plans import Core
 from cce_kernels import blocks, selections
 from cce_kernels.block_floats import decoded, steps_shape
@@ -25,7 +25,7 @@ from cce_kernels.engines.hopper.tiles import DC, DE, LOGITS, SUMMED
 from cce_kernels.exponentials import LARGEST, saved_shape
 from cce_kernels.head import Head
 from cce_kernels.mean import over_runs, relative
-from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Statistics, Wanted
+from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Numbers, Wanted
 from cce_kernels.plan import choose, plan_of, setting
 from cce_kernels.request import Request
 from cce_kernels.windows import ALL_COLUMNS, Windows
@@ -198,7 +198,7 @@ def sums(inputs: Inputs, reference, save: bool, head: Head):
 
 def form_dz(inputs: Inputs, lse, of, count, window, head: Head):
     """Relative to lse, so that the cotangents of log-masses of 0 are those that are given."""
-    step, numbers = Step(HOPPER, LOGITS, windows=WINDOWS), Statistics(jnp.zeros_like(lse), lse, lse)
+    step, numbers = Step(HOPPER, LOGITS, windows=WINDOWS), Numbers(jnp.zeros_like(lse), lse, lse)
     return HOPPER.form_dz(step, problem_of(inputs, head), numbers, Cotangents(*of, None), count)(window)[0]
 
 
@@ -239,7 +239,7 @@ def test_the_mean_of_the_logits_with_temperatures(vocab_axis, softcap, save):
     near = lse - target < LARGEST  # the others are to be computed again
     assert np.isinf(np.max(found.log_mass, axis=0))[lse - target > LARGEST + 1].all()
     references = jnp.broadcast_to(jnp.float32(target), found.log_mass.shape)
-    whole = over_runs(Statistics(found.log_mass, references, references, None, found.mean))
+    whole = over_runs(Numbers(found.log_mass, references, references, None, found.mean))
     np.testing.assert_allclose(whole.lse[near], lse[near], rtol=2e-6)
     assert found.mean.shape == (2, TOKENS)
     mean = np.sum(np.exp(z - lse[:, None]) * z, axis=1)
@@ -272,7 +272,7 @@ def test_dz_with_a_cotangent_of_the_mean_and_temperatures(vocab_axis, softcap):
     is_target = np.asarray(inputs.targets)[:, None] == np.arange(p.shape[1])
     wanted = (p * (a + mu * (1 + z - mean[:, None])) + t * is_target) * factor
     reference = lse - np.linspace(0, 20, TOKENS)
-    numbers = Statistics(*(jnp.float32(y) for y in (lse - reference, reference, lse, lse, mean - reference)))
+    numbers = Numbers(*(jnp.float32(y) for y in (lse - reference, reference, lse, lse, mean - reference)))
     cotangents = Cotangents(*(jnp.float32(y[:, 0]) for y in (a, t)), None, jnp.float32(mu[:, 0]))
     of = relative(cotangents, numbers, inputs.targets >= 0)
     step = Step(HOPPER, LOGITS, windows=WINDOWS)
@@ -301,7 +301,7 @@ def test_a_gradient_of_the_entropy_is_four_kernels(memory_budget):
         core = Core(Head(), False, "cce", memory_budget, H200, with_mean=with_mean)
 
         def entropy(e, c):
-            numbers = statistics(inputs._replace(e=e, c=c), core)[0]
+            numbers = numbers_of(inputs._replace(e=e, c=c), core)[0]
             return jnp.sum(numbers.log_mass - numbers.mean if with_mean else -numbers.log_p(numbers.target))
 
         return jax.grad(entropy, (0, 1))(inputs.e, inputs.c)
@@ -460,7 +460,7 @@ def check_both_passes(tokens: int, width: int, vocabulary: int, saved: int, voca
         request = Request(tokens, width, vocabulary, "bfloat16", head, False, False, of, 0)
         return plan_of(request, SMALL, "cce", saved=saved if of is not None else None)
 
-    def loss(numbers: Statistics):
+    def loss(numbers: Numbers):
         return jnp.sum(weights * jnp.where(targets >= 0, -numbers.log_p(numbers.target), 0))
 
     numbers, p = blocks.numbers(inputs, plan(Wanted(True, True, False)))

@@ -26,7 +26,7 @@ from cce_kernels.engines.triton import TRITON
 from cce_kernels.engines.triton.tiles import NARROW, NARROW_TABLE, SAFE, TABLE, Tiles, tiles_for
 from cce_kernels.exponentials import saved_shape
 from cce_kernels.head import Head
-from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
+from cce_kernels.numbers import Cotangents, Inputs, Numbers, Wanted
 from cce_kernels.plan import plan_of
 from cce_kernels.request import Request
 from tests.lowering import (
@@ -274,7 +274,7 @@ def launched(variant: Variant, tiles: Tiles) -> list:
         S((v,), f32),
         S((1,), f32),
         S((n,), f32),
-        Statistics(*each),
+        Numbers(*each),
         S(saved_shape(n, v), dtype),
         Cotangents(*each[:4]),
     )

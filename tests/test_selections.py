@@ -67,7 +67,7 @@ def test_there_are_no_gradients():
     inputs = Inputs(e, c, None, jnp.zeros(37, jnp.int32))
 
     def total(e: jax.Array) -> jax.Array:
-        found = core.statistics(inputs._replace(e=e), CORE, Asked(3, True))[1]
+        found = core.numbers_of(inputs._replace(e=e), CORE, Asked(3, True))[1]
         return jnp.sum(found.top_logits) + jnp.sum(found.mean_logit)  # type: ignore[arg-type]
 
     assert not jax.grad(total)(e).any()
@@ -88,7 +88,7 @@ def test_no_array_of_the_size_of_the_logits(k, memory_budget):
     )
 
     def run(inputs: Inputs) -> Selections:
-        return core.statistics(inputs, replace(CORE, memory_budget=memory_budget), Asked(k, True))[1]
+        return core.numbers_of(inputs, replace(CORE, memory_budget=memory_budget), Asked(k, True))[1]
 
     jaxpr = jax.make_jaxpr(run)(inputs).jaxpr
     assert max(size for _, size in arrays(jaxpr) if size != V * D) * 8 <= memory_budget * 1.01 < 8 * N * V

@@ -17,7 +17,7 @@ from cce_kernels import blocks
 from cce_kernels.device import INTERPRETER, local_gpu
 from cce_kernels.head import Head
 from cce_kernels.mean import over_runs
-from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Statistics, Wanted
+from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Numbers, Wanted
 from cce_kernels.plan import Plan, plan_of
 from cce_kernels.request import Request
 
@@ -156,7 +156,7 @@ def over_shards(x: Problem, bounds, impl, gpu, memory_budget: int) -> dict[str, 
     return result
 
 
-def of_kept(numbers: Statistics, kept: np.ndarray, weights: Any) -> dict[str, np.ndarray]:
+def of_kept(numbers: Numbers, kept: np.ndarray, weights: Any) -> dict[str, np.ndarray]:
     """lse, target and mean of the kept tokens, not relative to a reference; and as `sum` that of w_v·(lse − z_v)."""
     reference = np.float64(numbers.reference)
     found = {"lse": reference + np.float64(numbers.log_mass), "target": np.float64(numbers.target)}
@@ -167,7 +167,7 @@ def of_kept(numbers: Statistics, kept: np.ndarray, weights: Any) -> dict[str, np
     return {name: np.float32(x)[kept] for name, x in found.items()}
 
 
-def of_all(numbers: list[Statistics], shards: list[tuple[Inputs, Plan]]) -> Statistics:
+def of_all(numbers: list[Numbers], shards: list[tuple[Inputs, Plan]]) -> Numbers:
     """The numbers of all columns, from those of each shard."""
     each = jax.tree.map(lambda *of_shards: jnp.stack(of_shards), *numbers)
     weights = None if each.sum is None else jnp.stack([jnp.sum(given.weights) for given, _ in shards])[:, None]

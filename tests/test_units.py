@@ -16,7 +16,7 @@ from cce_kernels.engines.order import SCRATCH_BYTES, grouped_order, vocabulary_s
 from cce_kernels.engines.triton.tiles import SAFE, TileConfig, tiles_for
 from cce_kernels.engines.xla import splitk
 from cce_kernels.head import Head
-from cce_kernels.numbers import Inputs, Statistics, Wanted
+from cce_kernels.numbers import Inputs, Numbers, Wanted
 from cce_kernels.plan import Plan, plan_of
 from cce_kernels.plan.budget import WINDOW_BYTES
 from cce_kernels.tokens import Kept, over_kept
@@ -216,7 +216,7 @@ def test_ids_lose_what_lse_lost(target):
     """Where each logit of the engine is closer to 0 by the same share, as tensor cores make it."""
     z, kept = jnp.array([-40.0, 41.0, 60.0, 2.0]), 1 - 2.0**-10
     given = Inputs(jnp.ones((1, 1)), z[:, None], None, jnp.array([target]), ids=jnp.array([[1, 3]]))
-    numbers = Statistics(jnp.zeros(1), kept * jnp.array([60.0]), kept * z[None, target])
+    numbers = Numbers(jnp.zeros(1), kept * jnp.array([60.0]), kept * z[None, target])
     call = request_of((1, 1, 4), 0, dtype="float32")
     found = given_ids.logits(given, numbers, replace(call, ids=2), None)
     lost = 60.0 * 2.0**-10 * min(1, abs(float(z[target])) / 60)  # no more than the target's logit
@@ -228,7 +228,7 @@ def test_the_weighted_sum_is_moved_by_what_the_matmul_has_lost(weights):
     """So that lse minus a logit loses nothing; in 16 bits, where what is lost is in proportion to a logit."""
     z, kept = jnp.array([-40.0, 41.0, 60.0, 2.0], jnp.bfloat16), 1 - 2.0**-10
     given = Inputs(jnp.ones((1, 1), z.dtype), z[:, None], None, jnp.array([2]), weights)
-    numbers = Statistics(jnp.zeros(1), kept * jnp.array([60.0]), kept * z[None, 2].astype(jnp.float32))
+    numbers = Numbers(jnp.zeros(1), kept * jnp.array([60.0]), kept * z[None, 2].astype(jnp.float32))
     call = request_of((1, 1, 4), 0, with_sum=True)
     of = weighted_sum.weighted(given, call)
     found = [weighted_sum.of_tokens(given, numbers, of, call, None, moves)[0] for moves in (True, False)]

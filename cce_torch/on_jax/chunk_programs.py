@@ -33,7 +33,7 @@ from cce_jax import plans
 from cce_kernels import blocks, weighted_sum
 from cce_kernels.block_sparse import Blocks
 from cce_kernels.exponentials import saved_shape
-from cce_kernels.numbers import Cotangents, Inputs, Statistics, Wanted
+from cce_kernels.numbers import Cotangents, Inputs, Numbers, Wanted
 from cce_kernels.plan import Chunks, Plan, residuals
 from cce_kernels.plan.residuals import Residuals, shapes_of
 from cce_kernels.weighted_sum import Weighted
@@ -261,7 +261,7 @@ def _chunk_gradients_program(way: Way, size: int, written: tuple[bool, ...]) -> 
         given = Results(*(next(memory) if x else None for x in written))
         fields = len(Exchanged._fields)
         exchanged: Any = Exchanged(*arrays[count : count + fields])
-        own, whole = (unstacked(Statistics, x, way.kind.call) for x in exchanged[:2])
+        own, whole = (unstacked(Numbers, x, way.kind.call) for x in exchanged[:2])
         cotangents = unstacked(Cotangents, exchanged.cotangents, way.kind.call)
         chunk = _chunk(*arrays[count + fields :])
         values = given.columns if exchanged.logits is None else exchanged.logits

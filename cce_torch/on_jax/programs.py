@@ -26,7 +26,7 @@ from jax import lax
 from torch import Tensor
 
 from cce_jax import losses, passes, plans
-from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Statistics, Wanted
+from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Numbers, Wanted
 from cce_kernels.plan.residuals import Residuals, shapes_of
 from cce_kernels.selections import Asked, Selections
 from cce_torch import call as records
@@ -288,12 +288,12 @@ class Problem(NamedTuple):
         inputs = Inputs(e, c, bias, columns, weights, scale, inverse_temperature, ids)
         return cls(kind, inputs, token_weight, items, label_smoothing, z_loss)
 
-    def loss(self, statistics: Statistics, token_weight: jax.Array | None) -> jax.Array:
+    def loss(self, statistics: Numbers, token_weight: jax.Array | None) -> jax.Array:
         """The loss, from the statistics."""
         terms, vocabulary = self.terms(token_weight), self.kind.vocabulary
         return losses.loss(statistics, terms, self.common, self.num_items, self.kind.loss, vocabulary)[0]
 
-    def results(self, statistics: Statistics, others: Residuals | Selections) -> tuple[jax.Array, ...]:
+    def results(self, statistics: Numbers, others: Residuals | Selections) -> tuple[jax.Array, ...]:
         """The loss, but not of a shard; the statistics as an array, 0 for ignored tokens; the others."""
         kept = jnp.where(self.inputs.targets >= 0, stacked(statistics), 0), *jax.tree.leaves(others)
         return kept if self.kind.call.of_shard else (self.loss(statistics, self.token_weight), *kept)
@@ -339,7 +339,7 @@ def _signed(word: int) -> int:
     return word - 2**32 if word >= 2**31 else word
 
 
-def stacked(statistics: Statistics) -> jax.Array:
+def stacked(statistics: Numbers) -> jax.Array:
     """The statistics as one array, (Call.rows, N)."""
     *rows, mean, ids = statistics
     parts = jnp.stack([x for x in rows if x is not None]), None if ids is None else ids.T, mean
@@ -347,13 +347,13 @@ def stacked(statistics: Statistics) -> jax.Array:
 
 
 def unstacked(of: Any, rows: jax.Array, call: Call) -> Any:
-    """The inverse of `stacked`. of: Statistics; or Cotangents, without the reference's."""
+    """The inverse of `stacked`. of: Numbers; or Cotangents, without the reference's."""
     log_mass, reference, target, *_ = rows
     mean, ids = rows[-1] if call.with_mean else None, call.ids_of(rows) if call.ids else None
     total = rows[3] if call.smooths else None
     if of is Cotangents:
         return Cotangents(log_mass, target, total, mean, ids)
-    return Statistics(log_mass, reference, target, total, mean, ids)
+    return Numbers(log_mass, reference, target, total, mean, ids)
 
 
 def finite(reference: jax.Array | None) -> jax.Array | None:
@@ -437,7 +437,7 @@ def _gradients_program(kind: Kind, wanted: Wanted, of_token_weight: bool, left: 
         problem = Problem.of(kind, others)
 
         def value(rows, token_weight):
-            return problem.loss(unstacked(Statistics, rows, kind.call), token_weight)
+            return problem.loss(unstacked(Numbers, rows, kind.call), token_weight)
 
         # Without a cotangent of the loss, the loss is not differentiated. A cotangent of 0 would give NaN for a token
         # whose target is out of range: 0 · NaN is NaN.
@@ -446,7 +446,7 @@ def _gradients_program(kind: Kind, wanted: Wanted, of_token_weight: bool, left: 
             cotangents, of_weight = jax.vjp(value, rows, problem.token_weight)[1](of_loss)
         if of_statistics is not None:
             cotangents += of_statistics
-        statistics, of = (unstacked(x, y, kind.call) for x, y in ((Statistics, rows), (Cotangents, cotangents)))
+        statistics, of = (unstacked(x, y, kind.call) for x, y in ((Numbers, rows), (Cotangents, cotangents)))
         found, residuals = passes.gradients(problem.inputs, statistics, residuals, of, kind.static, wanted)
         results = [*found, problem.moved_back(of_weight) if of_token_weight else None]
         return tuple(jax.tree.leaves((residuals, results)))
@@ -478,7 +478,7 @@ def _finish_program(
         if of_token_weight:
 
             def value(token_weight):
-                return problem.loss(unstacked(Statistics, rows, kind.call), token_weight)
+                return problem.loss(unstacked(Numbers, rows, kind.call), token_weight)
 
             results.append(problem.moved_back(jax.vjp(value, problem.token_weight)[1](of_loss)[0]))
         return tuple(x for x in results if x is not None)

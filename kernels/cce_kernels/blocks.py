@@ -68,7 +68,7 @@ from cce_kernels.exponentials import LARGEST, factors, saved_shape, scaled, sum_
 from cce_kernels.gradients import De, add_windows, divided, fitted, multiplied, summed_parts, unscaled
 from cce_kernels.head import Head
 from cce_kernels.mean import cleared, of_exponentials, over_runs, relative
-from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Statistics
+from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Numbers
 from cce_kernels.plan.plan import FEW_KEPT, Forward, InForward, Plan, Recomputed, Saved
 from cce_kernels.plan.residuals import Residuals
 from cce_kernels.tokens import Kept, gathered_rows, in_chunks
@@ -76,9 +76,9 @@ from cce_kernels.weighted_sum import Weighted, of_vocabulary
 from cce_kernels.windows import ALL_COLUMNS, FormDz
 
 # (the numbers of some tokens, what belongs to these tokens) -> the cotangents of the numbers, 0 for ignored tokens
-CotangentsOf = Callable[[Statistics, Any], Cotangents]
+CotangentsOf = Callable[[Numbers, Any], Cotangents]
 # the numbers of a shard of the vocabulary, (n,) each -> the numbers of all columns
-OfAllColumns = Callable[[Statistics], Statistics]
+OfAllColumns = Callable[[Numbers], Numbers]
 
 
 class Block(NamedTuple):
@@ -134,7 +134,7 @@ class Columns(NamedTuple):
     blocks: Blocks | None = None  # what the products keep; None: all
 
 
-def numbers_of(block: Block, plan: Plan) -> tuple[Statistics, Columns]:
+def numbers_of(block: Block, plan: Plan) -> tuple[Numbers, Columns]:
     """The first half of a block: its numbers over these columns, and what `gradients_of` needs of the columns."""
     problem, how, masses = block.problem(plan), _in_chunks(plan), None
     if plan.forward is None:
@@ -154,8 +154,8 @@ def numbers_of(block: Block, plan: Plan) -> tuple[Statistics, Columns]:
 
 
 def _with_weighted_sum(
-    inputs: Inputs, numbers: Statistics, weighted: Weighted | None, is_shard: bool, plan: Plan
-) -> Statistics:
+    inputs: Inputs, numbers: Numbers, weighted: Weighted | None, is_shard: bool, plan: Plan
+) -> Numbers:
     """The numbers with the weighted sum, if that is linear."""
     if weighted is None:
         return numbers
@@ -165,7 +165,7 @@ def _with_weighted_sum(
 
 def _from_sums(
     problem: Problem, count: jax.Array | None, reference: jax.Array | None, how: Forward, save: bool
-) -> tuple[Statistics, jax.Array | None, jax.Array | None]:
+) -> tuple[Numbers, jax.Array | None, jax.Array | None]:
     """The numbers of tokens of which the first `count` are kept; what is saved, and its masses.
 
     Those of other tokens are arbitrary. count: None for all. reference: of a shard of the vocabulary; None if this
@@ -220,15 +220,15 @@ def _rescued_sums(
     return how.rescue.engine.rescued(how.rescue, problem, count, sums), rescued
 
 
-def _of_parts(sums: Sums, reference: jax.Array | None) -> Statistics:
+def _of_parts(sums: Sums, reference: jax.Array | None) -> Numbers:
     """The numbers over all parts, each token's relative to one reference; the target is that of sums."""
     log_mass, of_parts, mean = sums.log_mass, sums.reference, sums.mean
     assert of_parts is not None
     assert sums.target is not None
     if reference is None:  # of the xla engine, which has one part
         total, mean = (None if x is None else x[0] for x in (sums.sum, mean))
-        return Statistics(log_mass[0], of_parts[0], sums.target, total, mean)
-    numbers = over_runs(Statistics(log_mass, of_parts, sums.target[None], None, mean))
+        return Numbers(log_mass[0], of_parts[0], sums.target, total, mean)
+    numbers = over_runs(Numbers(log_mass, of_parts, sums.target[None], None, mean))
     of_all, peak = numbers.log_mass, numbers.reference
     near = of_all <= LARGEST
     if mean is None:  # relative to lse a rescued token's e is scaled by about 1: its dz is not rounded once more
@@ -248,9 +248,7 @@ class Parts(NamedTuple):
     q: Any = None  # to Residuals.q
 
 
-def gradients_of(
-    block: Block, columns: Columns, own: Statistics, numbers: Statistics, of: Cotangents, plan: Plan
-) -> Parts:
+def gradients_of(block: Block, columns: Columns, own: Numbers, numbers: Numbers, of: Cotangents, plan: Plan) -> Parts:
     """The second half of a block.
 
     own, columns: of the first half; columns may be overwritten. numbers, of: over all columns, and their cotangents.
@@ -293,13 +291,7 @@ def of_dz(
 
 
 def _of_exponentials(
-    block: Block,
-    columns: Columns,
-    own: Statistics,
-    numbers: Statistics,
-    of: Cotangents,
-    of_sum: jax.Array | None,
-    plan: Plan,
+    block: Block, columns: Columns, own: Numbers, numbers: Numbers, of: Cotangents, of_sum: jax.Array | None, plan: Plan
 ) -> Parts:
     how, wanted = _in_chunks(plan), plan.request.wants
     assert how.de is not None
@@ -329,7 +321,7 @@ def _of_exponentials(
 
 
 def _with_targets(
-    block: Block, p: jax.Array, numbers: Statistics, of: Cotangents, step: Step, clear: jax.Array | None, plan: Plan
+    block: Block, p: jax.Array, numbers: Numbers, of: Cotangents, step: Step, clear: jax.Array | None, plan: Plan
 ) -> tuple[jax.Array, jax.Array]:
     """r, and P ready for the matmuls: the targets' elements are written, and zeros for ignored tokens.
 
@@ -376,7 +368,7 @@ def form(
     plan: Plan,
     reference: jax.Array | None = None,
     of_all_columns: OfAllColumns | None = None,
-) -> tuple[Statistics, Residuals]:
+) -> tuple[Numbers, Residuals]:
     """The numbers of all tokens, and the gradients of S. of_tokens: a tree of arrays with a row for each token.
 
     reference, of_all_columns: for a shard of the vocabulary, the reference of `numbers` and the exchange of numbers.
@@ -387,14 +379,14 @@ def form(
     kept, zeros = Kept.of(inputs.targets, chunks.rows), jnp.zeros(chunks.rows, request.sum_dtype)
     weighted = weighted_sum.weighted(inputs, request)
 
-    def chunk(start: Any) -> tuple[Statistics, Parts]:
+    def chunk(start: Any) -> tuple[Numbers, Parts]:
         block, of_own = taken(kept, start, chunks.size, inputs, of_tokens, reference, weighted)
         own, columns = numbers_of(block, plan)
         found = own if of_all_columns is None else of_all_columns(own)
         return found, gradients_of(block, columns, own, found, cotangents_of(found, of_own), plan)
 
     asked = (zeros if one else None for one in (request.with_sum, request.with_mean))
-    return over_chunks(chunk, Statistics(zeros, zeros, zeros, *asked), kept, plan)
+    return over_chunks(chunk, Numbers(zeros, zeros, zeros, *asked), kept, plan)
 
 
 def over_chunks(
@@ -465,10 +457,10 @@ def finish(
     return Gradients(de, dc, dbias)
 
 
-def de_of_any_cotangents(inputs: Inputs, plan: Plan) -> tuple[Statistics, jax.Array]:
+def de_of_any_cotangents(inputs: Inputs, plan: Plan) -> tuple[Numbers, jax.Array]:
     """The numbers of all tokens, and m, (N, D), in e's type."""
 
-    def of_all_but_the_target(numbers: Statistics, _: Any) -> Cotangents:
+    def of_all_but_the_target(numbers: Numbers, _: Any) -> Cotangents:
         return Cotangents(jnp.ones_like(numbers.log_mass), -jnp.exp(numbers.log_p(numbers.target)), None)
 
     numbers, left = form(inputs, (), of_all_but_the_target, plan)
@@ -476,7 +468,7 @@ def de_of_any_cotangents(inputs: Inputs, plan: Plan) -> tuple[Statistics, jax.Ar
     return numbers, left.de
 
 
-def de_of_m(inputs: Inputs, numbers: Statistics, m: jax.Array, of: Cotangents, head: Head, dtype: Any) -> jax.Array:
+def de_of_m(inputs: Inputs, numbers: Numbers, m: jax.Array, of: Cotangents, head: Head, dtype: Any) -> jax.Array:
     """de, (N, D), from `de_of_any_cotangents`; 0 where a token is ignored."""
     targets = inputs.targets
     live = targets >= 0
@@ -515,7 +507,7 @@ def target(inputs: Inputs, plan: Plan) -> jax.Array:
 
 def numbers(
     inputs: Inputs, plan: Plan, reference: jax.Array | None = None, clears: bool = False
-) -> tuple[Statistics, jax.Array | None]:
+) -> tuple[Numbers, jax.Array | None]:
     """The core's numbers of each token, (N,), at least float32; and the saved exponentials, (plan.saved, V), or None.
 
     A logit of a target or an id that names no column is 0, and so are those of an ignored token's ids. Its other
@@ -524,7 +516,7 @@ def numbers(
     shard's columns, and log_mass is −inf where their exponentials underflow relative to the reference.
     """
 
-    def first_half(block: Block) -> tuple[Statistics, jax.Array | None]:
+    def first_half(block: Block) -> tuple[Numbers, jax.Array | None]:
         assert plan.forward is not None
         count = block.count if plan.finds_ignored else None
         found, saved, _ = _from_sums(block.problem(plan), count, block.reference, plan.forward, save=plan.saved > 0)
@@ -535,7 +527,7 @@ def numbers(
 
     one, request = _one_of_each(plan), plan.request
     asked = (one if x else None for x in (request.sums_logits, request.with_mean))
-    found, saved = _by_blocks(first_half, inputs, plan, Statistics(one, one, one, *asked), reference)
+    found, saved = _by_blocks(first_half, inputs, plan, Numbers(one, one, one, *asked), reference)
     weighted = weighted_sum.weighted(inputs, request)
     found = _with_weighted_sum(inputs, found, weighted, reference is not None, plan)
     if inputs.ids is not None:
@@ -576,7 +568,7 @@ def _by_blocks(
 
 
 def gradients(
-    inputs: Inputs, numbers: Statistics, saved: Any, cotangents: Cotangents, plan: Plan
+    inputs: Inputs, numbers: Numbers, saved: Any, cotangents: Cotangents, plan: Plan
 ) -> tuple[Gradients, jax.Array | None]:
     """de, dc and dbias in e's type, None where not wanted; and saved, which has been overwritten.
 
@@ -623,8 +615,8 @@ def gradients(
 
 
 def _in_backward_pass(
-    inputs: Inputs, numbers: Statistics, of: Cotangents, at_ids: given_ids.AtIds | None, plan: Plan
-) -> tuple[Kept | None, Block, Callable[[], Block], tuple[Statistics, Cotangents, Any]]:
+    inputs: Inputs, numbers: Numbers, of: Cotangents, at_ids: given_ids.AtIds | None, plan: Plan
+) -> tuple[Kept | None, Block, Callable[[], Block], tuple[Numbers, Cotangents, Any]]:
     """Four things that the backward pass begins with:
 
     - Kept; None if ignored tokens are not looked for
@@ -708,7 +700,7 @@ def _of_saved(
 
 
 def _dz_of_logits(
-    block: Block, numbers: Statistics, of: Cotangents, at_ids: Any, step: Step, stops: bool, plan: Plan
+    block: Block, numbers: Numbers, of: Cotangents, at_ids: Any, step: Step, stops: bool, plan: Plan
 ) -> FormDz:
     """stops: whether the matmuls with dz stop at the last kept token; at_ids: given_ids.AtIds, or None."""
     problem, count = block.problem(plan), block.count if stops else None
@@ -716,7 +708,7 @@ def _dz_of_logits(
     return form if at_ids is None else given_ids.written(form, at_ids, block.count)
 
 
-def _dz_of_saved(block: Block, numbers: Statistics, of: Cotangents, saved: jax.Array, how: Saved, plan: Plan) -> FormDz:
+def _dz_of_saved(block: Block, numbers: Numbers, of: Cotangents, saved: jax.Array, how: Saved, plan: Plan) -> FormDz:
     problem, step = block.problem(plan), how.dz
     assert step is not None
     if of.mean is not None:

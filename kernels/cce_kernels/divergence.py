@@ -76,7 +76,7 @@ class Given(NamedTuple):
         return Inputs(e, c, bias, kept, None, scale, self.inverse_temperature)
 
 
-class Numbers(NamedTuple):
+class Divergences(NamedTuple):
     """Numbers of each token, (N,), at least float32; 0 where its weight is 0."""
 
     total: jax.Array  # the divergence
@@ -103,14 +103,14 @@ def formed(given: Given, of: Divergence, plan: Plan) -> Found:
     return Found(loss, *numbers, *finish(left, jnp.ones((), loss.dtype), kept, plan))
 
 
-def begin(given: Given, of: Divergence, plan: Plan) -> tuple[Numbers, Residuals]:
+def begin(given: Given, of: Divergence, plan: Plan) -> tuple[Divergences, Residuals]:
     """The numbers of all tokens, and the gradients of Σ weight·total, for blocks.finish."""
     way = plan.in_forward
     assert way is not None
     inputs, teacher, rows = given.inputs, given.teacher, way.chunks.rows
     kept, zeros = Kept.of(inputs.targets, rows), jnp.zeros(rows, plan.request.sum_dtype)
 
-    def chunk(start: Any) -> tuple[Numbers, Parts]:
+    def chunk(start: Any) -> tuple[Divergences, Parts]:
         of_student, (weight, e) = taken(kept, start, way.chunks.size, inputs, (given.weight, teacher.e))
         live = of_student.live
         own = Tokens(of_student.inputs, teacher._replace(e=jnp.where(live[:, None], e, 0)), jnp.where(live, weight, 0))
@@ -122,7 +122,7 @@ def begin(given: Given, of: Divergence, plan: Plan) -> tuple[Numbers, Residuals]
         dbias = _dbias_of(dz, plan.request) if plan.request.wants.bias else None
         return numbers, of_dz(of_student, dz, dbias, unit, plan)
 
-    return over_chunks(chunk, Numbers(zeros, zeros if of.entropy else None), kept, plan)
+    return over_chunks(chunk, Divergences(zeros, zeros if of.entropy else None), kept, plan)
 
 
 class Tokens(NamedTuple):
@@ -164,7 +164,7 @@ def _logits_of_teacher(own: Tokens, way: InForward, of: Divergence, plan: Plan) 
 
 def _by_kernels(
     own: Tokens, count: jax.Array, shares: jax.Array | None, of: Divergence, plan: Plan
-) -> tuple[Numbers, jax.Array]:
+) -> tuple[Divergences, jax.Array]:
     """The numbers of a chunk's tokens, and dz, (n, columns of saved_shape).
 
     dz is 0 from token `count` on, or not written where no matmul reads it.
@@ -176,7 +176,7 @@ def _by_kernels(
     assert way.logits is not None
     logits = (way.logits, request), _logits_of_teacher(own, way, of, plan)
 
-    def of_part(i: Any, found: tuple[Numbers, jax.Array]) -> tuple[Numbers, jax.Array]:
+    def of_part(i: Any, found: tuple[Divergences, jax.Array]) -> tuple[Divergences, jax.Array]:
         start = jnp.minimum(i * size, tokens - size)  # the last part begins earlier if it is shorter than the others
         part, here, (numbers, dz) = own.part(start, size), jnp.clip(count - start, 0, size), found
 
@@ -190,7 +190,7 @@ def _by_kernels(
         sums, formed = passes.engine.divergence_pass(passes, problem, given, here, at, static)
         dz = dz if formed is None else formed
         total = _total(of, shares, sums)
-        own_numbers = Numbers(total, sums[-1] if of.entropy else None)
+        own_numbers = Divergences(total, sums[-1] if of.entropy else None)
         return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), numbers, own_numbers), dz
 
     zeros, shape, parts = (
@@ -198,7 +198,7 @@ def _by_kernels(
         saved_shape(tokens, request.vocabulary),
         -(-tokens // size),
     )
-    numbers = Numbers(zeros, zeros if of.entropy else None)
+    numbers = Divergences(zeros, zeros if of.entropy else None)
     if all(by.engine.whole_stops for by, _ in logits):
         return lax.fori_loop(0, parts, of_part, (numbers, lax.empty(shape, request.dtype)))
     of_step = next(n for n in range(PARTS_OF_STEP, 0, -1) if parts % n == 0)
@@ -207,7 +207,7 @@ def _by_kernels(
 
 def _by_xla(
     own: Tokens, shares: jax.Array | None, of: Divergence, plan: Plan
-) -> tuple[Numbers, jax.Array, jax.Array | None]:
+) -> tuple[Divergences, jax.Array, jax.Array | None]:
     """The numbers of some tokens, (n,); dz, (n, V), at least float32, divided by a unit; the unit, or None for 1."""
     head, teacher = plan.request.head, own.of_teacher
     x = head.whole_logits(own.inputs.e, own.inputs.c, own.inputs.bias, own.inputs.scale)
@@ -232,7 +232,7 @@ def _by_xla(
         unit = _unit(size * _largest_derivative(of, shares, sums[0]))
         size = size / unit
     dz = given._replace(of_student=sums[0], size=size).dz(of.kind, head)
-    return Numbers(_total(of, shares, [sums[0], sums[-1]]), sums[1] if of.entropy else None), dz, unit
+    return Divergences(_total(of, shares, [sums[0], sums[-1]]), sums[1] if of.entropy else None), dz, unit
 
 
 def _total(of: Divergence, shares: Any, sums: list[jax.Array]) -> jax.Array:

@@ -4,7 +4,7 @@ The forward pass saves P (N, V), bfloat16, with the kept tokens first (cce_kerne
 
     P_iv = exp(z_iv − ρ_i) · u_iv     ρ_i = target_i; or max_v z_iv or lse_i: lse_i − ρ_i ≤ LARGEST (blocks.py)
 
-ρ is the token's reference (numbers.Statistics). u = ∂z/∂y is the slope of the softcap at z, and 1 without one. Saving
+ρ is the token's reference (numbers.Numbers). u = ∂z/∂y is the slope of the softcap at z, and 1 without one. Saving
 the exponential, not the logit, keeps a relative error of 2⁻⁹ however large the logit is; and u, which is 1 − (z/κ)²,
 keeps its digits where z is close to κ. P cannot overflow: it is at most exp(LARGEST), and bfloat16 has float32's range.
 Then
@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from cce_kernels.head import Head
-from cce_kernels.numbers import Cotangents, Inputs, Statistics
+from cce_kernels.numbers import Cotangents, Inputs, Numbers
 
 LARGEST = 30.0  # nats, 2^43
 SMALLEST = 2.0**-70
@@ -55,7 +55,7 @@ class Factors(NamedTuple):
     at_target: jax.Array  # the number that replaces P's element at the target
 
 
-def factors(numbers: Statistics, of: Cotangents, inputs: Inputs, head: Head) -> Factors:
+def factors(numbers: Numbers, of: Cotangents, inputs: Inputs, head: Head) -> Factors:
     """r without the factor of the inputs, and P's new elements at the targets. of: 0 for ignored tokens."""
     u = 1.0 if head.softcap is None else head.slope(inputs.capped(numbers.target))
     raised = SMALLEST * of.target * u

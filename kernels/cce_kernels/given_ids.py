@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from cce_kernels.device import Gpu
 from cce_kernels.head import Head
 from cce_kernels.mean import relative
-from cce_kernels.numbers import Cotangents, Inputs, Statistics
+from cce_kernels.numbers import Cotangents, Inputs, Numbers
 from cce_kernels.request import Request
 from cce_kernels.tokens import in_chunks
 from cce_kernels.windows import FormDz, Window
@@ -43,7 +43,7 @@ class AtIds(NamedTuple):
     dz: jax.Array  # at least float32
 
 
-def logits(inputs: Inputs, numbers: Statistics | None, request: Request, gpu: Gpu | None) -> jax.Array:
+def logits(inputs: Inputs, numbers: Numbers | None, request: Request, gpu: Gpu | None) -> jax.Array:
     """The logits of the ids, (N, K), at least float32.
 
     numbers: the engine's; None where the columns are a shard. Without them, or with a softcap, which changes a
@@ -57,7 +57,7 @@ def logits(inputs: Inputs, numbers: Statistics | None, request: Request, gpu: Gp
     return jnp.where(columns_of(inputs, request.head) < 0, 0, moved)
 
 
-def lost(numbers: Statistics, at_target: jax.Array) -> jax.Array:
+def lost(numbers: Numbers, at_target: jax.Array) -> jax.Array:
     """What lse has lost, (N,). at_target: the target's logit of `products`."""
     found = (numbers.target - at_target) * jnp.clip(numbers.lse / numbers.target, -1, 1)
     return jnp.where(jnp.isfinite(found), found, 0)  # a bias may be −inf, and a target's logit 0
@@ -90,7 +90,7 @@ def columns_of(inputs: Inputs, head: Head) -> jax.Array:
     return jnp.where(named, inputs.ids, -1)
 
 
-def dz_at(inputs: Inputs, numbers: Statistics, of: Cotangents, request: Request) -> AtIds:
+def dz_at(inputs: Inputs, numbers: Numbers, of: Cotangents, request: Request) -> AtIds:
     """dz at the ids. numbers: over the whole vocabulary."""
     assert numbers.ids is not None
     assert of.ids is not None

@@ -17,7 +17,7 @@ from jax import lax
 from cce_kernels.block_floats import decode, in_blocks, integers, steps_of
 from cce_kernels.engines.engine import Products, over_windows
 from cce_kernels.float16 import FLOAT16_LARGEST, OF_EXPONENT, SMALLEST_ROW
-from cce_kernels.numbers import Cotangents, Gradients, Inputs, Statistics
+from cce_kernels.numbers import Cotangents, Gradients, Inputs, Numbers
 from cce_kernels.request import Request
 from cce_kernels.windows import FormDz, Window, Windows
 
@@ -92,7 +92,7 @@ def multiplied(de: De, of_token: jax.Array, request: Request) -> jax.Array:
     return (values * by).astype(request.de_dtype)
 
 
-def fitted(cotangents: Cotangents, numbers: Statistics, inputs: Inputs) -> tuple[Cotangents, jax.Array | None]:
+def fitted(cotangents: Cotangents, numbers: Numbers, inputs: Inputs) -> tuple[Cotangents, jax.Array | None]:
     """For float16: the cotangents divided by a unit, and the unit. For other types: the cotangents and None.
 
     The unit makes the largest possible |dz| FLOAT16_LARGEST, so that nothing overflows and few elements underflow. With

@@ -3,7 +3,7 @@
     mean = Σ_v p_v (z_v − ρ)        P_v = exp(z_v − ρ)        m = log Σ_v P_v        p_v = P_v·exp(−m)
     entropy = −Σ_v p_v log p_v = m − mean
 
-with the token's reference ρ (numbers.Statistics). The means of runs of the vocabulary do not add, as sums do. The share
+with the token's reference ρ (numbers.Numbers). The means of runs of the vocabulary do not add, as sums do. The share
 of run r in the softmax is exp(m_r − m), so
 
     mean = Σ_r exp(m_r − m) · mean_r
@@ -33,7 +33,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cce_kernels.numbers import Cotangents, Statistics
+from cce_kernels.numbers import Cotangents, Numbers
 
 
 def sums_of(z: jax.Array, peak: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -62,7 +62,7 @@ def quotient(moment: jax.Array, mass: jax.Array) -> jax.Array:
     return moment / jnp.where(mass == 0, 1, mass)
 
 
-def over_runs(each: Statistics, weights: Any = 0) -> Statistics:
+def over_runs(each: Numbers, weights: Any = 0) -> Numbers:
     """The numbers of the whole vocabulary, (N,), from those of its runs, (runs, N) each.
 
     They are relative to the largest reference. A target's logit is 0 in all runs but one.
@@ -76,15 +76,15 @@ def over_runs(each: Statistics, weights: Any = 0) -> Statistics:
     if each.mean is not None:
         share = jnp.exp(log_mass - finite(jnp.max(log_mass, axis=0)))
         mean = quotient(jnp.sum(share * (each.mean + further), axis=0), jnp.sum(share, axis=0))
-    return Statistics(jax.nn.logsumexp(log_mass, axis=0), reference, jnp.sum(each.target, axis=0), total, mean)
+    return Numbers(jax.nn.logsumexp(log_mass, axis=0), reference, jnp.sum(each.target, axis=0), total, mean)
 
 
-def of_exponentials(mass: jax.Array, moment: jax.Array) -> Statistics:
+def of_exponentials(mass: jax.Array, moment: jax.Array) -> Numbers:
     """The numbers of the logits log P, relative to 0, from Σ_v P_v and Σ_v P_v·log P_v. Their target is arbitrary."""
-    return Statistics(jnp.log(mass), jnp.zeros_like(mass), mass, None, moment / mass)
+    return Numbers(jnp.log(mass), jnp.zeros_like(mass), mass, None, moment / mass)
 
 
-def relative(of: Cotangents, numbers: Statistics, live: jax.Array) -> Cotangents:
+def relative(of: Cotangents, numbers: Numbers, live: jax.Array) -> Cotangents:
     """The cotangents with a" and μ" in place of a and μ, for Head.cotangent; all 0 where a token is not live.
 
     numbers: over the whole vocabulary, relative to the reference of P.

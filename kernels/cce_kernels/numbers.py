@@ -76,7 +76,7 @@ def logarithm(log_p: jax.Array) -> jax.Array:
     return jnp.maximum(log_p, LEAST_LOG)
 
 
-class Statistics(NamedTuple):
+class Numbers(NamedTuple):
     """The core's numbers of each token, (N,), at least float32. They are arbitrary for an ignored token.
 
     Sums over the vocabulary are of z − ρ, with a reference ρ close to the largest logits: what is common to all logits
@@ -117,7 +117,7 @@ class Statistics(NamedTuple):
         """
         return None if inputs.factor is None else self.lse
 
-    def relative_to(self, reference: jax.Array) -> "Statistics":
+    def relative_to(self, reference: jax.Array) -> "Numbers":
         """The same numbers relative to another reference, without the sum."""
         between = self.reference - reference
         mean = None if self.mean is None else self.mean + between
@@ -125,7 +125,7 @@ class Statistics(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """The cotangents of Statistics: a, t̂, s, μ and ι in the equations."""
+    """The cotangents of Numbers: a, t̂, s, μ and ι in the equations."""
 
     lse: jax.Array
     target: jax.Array
@@ -134,7 +134,7 @@ class Cotangents(NamedTuple):
     ids: jax.Array | None = None  # None: 0
 
     @classmethod
-    def of(cls, cotangents: Statistics) -> "Cotangents":
+    def of(cls, cotangents: Numbers) -> "Cotangents":
         """Those of all numbers but the reference, which has no derivative: lse moves with log_mass alone."""
         return cls(*(x for name, x in cotangents._asdict().items() if name != "reference"))
 

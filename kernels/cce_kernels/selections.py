@@ -31,7 +31,7 @@ from jax import lax
 from cce_kernels.engines.engine import Problem, Step
 from cce_kernels.engines.order import cdiv
 from cce_kernels.mean import finite, quotient, sums_of
-from cce_kernels.numbers import Inputs, Statistics
+from cce_kernels.numbers import Inputs, Numbers
 from cce_kernels.plan.choose import selecting
 from cce_kernels.plan.plan import Plan
 from cce_kernels.request import Request
@@ -71,7 +71,7 @@ class Asked:
 NOTHING = Asked()
 
 
-def numbers_and_selections(inputs: Inputs, plan: Plan, asked: Asked) -> tuple[Statistics, Selections]:
+def numbers_and_selections(inputs: Inputs, plan: Plan, asked: Asked) -> tuple[Numbers, Selections]:
     """The numbers of each token, without the sum, and what is asked for; 0 for an ignored token.
 
     Kept tokens come first, and steps of ignored tokens are left out. A step has several chunks where the kernel stops
@@ -85,7 +85,7 @@ def numbers_and_selections(inputs: Inputs, plan: Plan, asked: Asked) -> tuple[St
     parts = cdiv(chunks, steps)
     kept = Kept.of(inputs.targets, steps * parts * size)
 
-    def of_chunk(start: Any) -> tuple[Statistics, Selections]:
+    def of_chunk(start: Any) -> tuple[Numbers, Selections]:
         order = lax.dynamic_slice_in_dim(kept.order, start, size)
         own = inputs._replace(**{name: x[order] for name, x in inputs.of_tokens.items()})
         return _of_chunk(Problem(request, plan.gpu, own), step, kept.count[0] - start, asked)
@@ -150,7 +150,7 @@ def _tokens(request: Request) -> int:
     return next(size // multiple * multiple for multiple in MULTIPLES if size >= multiple)
 
 
-def _of_chunk(problem: Problem, step: Step | None, count: Any, asked: Asked) -> tuple[Statistics, Selections]:
+def _of_chunk(problem: Problem, step: Step | None, count: Any, asked: Asked) -> tuple[Numbers, Selections]:
     """The numbers and selections of a chunk, arbitrary for tokens from `count` on.
 
     step: of `logits_and_maxima`; None: XLA's matmul computes the logits.
@@ -162,7 +162,7 @@ def _of_chunk(problem: Problem, step: Step | None, count: Any, asked: Asked) -> 
     if inputs.ids is not None:
         ids = _picked(found.at, jnp.where(targets < 0, -1, inputs.ids), request.vocabulary)
     mean_logit = jnp.mean(found.logits, axis=1) if asked.mean_logit else None
-    numbers = Statistics(found.log_mass, found.peak, target, None, found.mean, ids)
+    numbers = Numbers(found.log_mass, found.peak, target, None, found.mean, ids)
     return numbers, Selections(*found.top, mean_logit)
 
 

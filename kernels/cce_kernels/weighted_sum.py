@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from cce_kernels import given_ids
 from cce_kernels.device import Gpu
-from cce_kernels.numbers import Cotangents, Inputs, Statistics
+from cce_kernels.numbers import Cotangents, Inputs, Numbers
 from cce_kernels.request import Request
 
 
@@ -68,7 +68,7 @@ def _summed(x: jax.Array, axis: int) -> jax.Array:
 
 
 def of_tokens(
-    inputs: Inputs, numbers: Statistics, of: Weighted, request: Request, gpu: Gpu | None, moves: bool
+    inputs: Inputs, numbers: Numbers, of: Weighted, request: Request, gpu: Gpu | None, moves: bool
 ) -> jax.Array:
     """Σ_v w_v·(z_v − ρ), (N,); 0 where a token is ignored. moves: whether it is moved by what a kernel has lost."""
     live = inputs.targets >= 0

@@ -18,7 +18,7 @@ from jax import lax
 from cce_kernels.device import Gpu
 from cce_kernels.divergence_terms import Pass, Static, Whole
 from cce_kernels.head import Head
-from cce_kernels.numbers import Cotangents, Inputs, Statistics
+from cce_kernels.numbers import Cotangents, Inputs, Numbers
 from cce_kernels.request import Request
 from cce_kernels.windows import FormDz, Window, Windows
 
@@ -215,7 +215,7 @@ class Launched:
         """saved, with exp(z − reference) written for the tokens where `others` is true."""
         return self.launched("saved_again")(step, problem, reference, others, saved)
 
-    def form_dz(self, step: Step, problem: Problem, numbers: Statistics, of: Cotangents, count: Any) -> FormDz:
+    def form_dz(self, step: Step, problem: Problem, numbers: Numbers, of: Cotangents, count: Any) -> FormDz:
         """Forms dz of a window from logits that are computed again. Rows of dz from `count` on are arbitrary.
 
         numbers: the reference is FLOAT32_MAX for ignored tokens. of: mean.relative.

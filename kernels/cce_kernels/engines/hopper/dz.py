@@ -16,11 +16,11 @@ from cce_kernels.engines.hopper.matmul import Multiply, Origin, Sum
 from cce_kernels.engines.hopper.registers import along_rows, column_numbers, parts_of, vector_of
 from cce_kernels.engines.hopper.tiles import DEPTH, PAIR_ROWS
 from cce_kernels.engines.order import row_group
-from cce_kernels.numbers import LOG2_E, Cotangents, Statistics
+from cce_kernels.numbers import LOG2_E, Cotangents, Numbers
 from cce_kernels.windows import FormDz, Window
 
 
-def form_dz(step: Step, problem: Problem, numbers: Statistics, of: Cotangents, count: jax.Array) -> FormDz:
+def form_dz(step: Step, problem: Problem, numbers: Numbers, of: Cotangents, count: jax.Array) -> FormDz:
     """engine.Launched.form_dz. windows.columns: a multiple of DEPTH. dz is 0 from column V on."""
     head, windows, inputs = problem.head, step.windows, problem.inputs
     e, c, vocabulary = inputs.e, inputs.c, problem.request.vocabulary

@@ -19,7 +19,7 @@ def logits(raw: jax.Array, head: Head, scale) -> jax.Array:
 def divided(x: jax.Array, inverse: jax.Array | None, most: jax.Array | None = None) -> jax.Array:
     """Logits divided by the temperatures of their rows. inverse: a number for each row; None for 1.
 
-    most: as Statistics.most has it.
+    most: as Numbers.most has it.
     """
     z = x if inverse is None else x * along_rows(inverse, x.shape)
     if most is not None:

@@ -20,7 +20,7 @@ from cce_kernels.engines.order import cdiv, grouped_order, row_group
 from cce_kernels.engines.triton.launch import How, launch
 from cce_kernels.engines.triton.loads import indices, inside, load_vector, tile_index, tile_mask
 from cce_kernels.engines.triton.logits import divided, exp, factor_of, load_inverse_temperature, logits_tile
-from cce_kernels.numbers import Cotangents, Inputs, Statistics
+from cce_kernels.numbers import Cotangents, Inputs, Numbers
 from cce_kernels.windows import FormDz, Window
 
 
@@ -93,7 +93,7 @@ def _kernel(how: How, inputs: Inputs, of_rows, cotangents, window_ref, count_ref
         pl.when(row_block * tiles.rows < count_ref[0])(tile)
 
 
-def form_dz(step: Step, problem: Problem, numbers: Statistics, of: Cotangents, count: jax.Array | None) -> FormDz:
+def form_dz(step: Step, problem: Problem, numbers: Numbers, of: Cotangents, count: jax.Array | None) -> FormDz:
     """engine.Launched.form_dz. count: rows of dz from this one on need not be written; None: all rows are written."""
     inputs, tiles, windows = problem.inputs, step.tiles, step.windows
     tokens, with_sums = inputs.e.shape[0], problem.request.wants.bias

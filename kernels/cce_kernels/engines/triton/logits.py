@@ -23,7 +23,7 @@ def load_inverse_temperature(inputs: Inputs, rows: jax.Array, rows_ok: jax.Array
 def divided(x: jax.Array, inverse: jax.Array | None, most: jax.Array | None = None) -> jax.Array:
     """Logits divided by the temperatures of their tokens, each rounded, as cce_kernels.numbers.rounded explains.
 
-    most: as Statistics.most has it, in the form of inverse. Without it −inf becomes the least finite number, whose
+    most: as Numbers.most has it, in the form of inverse. Without it −inf becomes the least finite number, whose
     exponential is 0 as well; inf stays, so that its token has no numbers.
     """
     z = x if inverse is None else x * inverse

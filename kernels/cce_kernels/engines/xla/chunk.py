@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from cce_kernels.engines.engine import Problem
 from cce_kernels.head import Head
 from cce_kernels.mean import finite, quotient, relative, sums_of, weighted_sum_of
-from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Statistics
+from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Numbers
 
 
-def numbers_and_logits(problem: Problem) -> tuple[Statistics, jax.Array]:
+def numbers_and_logits(problem: Problem) -> tuple[Numbers, jax.Array]:
     """The chunk's numbers over these columns, and its logits before the temperature, (n, V).
 
     e of ignored tokens must be finite.
@@ -29,10 +29,10 @@ def numbers_and_logits(problem: Problem) -> tuple[Statistics, jax.Array]:
     total = weighted_sum_of(z, peak, inputs.weights) if request.sums_logits else None
     mean = quotient(moment, mass) if request.with_mean else None
     target = jnp.where(named, target, 0)[:, 0]
-    return Statistics(jnp.log(mass), peak, target, total, mean), x
+    return Numbers(jnp.log(mass), peak, target, total, mean), x
 
 
-def dz_of(inputs: Inputs, x: jax.Array, numbers: Statistics, of: Cotangents, head: Head) -> tuple[jax.Array, jax.Array]:
+def dz_of(inputs: Inputs, x: jax.Array, numbers: Numbers, of: Cotangents, head: Head) -> tuple[jax.Array, jax.Array]:
     """dz in e's type, and its column sums, (V,).
 
     x: the logits before the temperature; numbers: of the whole vocabulary; of: 0 for ignored tokens.

@@ -1,4 +1,4 @@
-"""Statistics and dz in plain XLA, for one window of the vocabulary after another.
+"""Numbers and dz in plain XLA, for one window of the vocabulary after another.
 
 Forward: one matmul a window, and sums relative to a running maximum, which cannot overflow. Backward: its logits
 are computed again and turned into dz. Held at a time: one (N, V_g) block of logits, and the exponentials or dz that XLA
@@ -12,7 +12,7 @@ from jax import lax
 from cce_kernels.engines.engine import Problem, Step, Sums, over_windows
 from cce_kernels.head import Head
 from cce_kernels.mean import finite, quotient, sums_of, weighted_sum_of
-from cce_kernels.numbers import Cotangents, Inputs, Statistics
+from cce_kernels.numbers import Cotangents, Inputs, Numbers
 from cce_kernels.windows import FormDz, Window, Windows
 
 
@@ -69,7 +69,7 @@ def sums(step: Step, problem: Problem, *_) -> Sums:
     return Sums(log_mass, target, None, mean=mean, reference=peak, sum=total)  # type: ignore[arg-type]
 
 
-def form_dz(step: Step, problem: Problem, numbers: Statistics, of: Cotangents, _) -> FormDz:
+def form_dz(step: Step, problem: Problem, numbers: Numbers, of: Cotangents, _) -> FormDz:
     """engine.Launched.form_dz."""
     inputs, head, windows, most = problem.inputs, problem.head, step.windows, numbers.most(problem.inputs)
     with_sums = problem.request.wants.bias
