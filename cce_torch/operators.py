@@ -160,8 +160,9 @@ def _as_tensors(result: Any) -> Any:
     """What the operator returns."""
     if isinstance(result, Tensor):
         return result
-    first, *others = flat(*result)  # of the fake, a list too
-    return first, *(first.new_empty(0) if x is None else x for x in others)
+    found = flat(*result)  # of the fake, a list too
+    some = next((x for x in found if x is not None), torch.empty(0))
+    return tuple(some.new_empty(0) if x is None else x for x in found)
 
 
 def flat(*arguments: Any) -> list[Any]:

@@ -34,10 +34,10 @@ def statistics(operands: Operands, call: Call, scale: float, called: str) -> Ten
 
     NotImplementedError if a second derivative is asked for.
     """
-    return applied(Recomputed, _Statistics(call, scale, called), *operands)[0]
+    return applied(Recomputed, _Numbers(call, scale, called), *operands)[0]
 
 
-class _Statistics(NamedTuple):
+class _Numbers(NamedTuple):
     """The task. Its tensors are Operands."""
 
     call: Call
@@ -46,7 +46,7 @@ class _Statistics(NamedTuple):
 
     differentiable = 1
 
-    def of_backward(self) -> "_Statistics":
+    def of_backward(self) -> "_Numbers":
         return self._replace(call=self.call.of_backward)
 
     def forward(self, *operands: Any) -> tuple[Tensor]:

@@ -50,11 +50,11 @@ def statistics(operands: Operands, setting: Setting, called: str) -> Tensor:
     own = shards.rounded(of_own_columns(constant, setting), call)
     whole_e = None if shard.sequence_axis is None else own.e
     copies = own[1:3] if shards.rounds(call) else (None, None)
-    task = _Statistics(setting, called, saving_for, shards.kind(own, call) if saving_for else None)
+    task = _Numbers(setting, called, saving_for, shards.kind(own, call) if saving_for else None)
     return applied(Recomputed, task, e, c, bias, whole_e, *copies, *own[3:], columns)[0]
 
 
-class _Statistics(NamedTuple):
+class _Numbers(NamedTuple):
     """The task. Its tensors: e, c, bias; the operands of this process' columns; the columns of the whole vocabulary.
 
     Of these operands e, c and bias are None where they are the first three tensors.
@@ -67,7 +67,7 @@ class _Statistics(NamedTuple):
 
     differentiable = 1
 
-    def of_backward(self) -> "_Statistics":
+    def of_backward(self) -> "_Numbers":
         return self._replace(setting=self.setting._replace(call=self.setting.call.of_backward))
 
     def own(self, arrays: Tensors) -> Operands:

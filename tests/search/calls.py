@@ -748,6 +748,11 @@ def _data(rng: np.random.Generator, p: Program) -> Data:
         bias = 1e3 if x.chance(0.2) else round(float(rng.uniform(-120, 120)), 1)
     finite = p.label_smoothing == 0 and not p.mean_logit and (p.logit_scale or 1.0) > 0
     finite = finite and (p.divergence != "forward_kl" or p.teacher_bias) and (p.divergence or not p.teacher_bias)
+    # A softcap makes a logit of −inf finite. So one side alone may have mass where the other has none.
+    capped = p.softcap is not None, p.teacher_softcap is not None or not p.teacher_bias
+    finite = finite and capped not in {"forward_kl": [(False, True)], "reverse_kl": [(True, False)]}.get(
+        p.divergence, []
+    )
     if biased and x.chance(0.15) and p.vocabulary > 8 and finite:
         masked = int(rng.integers(1, 1 + p.vocabulary // 4))
     data = Data(
