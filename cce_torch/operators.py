@@ -63,8 +63,10 @@ def of_jax(name: str, fake: Callable) -> Callable[[Callable], Any]:
         operator = getattr(torch.ops.cce_torch, name).default
         torch.library.register_vmap(f"cce_torch::{name}", one_by_one(operator), lib=_library)
 
+        tensors_of = _tensors_of(tuple(types.values()))
+
         def call(*arguments: Any, **known: Any) -> Any:
-            if _is_plain(arguments):
+            if _is_plain(tensors_of(arguments)):
                 return run(*arguments, **known)
             found = operator(*flat(*arguments))
             return found if result is Tensor else read_result(iter(found))
@@ -189,28 +191,29 @@ def as_factors(numbers: Sequence[float]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 
-def _is_plain(arguments: tuple) -> bool:
+def _is_plain(given: Sequence[Tensor | None]) -> bool:
     """Whether nothing observes operators on these tensors."""
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._autograd._profiler_enabled()  # type: ignore[attr-defined]
-    ):
-        return False
-    given = _tensors(arguments)
-    return tensors.ORDINARY.issuperset(map(type, given)) and not any(map(is_batched, given))
+    return (
+        not torch.compiler.is_compiling()
+        and tensors.ORDINARY.issuperset(map(type, given))
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._autograd._profiler_enabled()  # type: ignore[attr-defined]
+        and not any([is_batched(x) for x in given if x is not None])
+    )
 
 
-def _tensors(arguments: tuple) -> list[Tensor]:
-    """Those among the arguments of a function."""
-    found: list[Tensor] = []
-    for x in arguments:
-        if isinstance(x, Tensor):
-            found.append(x)
-        elif isinstance(x, tuple) and not isinstance(x, (Call, Scheduled, DivergenceCall)):
-            found += _tensors(x)
-    return found
+def _tensors_of(kinds: Sequence[Any]) -> Callable[[Any], Sequence[Tensor | None]]:
+    """Finds the tensors among values of these types. Made once: it runs at each call."""
+    if all(kind in (Tensor, Tensor | None) for kind in kinds):
+        return lambda values: values
+    finders = []
+    for k, kind in enumerate(kinds):
+        if kind in (Tensor, Tensor | None):
+            finders.append((k, lambda x: (x,)))
+        elif kind not in TYPES and kind not in ENCODED:  # a record
+            finders.append((k, _tensors_of(tuple(_types(kind).values()))))
+    return lambda values: [x for k, find in finders for x in find(values[k])]
 
 
 def one_by_one(operator: Callable) -> Callable:

@@ -534,6 +534,9 @@ def check_errors_of_split() -> None:
     for rows, message in (((5, 4), "0 <= start <= stop"), ((0, 5, True, 4), "at most vocabulary=4")):
         with pytest.raises(ValueError, match=message):
             VocabParallel(None, *rows)
+    losses = linear_cross_entropy(e.requires_grad_(), c, t, vocab_parallel=shard, reduction="none")
+    with pytest.raises(NotImplementedError, match="is_grads_batched=True does not work where processes share"):
+        torch.autograd.grad(losses, e, torch.ones(2, *losses.shape), is_grads_batched=True)
 
 
 # DTensors.
