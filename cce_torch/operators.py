@@ -19,18 +19,7 @@ from cce_torch.autograd import is_batched
 from cce_torch.call import ENCODED, Call, DivergenceCall, Scheduled, decoded, encoded
 from cce_torch.on_jax import tensors
 
-TYPES = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    Scheduled: "Tensor",
-    int: "SymInt",
-    int | None: "SymInt?",
-    float: "float",
-    float | None: "float?",
-    bool: "bool",
-    str: "str",
-    Sequence[bool]: "bool[]",
-}
+TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", Scheduled: "Tensor", float: "float", Sequence[bool]: "bool[]"}
 
 _library = torch.library.Library("cce_torch", "FRAGMENT")
 _tags = [torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe]
@@ -163,7 +152,7 @@ def _as_tensors(result: Any) -> Any:
     if isinstance(result, Tensor):
         return result
     found = flat(*result)  # of the fake, a list too
-    some = next((x for x in found if x is not None), torch.empty(0))
+    some = next(x for x in found if x is not None)  # nobody asks for nothing
     return tuple(some.new_empty(0) if x is None else x for x in found)
 
 

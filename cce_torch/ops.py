@@ -152,7 +152,7 @@ def programs() -> Any:
     return programs
 
 
-def kind_of(given: Given, call: Call, saving_for: Sequence[bool]) -> tuple[Any, Sequence[bool]]:
+def _kind(given: Given, call: Call, saving_for: Sequence[bool]) -> tuple[Any, Sequence[bool]]:
     """The Kind of a call, and the gradients for which something is left."""
     if call.compiled:
         call = call._replace(compiled=False)
@@ -170,7 +170,7 @@ def _fake_loss(
     found = _new_results(given, call)
     if not saving_for or not given.e.shape[0]:
         return found
-    kind, saving_for = kind_of(given, call, saving_for)
+    kind, saving_for = _kind(given, call, saving_for)
     left = programs().handover(kind, given, saving_for).placeholders(given.e)
     _traced.add(kind)
     left = (None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in left)
@@ -192,7 +192,7 @@ def loss_of(
         found = _new_results(given, call)
         return found._replace(loss=found.loss.zero_())
     if kind is None:
-        kind, saving_for = kind_of(given, call, saving_for)
+        kind, saving_for = _kind(given, call, saving_for)
     return programs().loss(kind, given, scheduled, reference, saving_for)
 
 
@@ -231,7 +231,7 @@ def gradients_of(
     if not given.e.shape[0] or not any(wanted):
         return OfGiven(*(None if x is None else x.zero_() for x in _new_gradients(given, wanted, call)))
     if kind is None:
-        kind, _ = kind_of(given, call, saved.left_for)
+        kind, _ = _kind(given, call, saved.left_for)
     return programs().gradients(kind, given, scheduled, saved, of, wanted, in_place)
 
 

@@ -89,6 +89,7 @@ def bound(call: Call, given: Given) -> Bound:
         steepest=steep,
         autocast_type=getattr(torch, program.dtype),
         backend=program.backend,
+        accumulates=program.function == CROSS_ENTROPY and program.form != "hf" and program.processes == 1,
     )
 
 
@@ -160,15 +161,17 @@ def _head(
     c: Tensor,
     targets: Tensor,
     bias: Tensor | None = None,
-    token_weight: Tensor | None = None,
+    **more: Any,
 ) -> Any:
     weights = {"weight": c} | ({} if bias is None else {"bias": bias})
-    named = of_call | ({} if token_weight is None else {"token_weight": token_weight})
+    named = of_call | more
     return torch.func.functional_call(head, weights, (e, targets), named)
 
 
-def _functional(options: dict[str, Any], e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
-    return functional.linear_cross_entropy(e, c, targets, linear_bias=bias, **options)
+def _functional(
+    options: dict[str, Any], e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None = None, **more: Any
+) -> Tensor:
+    return functional.linear_cross_entropy(e, c, targets, linear_bias=bias, **options, **more)
 
 
 def _named(program: Program, found: Any) -> Named:

@@ -30,6 +30,7 @@ class Bound:
     steepest: float  # logits.steepest
     autocast_type: torch.dtype = torch.bfloat16
     backend: str = "aot_eager"
+    accumulates: bool = False  # whether the function takes accumulate_into
 
     def __call__(self, leaves: Named | None = None, others: Named | None = None) -> Named:
         leaves = self.leaves if leaves is None else leaves

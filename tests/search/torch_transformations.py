@@ -35,8 +35,22 @@ def value(x: Bound) -> Found:
 
 
 def gradient(x: Bound) -> Found:
+    if x.accumulates and "c" in x.wanted and x.drawn(2, 2):
+        return _accumulated(x)
     results = x()
     return results, x.gradients(results)
+
+
+def _accumulated(x: Bound) -> Found:
+    """The gradient of c in a buffer of its own type, or in a wider one, which was 0."""
+    c = x.leaves["c"]
+    dtype = torch.promote_types(c.dtype, torch.float32) if x.drawn(2, 3) else c.dtype
+    buffer = torch.zeros(c.shape, dtype=dtype, device=c.device)
+    results = x.named(x.function(**x.leaves, **x.others, accumulate_into=buffer))
+    x.total(results).backward()
+    assert c.grad is None, "the gradient was added, and returned too"
+    gradients = {name: x.leaves[name].grad for name in x.wanted if name != "c"}
+    return results, gradients | {"c": buffer.to(c.dtype)}  # type: ignore[return-value]
 
 
 def second_backward(x: Bound) -> Found:
