@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from cce_torch.autograd import is_batched
 from cce_torch.call import ENCODED, Call, DivergenceCall, Scheduled, decoded, encoded
 from cce_torch.on_jax import tensors
 
 TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", Scheduled: "Tensor", float: "float", Sequence[bool]: "bool[]"}
+
+IS_BATCHED = torch._C._functorch.is_legacy_batchedtensor  # type: ignore[attr-defined]  # as autograd.is_batched
 
 _library = torch.library.Library("cce_torch", "FRAGMENT")
 _tags = [torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe]
@@ -188,7 +189,7 @@ def _is_plain(given: Sequence[Tensor | None]) -> bool:
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
         and not torch._C._autograd._profiler_enabled()  # type: ignore[attr-defined]
-        and not any([is_batched(x) for x in given if x is not None])
+        and True not in [IS_BATCHED(x) for x in given if x is not None]
     )
 
 
