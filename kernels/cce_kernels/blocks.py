@@ -385,8 +385,8 @@ def form(
         found = own if of_all_columns is None else of_all_columns(own)
         return found, gradients_of(block, columns, own, found, cotangents_of(found, of_own), plan)
 
-    asked = (zeros if one else None for one in (request.with_sum, request.with_mean))
-    return over_chunks(chunk, Numbers(zeros, zeros, zeros, *asked), kept, plan)
+    numbers = Numbers.filled(zeros, request.with_sum, request.with_mean)
+    return over_chunks(chunk, numbers, kept, plan)
 
 
 def over_chunks(
@@ -526,8 +526,8 @@ def numbers(
         return found, saved
 
     one, request = _one_of_each(plan), plan.request
-    asked = (one if x else None for x in (request.sums_logits, request.with_mean))
-    found, saved = _by_blocks(first_half, inputs, plan, Numbers(one, one, one, *asked), reference)
+    numbers = Numbers.filled(one, request.sums_logits, request.with_mean)
+    found, saved = _by_blocks(first_half, inputs, plan, numbers, reference)
     weighted = weighted_sum.weighted(inputs, request)
     found = _with_weighted_sum(inputs, found, weighted, reference is not None, plan)
     if inputs.ids is not None:

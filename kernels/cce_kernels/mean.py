@@ -62,6 +62,12 @@ def quotient(moment: jax.Array, mass: jax.Array) -> jax.Array:
     return moment / jnp.where(mass == 0, 1, mass)
 
 
+def numbers_of(z: jax.Array, target: Any, peak: jax.Array, with_mean: bool) -> Numbers:
+    """The numbers of logits (N, V) that are held, relative to peak, without the sum. target: its logit, (N,)."""
+    mass, moment = sums_of(z, peak)
+    return Numbers(jnp.log(mass), peak, target, mean=quotient(moment, mass) if with_mean else None)
+
+
 def over_runs(each: Numbers, weights: Any = 0) -> Numbers:
     """The numbers of the whole vocabulary, (N,), from those of its runs, (runs, N) each.
 

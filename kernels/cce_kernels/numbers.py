@@ -4,7 +4,7 @@ N tokens, width D, vocabulary V. cce_jax/core.py defines every number.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,6 +89,11 @@ class Numbers(NamedTuple):
     sum: jax.Array | None = None  # Σ_v w_v (z_v − ρ); None: not asked for
     mean: jax.Array | None = None  # Σ_v p_v (z_v − ρ), with p the softmax; None: not asked for
     ids: jax.Array | None = None  # (N, K): the logits of Inputs.ids; 0 where an id names no column, or is ignored
+
+    @classmethod
+    def filled(cls, x: Any, with_sum: bool, with_mean: bool) -> "Numbers":
+        """x for each number that a call asks for, but the ids."""
+        return cls(x, x, x, x if with_sum else None, x if with_mean else None)
 
     @property
     def lse(self) -> jax.Array:

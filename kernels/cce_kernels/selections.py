@@ -30,7 +30,7 @@ from jax import lax
 
 from cce_kernels.engines.engine import Problem, Step
 from cce_kernels.engines.order import cdiv
-from cce_kernels.mean import finite, quotient, sums_of
+from cce_kernels.mean import finite, numbers_of
 from cce_kernels.numbers import Inputs, Numbers
 from cce_kernels.plan.choose import selecting
 from cce_kernels.plan.plan import Plan
@@ -162,8 +162,7 @@ def _of_chunk(problem: Problem, step: Step | None, count: Any, asked: Asked) -> 
     if inputs.ids is not None:
         ids = _picked(found.at, jnp.where(targets < 0, -1, inputs.ids), request.vocabulary)
     mean_logit = jnp.mean(found.logits, axis=1) if asked.mean_logit else None
-    numbers = Numbers(found.log_mass, found.peak, target, None, found.mean, ids)
-    return numbers, Selections(*found.top, mean_logit)
+    return found.numbers._replace(target=target, ids=ids), Selections(*found.top, mean_logit)
 
 
 class _Found(NamedTuple):
@@ -172,9 +171,7 @@ class _Found(NamedTuple):
     logits: jax.Array  # (n, V), after the temperature
     at: At  # looks up logits
     top: tuple[jax.Array, jax.Array] | tuple[None, None]  # the k largest logits and their columns, (n, k)
-    peak: jax.Array  # the reference of the numbers
-    log_mass: jax.Array
-    mean: jax.Array | None
+    numbers: Numbers  # without the target's logit
 
 
 def _by_xla(problem: Problem, k: int) -> _Found:
@@ -182,20 +179,14 @@ def _by_xla(problem: Problem, k: int) -> _Found:
     z, at = _divided(request.head.whole_logits(inputs.e, inputs.c, inputs.bias, inputs.scale), inputs)
     top = largest(z, k, at=at) if k else (None, None)
     peak = jnp.max(jnp.where(jnp.isnan(z), -jnp.inf, z), axis=1) if top[0] is None else top[0][:, 0]
-    peak = finite(peak)
-    mass, moment = sums_of(z, peak)
-    return _Found(z, at, top, peak, jnp.log(mass), quotient(moment, mass) if request.with_mean else None)
+    return _Found(z, at, top, numbers_of(z, None, finite(peak), request.with_mean))
 
 
 def _by_kernel(problem: Problem, step: Step, count: Any, k: int) -> _Found:
     (x, peak, log_mass), maxima = step.engine.logits_and_maxima(step, problem, count)
     z, at = _divided(x, problem.inputs)
     top = largest(z, k, Blocks(maxima, step.engine.block(step).columns), at) if k else (None, None)
-    mean = None
-    if problem.request.with_mean:
-        mass, moment = sums_of(z, peak)
-        mean = quotient(moment, mass)
-    return _Found(z, at, top, peak, log_mass, mean)
+    return _Found(z, at, top, numbers_of(z, None, peak, problem.request.with_mean)._replace(log_mass=log_mass))
 
 
 def _divided(x: jax.Array, inputs: Inputs) -> tuple[jax.Array, At]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from cce_kernels.engines.engine import Problem
 from cce_kernels.head import Head
-from cce_kernels.mean import finite, quotient, relative, sums_of, weighted_sum_of
+from cce_kernels.mean import finite, numbers_of, relative, weighted_sum_of
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Numbers
 
 
@@ -25,11 +25,9 @@ def numbers_and_logits(problem: Problem) -> tuple[Numbers, jax.Array]:
     named = (targets >= 0) & (targets < z.shape[1])
     target = jnp.take_along_axis(z, jnp.where(named, targets, 0), axis=1)
     peak, request = finite(jnp.max(z, axis=1)), problem.request
-    mass, moment = sums_of(z, peak)
+    found = numbers_of(z, jnp.where(named, target, 0)[:, 0], peak, request.with_mean)
     total = weighted_sum_of(z, peak, inputs.weights) if request.sums_logits else None
-    mean = quotient(moment, mass) if request.with_mean else None
-    target = jnp.where(named, target, 0)[:, 0]
-    return Numbers(jnp.log(mass), peak, target, total, mean), x
+    return found._replace(sum=total), x
 
 
 def dz_of(inputs: Inputs, x: jax.Array, numbers: Numbers, of: Cotangents, head: Head) -> tuple[jax.Array, jax.Array]:
