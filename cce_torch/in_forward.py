@@ -265,9 +265,10 @@ class _Run:
         formed = Residuals()
         if self.way is not None:
             formed = self.programs.cleared(self.way.sums.made(lambda n, t: self.e.new_empty(n, dtype=t)))
-        tokens, spans = len(self.e), self.programs.spans(self.chunks, len(self.e))
-        given, de = self._in_order(sum(spans[-1])), _Rows(self.e, self.setting) if self.wanted.e else None
-        chunks = [self._chunk(chunk, given, de, formed) for chunk in self._chunks(given, spans)]
+        tokens, size = len(self.e), self.chunks.size
+        starts = range(0, max(tokens, 1), size)
+        given, de = self._in_order(starts[-1] + size), _Rows(self.e, self.setting) if self.wanted.e else None
+        chunks = [self._chunk(chunk, given, de, formed) for chunk in self._chunks(starts)]
         statistics, of_tokens = chunks[0] if len(chunks) == 1 else (torch.cat(x, -1) for x in zip(*chunks, strict=True))
         order, new = given.order[:tokens], self.e.new_empty
         found = new((self.call.rows, tokens), dtype=torch.float32).index_copy_(1, order, statistics)
@@ -284,12 +285,12 @@ class _Run:
         own = (None if x is None else x[order] for x in own)
         return _InOrder(order, *own, self.of_tokens, self.kept)  # type: ignore[arg-type]
 
-    def _chunks(self, given: "_InOrder", spans: Sequence[tuple[int, int]]) -> Iterator["_Chunk"]:
-        tokens, count = len(self.e), self.kept.sum(dtype=torch.int32).reshape(1)
-        for start, size in spans:
-            of_tokens = slice(start, max(start, min(start + size, tokens)))
-            own = count if len(spans) == 1 else (count - start).clamp(0, size)
-            yield _Chunk(slice(start, start + size), of_tokens, own)
+    def _chunks(self, starts: Sequence[int]) -> Iterator["_Chunk"]:
+        """The last ones may reach beyond the tokens."""
+        tokens, size, count = len(self.e), self.chunks.size, self.kept.sum(dtype=torch.int32).reshape(1)
+        for start in starts:
+            own = count if len(starts) == 1 else (count - start).clamp(0, size)
+            yield _Chunk(slice(start, start + size), slice(start, min(start + size, tokens)), own)
 
     def _chunk(self, of: "_Chunk", given: "_InOrder", de: Any, formed: Residuals) -> tuple[Tensor, Tensor]:
         """The statistics of the chunk's tokens over all columns, (rows, n), and their totals, (n,).

@@ -113,11 +113,6 @@ def _way(kind: Kind, size: int, with_bias: bool, chunks: Chunks, wanted: Wanted)
     return Way(kind, plans.plan_for(kind.shapes(size, with_bias), kind.static, wanted, decided, True))
 
 
-def spans(chunks: Chunks, tokens: int) -> list[tuple[int, int]]:
-    """The first token and the size of each chunk of so many tokens. The last ones may reach beyond the tokens."""
-    return [(start, chunks.size) for start in range(0, max(tokens, 1), chunks.size)]
-
-
 def cleared(formed: records.Residuals) -> records.Residuals:
     """formed, whose sums are 0. With steps of 0 the sum dc is 0, whatever its memory holds."""
     sums: Any = formed.dc if formed.steps is None else None, formed.steps, formed.dbias, formed.q
