@@ -111,6 +111,8 @@ class Prepared(NamedTuple):
 
     def unshifted(self, x: Tensor) -> Tensor:
         """A number of each token, (N,), in the shape of targets after the shift."""
+        if not self.shift and self.targets.dim() == 1:
+            return x
         x = x.reshape(self.targets.shape)
         return x[..., : -self.shift] if self.shift else x
 
@@ -129,24 +131,20 @@ def prepared(
     element.
     """
     contract.num_items(num_items, options.reduction)
-    e, c, targets, bias = (given[name] for name in (*REQUIRED, "bias"))
-    complete = all(given[name] is not None for name in REQUIRED)
-    if not complete or num_items is not None or not tensors.are_usual(*given.values()):
+    e, c, targets, bias = given["e"], given["c"], given["targets"], given["bias"]
+    complete = all([x is not None for x in (e, c, targets)])
+    usual = complete and num_items is None and tensors.are_usual(*given.values())
+    if not usual:
         check_tensors(given, num_items, called)
     if torch.is_autocast_enabled(e.device.type):
         e, c, bias = _autocast(e, c, bias)
-    _check_types(given | {"e": e, "c": c, "bias": bias})
-    for name, x in (("logit_scale", options.logit_scale), ("z_loss", options.z_loss), ("num_items", num_items)):
-        if x is not None and not isinstance(x, Tensor):  # a tensor is not looked at: that could wait for a GPU
-            contract.finite(name, x, type_name(e))
-    shapes: dict[str, Any] = {name: None if x is None else tuple(x.shape) for name, x in given.items()}
-    shift, vocab_axis, ignore_index = options.shift, options.vocab_axis, options.ignore_index
-    if shard is not None:
-        shapes = parallel.of_whole(shapes, vocab_axis, shard)
-    contract.shapes(**shapes, vocab_axis=vocab_axis, shift=shift)
+        given = given | {"e": e, "c": c, "bias": bias}
+    described = [None if x is None else (x.shape, x.dtype) for x in given.values()]
+    (_fit_once if usual and shard is None else _fit)(options, num_items, shard, *given, *described)
+    shift, ignore_index = options.shift, options.ignore_index
     if shift and not targets.shape[-1]:
         shift = 0  # there are no tokens to shift; the results are empty anyway
-    if vocab_axis == 1:
+    if options.vocab_axis == 1:
         c = c.T
     vocabulary = c.shape[0] if shard is None else shard.vocabulary
     targets = int64(targets, ignore_index)  # in a narrower type a large ignore_index would wrap
@@ -235,6 +233,8 @@ def inverse_temperature(temperature: Any, x: Prepared, function: str) -> Tensor 
 
     A temperature below contract.COLDEST is raised to it, as a number is.
     """
+    if type(temperature) is float and constant(temperature == 1):  # nearly always
+        return None
     tokens, dtype = x.targets.shape, torch.promote_types(x.e.dtype, torch.float32)
     if isinstance(temperature, Tensor):
         check_tensor("temperature", temperature, function)
@@ -283,22 +283,41 @@ def weight_of_tokens(token_weight: Any, x: Prepared, function: str) -> Tensor:
     return token_weight.reshape(-1).to(dtype)
 
 
-def _check_types(given: dict[str, Any]) -> None:
-    e, c, targets, bias = (given[name] for name in (*REQUIRED, "bias"))
-    if targets.dtype not in INTEGERS:
-        raise contract.not_integers("targets", targets.dtype, targets.shape, e.shape, "long()")
+def _fit(options: Options, num_items: Any, shard: VocabParallel | None, *arrays: Any) -> None:
+    """Raise unless the tensors fit together. arrays: their names, then the shape and the type of each."""
+    half = len(arrays) // 2
+    names, described = arrays[:half], arrays[half:]
+    types = {name: x[1] for name, x in zip(names, described, strict=True) if x is not None}
+    shapes: dict[str, Any] = {
+        name: None if x is None else tuple(x[0]) for name, x in zip(names, described, strict=True)
+    }
+    _check_types(types, shapes)
+    for name, x in (("logit_scale", options.logit_scale), ("z_loss", options.z_loss), ("num_items", num_items)):
+        if x is not None and not isinstance(x, Tensor):  # a tensor is not looked at: that could wait for a GPU
+            contract.finite(name, x, _name(types["e"]))
+    if shard is not None:
+        shapes = parallel.of_whole(shapes, options.vocab_axis, shard)
+    contract.shapes(**shapes, vocab_axis=options.vocab_axis, shift=options.shift)
+
+
+_fit_once = lru_cache(maxsize=1024)(_fit)  # looks only once at shapes and types that it has seen
+
+
+def _check_types(types: dict[str, torch.dtype], shapes: dict[str, Any]) -> None:
+    if types["targets"] not in INTEGERS:
+        raise contract.not_integers("targets", types["targets"], shapes["targets"], shapes["e"], "long()")
     for name in WEIGHTS:
-        x = given.get(name)
-        if x is not None and x.is_complex():
-            raise TypeError(f"{name} must be real, got {name} {type_name(x)}")
-    if e.dtype in FLOATING and c.dtype == e.dtype and (bias is None or bias.dtype == e.dtype):
+        if name in types and types[name].is_complex:
+            raise TypeError(f"{name} must be real, got {name} {_name(types[name])}")
+    e, c, bias = types["e"], types["c"], types.get("bias")
+    if e in FLOATING and c == e and (bias is None or bias == e):
         return
     for name, x in (("e", e), ("c", c), ("bias", bias)):
-        if x is not None and x.dtype not in FLOATING:
+        if x is not None and x not in FLOATING:
             allowed = ", ".join((*contract.KERNEL_TYPES, "float64"))
-            hint = ": give the hidden states, the classifier and the targets, not logits" if x.dtype in INTEGERS else ""
-            raise TypeError(f"{name} must be one of {allowed}, got {name} {type_name(x)}{hint}")
-    contract.types(type_name(e), type_name(c), None if bias is None else type_name(bias), "to")
+            hint = ": give the hidden states, the classifier and the targets, not logits" if x in INTEGERS else ""
+            raise TypeError(f"{name} must be one of {allowed}, got {name} {_name(x)}{hint}")
+    contract.types(_name(e), _name(c), None if bias is None else _name(bias), "to")
 
 
 def _autocast(e: Tensor, c: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
@@ -364,7 +383,11 @@ def flat(x: Any, last: int = 0) -> Any:
 
 
 def type_name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
+    return _name(x.dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def scalar(x: float | Tensor, e: Tensor) -> Tensor:

@@ -15,10 +15,11 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import Function, forward_ad
 
 from cce_torch.on_jax import tensors
+
+unwrap_if_dead = torch._C._functorch.unwrap_if_dead  # type: ignore[attr-defined]  # of tensors that torch.func has left
 
 Tensors = Sequence[Any]  # tensors, and None where a call has none
 Gradients = Sequence[
@@ -30,7 +31,8 @@ class Task(Protocol):
     """What a rule runs, a NamedTuple. `found` is what `forward` returned, `saved` what `saves` returned."""
 
     called: str  # the public function's name
-    differentiable: int  # how many of the first results have a derivative
+    results: int  # how many the caller gets of what `forward` returns; None among them counts
+    differentiable: int  # how many of what `forward` returns have a derivative, from the first on
     batches: bool  # whether `finish` takes the tensors of torch.autograd.grad(is_grads_batched=True)
 
     def of_backward(self) -> Self:
@@ -38,7 +40,10 @@ class Task(Protocol):
         ...
 
     def forward(self, *given: Any) -> tuple[Any, ...]:
-        """The results, those with a derivative first. Then what is left for the backward pass, in new tensors."""
+        """The results, those with a derivative first. Then what is left for the backward pass, in new tensors.
+
+        All of them are in memory of their own.
+        """
         ...
 
     def saves(self, given: Tensors, found: Tensors) -> Tensors:
@@ -55,37 +60,39 @@ class Task(Protocol):
 
 
 def applied(rule: "type[_Rule]", task: Any, *given: Tensor | None) -> tuple[Any, ...]:
-    """task.forward(*given), differentiable by the rule. Forward mode is an error. task: a Task."""
+    """The results of task.forward(*given), differentiable by the rule. Forward mode is an error. task: a Task."""
     compiling = torch.compiler.is_compiling()
     if not compiling and torch._C._are_functorch_transforms_active():
-        return _with_jvp(rule).apply(task, *given)
+        return _with_jvp(rule).apply(task, *given)[: task.results]
     if not compiling and has_tangent(*given):
         refuse(task)
-    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in given):
-        return task.forward(*given)  # torch.compile would give `rule.forward` a ctx
+    if not torch.is_grad_enabled() or not any([x is not None and x.requires_grad for x in given]):
+        return task.forward(*given)[: task.results]  # torch.compile would give `rule.forward` a ctx
     if compiling:
         return rule.apply(task, *given)
     # Function.apply looks up the signature of `forward` first, which takes 40 µs.
-    return super(Function, rule).apply(task, *unwrap_dead_wrappers(given))  # type: ignore[misc]
+    given = tuple([None if x is None else unwrap_if_dead(x) for x in given])
+    return super(Function, rule).apply(task, *given)  # type: ignore[misc]
 
 
 class _Rule(Function):
-    """torch.compile takes no rule that has a jvp: `_with_jvp` adds it."""
-
-    generate_vmap_rule = True
+    """`_with_jvp` makes of it what torch.func takes, which torch.compile does not take."""
 
     @staticmethod
-    def forward(task: Task, *given: Any) -> tuple[Any, ...]:  # type: ignore[override]
-        return task.forward(*given)
+    def forward(ctx: Any, task: Task, *given: Any) -> tuple[Any, ...]:
+        found = task.forward(*given)
+        _keep(ctx, (task, *given), found)
+        return found[: task.results]  # autograd takes 3 µs for each tensor more
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple[Any, ...]) -> None:
-        task, *given = inputs
-        ctx.task, ctx.called = task.of_backward(), task.called
-        ctx.in_place = not torch.compiler.is_compiling() and may_be_overwritten()
-        ctx.mark_non_differentiable(*[x for x in output[task.differentiable :] if x is not None])
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*task.saves(given, output))
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], found: tuple[Any, ...]) -> None:
+    """Has ctx keep what the backward pass reads. found: what task.forward returned."""
+    task, *given = inputs
+    ctx.task, ctx.called = task.of_backward(), task.called
+    ctx.in_place = not torch.compiler.is_compiling() and may_be_overwritten()
+    ctx.mark_non_differentiable(*[x for x in found[task.differentiable : task.results] if x is not None])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*task.saves(given, found))
 
 
 class Recomputed(_Rule):
@@ -94,8 +101,8 @@ class Recomputed(_Rule):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         wanted, task, count = ctx.needs_input_grad[1:], ctx.task, ctx.task.differentiable
-        cotangents = cotangents[:count]
-        if all(x is None for x in cotangents):
+        cotangents = (*cotangents, *[None] * count)[:count]
+        if all([x is None for x in cotangents]):
             return (None,) * (1 + len(wanted))
 
         def run(*arrays: Any) -> tuple[Tensor | None, ...]:
@@ -128,13 +135,19 @@ class Formed(_Rule):
 
 def _of_all(found: Gradients, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """The wanted gradients, one for each tensor of a task."""
-    found = *found, *[None] * (len(wanted) - len(found))
-    return tuple(x if w else None for x, w in zip(found, wanted, strict=True))
+    return (*[x if w else None for x, w in zip(found, wanted, strict=False)], *[None] * (len(wanted) - len(found)))
 
 
 @cache
 def _with_jvp(rule: "type[_Rule]") -> Any:
-    return type(rule.__name__, (rule,), {"generate_vmap_rule": True, "jvp": staticmethod(refuse)})
+    """The rule for torch.func: what is left for the backward pass is a result too, without a derivative."""
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], found: tuple[Any, ...]) -> None:
+        _keep(ctx, inputs, found)
+        ctx.mark_non_differentiable(*[x for x in found[inputs[0].differentiable :] if x is not None])
+
+    of = {"forward": lambda task, *given: task.forward(*given), "setup_context": keep, "jvp": refuse}
+    return type(rule.__name__, (rule,), {"generate_vmap_rule": True, **{k: staticmethod(f) for k, f in of.items()}})
 
 
 def refuse(ctx: Any, *_: Any) -> Any:

@@ -77,13 +77,16 @@ def selects(call: Call) -> bool:
     return call.top_k > 0 or call.mean_logit
 
 
-def lse_of(statistics: Tensor) -> Tensor:
-    """The log-sum-exp of each token, (N,), rounded."""
+def lse_of(statistics: Tensor | Sequence[Tensor]) -> Tensor:
+    """The log-sum-exp of each token, (N,), rounded. statistics: of its rows, as a tensor or one by one."""
     return statistics[0] + statistics[1]
 
 
-def log_p(z: Tensor, statistics: Tensor) -> Tensor:
-    """z − lse, of logits z of the tokens, (N,) or (N, K). At most 0: z may be another product than those summed."""
+def log_p(z: Tensor, statistics: Tensor | Sequence[Tensor]) -> Tensor:
+    """z − lse, of logits z of the tokens, (N,) or (N, K). At most 0: z may be another product than those summed.
+
+    statistics: as for `lse_of`.
+    """
     log_mass, reference = (x if z.dim() == 1 else x[:, None] for x in statistics[:2])
     return _at_most_0((z - reference) - log_mass)
 

@@ -36,7 +36,7 @@ def loss(given: Distillation, how: DivergenceCall, per_token: bool) -> tuple[Ten
     if problem is None:  # a loss scale that follows must count
         how = how._replace(wide=any(forming) and given.e.dtype == torch.float16)
     task = _Divergence(how, per_token, forming, problem)
-    return autograd.applied(Formed if any(forming) else Recomputed, task, *given)[:2]  # type: ignore[return-value]
+    return autograd.applied(Formed if any(forming) else Recomputed, task, *given)  # type: ignore[return-value]
 
 
 class _Divergence(NamedTuple):
@@ -47,7 +47,7 @@ class _Divergence(NamedTuple):
     forming: Sequence[bool]  # the gradients of e, c and bias that the forward pass forms
     problem: Any  # divergences.Problem; None: the operator forms finished gradients
 
-    called, differentiable, batches = "linear_divergence", 1, False
+    called, results, differentiable, batches = "linear_divergence", 2, 1, False
 
     def of_backward(self) -> "_Divergence":
         return self

@@ -155,7 +155,7 @@ def total(operands: Operands, of_tokens: OfTokens, setting: Setting) -> tuple[Te
     how = _planned(operands, setting)
     if how is None:
         return None
-    return autograd.applied(Formed, _Total(how, of_tokens, of_tokens.called), *operands, of_tokens.weight)[:2]  # type: ignore[return-value]
+    return autograd.applied(Formed, _Total(how, of_tokens, of_tokens.called), *operands, of_tokens.weight)  # type: ignore[return-value]
 
 
 def _planned(operands: Operands, setting: Setting) -> Planned | None:
@@ -167,11 +167,8 @@ def _planned(operands: Operands, setting: Setting) -> Planned | None:
         return None
     wide_de = call.of_shard or e.dtype == torch.float16  # `De.of` rounds a chunk's part
     call, of = call._replace(reduction="sum", of_shard=wide_de), programs().Wanted(*wanted)
-    chunks = programs().chunks_of(operands, None if shard is None else shard.largest, of, call)
-    if chunks is None:
-        return None
-    way = programs().way_of(operands, chunks, of, call) if len(operands.c) else None
-    return Planned(setting._replace(call=call), chunks, of, way)
+    chunks, way = programs().ways(operands, None if shard is None else shard.largest, of, call)
+    return None if chunks is None else Planned(setting._replace(call=call), chunks, of, way)
 
 
 class _Total(NamedTuple):
@@ -181,7 +178,7 @@ class _Total(NamedTuple):
     of_tokens: OfTokens | None  # None: in the backward pass
     called: str
 
-    differentiable, batches = 1, False
+    results, differentiable, batches = 2, 1, False
 
     def of_backward(self) -> "_Total":
         return self._replace(of_tokens=None)
@@ -268,14 +265,14 @@ class _Run:
         formed = Residuals()
         if self.way is not None:
             formed = self.programs.cleared(self.way.sums.made(lambda n, t: self.e.new_empty(n, dtype=t)))
-        tokens, spans = len(self.e), self.programs.spans(self.chunks, len(self.e))
-        given, de = self._in_order(sum(spans[-1])), _Rows(self.e, self.setting) if self.wanted.e else None
-        chunks = [self._chunk(chunk, given, de, formed) for chunk in self._chunks(given, spans)]
-        statistics, of_tokens = zip(*chunks, strict=True)
-        found = self.e.new_empty((self.call.rows, tokens), dtype=torch.float32)
-        found.index_copy_(1, given.order[:tokens], torch.cat(statistics, 1))
-        totals = self.e.new_empty(tokens, dtype=torch.float32)
-        totals.index_copy_(0, given.order[:tokens], torch.cat(of_tokens))
+        tokens, size = len(self.e), self.chunks.size
+        starts = range(0, max(tokens, 1), size)
+        given, de = self._in_order(starts[-1] + size), _Rows(self.e, self.setting) if self.wanted.e else None
+        chunks = [self._chunk(chunk, given, de, formed) for chunk in self._chunks(starts)]
+        statistics, of_tokens = chunks[0] if len(chunks) == 1 else (torch.cat(x, -1) for x in zip(*chunks, strict=True))
+        order, new = given.order[:tokens], self.e.new_empty
+        found = new((self.call.rows, tokens), dtype=torch.float32).index_copy_(1, order, statistics)
+        totals = new(tokens, dtype=torch.float32).index_copy_(0, order, of_tokens)
         return found, totals, None if de is None else de.whole(shape), formed
 
     def _in_order(self, rows: int) -> "_InOrder":
@@ -288,11 +285,12 @@ class _Run:
         own = (None if x is None else x[order] for x in own)
         return _InOrder(order, *own, self.of_tokens, self.kept)  # type: ignore[arg-type]
 
-    def _chunks(self, given: "_InOrder", spans: Sequence[tuple[int, int]]) -> Iterator["_Chunk"]:
-        tokens, count = len(self.e), self.kept.sum(dtype=torch.int32).reshape(1)
-        for start, size in spans:
-            of_tokens = slice(start, max(start, min(start + size, tokens)))
-            yield _Chunk(slice(start, start + size), of_tokens, (count - start).clamp(0, size))
+    def _chunks(self, starts: Sequence[int]) -> Iterator["_Chunk"]:
+        """The last ones may reach beyond the tokens."""
+        tokens, size, count = len(self.e), self.chunks.size, self.kept.sum(dtype=torch.int32).reshape(1)
+        for start in starts:
+            own = count if len(starts) == 1 else (count - start).clamp(0, size)
+            yield _Chunk(slice(start, start + size), slice(start, min(start + size, tokens)), own)
 
     def _chunk(self, of: "_Chunk", given: "_InOrder", de: Any, formed: Residuals) -> tuple[Tensor, Tensor]:
         """The statistics of the chunk's tokens over all columns, (rows, n), and their totals, (n,).

@@ -131,8 +131,9 @@ def linear_log_probs(
     given = dict(e=e, c=c, targets=targets, bias=bias)
     every = given | {"ids": ids, "temperature": temperature if isinstance(temperature, Tensor) else None}
     arguments.refuse_dtensors(every, NAME, ", and vocab_parallel=VocabParallel.from_dtensor(c) if c is split by rows")
-    options = arguments.Options("none", impl, vocab_axis, precision, logit_scale, softcap)
-    options = arguments.checked(options._replace(ignore_index=ignore_index, memory_budget=memory_budget, shift=shift))
+    numbers = dict(ignore_index=ignore_index, memory_budget=memory_budget, shift=shift)
+    options = arguments.Options("none", impl, vocab_axis, precision, logit_scale, softcap, **numbers)
+    options = arguments.checked(options)
     shard = arguments.shard_of(vocab_parallel, None)
     if targets is None:
         _check_without_targets(options.shift, shard)

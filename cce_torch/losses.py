@@ -16,8 +16,7 @@ def columns(targets: Tensor, ignore_index: int, vocabulary: int) -> Tensor:
 
     targets: int64, so that every ignore_index fits.
     """
-    in_vocabulary = (targets >= 0) & (targets < vocabulary)
-    named = torch.where(in_vocabulary, targets, vocabulary)
+    named = torch.where(targets < 0, vocabulary, targets).clamp(max=vocabulary)
     return torch.where(targets != ignore_index, named, -1).to(torch.int32)
 
 
@@ -50,8 +49,9 @@ def totals(statistics: Tensor, terms: Terms, scheduled: tuple[float, float, floa
     (columns, class_weight, _, vocabulary), (label_smoothing, z_loss, _) = terms, scheduled
     kept = columns >= 0
     statistics = torch.where(kept, statistics, 0)
-    (log_mass, _, target, *weighted), lse = statistics, lse_of(statistics)
-    of_target, ce = target_weights(columns, class_weight), -log_p(target, statistics)
+    rows = statistics.unbind()
+    (log_mass, _, target, *weighted), lse = rows, lse_of(rows)
+    of_target, ce = target_weights(columns, class_weight), -log_p(target, rows)
     ce = ce if of_target is None else of_target * ce
     if weighted:
         whole = vocabulary if class_weight is None else class_weight.sum()
@@ -107,4 +107,5 @@ def items(terms: Terms, dtype: torch.dtype) -> Tensor:
 def quotient(value: Tensor, items: Tensor) -> Tensor:
     """value / items, or 0 with gradients of 0 where there are no items."""
     items = items.to(value.dtype)
-    return torch.where(items == 0, 0, value / torch.where(items == 0, 1, items))
+    nothing = items == 0
+    return torch.where(nothing, 0, value / torch.where(nothing, 1, items))

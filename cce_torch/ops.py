@@ -5,8 +5,8 @@ the backward pass. `cce_torch::gradients` takes the latter and the cotangents of
 The losses, their derivative and the kernels are cce_jax's: one JAX program for each operator (on_jax/programs.py). A
 rule registered with an operator takes four times as long at each call as a Function around it.
 
-saving_for: the gradients of e, c and bias for which the forward pass leaves tensors; [] for none. kind: the Kind of a
-call, where it is known.
+saving_for: the gradients of e, c and bias for which the forward pass leaves tensors; [] for none. left: the Handover of
+a call, where it is known.
 
 A float32 c and bias beside an e of 16 bits are rounded to e's type before the operators: Call.wide_dc says that their
 gradients are float32.
@@ -40,27 +40,28 @@ from cce_torch.operators import as_factors, of_jax
 
 def loss(
     given: Given, scheduled: Scheduled, call: Call, lse_is_returned: bool, called: str
-) -> tuple[Tensor, Tensor, Selections]:
+) -> tuple[Tensor, Any, Selections]:
     """The loss, () or (N,), and the statistics, float32, differentiable in e, c, bias and token_weight; the selections.
 
-    c and bias of e's type, or float32 beside a 16-bit e. lse_is_returned: whether the statistics may get a cotangent.
-    called: the public function.
+    c and bias of e's type, or float32 beside a 16-bit e. lse_is_returned: whether the statistics may get a cotangent;
+    where they may not, they may be None. called: the public function.
     """
     functions, compiling = torch._C._are_functorch_transforms_active(), torch.compiler.is_compiling()
     wanted = [x is not None and x.requires_grad for x in given[:3]]
     saving_for = wanted if any(wanted) and torch.is_grad_enabled() and not functions else []
     if saving_for and not _may_save(given, call, lse_is_returned):
         saving_for = []
-    rounded, kind, forms = _rounded(given), None, compiling and bool(saving_for)
+    rounded, left, forms = _rounded(given), None, compiling and bool(saving_for)
     if forms:
         call = call._replace(compiled=True)
-    elif saving_for and given.e.shape[0]:  # the graph holds the Kind, which chose the padded size
-        kind = programs().kind_of_tensors(given.e, given.c if rounded is None else rounded[0], call)
-        forms = call.reduction != "none" and programs().handover(kind, given, saving_for).formed
-    task = _Loss(call, called, saving_for, None if compiling else scheduled, kind, forms)
+    elif saving_for and given.e.shape[0]:
+        left = programs().handover(given if rounded is None else given._replace(c=rounded[0]), call, saving_for)
+        forms = left.formed
+    results = 5 if compiling or lse_is_returned or selects(call) else 1
+    task = _Loss(call, called, saving_for, None if compiling else scheduled, left, forms, results)
     of_call: Any = *given, as_factors(scheduled) if compiling else None, *(rounded or (None, None))
-    value, statistics, *others = autograd.applied(Formed if forms else Recomputed, task, *of_call)
-    return value, statistics, Selections(*others[:3])
+    value, *others = autograd.applied(Formed if forms else Recomputed, task, *of_call)
+    return value, others[0] if others else None, Selections(*others[1:])
 
 
 def _may_save(given: Given, call: Call, lse_is_returned: bool) -> bool:
@@ -73,7 +74,7 @@ def _may_save(given: Given, call: Call, lse_is_returned: bool) -> bool:
 
         # A cotangent of lse that nobody gave is an array of zeros there: its part would be computed each time.
         return call.reduction != "none" and not lse_is_returned and all(has_static_value(n) for n in sizes)
-    return all(type(n) is int for n in sizes)
+    return {int}.issuperset(map(type, sizes))
 
 
 def _rounded(given: Given) -> tuple[Tensor, Tensor | None] | None:
@@ -96,8 +97,9 @@ class _Loss(NamedTuple):
     called: str
     saving_for: Sequence[bool]
     scheduled: Any  # None: they are among the tensors
-    kind: Any  # of what the forward pass leaves; None: it is not known yet
+    left: Any  # what the forward pass leaves, as programs.Handover; None: it is not known yet
     forms: bool  # whether the forward pass leaves gradients
+    results: int
 
     differentiable, batches = 2, True
 
@@ -114,15 +116,18 @@ class _Loss(NamedTuple):
         (given, scheduled), saving_for = self.given(arrays), self.saving_for
         # a checkpoint forms the gradients when it runs the second time
         drops = self.forms and not torch.compiler.is_compiling() and autograd.drops_what_is_saved()
-        found = loss_of(given, scheduled, None, [] if drops else saving_for, self.call, kind=self.kind)
-        left = programs().handover(self.kind, given, saving_for).placeholders(given.e) if drops else found.residuals
+        found = loss_of(
+            given, scheduled, None, [] if drops else saving_for, self.call, left=None if drops else self.left
+        )
+        left = self.left.placeholders(given.e) if drops else found.residuals
         return found.loss, found.statistics, *found.selections, *left
 
     def saves(self, given: Tensors, found: Tensors) -> Tensors:
         """`finish` does not read the rounded copies."""
         left = found[5:] if self.saving_for else ()
-        rounded = (None, None) if self.forms and are_left(left) else given[-2:]
-        return *given[:-2], *rounded, found[1], *left
+        if given[-2] is not None and self.forms and are_left(left):
+            given = *given[:-2], None, None
+        return *given, found[1], *left
 
     def finish(self, factor: Tensor, saved: Tensors, wanted: Sequence[bool], in_place: bool) -> Tensors:
         return self._gradients(OfResults(factor, None), saved, wanted, in_place)
@@ -133,14 +138,17 @@ class _Loss(NamedTuple):
     def _gradients(self, of: OfResults, saved: Tensors, wanted: Sequence[bool], in_place: bool) -> Tensors:
         arrays, (statistics, *left) = saved[: len(wanted)], saved[len(wanted) :]
         (given, scheduled), residuals = self.given(arrays), Residuals(*left)
-        any_left, rows = are_left(residuals), self.call.of_backward.rows  # without a mean that gets no cotangent
+        any_left = are_left(residuals)
         if not any_left and given.c.dtype != given.e.dtype:
             given = given._replace(c=tensors.rounded(given.c, given.e), bias=tensors.rounded(given.bias, given.e))
-        if of.of_statistics is not None:
-            of = of._replace(of_statistics=of.of_statistics[:rows])
-        held = Saved(statistics[:rows], residuals, self.saving_for if any_left else [])
-        kind, asked = self.kind if any_left else None, [wanted[0], wanted[1], wanted[2], wanted[5]]
-        found = gradients_of(of, given, scheduled, held, asked, self.call, kind=kind, in_place=in_place)
+        if self.call.mean_is_detached:
+            rows = self.call.of_backward.rows  # without the mean
+            of_statistics = None if of.of_statistics is None else of.of_statistics[:rows]
+            statistics, of = statistics[:rows], of._replace(of_statistics=of_statistics)
+        held = Saved(statistics, residuals, self.saving_for if any_left else [])
+        as_in_forward = self.left is not None and self.left.is_nothing != any_left
+        left, asked = self.left if as_in_forward else None, [wanted[0], wanted[1], wanted[2], wanted[5]]
+        found = gradients_of(of, given, scheduled, held, asked, self.call, left=left, in_place=in_place)
         return found.e, found.c, found.bias, None, None, found.token_weight
 
 
@@ -152,13 +160,11 @@ def programs() -> Any:
     return programs
 
 
-def _kind(given: Given, call: Call, saving_for: Sequence[bool]) -> tuple[Any, Sequence[bool]]:
-    """The Kind of a call, and the gradients for which something is left."""
-    if call.compiled:
-        call = call._replace(compiled=False)
-        if saving_for:
-            return programs().compiled_kind(given, call, saving_for)
-    return programs().kind_of_tensors(given.e, given.c, call), saving_for
+def _handover(given: Given, call: Call, saving_for: Sequence[bool]) -> Any:
+    """What the forward program of a call leaves."""
+    if call.compiled and saving_for:
+        return programs().compiled(given, call, saving_for)
+    return programs().handover(given, call._replace(compiled=False) if call.compiled else call, saving_for)
 
 
 _traced: set[Any] = set()  # the Kinds of graphs of torch.compile, which need the sizes that a Kind has chosen
@@ -170,9 +176,9 @@ def _fake_loss(
     found = _new_results(given, call)
     if not saving_for or not given.e.shape[0]:
         return found
-    kind, saving_for = _kind(given, call, saving_for)
-    left = programs().handover(kind, given, saving_for).placeholders(given.e)
-    _traced.add(kind)
+    handover = _handover(given, call, saving_for)
+    _traced.add(handover.kind)
+    left = handover.placeholders(given.e)
     left = (None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in left)
     return found._replace(residuals=Residuals(*left))
 
@@ -185,15 +191,13 @@ def loss_of(
     saving_for: Sequence[bool],
     call: Call,
     *,
-    kind: Any = None,
+    left: Any = None,
 ) -> Results:
     """The results of a call. reference: as for programs.loss."""
     if not given.e.shape[0]:
         found = _new_results(given, call)
         return found._replace(loss=found.loss.zero_())
-    if kind is None:
-        kind, saving_for = _kind(given, call, saving_for)
-    return programs().loss(kind, given, scheduled, reference, saving_for)
+    return programs().loss(left or _handover(given, call, saving_for), given, scheduled, reference)
 
 
 def _new_results(given: Given, call: Call) -> Results:
@@ -219,10 +223,10 @@ def gradients_of(
     wanted: Sequence[bool],
     call: Call,
     *,
-    kind: Any = None,
+    left: Any = None,
     in_place: bool = False,
 ) -> OfGiven:
-    """The gradients of e, c, bias and token_weight. kind: of the forward pass, if it left something.
+    """The gradients of e, c, bias and token_weight. left: of the forward pass, if it left something.
 
     in_place: as for programs.gradients.
     """
@@ -230,9 +234,8 @@ def gradients_of(
         tensors.check(given._asdict())
     if not given.e.shape[0] or not any(wanted):
         return OfGiven(*(None if x is None else x.zero_() for x in _new_gradients(given, wanted, call)))
-    if kind is None:
-        kind, _ = _kind(given, call, saved.left_for)
-    return programs().gradients(kind, given, scheduled, saved, of, wanted, in_place)
+    left = left or _handover(given, call, saved.left_for)
+    return programs().gradients(left, given, scheduled, saved, of, wanted, in_place)
 
 
 def _new_gradients(given: Given, wanted: Sequence[bool], call: Call) -> OfGiven:

@@ -3,7 +3,7 @@
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -39,9 +39,10 @@ def kept(numbers: TokenNumbers, columns: Tensor) -> TokenNumbers:
 
 
 def _numbers(statistics: Tensor, poison: Tensor) -> TokenNumbers:
-    log_mass, _, target, *mean = statistics
+    rows = statistics.unbind()  # once: each operation costs as much as a kernel for few tokens
+    log_mass, _, target, *mean = rows
     entropy = entropy_of(log_mass, mean[0]) if mean else None
-    return TokenNumbers(poison * log_p(target, statistics), lse_of(statistics), entropy)
+    return TokenNumbers(poison * log_p(target, rows), lse_of(rows), entropy)
 
 
 def _poison(columns: Tensor, vocabulary: int, dtype: torch.dtype) -> Tensor:
@@ -49,7 +50,7 @@ def _poison(columns: Tensor, vocabulary: int, dtype: torch.dtype) -> Tensor:
     return columns.new_ones((), dtype=dtype).where(columns != vocabulary, torch.nan)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TokenFunction:
     """fn(numbers, *arguments) for some of the tokens."""
 
@@ -67,7 +68,8 @@ class TokenFunction:
 
     def in_order(self, order: Tensor) -> "TokenFunction":
         """That of the tokens in this order."""
-        return replace(self, arguments=[x[order] for x in self.arguments], columns=self.columns[order])
+        arguments = [x[order] for x in self.arguments]
+        return TokenFunction(self.fn, arguments, self.columns[order], self.vocabulary, None, self.called)
 
     @cached_property
     def poison(self) -> Tensor:

@@ -104,8 +104,8 @@ def linear_token_loss(
     others = {f"argument {k} of fn": y for k, y in enumerate(arguments)} | {"temperature": temperature}
     remedy = ", and vocab_parallel=VocabParallel.from_dtensor(c) if c is split by rows"
     checks.refuse_dtensors(of_call | {k: y for k, y in others.items() if isinstance(y, Tensor)}, NAME, remedy)
-    options = checks.Options(reduction, impl, vocab_axis, precision, logit_scale, softcap)
-    options = checks.checked(options._replace(ignore_index=ignore_index, memory_budget=memory_budget, shift=shift))
+    numbers = dict(ignore_index=ignore_index, memory_budget=memory_budget, shift=shift)
+    options = checks.checked(checks.Options(reduction, impl, vocab_axis, precision, logit_scale, softcap, **numbers))
     shard, scale = checks.shard_of(vocab_parallel, None), options.logit_scale
     x = checks.prepared(NAME, of_call, options, num_items, check_targets, shard)
     operands = statistics.operands_of(x)

@@ -44,7 +44,7 @@ class _Numbers(NamedTuple):
     scale: float
     called: str
 
-    differentiable = 1
+    results = differentiable = 1
 
     def of_backward(self) -> "_Numbers":
         return self._replace(call=self.call.of_backward)

@@ -41,7 +41,7 @@ from cce_torch import call as records
 from cce_torch.call import Call, Operands
 from cce_torch.on_jax import bridge
 from cce_torch.on_jax.kinds import Kind, kind_of, kind_of_tensors
-from cce_torch.on_jax.programs import PROGRAMS, Handover, Tokens, dense, finite, jitted, stacked, unstacked, viewed
+from cce_torch.on_jax.programs import PROGRAMS, Left, Tokens, dense, finite, jitted, stacked, unstacked, viewed
 
 
 def inputs_of(e, c, bias, columns, weights, scale, inverse_temperature=None, ids=None) -> Inputs:
@@ -62,14 +62,14 @@ class Way:
         return self.plan.forward is not None
 
     @cached_property
-    def left(self) -> Handover:
+    def left(self) -> Left:
         """What the forward pass leaves."""
-        return Handover(shapes_of(self.plan))
+        return Left(shapes_of(self.plan))
 
     @cached_property
-    def sums(self) -> Handover:
+    def sums(self) -> Left:
         """The same without de, which a chunk's program gives apart: it is of all columns."""
-        return Handover(self.left.shapes._replace(de=None, units=None))
+        return Left(self.left.shapes._replace(de=None, units=None))
 
 
 class Results(NamedTuple):
@@ -83,17 +83,22 @@ class Results(NamedTuple):
     q: Any
 
 
-def chunks_of(operands: Operands, largest: int | None, wanted: Wanted, call: Call) -> Chunks | None:
-    """The chunks of all processes, of which none has more than `largest` columns; None: one process has all columns.
+def ways(operands: Operands, largest: int | None, wanted: Wanted, call: Call) -> tuple[Chunks | None, Way | None]:
+    """The chunks of all processes, and the way of this one.
 
-    None: the forward pass forms no gradients.
+    largest: the most columns of a process; None: one process has all columns. Without chunks the forward pass forms no
+    gradients. Without a way this process has no column.
     """
-    e, c = operands.e, operands.c
-    if largest is None:
-        kind = kind_of_tensors(e, c, call)
-    else:
-        kind = kind_of(call, torch.Size((largest, e.shape[-1])), 0, e.dtype, e.device)
-    return _chunks(kind, kind.sizes.end(len(operands.columns)), operands.bias is not None, wanted)
+    e, c, with_bias = operands.e, operands.c, operands.bias is not None
+    own = None if largest is not None and not len(c) else kind_of_tensors(e, c, call)
+    all_have = own if largest is None else kind_of(call, torch.Size((largest, e.shape[-1])), 0, e.dtype, e.device)
+    assert all_have is not None
+    size = all_have.sizes.end(len(operands.columns))
+    chunks = _chunks(all_have, size, with_bias, wanted)
+    if chunks is None or own is None:
+        return chunks, None
+    size = size if own is all_have else own.sizes.end(len(operands.columns))
+    return chunks, _way(own, size, with_bias, chunks, wanted)
 
 
 @lru_cache(maxsize=PROGRAMS)
@@ -102,21 +107,10 @@ def _chunks(kind: Kind, size: int, with_bias: bool, wanted: Wanted) -> Chunks | 
     return None if how is None else how.chunks
 
 
-def way_of(operands: Operands, chunks: Chunks, wanted: Wanted, call: Call) -> Way:
-    """The way of this process, which holds at least one row of c."""
-    kind = kind_of_tensors(operands.e, operands.c, call)
-    return _way(kind, kind.sizes.end(len(operands.columns)), operands.bias is not None, chunks, wanted)
-
-
 @lru_cache(maxsize=PROGRAMS)
 def _way(kind: Kind, size: int, with_bias: bool, chunks: Chunks, wanted: Wanted) -> Way:
     decided = plans.Decided(0, chunks=chunks)
     return Way(kind, plans.plan_for(kind.shapes(size, with_bias), kind.static, wanted, decided, True))
-
-
-def spans(chunks: Chunks, tokens: int) -> list[tuple[int, int]]:
-    """The first token and the size of each chunk of so many tokens. The last ones may reach beyond the tokens."""
-    return [(start, chunks.size) for start in range(0, max(tokens, 1), chunks.size)]
 
 
 def cleared(formed: records.Residuals) -> records.Residuals:
@@ -204,6 +198,8 @@ def finish(
     """
     kind, dbias = way.kind, formed.dbias * factor if wanted[2] and formed.dbias is not None else None
     de, dc = formed.de if wanted[0] and live is not None else None, formed.dc if wanted[1] else None
+    if de is None and dc is not None and formed.steps is None and formed.q is None:
+        return None, kind.in_order_of_c(torch.mul(dc, factor, out=dc if in_place else torch.empty_like(dc))), dbias
     sums = [(de, kind.dtype), (dc, None if dc is None else dc.dtype)]
     reused = tuple(None if x is None else in_place and x.dtype == dtype for x, dtype in sums)
     memory = [

@@ -46,24 +46,39 @@ PROGRAMS = 256  # a process on a CPU ended at about 2,000: a program takes sever
 Result = Tensor | None
 
 
-class Handover:
+class Left:
     """What a forward program leaves for the backward program: Residuals, as shapes."""
 
     def __init__(self, shapes: Residuals) -> None:
         self.shapes = shapes
-        self.fields = {k: (x.shape, getattr(torch, x.dtype.name)) for k, x in shapes._asdict().items() if x is not None}
+        each: Any = (None if x is None else (x.shape, getattr(torch, x.dtype.name)) for x in shapes)
+        self.fields: Any = records.Residuals(*each)  # the shape and the type of each
+        self.is_nothing = self.fields == records.Residuals()
         self.formed = shapes.of_one_factor  # gradients, up to a factor
 
     def made(self, make: Callable[[Any, torch.dtype], Tensor]) -> records.Residuals:
         """Residuals as tensors make(shape, dtype)."""
-        return records.Residuals(**{name: make(*of) for name, of in self.fields.items()})
+        return records.Residuals(*[None if of is None else make(*of) for of in self.fields])
 
     def placeholders(self, like: Tensor) -> records.Residuals:
         """Tensors with the memory of one element each."""
         return self.made(lambda shape, dtype: like.new_empty((), dtype=dtype).expand(shape))
 
 
-NOTHING = Handover(Residuals())
+class Handover(Left):
+    """What the forward program of a Kind leaves. The graph holds it, so that the backward program fits what was left.
+
+    It is made once for all calls of these arguments, with all that is decided for them.
+    """
+
+    def __init__(self, kind: Kind, size: int, wanted: Wanted | None, shapes: Residuals) -> None:
+        """size: the number of tokens of the program. wanted: for which gradients it leaves something."""
+        super().__init__(shapes)
+        self.kind, self.size, self.wanted, call = kind, size, wanted, kind.call
+        # The shapes and types of the program's results
+        self.numbers = [] if call.of_shard else [(call.losses(size), torch.float32)]
+        self.numbers.append(((call.rows, size), torch.float32))
+        self.selected = call.selected(size)
 
 
 @lru_cache(maxsize=PROGRAMS)
@@ -73,24 +88,25 @@ def handover_of(kind: Kind, size: int, with_bias: bool, wanted: Wanted | None) -
     if wanted is not None and kind.call.reduction != "none":
         plan = plans.plan_for(inputs, kind.static, wanted, one_factor=True)
         if plan.in_forward is not None:
-            return Handover(shapes_of(plan))
-    return Handover(Residuals() if wanted is None else shapes_of(plans.plan_for(inputs, kind.static, wanted)))
+            return Handover(kind, size, wanted, shapes_of(plan))
+    shapes = Residuals() if wanted is None else shapes_of(plans.plan_for(inputs, kind.static, wanted))
+    return Handover(kind, size, wanted, shapes)
 
 
-def handover(kind: Kind, given: Given, wanted: Sequence[bool]) -> Handover:
+def handover(given: Given, call: Call, wanted: Sequence[bool]) -> Handover:
     """`handover_of` for a call on these tensors, which may be fake."""
+    kind = kind_of_tensors(given.e, given.c, call)
     return handover_of(kind, kind.sizes(int(given.e.shape[0])), given.bias is not None, _wanted(wanted))
 
 
-def compiled_kind(given: Given, call: Call, wanted: Sequence[bool]) -> tuple[Kind, Sequence[bool]]:
-    """The Kind of a call that torch.compile traced, and the gradients for which its forward program leaves something.
+def compiled(given: Given, call: Call, wanted: Sequence[bool]) -> Handover:
+    """What the forward program of a call leaves that torch.compile traced.
 
     Only gradients are left. The results cannot take their memory there, so de and dc count twice against the budget.
     """
-    kind = kind_of_tensors(given.e, given.c, without_results(call, given.e, given.c, wanted))
-    if handover(kind, given, wanted).formed:
-        return kind, wanted
-    return kind_of_tensors(given.e, given.c, call), []
+    call = call._replace(compiled=False)
+    found = handover(given, without_results(call, given.e, given.c, wanted), wanted)
+    return found if found.formed else handover(given, call, [])
 
 
 def _wanted(gradients: Sequence[bool]) -> Wanted | None:
@@ -100,35 +116,33 @@ def _wanted(gradients: Sequence[bool]) -> Wanted | None:
 _made = lru_cache(Wanted)
 
 
-def loss(kind: Kind, given: Given, scheduled: Scheduled, reference: Tensor | None, wanted: Sequence[bool]) -> Results:
-    """The results of a call, with what is left for the wanted gradients. N ≥ 1.
+def loss(left: Handover, given: Given, scheduled: Scheduled, reference: Tensor | None) -> Results:
+    """The results of a call, with what is left. N ≥ 1. If selections are asked for, nothing is left.
 
-    If selections are asked for, nothing is left.
     reference: of a shard of the vocabulary, (N,), the logits of the targets, which one of the shards holds. The
     exponentials of the kernels are relative to it. It is −inf where no shard holds the target, and None where the
     program finds it, or needs none.
     """
-    tokens, asked, call = Tokens(kind, given.e.shape[0]), _wanted(wanted), kind.call
-    left = handover_of(kind, tokens.size, given.bias is not None, asked)
-
-    def new(shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
-        return given.e.new_empty(shape, dtype=dtype)
-
-    value, statistics = new(call.losses(tokens.size)), new((call.rows, tokens.size))
-    selections = records.Selections(*(None if x is None else new(*x) for x in call.selected(tokens.size)))
-    residuals = left.made(new)
-    outputs = [
-        *([] if call.of_shard else [value]),
-        statistics,
-        *(x for x in (*residuals, *selections) if x is not None),
-    ]
-    program = (_begin_program if left.formed else _loss_program)(kind, tokens.size, asked, len(outputs))
-    of_call = tokens.inputs(given, scheduled, kind.in_memory(given.c))
-    bridge.run(program, of_call if left.formed else [tokens.padded(reference, 0), *of_call], outputs)
-    if selects(call):
+    kind, new = left.kind, given.e.new_empty
+    tokens, numbers = Tokens(kind, given.e.shape[0]), [new(shape, dtype=dtype) for shape, dtype in left.numbers]
+    others = [None if x is None else new(x[0], dtype=x[1]) for x in (*left.fields, *left.selected)]
+    outputs = numbers + [x for x in others if x is not None]
+    inputs = tokens.inputs(given, scheduled, kind.in_memory(given.c))
+    if left.formed:
+        program = _begin_program(kind, left.size, left.wanted, len(outputs))
+    else:
+        program = _loss_program(kind, left.size, left.wanted, len(outputs))
+        inputs.insert(0, tokens.padded(reference, 0))
+    bridge.run(program, inputs, outputs)
+    residuals, selections = (
+        records.Residuals(*others[: len(left.fields)]),
+        records.Selections(*others[len(left.fields) :]),
+    )
+    if selects(kind.call):
         selections = records.Selections(*(None if x is None else tokens.cut(x) for x in selections))
-    value = tokens.cut(value) if value.dim() and not call.of_shard else value
-    return Results(value, tokens.first(statistics), selections, residuals)
+    value = new(0, dtype=torch.float32) if kind.call.of_shard else numbers[0]
+    value = tokens.cut(value) if left.numbers[0][0] == (left.size,) else value
+    return Results(value, tokens.first(numbers[-1]), selections, residuals)
 
 
 def target(given: Given, scheduled: Scheduled, wanted: Sequence[bool], call: Call) -> Tensor:
@@ -141,38 +155,44 @@ def target(given: Given, scheduled: Scheduled, wanted: Sequence[bool], call: Cal
 
 
 def gradients(
-    kind: Kind, given: Given, scheduled: Scheduled, saved: Saved, of: OfResults, wanted: Sequence[bool], in_place: bool
+    left: Handover,
+    given: Given,
+    scheduled: Scheduled,
+    saved: Saved,
+    of: OfResults,
+    wanted: Sequence[bool],
+    in_place: bool,
 ) -> OfGiven:
     """The wanted ones of de, dc, dbias and the gradient of token_weight, in their tensors' shapes; None: not wanted.
 
-    kind: of the forward pass. saved.statistics: the rows of kind.of_backward, to which the cotangents belong. Where
+    left: of the forward pass. saved.statistics: the rows of kind.of_backward, to which the cotangents belong. Where
     gradients were left, the cotangent of the statistics is None. in_place: de and dc take the memory of what was left,
     which is of no use afterwards. Otherwise the program overwrites only parts of it that no later call reads
     (cce_kernels/exponentials.py).
     """
-    tokens, of_token_weight = Tokens(kind, given.targets.numel()), wanted[3]
-    asked, with_bias, (of_loss, of_statistics) = _made(*wanted[:3]), given.bias is not None, of
-    left_for = _wanted(saved.left_for)
-    left = handover_of(kind, tokens.size, with_bias, left_for) if left_for is not None else NOTHING
-    residuals = {name: getattr(saved.residuals, name) for name in left.fields}
-    kind = kind.of_backward
+    kind, of_token_weight, residuals = left.kind.of_backward, wanted[3], saved.residuals
+    tokens, asked, (of_loss, of_statistics) = Tokens(kind, given.targets.numel()), _made(*wanted[:3]), of
     of_weight = [given.targets.new_empty(tokens.size, dtype=torch.float32)] if of_token_weight else []
+    scratch: list[Tensor] = []
     if left.formed:
-        assert left_for is not None
-        large = [(residuals.pop("de", None), asked.e), (residuals.pop("dc", None), asked.c)]
-        large = [dense(x) for x, w in large if w]
-        program = _finish_program(kind, tokens.size, with_bias, left_for, asked, of_token_weight, in_place)
+        assert left.wanted is not None
+        large = [dense(x) for x, w in ((residuals.de, asked.e), (residuals.dc, asked.c)) if w and x is not None]
+        program = _finish_program(
+            kind, left.size, given.bias is not None, left.wanted, asked, of_token_weight, in_place
+        )
+        others = [dense(x) for x, of in zip(residuals[4:], left.fields[4:], strict=True) if of is not None]
         statistics = tokens.padded(saved.statistics, 0, axis=1) if of_token_weight else None
-        others = *map(dense, residuals.values()), dense(of_loss), statistics, *tokens.of_loss(given, scheduled)
-        inputs = [*([] if in_place else large), *others]
-        outputs, scratch = [*(large if in_place else map(torch.empty_like, large))], []
+        inputs = [*others, dense(of_loss), statistics, *tokens.of_loss(given, scheduled)]
+        inputs = inputs if in_place else large + inputs
+        outputs = [*(large if in_place else map(torch.empty_like, large))]
         outputs += tokens.of_gradients(given.targets, (False, False, asked.bias))
     else:
         of_loss = tokens.padded(of_loss, 0) if of_loss is not None and of_loss.dim() else dense(of_loss)
-        program = _gradients_program(kind, asked, of_token_weight, next(iter(residuals), None), tokens.size)
+        name = next((k for k, x in zip(left.fields._fields, left.fields, strict=True) if x is not None), None)
+        program = _gradients_program(kind, asked, of_token_weight, name, tokens.size)
         inputs = [of_loss, tokens.padded(of_statistics, 0, axis=1), tokens.padded(saved.statistics, 0, axis=1)]
         inputs += tokens.inputs(given, scheduled, kind.in_memory(given.c))
-        outputs, scratch = tokens.of_gradients(given.e, wanted[:3]), list(residuals.values())
+        outputs, scratch = tokens.of_gradients(given.e, wanted[:3]), [getattr(residuals, name)] if name else []
     found = iter(bridge.run(program, inputs, [*outputs, *of_weight], scratch))
     de, dc, dbias, dweight = (next(found) if w else None for w in wanted)
     if dc is not None:

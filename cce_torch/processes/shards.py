@@ -39,11 +39,14 @@ def rounded(operands: Operands, call: Call) -> Operands:
     return operands._replace(c=tensors.rounded(c, e), bias=tensors.rounded(bias, e))
 
 
-def kind(operands: Operands, call: Call) -> Any:
-    """The call's Kind, which a graph with saved exponentials holds: the Kind knows their padded size."""
-    if call.impl in OF_TORCH or not operands.e.shape[0] or not operands.c.shape[0]:
+def handover(operands: Operands, saving_for: Sequence[bool], call: Call) -> Any:
+    """What `statistics` leaves, as programs.Handover, which a graph with saved exponentials holds: it knows their size.
+
+    None where it leaves nothing.
+    """
+    if not saving_for or call.impl in OF_TORCH or not operands.e.shape[0] or not operands.c.shape[0]:
         return None
-    return ops.programs().kind_of_tensors(operands.e, operands.c, call)
+    return ops.programs().handover(_given(operands), call, saving_for)
 
 
 def _given(operands: Operands) -> Given:
@@ -60,12 +63,12 @@ def target(operands: Operands, saving_for: Sequence[bool], call: Call, scale: fl
 
 
 def statistics(
-    operands: Operands, of_target: Tensor | None, saving_for: Sequence[bool], call: Call, scale: float, kind: Any = None
+    operands: Operands, of_target: Tensor | None, saving_for: Sequence[bool], call: Call, scale: float, left: Any = None
 ) -> tuple[Tensor, Residuals]:
     """The statistics over the shard's columns, and what is left for `gradients`.
 
     of_target: (N,), the reference of the exponentials if needs_reference; saving_for: the gradients that will be asked
-    for; []: none. kind: of the call, if it is known.
+    for; []: none. left: `handover`, if it is known.
     """
     if not operands.e.shape[0] or not operands.c.shape[0]:
         return of_no_columns(operands.e, call), Residuals()
@@ -73,7 +76,7 @@ def statistics(
         return reference.statistics(operands, call, scale), Residuals()
     if call.impl == "torch_compile":
         return rule.run_statistics(operands, call, scale), Residuals()
-    found = ops.loss_of(_given(operands), Scheduled(scale=scale), of_target, saving_for, call, kind=kind)
+    found = ops.loss_of(_given(operands), Scheduled(scale=scale), of_target, saving_for, call, left=left)
     return found.statistics, found.residuals
 
 
@@ -84,12 +87,12 @@ def of_no_columns(e: Tensor, call: Call) -> Tensor:
 
 
 def gradients(
-    cotangents: Tensor, operands: Operands, saved: Saved, wanted: Sequence[bool], call: Call, scale: float, kind: Any
+    cotangents: Tensor, operands: Operands, saved: Saved, wanted: Sequence[bool], call: Call, scale: float, left: Any
 ) -> tuple[Tensor | None, ...]:
     """de of the shard's columns alone, at least float32, dc and dbias, in their types. None where not wanted.
 
     cotangents: of the statistics over the whole vocabulary. saved.statistics: these, relative to the references of the
-    shard's columns. kind: of the forward pass, if it saved something.
+    shard's columns. left: of the forward pass, if it saved something.
     """
     e, c, bias, *_ = operands
     tensors.check({"e": e, "c": c, "bias": bias})  # FSDP may have freed one after the forward pass
@@ -100,4 +103,4 @@ def gradients(
         run: Any = reference.gradients if call.impl == "reference" else rule.run_gradients
         return run(cotangents, operands, saved.statistics, call, scale, list(wanted))
     of, numbers, asked = OfResults(None, cotangents), Scheduled(scale=scale), [*wanted, False]
-    return ops.gradients_of(of, _given(operands), numbers, saved, asked, call, kind=kind)[:3]
+    return ops.gradients_of(of, _given(operands), numbers, saved, asked, call, left=left)[:3]

@@ -50,7 +50,7 @@ def statistics(operands: Operands, setting: Setting, called: str) -> Tensor:
     own = shards.rounded(of_own_columns(constant, setting), call)
     whole_e = None if shard.sequence_axis is None else own.e
     copies = own[1:3] if shards.rounds(call) else (None, None)
-    task = _Numbers(setting, called, saving_for, shards.kind(own, call) if saving_for else None)
+    task = _Numbers(setting, called, saving_for, shards.handover(own, saving_for, call))
     return applied(Recomputed, task, e, c, bias, whole_e, *copies, *own[3:], columns)[0]
 
 
@@ -63,9 +63,9 @@ class _Numbers(NamedTuple):
     setting: Setting
     called: str
     saving_for: Sequence[bool]
-    kind: Any  # of what the forward pass leaves
+    left: Any  # what the forward pass leaves, as programs.Handover; None: nothing
 
-    differentiable = 1
+    results = differentiable = 1
 
     def of_backward(self) -> "_Numbers":
         return self._replace(setting=self.setting._replace(call=self.setting.call.of_backward))
@@ -78,7 +78,7 @@ class _Numbers(NamedTuple):
     def forward(self, *arrays: Any) -> tuple[Tensor | None, ...]:
         (call, (_, _, scale), _, _), operands, columns = self.setting, self.own(arrays), arrays[-1]
         of_target = references(operands, columns, self.saving_for, self.setting)
-        own, left = shards.statistics(operands, of_target, self.saving_for, call, scale, self.kind)
+        own, left = shards.statistics(operands, of_target, self.saving_for, call, scale, self.left)
         kept = columns >= 0
         found = of_all_columns(own, kept, operands.weights, self.setting)
         numbers = found[: call.of_backward.rows].clone()
@@ -97,8 +97,8 @@ class _Numbers(NamedTuple):
         (call, (_, _, scale), tokens, shard), of = self.setting, one_cotangent(cotangents[0])[: self.setting.call.rows]
         numbers, *left = saved[10:]
         kept = Saved(numbers, Residuals(*left), self.saving_for if are_left(left) else [])
-        kind, wanted, e = self.kind if are_left(left) else None, wanted[:3], saved[0]
-        de, dc, dbias = shards.gradients(of, self.own(saved), kept, wanted, call, scale, kind)
+        handover, wanted, e = self.left if are_left(left) else None, wanted[:3], saved[0]
+        de, dc, dbias = shards.gradients(of, self.own(saved), kept, wanted, call, scale, handover)
         return reduced(de, e.shape, tokens, shard).to(e.dtype) if wanted[0] and de is not None else None, dc, dbias
 
 
