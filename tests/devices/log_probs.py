@@ -1,5 +1,7 @@
 """linear_log_probs on several devices: every number and its gradients as on one, and what the devices exchange."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 from cce_jax import linear_log_probs
 from tests.devices.layouts import BY_NAME
 from tests.devices.meshes import collectives, mesh_of
+from tests.search.calls import LOG_PROBS, Call, Data, Program
+from tests.search.run import failures
 
 RNG = np.random.default_rng(0)
 ARRAYS = {name: np.float32(RNG.normal(size=shape)) for name, shape in (("e", (8, 8, 16)), ("c", (64, 16)))}
@@ -44,6 +48,13 @@ def over_devices(name, mode, others, **options):
     with jax.set_mesh(mesh):
         run = jax.jit(program(layout, mode == "explicit", **options)).lower(leaves, given).compile()
         return run(leaves, given), run
+
+
+def test_ids_among_the_columns_of_other_devices():
+    """A call of tests/search, which seldom draws one."""
+    program = Program(function=LOG_PROBS, impl="chunked", layout="auto", split="vocabulary", leading=(8, 8), width=16)
+    program = replace(program, vocabulary=64, ids=3, memory_budget=0, objective=("log_probs", "id_log_probs"))
+    assert not failures(Call(program, Data(ignored="few")))
 
 
 @pytest.mark.parametrize("name", ["vocabulary", "sequence and vocabulary over tensor"])
