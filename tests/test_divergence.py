@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import cce_jax.divergence as public
 from cce_jax import linear_divergence
 from cce_kernels.block_floats import block_of
 from cce_kernels.device import H200, Gpu
@@ -139,24 +138,6 @@ def test_the_reference_does_not_round_the_gradient_of_a_wide_classifier_to_the_t
     assert error(gradient("reference"), exact) < 2 * roundoff(np.float16)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_without_tokens(reduction):
-    """No tokens, and tokens whose weights are all 0: the loss and its gradients are 0."""
-    for tokens in (0, 5):
-        weight = jnp.zeros(tokens)
-        e, teacher_e = jnp.full((tokens, 16), jnp.nan), jnp.full((tokens, 24), jnp.nan)
-        given = {"teacher_e": teacher_e, "token_weight": weight, "return_entropy": True, "reduction": reduction}
-
-        def summed(e, c, given=given):
-            value, entropy = loss(e=e, c=c, **given)
-            return jnp.sum(value), entropy
-
-        (value, entropy), found = jax.value_and_grad(summed, (0, 1), has_aux=True)(e, FIXED["c"])
-        assert value == 0
-        assert entropy.shape == (tokens,)
-        assert not any(np.any(x) for x in (entropy, *found))
-
-
 def test_nothing_but_the_student_has_a_gradient():
     names = "teacher_e", "teacher_c", "token_weight", "temperature"
     arrays = FIXED | {"token_weight": jnp.ones(40), "temperature": jnp.ones(40)}
@@ -169,13 +150,6 @@ def test_nothing_but_the_student_has_a_gradient():
             {name: arrays[name] for name in names}
         )
         assert not any(np.any(x) for x in found.values())
-
-
-def test_a_new_temperature_or_beta_compiles_nothing():
-    loss(temperature=1.1)
-    before = public._divergence._cache_size()
-    loss(temperature=1.2, beta=0.4)
-    assert public._divergence._cache_size() == before
 
 
 @pytest.mark.parametrize(

@@ -54,17 +54,3 @@ def test_autocast_is_mixed_precision(impl, dtype):
     for x, y in zip(found, mixed, strict=True):
         assert x.dtype == torch.float32
         assert torch.equal(x, y.float())
-
-
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_under_torch_compile(fullgraph):
-    wide, given = inputs(BIAS), inputs(BIAS, "bfloat16")
-    leaves = call_torch.tensor(given.e), torch.tensor(wide.c), torch.tensor(wide.optional["bias"])
-    e, c, bias = (x.requires_grad_() for x in leaves)
-    targets = torch.tensor(given.targets).long()
-    compiled = torch.compile(cce_torch.linear_cross_entropy, backend="aot_eager", fullgraph=fullgraph)
-    want = torch.autograd.grad(cce_torch.linear_cross_entropy(e, c, targets, bias), (e, c, bias))
-    found = torch.autograd.grad(compiled(e, c, targets, bias), (e, c, bias))
-    for x, y in zip(found, want, strict=True):
-        assert x.dtype == y.dtype
-        assert torch.equal(x, y)

@@ -134,21 +134,6 @@ def test_torch_compile_makes_one_graph_for_all_temperatures(impl):
     assert graphs[-1] == graphs[1] <= 2  # torch.compile takes a number for a constant until it changes
 
 
-@pytest.mark.parametrize("shape", [(0,), (3, 0)])
-@pytest.mark.parametrize("impl", ["chunked", "torch_compile", "reference"])
-def test_no_tokens(shape, impl):
-    e, c = torch.ones(*shape, 4, requires_grad=True), torch.ones(9, 4, requires_grad=True)
-    targets, ids = (torch.zeros(x, dtype=torch.int64) for x in (shape, (*shape, 1)))
-    of_numbers = {"entropy": True, "temperature": 0.5, "ids": ids, "top_k": 2, "predicted": True, "mean_logit": True}
-    found = linear_log_probs(e, c, targets, impl=impl, **of_numbers)._asdict()
-    shapes = {"id_log_probs": (*shape, 1), "top_ids": (*shape, 2), "top_log_probs": (*shape, 2)}
-    assert {name: x.shape for name, x in found.items()} == {name: shapes.get(name, shape) for name in found}
-    de, dc = torch.autograd.grad((found["log_probs"] + found["entropy"]).sum(), [e, c])
-    assert de.shape == e.shape
-    assert not dc.any()
-    assert linear_log_probs(E, C, ids=torch.zeros(2, 3, 0, dtype=torch.int64)).id_log_probs.shape == (2, 3, 0)
-
-
 E, C, T = torch.ones(2, 3, 4), torch.ones(9, 4), torch.zeros(2, 3, dtype=torch.int64)
 
 
@@ -246,8 +231,9 @@ def test_small_temperatures_keep_the_digits(impl, temperature, each):
     e, c, targets = (torch.tensor(x) for x in arrays)
     of_kind = torch.full((24,), temperature) if each else temperature
     options: Any = {"temperature": of_kind, "entropy": True, "impl": impl, "ids": torch.arange(3).expand(24, 3)}
-    found = linear_log_probs(e.requires_grad_(), c.requires_grad_(), targets, **options)
-    assert found.log_probs is not None
-    of_e, of_c = torch.autograd.grad(-found.log_probs.sum(), (e, c))
+    with contextlib.nullcontext() if temperature == COLD[2] else small_blocks():  # one of them is compiled
+        found = linear_log_probs(e.requires_grad_(), c.requires_grad_(), targets, **options)
+        assert found.log_probs is not None
+        of_e, of_c = torch.autograd.grad(-found.log_probs.sum(), (e, c))
     tensors = {"log_probs": found.log_probs, "entropy": found.entropy, "ids": found.id_log_probs, "e": of_e, "c": of_c}
     held_cold({name: x.detach().numpy() for name, x in tensors.items()}, want)  # type: ignore[union-attr]

@@ -25,7 +25,6 @@ from tests.devices.meshes import (
     loss_of,
     mesh_of,
     on_one_device,
-    over,
     uneven,
 )
 from tests.lowering import nested
@@ -60,43 +59,6 @@ def test_anything_with_jax_array_is_an_array():
     assert_same(loss, {name: x.value for name, x in gradients.items()}, one_device(given))
     for name, x in gradients.items():
         assert x.value.sharding.is_equivalent_to(plain[0][name].sharding, x.value.ndim), name
-
-
-@pytest.mark.parametrize(("mode", "shift"), [("explicit", 0), ("checked", 1)])
-def test_a_loss_for_each_token_and_lse(mode, shift):
-    """shift moves targets over the edges of devices, which inside jax.shard_map only whole sequences allow."""
-    layout = BOTH if not shift else Layout("whole sequences", BOTH.mesh, P("data"), P("tensor"))
-    given, specs = uneven(PLAIN), layout.specs()
-    mesh, axes = mesh_of(layout, mode), layout.manual(mode)
-    options = {"reduction": "none", "return_lse": True, "shift": shift, "impl": "chunked", "precision": "highest"}
-    sharding = {} if mode == "explicit" else {"sharding": (specs["e"], specs["c"])}
-
-    def losses(e, c, targets, **more):
-        return linear_cross_entropy(e, c, targets, **options, **more)
-
-    def weighted(run, e, c, targets):
-        loss, lse = run(e, c, targets)
-        weights = jnp.cos(jnp.arange(loss.size, dtype=jnp.float32)).reshape(loss.shape)
-        return jnp.sum(loss * weights) + jnp.sum(lse * jnp.roll(weights, 1, 0)), (loss, lse)
-
-    run = partial(losses, **sharding)
-    if axes:
-        at = [over(axes, specs[name]) for name in ("e", "c", "targets")]
-        run = jax.shard_map(run, in_specs=tuple(at), out_specs=at[2], axis_names=axes, check_vma=mode != "unchecked")
-    if mode == "explicit":  # the weights lie as the loss does
-        inner = run
-
-        def run(*a):
-            return jax.tree.map(lambda x: jax.reshard(x, P()), inner(*a))
-
-    made = arrays(given, layout, mesh)
-    with jax.set_mesh(mesh):
-        gradient = jax.jit(jax.grad(partial(weighted, run), (0, 1), has_aux=True))
-        found, (loss, lse) = gradient(made["e"], made["c"], made["targets"])
-    plain = jax.grad(partial(weighted, losses), (0, 1), has_aux=True)
-    want, (want_loss, want_lse) = plain(jnp.asarray(given.e), jnp.asarray(given.c), given.targets)
-    for x, y in zip((*found, loss, lse), (*want, want_loss, want_lse), strict=True):
-        assert error(x, y) < ROUNDING
 
 
 @pytest.mark.parametrize(("frozen", "mode"), list(zip(cycle("ec"), MODES, strict=False)))
