@@ -110,8 +110,7 @@ def way_of(operands: Operands, chunks: Chunks, wanted: Wanted, call: Call) -> Wa
 
 @lru_cache(maxsize=PROGRAMS)
 def _way(kind: Kind, size: int, with_bias: bool, chunks: Chunks, wanted: Wanted) -> Way:
-    decided = plans.Decided(0, chunks=chunks)
-    return Way(kind, plans.plan_for(kind.shapes(size, with_bias), kind.static, wanted, decided, True))
+    return Way(kind, plans.plan_for(kind.shapes(size, with_bias), kind.static, wanted, chunks, True))
 
 
 def spans(chunks: Chunks, tokens: int) -> list[tuple[int, int]]:
