@@ -20,7 +20,7 @@ import numpy as np
 from cce_jax import arguments, losses, passes, prepare, reference, settings
 from cce_jax.api import Array
 from cce_jax.core import Summands, Task, run
-from cce_jax.plans import FORMS, Core, Impl, on_platform
+from cce_jax.plans import Core, Impl, on_platform
 from cce_jax.prepare import Arrays, Asked, inverted, prepared
 from cce_kernels import contract
 from cce_kernels import divergence as kernels
@@ -243,4 +243,4 @@ def _begin(of: Summands, core: Core, how: Divergence, wanted: Wanted | None) -> 
     def begin(plan: Any, inputs: Inputs, terms: Any, common: Any) -> tuple[Divergences, Residuals]:
         return kernels.begin(_given(Summands(inputs, terms, common)), how, plan)
 
-    return on_platform(begin, of.inputs, core, wanted, FORMS, one_factor=True)(*of)
+    return on_platform(begin, of.inputs, core, wanted, "in forward", one_factor=True)(*of)

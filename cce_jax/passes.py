@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from cce_jax import reference
-from cce_jax.plans import FORMS, Core, Decided, on_platform, plan_for
+from cce_jax.plans import Core, on_platform, plan_for
 from cce_kernels import blocks
 from cce_kernels import selections as selected
 from cce_kernels.numbers import Cotangents, Gradients, Inputs, Numbers, Wanted
@@ -43,13 +43,13 @@ def forward_pass(
     that of cce_kernels.blocks.numbers.
     """
     plan = plan_for(inputs, core, wanted)
-    if plan.saves_de:
+    if plan.in_forward is not None:  # de for any cotangents (blocks.de_of_any_cotangents)
 
         def form_de(plan: Plan, inputs: Inputs):
             numbers, m = blocks.de_of_any_cotangents(inputs, plan)
             return numbers, Residuals(m=m)
 
-        return on_platform(form_de, inputs, core, wanted, FORMS)(inputs)
+        return on_platform(form_de, inputs, core, wanted, "in forward")(inputs)
     shape = shapes_of(plan).exponentials
 
     def run(plan: Plan, inputs: Inputs, reference: jax.Array | None):
@@ -58,7 +58,7 @@ def forward_pass(
             exponentials = (jnp.zeros if core.debug_nans else lax.empty)(shape.shape, shape.dtype)
         return numbers, Residuals(exponentials=exponentials)
 
-    return on_platform(run, inputs, core, wanted, Decided(plan.saved))(inputs, reference)
+    return on_platform(run, inputs, core, wanted, "saved" if plan.saved else "recomputed")(inputs, reference)
 
 
 def gradients(
@@ -82,8 +82,8 @@ def gradients(
         return found, Residuals(exponentials=exponentials if overwritten is None else overwritten)
 
     saved = residuals.exponentials
-    rows = 0 if saved is None else saved.shape[0]  # fewer than planned if the forward pass could not save
-    return on_platform(run, inputs, core, wanted, Decided(rows))(inputs, numbers, saved, cotangents)
+    way = "recomputed" if saved is None or not saved.shape[0] else "saved"
+    return on_platform(run, inputs, core, wanted, way)(inputs, numbers, saved, cotangents)
 
 
 def begin(
@@ -100,7 +100,7 @@ def begin(
     def run(plan: Plan, inputs: Inputs, of_tokens: Any, reference: jax.Array | None):
         return blocks.form(inputs, of_tokens, cotangents_of, plan, reference, of_all_columns)
 
-    return on_platform(run, inputs, core, wanted, FORMS, one_factor=True)(inputs, of_tokens, reference)
+    return on_platform(run, inputs, core, wanted, "in forward", one_factor=True)(inputs, of_tokens, reference)
 
 
 def finish(inputs: Inputs, residuals: Residuals, factor: jax.Array, core: Core, wanted: Wanted) -> Gradients:
@@ -109,7 +109,7 @@ def finish(inputs: Inputs, residuals: Residuals, factor: jax.Array, core: Core, 
     def run(plan: Plan, inputs: Inputs, residuals: Residuals, factor: jax.Array):
         return blocks.finish(residuals, factor, inputs.targets >= 0, plan, inputs.weights)
 
-    return on_platform(run, inputs, core, wanted, FORMS, one_factor=True)(inputs, residuals, factor)
+    return on_platform(run, inputs, core, wanted, "in forward", one_factor=True)(inputs, residuals, factor)
 
 
 def numbers_and_selections(inputs: Inputs, core: Core, asked: Asked) -> tuple[Numbers, Selections]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,7 +16,7 @@ from cce_kernels.device import H200, INTERPRETER, Gpu, cuda_gpu
 from cce_kernels.engines.xla import XLA
 from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs, Wanted
-from cce_kernels.plan import Chunks, Explanation, Plan, explained, logged, plan_of
+from cce_kernels.plan import Chunks, Explanation, Plan, Way, explained, logged, plan_of
 from cce_kernels.request import Request
 
 Impl = Literal["auto", "cce", "chunked", "reference"]
@@ -55,15 +55,6 @@ class Core:
         return self.head.vocabulary(c) * self.layout.size(self.layout.columns)
 
 
-class Decided(NamedTuple):
-    """What the plans for all platforms, or for all shards of the vocabulary, share. None: not decided yet."""
-
-    saved: int | None = None  # the number of tokens whose exponentials are saved
-    forms: bool = False  # whether it is decided that the forward pass forms the gradients
-    chunks: Chunks | None = None  # the same, and its chunks
-
-
-UNDECIDED, FORMS = Decided(), Decided(0, forms=True)
 SHARED = {x.name for x in fields(Request)} & {x.name for x in fields(Core)} - {"memory_budget"}
 
 
@@ -86,16 +77,16 @@ def request_of(inputs: Inputs, core: Core, wanted: Wanted | None, one_factor: bo
 
 
 def plan_for(
-    inputs: Inputs, core: Core, wanted: Wanted | None, decided: Decided = UNDECIDED, one_factor: bool = False
+    inputs: Inputs, core: Core, wanted: Wanted | None, way: Way | Chunks | None = None, one_factor: bool = False
 ) -> Plan:
     """The plan of a call, from arrays or their shapes.
 
-    wanted: None for evaluation. one_factor: whether passes.begin and passes.finish will run.
+    wanted: None for evaluation. way: as for plan_of. one_factor: whether passes.begin and passes.finish will run.
     """
     gpu = INTERPRETER if core.impl == "cce" and core.gpu is None else core.gpu
     impl: Any = core.impl if gpu is not None else "chunked"
-    plan = plan_of(request_of(inputs, core, wanted, one_factor), gpu, impl, *decided)
-    if decided == UNDECIDED:
+    plan = plan_of(request_of(inputs, core, wanted, one_factor), gpu, impl, way)
+    if way is None:
         logged(plan, impl, core.gradient_tolerance)
     return plan
 
@@ -117,25 +108,20 @@ def explanation(inputs: Inputs, core: Core, reduction: str, gradients_of: Collec
 
 
 def on_platform(
-    run: Callable,
-    inputs: Inputs,
-    core: Core,
-    wanted: Wanted | None,
-    decided: Decided = UNDECIDED,
-    one_factor: bool = False,
+    run: Callable, inputs: Inputs, core: Core, wanted: Wanted | None, way: Way | None = None, one_factor: bool = False
 ) -> Callable:
     """run(plan, ...), with the plan for the platform that the program is lowered for.
 
     A program may be lowered for a platform that this process does not have. A CUDA program is then planned for an H200.
     JAX traces the program for all platforms, so with core.one_platform there is only one.
     """
-    here = plan_for(inputs, core, wanted, decided, one_factor)
+    here = plan_for(inputs, core, wanted, way, one_factor)
     if core.impl == "chunked" or core.one_platform:
         return partial(run, here)
     request = request_of(inputs, core, wanted, one_factor)
-    shared = decided._replace(saved=here.saved)  # what is kept between the passes has one shape on all platforms
-    on_gpu = here if core.gpu is not None else plan_of(request, cuda_gpu() or H200, core.impl, *shared)  # type: ignore[arg-type]
-    elsewhere = plan_of(request, *((INTERPRETER, "cce") if core.impl == "cce" else (None, "chunked")), *shared)
+    way = way or ("saved" if here.saved else "recomputed")  # what is left between the passes has one shape everywhere
+    on_gpu = here if core.gpu is not None else plan_of(request, cuda_gpu() or H200, core.impl, way)  # type: ignore[arg-type]
+    elsewhere = plan_of(request, *((INTERPRETER, "cce") if core.impl == "cce" else (None, "chunked")), way)
 
     def on_cuda(inputs: Inputs, *others):
         if on_gpu.engine is not XLA:

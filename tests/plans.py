@@ -5,7 +5,7 @@ from cce_kernels.engines.triton import TRITON
 from cce_kernels.engines.xla import XLA
 from cce_kernels.head import Head
 from cce_kernels.numbers import Wanted
-from cce_kernels.plan import budget
+from cce_kernels.plan.schedules import besides_windows
 from cce_kernels.plan.setting import Setting
 from cce_kernels.request import Request
 
@@ -29,4 +29,4 @@ def request_of(
 def whole_bytes(tokens: int, width: int, vocabulary: int, of_c: bool = True) -> int:
     """What saving everything takes at most; of_c: whether the gradient of c is wanted."""
     request = request_of((tokens, width, vocabulary), 0, wanted=Wanted(e=True, c=of_c, bias=False))
-    return budget.saved(Setting(request, H200, (TRITON, XLA)))
+    return besides_windows(Setting(request, H200, (TRITON, XLA)), saves=True)

@@ -13,7 +13,7 @@ from cce_kernels import given_ids, selections
 from cce_kernels.engines.triton import statistics as kernels
 from cce_kernels.engines.xla import XLA
 from cce_kernels.engines.xla import statistics as xla_kernels
-from cce_kernels.plan import budget, plan_of, setting
+from cce_kernels.plan import choose, plan_of, setting
 from tests.search import run as search_run
 from tests.search.calls import DIVERGENCE, DIVERGENCES, LOG_PROBS, TOKEN_LOSS, Call, Data, Program
 from tests.search.run import failures
@@ -216,7 +216,7 @@ DISTILLED = replace(DISTILLED, teacher_width=24, width=16, vocabulary=90, memory
 @pytest.mark.parametrize("impl", ["cce", "chunked"])
 def test_divergences(kind, impl, changed):
     """In several chunks, of which logits are held of few tokens at a time."""
-    changed(budget, "MOST_LOGITS", (11,))
+    changed(choose, "MOST_LOGITS", (11,))
     program = replace(DISTILLED, divergence=kind, impl=impl, dtype="bfloat16", teacher_dtype="bfloat16", leading=(70,))
     program = replace(program, vocabulary=300, arrays=("bias", "token_weight"), wanted=("e", "c", "bias"))
     held(Call(replace(program, softcap=4.0, temperatures=True), Data(ignored="few", poison="nan")))

@@ -17,7 +17,7 @@ from cce_kernels.engines.hopper import HOPPER, MOSAIC
 from cce_kernels.gradients import divided, multiplied
 from cce_kernels.head import Head
 from cce_kernels.numbers import Wanted
-from cce_kernels.plan import budget, plan_of
+from cce_kernels.plan import choose, plan_of
 from cce_kernels.request import Request
 from tests import lowering
 from tests.search.calls import DIVERGENCES
@@ -31,7 +31,7 @@ def few_logits(monkeypatch):
     """few_logits(most): a chunk's logits are held of so many tokens at a time, where dz is stored."""
 
     def of(most: int) -> None:
-        monkeypatch.setattr(budget, "MOST_LOGITS", (most,))
+        monkeypatch.setattr(choose, "MOST_LOGITS", (most,))
         plan_of.cache_clear()
 
     yield of
@@ -243,9 +243,9 @@ def test_kernels_for_hopper_multiply_dz(kind, teacher_width, few_logits):
     plan = plan_of(request, Gpu("9.0", 4, interpreted=True), "cce")
     way = plan.in_forward
     assert way is not None
-    assert way.logits_of(way.chunks.size) < way.chunks.size
+    assert way.most_logits < way.chunks.size
     assert way.dc.engine is HOPPER
-    assert way.de is not None
+    assert way.products is not None
     assert way.chunks.count > 1
     found, want = formed(given, of, plan), formed(given, of, plan_of(request, None, "chunked"))
     for x, y in zip(found, want, strict=True):
@@ -269,9 +269,9 @@ def test_drawn_plans_take_chunks_of_all_tokens_within_the_budget():
         chunks = way.chunks
         assert chunks.rows >= request.tokens > (chunks.count - 1) * chunks.size
         assert plan.held <= max(request.memory_budget, plan_of(replace(request, memory_budget=0), gpu, impl).held)
-        logits = 2 * request.sum_itemsize * way.logits_of(chunks.size) * request.vocabulary
+        logits = 2 * request.sum_itemsize * way.most_logits * request.vocabulary
         assert plan.held >= logits
-        over, by_kernels = over + (plan.held > request.memory_budget), by_kernels + (way.de is not None)
+        over, by_kernels = over + (plan.held > request.memory_budget), by_kernels + (way.products is not None)
     assert 20 < over < 380
     assert by_kernels > 20
 

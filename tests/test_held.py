@@ -464,7 +464,7 @@ class Distilled:
         head = Head(None, self.axes[0])
         call = Request(*sizes, self.dtype, head, self.bias, False, wanted, self.memory_budget)
         call = replace(call, one_factor=True, teacher_width=self.of_teacher)
-        return plan_of(call, H200, "auto", chunks=chunks)
+        return plan_of(call, H200, "auto", chunks)
 
     def held(self, plan: Plan, function: Any = divergence.formed) -> int:
         def side(width: int, dtype: str, axis: int, bias: bool) -> divergence.Side:

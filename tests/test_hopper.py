@@ -458,7 +458,7 @@ def check_both_passes(tokens: int, width: int, vocabulary: int, saved: int, voca
 
     def plan(of: Wanted | None):
         request = Request(tokens, width, vocabulary, "bfloat16", head, False, False, of, 0)
-        return plan_of(request, SMALL, "cce", saved=saved if of is not None else None)
+        return plan_of(request, SMALL, "cce", None if of is None else "saved" if saved else "recomputed")
 
     def loss(numbers: Numbers):
         return jnp.sum(weights * jnp.where(targets >= 0, -numbers.log_p(numbers.target), 0))

@@ -383,7 +383,7 @@ def test_drawn_plans_hold_no_more_than_their_budget(chunk):
         if plan.forward is None:
             held = tokens * request.vocabulary * (request.sum_itemsize + request.itemsize)
         else:
-            sums = 4 * how.de.splits * tokens * request.width * request.wanted.e
+            sums = 4 * how.products.splits * tokens * request.width * request.wanted.e
             held = 2 * tokens * request.vocabulary + 4 * tokens * request.width + sums
         assert held + steps <= plan.held <= request.memory_budget
     assert found["xla"] >= 10, found

@@ -248,7 +248,12 @@ def launched(variant: Variant, tiles: Tiles) -> list:
     request = replace(request, with_mean=variant.entropy, with_temperature=variant.entropy)
     gpus = (Gpu(capability, 132) for capability in (*LIMITS, *UNKNOWN))
     gpu = next(gpu for gpu in gpus if tiles_for(dtype.itemsize, d, gpu) == tiles)
-    plan = plan_of(replace(request, memory_budget=300 * MIB + 2 * v * n * variant.saved), gpu, "cce", variant.saved * n)
+    plan = plan_of(
+        replace(request, memory_budget=300 * MIB + 2 * v * n * variant.saved),
+        gpu,
+        "cce",
+        "saved" if variant.saved else "recomputed",
+    )
     alone = replace(request, with_sum=False)  # XLA computes the sum
     training, evaluation = (plan_of(replace(alone, wanted=x), gpu, "cce") for x in (request.wanted, None))
 

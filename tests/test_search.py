@@ -194,9 +194,9 @@ def in_chunks(both, monkeypatch):
             formed.append(x.engine.name)
             return as_ever(x, chosen)
 
-        formed, as_ever = [], choose._in_forward
+        formed, as_ever = [], choose.in_forward
         monkeypatch.setattr(choose, "fastest_chunks", chunks)
-        monkeypatch.setattr(choose, "_in_forward", in_forward)
+        monkeypatch.setattr(choose, "in_forward", in_forward)
         monkeypatch.setattr(choose, "_is_faster", lambda *_: True)
         return formed
 
@@ -300,14 +300,14 @@ def test_few_kept_tokens_where_the_kernels_for_hopper_saved_all(number, both, mo
     call = draw(SEED, number * SHARED, "hopper")
     program = replace(call.program, reduction="none", dtype="bfloat16", memory_budget=2**60, label_smoothing=0.0)
     program = replace(program, vocabulary=-(-program.vocabulary // 64) * 64, width=-(-program.width // 64) * 64)
-    engines, as_ever = [], choose._saved
+    engines, as_ever = [], choose.backward
 
-    def saved(x, decided):
-        plan = as_ever(x, decided)
+    def backward(x, saves):
+        plan = as_ever(x, saves)
         engines.append(plan.gradients.of_few.engine.name if plan.gradients.of_few else "")
         return plan
 
-    monkeypatch.setattr(choose, "_saved", saved)
+    monkeypatch.setattr(choose, "backward", backward)
     assert not failures(Call(program, replace(call.data, ignored="most", poison="nan")))
     search_run.forget()
     assert "hopper" in engines

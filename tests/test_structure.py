@@ -278,7 +278,7 @@ def test_the_kernels_that_a_budget_launches(memory_budget, launches):
     found = kernels(traced("cce", (0, 1), memory_budget=memory_budget))
     expected = {name: 2 * n for name, n in launches.items()}
     interpreted = plan_of(request_of((N, D, V), memory_budget), INTERPRETER, "cce")
-    compiled = plan_of(request_of((N, D, V), memory_budget), H200, "cce", interpreted.saved)
+    compiled = plan_of(request_of((N, D, V), memory_budget), H200, "cce", interpreted.way)
     if "cce_clear" in expected and compiled.gradients.products.engine.stops:
         expected["cce_clear"] -= 1  # XLA would pad this matmul on an H200: the kernels in its place read no such rows
     assert {name: len(eqns) for name, eqns in found.items()} == expected

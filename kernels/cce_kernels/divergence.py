@@ -34,7 +34,7 @@ from cce_kernels.exponentials import saved_shape
 from cce_kernels.float16 import FLOAT16_LARGEST, SMALLEST_ROW
 from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs
-from cce_kernels.plan.plan import InForward, Plan
+from cce_kernels.plan.plan import Gradients, Plan
 from cce_kernels.plan.residuals import Residuals
 from cce_kernels.request import Request
 from cce_kernels.tokens import Kept, over_kept
@@ -151,7 +151,7 @@ class Tokens(NamedTuple):
         return Inputs(e, c, bias, targets, None, scale, self.inputs.inverse_temperature)
 
 
-def _logits_of_teacher(own: Tokens, way: InForward, of: Divergence, plan: Plan) -> tuple[Step, Request]:
+def _logits_of_teacher(own: Tokens, way: Gradients, of: Divergence, plan: Plan) -> tuple[Step, Request]:
     """The step that computes the teacher's logits, and their call: the student's if its engine takes these arrays."""
     e, bias = own.teacher.e, own.teacher.bias
     request = replace(plan.request, width=e.shape[1], dtype=str(e.dtype), head=of.teacher, with_bias=bias is not None)
@@ -172,7 +172,7 @@ def _by_kernels(
     way, request, tokens = plan.in_forward, plan.request, len(own.weight)
     assert way is not None
     assert way.passes is not None
-    passes, size, dz_wanted = way.passes, way.logits_of(tokens), request.wanted is not None
+    passes, size, dz_wanted = way.passes, way.most_logits, request.wanted is not None
     assert way.logits is not None
     logits = (way.logits, request), _logits_of_teacher(own, way, of, plan)
 

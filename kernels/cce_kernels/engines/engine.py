@@ -117,7 +117,7 @@ class Costs(NamedTuple):
     logit: float  # each time that it is computed
     launches: float  # the small kernels of a chunk or a window
     multiple: int  # tokens of a chunk: the rows of a tile of the kernels
-    new: float = 0.0  # a byte of a chunk's logits beyond plan/times.KEPT, which the operating system clears
+    new: float = 0.0  # a byte of a chunk's logits beyond plan/schedules.KEPT, which the operating system clears
 
 
 class Planned:
@@ -128,7 +128,6 @@ class Planned:
     block_sparse: bool = False  # whether products and sum_dc leave out blocks (cce_kernels/block_sparse.py)
     whole_stops: bool = False  # whether `whole_logits` stops at the last kept token
     depth: int = 1  # a matmul that sums over tokens reads so many in a step, unless it masks those that do not count
-    workspace: int = 0  # bytes that its matmuls hold besides operands and results
 
     def refuses(self, request: Request, gpu: Gpu | None) -> str:
         """Why the engine does not compute this call's logits on this GPU, in words for a user; "" if it does.

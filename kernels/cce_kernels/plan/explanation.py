@@ -6,18 +6,18 @@ from functools import lru_cache
 
 from cce_kernels.contract import EVERYTHING
 from cce_kernels.plan.choose import refusals
-from cce_kernels.plan.plan import InForward, Plan, Recomputed, Saved
+from cce_kernels.plan.plan import Plan
 from cce_kernels.plan.setting import Impl
 
 log = logging.getLogger("cce_kernels")
 MIB = 2**20
 LARGE = 10.0  # a predicted time beyond it says only that the matrix products take little of it
 GRADIENTS = {
-    Recomputed: "from logits that the backward pass computes again",
-    Saved: "from exponentials that the forward pass saves",
-    InForward: "in the forward pass",
+    None: None,
+    "recomputed": "from logits that the backward pass computes again",
+    "saved": "from exponentials that the forward pass saves",
+    "in forward": "in the forward pass",
 }
-NOTHING_LEFT_OUT = "does nothing here; only the engine hopper leaves out blocks, in the forward pass"
 
 
 @dataclass(frozen=True)
@@ -45,37 +45,33 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"engine: {self.engine}", *(f"  not {name}: {why}" for name, why in self.refused.items())]
         if self.gradients is None:
-            lines.append("gradients: none, as in evaluation; no time is predicted for it")
-        else:
-            number, size = self.chunks or (0, 0)
-            chunks = f", {number} chunk{'s' * (number != 1)} of {size} token{'s' * (size != 1)}" if number else ""
-            lines.append(f"gradients: {self.gradients}{chunks}")
-            budget = "all" if self.memory_budget >= EVERYTHING else f"{self.memory_budget / MIB:.0f} MiB"
-            lines.append(f"memory: {self.held / MIB:.0f} MiB; memory_budget: {budget}")
+            return "\n".join([*lines, "gradients: none, as in evaluation; no time is predicted for it"])
+        number, size = self.chunks or (0, 0)
+        chunks = f", {number} chunk{'s' * (number != 1)} of {size} token{'s' * (size != 1)}" * (number > 0)
+        budget = "all" if self.memory_budget >= EVERYTHING else f"{self.memory_budget / MIB:.0f} MiB"
+        lines += [f"gradients: {self.gradients}{chunks}", f"memory: {self.held / MIB:.0f} MiB; memory_budget: {budget}"]
         if self.time is not None:
             large = f"more than {LARGE:.0f} times the matrix products alone, which take little of this call's time"
             time = f"{self.time:.2f} of the matrix products alone" if self.time <= LARGE else large
             lines.append(f"predicted time: {time}")
         if self.leaves_out is not None:
-            does = "blocks are left out of the products" if self.leaves_out else NOTHING_LEFT_OUT
-            lines.append(f"gradient_tolerance: {does}")
+            nothing = "does nothing here; only the engine hopper leaves out blocks, in the forward pass"
+            lines.append(f"gradient_tolerance: {'blocks are left out of the products' if self.leaves_out else nothing}")
         return "\n".join(lines)
 
 
 def explained(plan: Plan, impl: Impl, gradient_tolerance: float) -> Explanation:
     """gradient_tolerance: what the user gave. That of the plan's call is 0 where the plan leaves out nothing."""
-    request, formed, refused = plan.request, plan.in_forward, {}
+    request, how, refused = plan.request, plan.gradients, {}
     for engine, why in refusals(request, plan.gpu, impl).items():
         if engine is plan.engine:
             break
         refused[engine.name] = why or engine.lacks("form_dz", request)
-    gradients, chunks, sparse = GRADIENTS.get(type(plan.gradients)), None, False
-    if formed is not None:
-        chunks, sparse = (formed.chunks.count, formed.chunks.size), formed.thresholds is not None
-    leaves_out = sparse if gradient_tolerance and gradients else None
+    chunks = None if how is None or how.chunks is None else tuple(how.chunks)
+    leaves_out = None if how is None or not gradient_tolerance else how.thresholds is not None
     time = None if request.teacher_width else plan.time or None  # the teacher's logits are in no prediction
-    held, budget = plan.held, request.memory_budget
-    return Explanation(plan.engine.name, refused, gradients, chunks, held, budget, time, leaves_out)
+    told = GRADIENTS[plan.way], chunks, plan.held, request.memory_budget, time, leaves_out
+    return Explanation(plan.engine.name, refused, *told)
 
 
 def logged(plan: Plan, impl: Impl, gradient_tolerance: float) -> None:

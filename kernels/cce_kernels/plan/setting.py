@@ -1,17 +1,18 @@
 """What a choice starts from: a request, the engines that serve it, and the rows that these compute."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from cce_kernels.device import Gpu
-from cce_kernels.engines.engine import Block, Costs, Engine, Multiplying, Step
+from cce_kernels.engines.engine import Block, Costs, Engine, Step
 from cce_kernels.engines.hopper import HOPPER
 from cce_kernels.engines.order import cdiv
 from cce_kernels.engines.triton import TRITON
 from cce_kernels.engines.xla import XLA
 from cce_kernels.exponentials import saved_shape
+from cce_kernels.plan.plan import Forward, Gradients, Plan
 from cce_kernels.request import Request
 from cce_kernels.tokens import MANY, gathered_rows
 
@@ -34,6 +35,11 @@ def needs_reference(itemsize: int, impl: Impl) -> bool:
     return not all(engine.finds_target for engine in engines(itemsize, impl))
 
 
+def many_on(gpu: Gpu | None) -> int:
+    """The fewest tokens of which ignored ones are looked for."""
+    return 32 if gpu is not None and gpu.interpreted else MANY
+
+
 @dataclass(frozen=True)
 class Setting:
     """A request and the engines that serve it. The first computes the logits; the next have steps that it lacks."""
@@ -41,7 +47,7 @@ class Setting:
     request: Request
     gpu: Gpu | None
     serving: tuple[Engine, ...]
-    most_logits: int = 0  # plan.InForward.most_logits
+    most_logits: int = 0  # of a part of a chunk, beside a teacher; 0: of a chunk
 
     @property
     def engine(self) -> Engine:
@@ -57,11 +63,6 @@ class Setting:
         return self.engine if self.engine.multiplies_fastest else XLA
 
     @property
-    def stopping(self) -> Engine:
-        """The engine that multiplies only the kept tokens, and copies no part of c or dc; XLA if there is none."""
-        return next((engine for engine in self.serving if engine.stops), XLA)
-
-    @property
     def stores(self) -> bool:
         """Whether the forward pass can store exponentials, and the engine sums dc. Else XLA holds a chunk's logits."""
         return self.engine.stops and self.request.can_be_saved
@@ -72,13 +73,9 @@ class Setting:
         return saved_shape(1, self.request.vocabulary)[1]
 
     @property
-    def many(self) -> int:
-        return 32 if self.gpu is not None and self.gpu.interpreted else MANY
-
-    @property
     def finds_ignored(self) -> bool:
         """Whether ignored tokens are looked for: the engine stops at the last kept token, and there are many tokens."""
-        return self.engine.stops and self.request.tokens >= self.many
+        return self.engine.stops and self.request.tokens >= many_on(self.gpu)
 
     @cached_property
     def rows(self) -> int:
@@ -86,7 +83,7 @@ class Setting:
         request, evaluates = self.request, self.request.wanted is None
         if not self.finds_ignored:
             return request.tokens if evaluates or self.engine.stops else XLA.rows(request, self.gpu)
-        rows, many = gathered_rows(request.tokens), self.many
+        rows, many = gathered_rows(request.tokens), many_on(self.gpu)
         if not evaluates:
             return rows
         most = max(min(EVALUATED, request.memory_budget) // (request.itemsize * request.width) // many, 1) * many
@@ -97,13 +94,8 @@ class Setting:
         engine = next(engine for engine in self.serving if engine.offers(method, self.request))
         return engine.step(method, self.request, self.gpu, self.rows, block)
 
-    def de_of_chunk(self, tokens: int) -> Multiplying:
-        """How what a chunk of so many tokens stores is multiplied by c.
-
-        XLA's matmul is faster than Triton's, unless XLA copies the operands: where P has more columns than c, or where
-        XLA splits the sum.
-        """
-        request, columns = self.request, self.columns
-        copies = columns != request.vocabulary or XLA.pads_de(request, tokens, columns, self.gpu)
-        engine = self.engine if self.engine.multiplies_fastest or copies else XLA
-        return engine.de_of_chunk(request, tokens, self.gpu)
+    def plan(self, forward: Forward | None, how: Gradients | None = None, held: int = 0, time: float = 0.0) -> Plan:
+        """The plan of one way."""
+        sparse = how is not None and how.thresholds is not None
+        request = self.request if sparse else replace(self.request, gradient_tolerance=0.0)
+        return Plan(request, self.gpu, self.engine, self.rows, self.finds_ignored, forward, how, held, time)

@@ -1,11 +1,12 @@
 """The xla engine: XLA's own matmuls in windows of the vocabulary, on any device and for every type."""
 
+import math
 from typing import ClassVar
 
 from cce_kernels.block_floats import block_of
 from cce_kernels.device import Gpu
 from cce_kernels.engines.engine import Block, Costs, Engine, Multiplying, Step
-from cce_kernels.engines.xla.splitk import multiple, parts_of
+from cce_kernels.engines.order import cdiv
 from cce_kernels.head import is_highest
 from cce_kernels.request import Request
 from cce_kernels.windows import FEWEST_COLUMNS, Windows, vocabulary_windows
@@ -15,6 +16,25 @@ NUMBERS = 256  # bytes a token, for lse and the like
 BLOCK_BYTES = 64 * 2**20  # without a GPU, the most for a block of logits: larger blocks are no faster there
 SMALL = 4 * 2**20  # bytes: a window of dc may have so many even if dc is small
 WINDOW_COST = 100  # in columns: the time of a window to read and write the sum for de, and of a dozen launches
+TILE = 128
+
+
+def parts_of(m: int, n: int, gpu: Gpu | None) -> int:
+    """The most parts, a power of 2, into which XLA splits the sums of a matmul whose result is (m, n); 1: it does not.
+
+    XLA's SplitkRewriter gives each multiprocessor a tile where the result has too few. It may take fewer parts, if it
+    takes their sum for too dear. No option of a program turns the rule off.
+    """
+    tiles = max(m * n / TILE**2, 1) if min(m, n) < TILE else cdiv(m, TILE) * cdiv(n, TILE)
+    if gpu is None or gpu.interpreted or tiles >= gpu.multiprocessors:
+        return 1
+    return 2 ** math.ceil(math.log2(gpu.multiprocessors / tiles))
+
+
+def multiple(m: int, n: int, itemsize: int, gpu: Gpu | None) -> int:
+    """A power of 2. XLA may pad both operands, and so copy whole arrays, if the sums' length is no multiple of it."""
+    parts = parts_of(m, n, gpu)
+    return parts * 16 // itemsize if parts > 1 else 1
 
 
 IN_16_BITS = Costs(1.0, 1.0, byte=170.0, logit=150.0, launches=2.5e10, multiple=256)
@@ -27,7 +47,6 @@ ON_CPU = Costs(1.0, 1.0, byte=6.0, logit=100.0, launches=1e7, multiple=32, new=4
 class Xla(Engine):
     name = "xla"
     finds_target, stops, multiplies_fastest = True, False, True
-    workspace = WORKSPACE
     launches: ClassVar = {"sums": "statistics", "form_dz": "statistics", "products": "products", "sum_dc": "summed"}
 
     def refuses(self, request: Request, gpu: Gpu | None) -> str:
@@ -55,7 +74,7 @@ class Xla(Engine):
         compiler does not fuse; partial sums of de, e and de.
         """
         blocks = 3 + request.with_mean if gpu is None else 2 + self.pads_de(request, tokens, request.vocabulary, gpu)
-        parts = self.parts_of_de(request, tokens, request.vocabulary, gpu)
+        parts = parts_of(tokens, request.width, gpu)
         return request.sum_itemsize * (blocks * columns + (2 + parts) * request.width)
 
     def costs(self, request: Request, gpu: Gpu | None) -> Costs:
@@ -88,40 +107,24 @@ class Xla(Engine):
         return vocabulary_windows(request.vocabulary, room, column, cost if gpu is not None else None)
 
     def pads(self, request: Request, tokens: int, columns: int, gpu: Gpu | None) -> bool:
-        """Whether XLA would copy both operands of one of the two matmuls: dz or saved exponentials, and c or e."""
-        return (
-            self.pads_de(request, tokens, columns, gpu) or tokens % self._of_tokens(request, tokens, columns, gpu) > 0
-        )
+        """Whether XLA may copy both operands of one of the two matmuls: dz or saved exponentials, and c or e."""
+        return self.pads_de(request, tokens, columns, gpu) or tokens % self.tokens_of_dc(request, columns, gpu) > 0
 
     def pads_de(self, request: Request, tokens: int, columns: int, gpu: Gpu | None) -> bool:
         """The same for the matmul of de alone."""
-        needed = (
-            multiple(tokens, request.width, columns, request.itemsize, request.sum_itemsize, gpu)
-            if request.wants.e
-            else 1
-        )
-        return columns % needed > 0
+        return request.wants.e and columns % multiple(tokens, request.width, request.itemsize, gpu) > 0
 
-    def parts_of_de(self, request: Request, tokens: int, columns: int, gpu: Gpu | None) -> int:
-        """The number of partial sums of de that XLA holds."""
-        return parts_of(tokens, request.width, columns, request.itemsize, request.sum_itemsize, gpu)
+    def tokens_of_dc(self, request: Request, columns: int, gpu: Gpu | None) -> int:
+        """With a multiple of so many tokens XLA copies no operand of dc's matmul for so many columns."""
+        return multiple(columns, request.width, request.itemsize, gpu) if request.wants.c else 1
 
     def rows(self, request: Request, gpu: Gpu | None) -> int:
         """The tokens, and as many rows of zeros as dc needs so that XLA copies no operand of its matmul.
 
         The smallest windows need the most rows: XLA splits their matmuls into the most parts.
         """
-        rows, columns = request.tokens, min(FEWEST_COLUMNS, request.vocabulary)
-        while missing := -rows % self._of_tokens(request, rows, columns, gpu):
-            rows += missing
-        return rows
-
-    def _of_tokens(self, request: Request, tokens: int, columns: int, gpu: Gpu | None) -> int:
-        return (
-            multiple(columns, request.width, tokens, request.itemsize, request.dc_itemsize, gpu)
-            if request.wants.c
-            else 1
-        )
+        needed = self.tokens_of_dc(request, min(FEWEST_COLUMNS, request.vocabulary), gpu)
+        return cdiv(request.tokens, needed) * needed
 
     def multiplying(self, request: Request, tokens: int, windows: Windows, gpu) -> Multiplying:
         return Multiplying(self, None, None, windows)
