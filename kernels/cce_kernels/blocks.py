@@ -601,6 +601,7 @@ def gradients(
             if how.way == "saved":
                 form = _dz_of_saved(block, numbers, of, saved, how, plan)
             else:
+                assert how.dz is not None
                 form = _dz_of_logits(block, numbers, of, at_ids, how.dz, products.engine.stops, plan)
             return _over_windows(block, form, products, unit, plan)
 

@@ -48,7 +48,7 @@ def plan_of(request: Request, gpu: Gpu | None, impl: Impl, way: Way | Chunks | N
         return min(fitting, key=lambda plan: plan.time, default=plans[-1])
     if request.wanted is None:
         return x.plan(forward(x)[0])
-    if chunks is not None or way == "in forward":
+    if isinstance(way, Chunks) or way == "in forward":
         return in_forward(x, chunks or fastest_chunks(x))
     other = _in_backward_pass(x, way)
     may = way is None and _cotangents_allow(request) and _may_form_in_forward(x)
