@@ -89,6 +89,9 @@ def test_memory_that_nothing_wrote_counts_as_zeros():
     """A step of 0 makes 0 of every integer: so the first chunk needs no kernel of its own."""
     every = lax_bits(jnp.arange(2**16, dtype=jnp.uint16))
     assert not np.any(decode(every, jnp.float32(0)))
+    finished = decoded(lax_bits(every.reshape(2, -1), "int16"), jnp.zeros((256, 2)), 128, 0)
+    assert not np.any(finished)
+    assert not np.any(np.signbit(finished))  # else the gradient of ignored tokens would have other bits at each call
 
 
 def lax_bits(x: jax.Array, dtype="bfloat16") -> jax.Array:

@@ -68,7 +68,8 @@ def decoded(x: jax.Array, steps: jax.Array, block: int, axis: int) -> jax.Array:
     """
     vocabulary, width = x.shape[axis], x.shape[1 - axis]
     each = jnp.repeat(steps[: -(-width // block), :vocabulary], block, axis=0)[:width]
-    return decode(x, each.T if axis == 0 else each)
+    each = each.T if axis == 0 else each
+    return jnp.where(each == 0, 0.0, decode(x, each))  # what no chunk has written would be zeros of either sign
 
 
 def in_blocks(x: jax.Array, block: int) -> jax.Array:
