@@ -86,7 +86,7 @@ def test_the_kernels_of_the_gradient(dtype, vocab_axis):
     found = gradient(dtype, vocab_axis=vocab_axis, memory_budget=0)
     assert sorted(names(found)) == sorted([*FORWARD, *DZ])
     assert {kernel.module.count("tt.dot ") for kernel in found} == {1}
-    few = gradient(dtype, n=255, vocab_axis=vocab_axis, memory_budget=0)
+    few = gradient(dtype, n=192, d=1024, vocab_axis=vocab_axis, memory_budget=0)  # XLA multiplies, and copies nothing
     assert names(few) == [*FORWARD, "dz"]
 
 
