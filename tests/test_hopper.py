@@ -103,7 +103,7 @@ def test_beside_its_kernels_a_window_computes_single_numbers():
     assert max(v.aval.size for x in rest for v in x.outvars) == 1
 
 
-ENOUGH = 2 * 2048 * 65536 + 2 * 2048 * 128 + 256 * 2048 + 32 * 2**20  # bytes, to save all exponentials of that shape
+ENOUGH = 2 * 2048 * 65536 + 4 * 2048 * 128 + 256 * 2048 + 32 * 2**20  # bytes, to save all exponentials of that shape
 
 
 def test_what_is_saved_is_multiplied_too(monkeypatch):

@@ -96,7 +96,7 @@ def test_no_reference_is_subtracted_from_a_product_itself():
 
 
 ELEMENTWISE = {"bitcast_convert_type", "broadcast_in_dim", "convert_element_type", "mul", "reshape", "slice", "sub"}
-ELEMENTWISE |= {"transpose", "jit", "pjit"}
+ELEMENTWISE |= {"transpose", "select_n", "jit", "pjit"}
 
 
 @pytest.mark.parametrize("argnums", [None, 0, 1, (0, 1)])
