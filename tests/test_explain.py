@@ -20,7 +20,7 @@ from cce_kernels.device import H200, Gpu
 from cce_kernels.engines import hopper
 from cce_kernels.plan import plan_of
 from cce_torch import arguments
-from cce_torch.on_jax import jax_devices, kinds
+from cce_torch.on_jax import bridge, jax_devices, kinds
 
 S = jax.ShapeDtypeStruct
 E, C = S((2048, 128), jnp.bfloat16), S((32000, 128), jnp.bfloat16)
@@ -110,7 +110,8 @@ def on_gpu(monkeypatch, gpu: Gpu):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(arguments, "_capability", lambda _: (int(major), int(minor)))
     monkeypatch.setattr(jax_devices, "check_can_run", lambda _: None)
-    monkeypatch.setattr(jax_devices, "jax_device", lambda _: on)
+    for module in (jax_devices, bridge):
+        monkeypatch.setattr(module, "jax_device", lambda _: on)
     monkeypatch.setattr(kinds, "_kinds", {})
     plan_of.cache_clear()
 
