@@ -16,7 +16,7 @@ from cce_kernels.device import H200, INTERPRETER, Gpu, cuda_gpu
 from cce_kernels.engines.xla import XLA
 from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs, Wanted
-from cce_kernels.plan import Chunks, Explanation, Plan, Way, explained, logged, plan_of
+from cce_kernels.plan import Chunks, Explanation, Plan, ScheduleName, explained, logged, plan_of
 from cce_kernels.request import Request
 
 Impl = Literal["auto", "cce", "chunked", "reference"]
@@ -77,7 +77,11 @@ def request_of(inputs: Inputs, core: Core, wanted: Wanted | None, one_factor: bo
 
 
 def plan_for(
-    inputs: Inputs, core: Core, wanted: Wanted | None, way: Way | Chunks | None = None, one_factor: bool = False
+    inputs: Inputs,
+    core: Core,
+    wanted: Wanted | None,
+    way: ScheduleName | Chunks | None = None,
+    one_factor: bool = False,
 ) -> Plan:
     """The plan of a call, from arrays or their shapes.
 
@@ -108,7 +112,12 @@ def explanation(inputs: Inputs, core: Core, reduction: str, gradients_of: Collec
 
 
 def on_platform(
-    run: Callable, inputs: Inputs, core: Core, wanted: Wanted | None, way: Way | None = None, one_factor: bool = False
+    run: Callable,
+    inputs: Inputs,
+    core: Core,
+    wanted: Wanted | None,
+    way: ScheduleName | None = None,
+    one_factor: bool = False,
 ) -> Callable:
     """run(plan, ...), with the plan for the platform that the program is lowered for.
 

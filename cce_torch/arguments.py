@@ -139,8 +139,8 @@ def prepared(
     if torch.is_autocast_enabled(e.device.type):
         e, c, bias = _autocast(e, c, bias)
         given = given | {"e": e, "c": c, "bias": bias}
-    described = [None if x is None else (x.shape, x.dtype) for x in given.values()]
-    (_fit_once if usual and shard is None else _fit)(options, num_items, shard, *given, *described)
+    described = tuple([(name, None if x is None else (x.shape, x.dtype)) for name, x in given.items()])
+    (_fit_once if usual and shard is None else _fit)(options, num_items, shard, described)
     shift, ignore_index = options.shift, options.ignore_index
     if shift and not targets.shape[-1]:
         shift = 0  # there are no tokens to shift; the results are empty anyway
@@ -283,14 +283,10 @@ def weight_of_tokens(token_weight: Any, x: Prepared, function: str) -> Tensor:
     return token_weight.reshape(-1).to(dtype)
 
 
-def _fit(options: Options, num_items: Any, shard: VocabParallel | None, *arrays: Any) -> None:
-    """Raise unless the tensors fit together. arrays: their names, then the shape and the type of each."""
-    half = len(arrays) // 2
-    names, described = arrays[:half], arrays[half:]
-    types = {name: x[1] for name, x in zip(names, described, strict=True) if x is not None}
-    shapes: dict[str, Any] = {
-        name: None if x is None else tuple(x[0]) for name, x in zip(names, described, strict=True)
-    }
+def _fit(options: Options, num_items: Any, shard: VocabParallel | None, described: tuple[tuple[str, Any], ...]) -> None:
+    """Raise unless the tensors fit together. described: the name of each, with its shape and its type."""
+    types = {name: x[1] for name, x in described if x is not None}
+    shapes: dict[str, Any] = {name: None if x is None else tuple(x[0]) for name, x in described}
     _check_types(types, shapes)
     for name, x in (("logit_scale", options.logit_scale), ("z_loss", options.z_loss), ("num_items", num_items)):
         if x is not None and not isinstance(x, Tensor):  # a tensor is not looked at: that could wait for a GPU

@@ -24,7 +24,7 @@ from cce_kernels.exponentials import saved_shape
 from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs, Wanted
 from cce_kernels.plan import Plan, plan_of
-from cce_kernels.plan.plan import Gradients, Way
+from cce_kernels.plan.plan import Schedule, ScheduleName
 from cce_kernels.request import ITEMSIZE, Request
 from cce_kernels.windows import Windows
 from tests.nightly import draws
@@ -60,12 +60,12 @@ class Visits(NamedTuple):
         return cls(start, owned, np.minimum(start + windows.columns, windows.vocabulary))
 
 
-def backward_of(plan: Plan) -> Gradients | None:
+def backward_of(plan: Plan) -> Schedule | None:
     """The way to the gradients, if it is the backward pass that forms them."""
     return None if plan.in_forward is not None else plan.gradients
 
 
-def products_of(how: Gradients) -> list[Multiplying]:
+def products_of(how: Schedule) -> list[Multiplying]:
     return [how.products] if how.of_few is None else [how.products, how.of_few]
 
 
@@ -617,7 +617,7 @@ MEASURED_IN_FORWARD = [
 MEASURED_OTHERS = [(A, 1.36, 0.983), (B, 1.34, 0.973), (C, 1.49, 1.033)]
 
 
-def of_one_factor(shape: tuple[int, int, int], memory_budget: float, way: Way | None = None) -> Plan:
+def of_one_factor(shape: tuple[int, int, int], memory_budget: float, way: ScheduleName | None = None) -> Plan:
     return plan_of(replace(request_of(shape, int(memory_budget)), one_factor=True), H200, "auto", way)
 
 

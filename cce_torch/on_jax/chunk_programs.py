@@ -41,7 +41,17 @@ from cce_torch import call as records
 from cce_torch.call import Call, Operands
 from cce_torch.on_jax import bridge
 from cce_torch.on_jax.kinds import Kind, kind_of, kind_of_tensors
-from cce_torch.on_jax.programs import PROGRAMS, Left, Tokens, dense, finite, jitted, stacked, unstacked, viewed
+from cce_torch.on_jax.programs import (
+    PROGRAMS,
+    ResidualShapes,
+    Tokens,
+    dense,
+    finite,
+    jitted,
+    stacked,
+    unstacked,
+    viewed,
+)
 
 
 def inputs_of(e, c, bias, columns, weights, scale, inverse_temperature=None, ids=None) -> Inputs:
@@ -62,14 +72,14 @@ class Way:
         return self.plan.forward is not None
 
     @cached_property
-    def left(self) -> Left:
+    def left(self) -> ResidualShapes:
         """What the forward pass leaves."""
-        return Left(shapes_of(self.plan))
+        return ResidualShapes(shapes_of(self.plan))
 
     @cached_property
-    def sums(self) -> Left:
+    def sums(self) -> ResidualShapes:
         """The same without de, which a chunk's program gives apart: it is of all columns."""
-        return Left(self.left.shapes._replace(de=None, units=None))
+        return ResidualShapes(self.left.shapes._replace(de=None, units=None))
 
 
 class Results(NamedTuple):

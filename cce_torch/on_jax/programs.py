@@ -46,7 +46,7 @@ PROGRAMS = 256  # a process on a CPU ended at about 2,000: a program takes sever
 Result = Tensor | None
 
 
-class Left:
+class ResidualShapes:
     """What a forward program leaves for the backward program: Residuals, as shapes."""
 
     def __init__(self, shapes: Residuals) -> None:
@@ -65,7 +65,7 @@ class Left:
         return self.made(lambda shape, dtype: like.new_empty((), dtype=dtype).expand(shape))
 
 
-class Handover(Left):
+class Handover(ResidualShapes):
     """What the forward program of a Kind leaves. The graph holds it, so that the backward program fits what was left.
 
     It is made once for all calls of these arguments, with all that is decided for them.
@@ -180,7 +180,8 @@ def gradients(
         program = _finish_program(
             kind, left.size, given.bias is not None, left.wanted, asked, of_token_weight, in_place
         )
-        others = [dense(x) for x, of in zip(residuals[4:], left.fields[4:], strict=True) if of is not None]
+        small = zip(residuals._replace(de=None, dc=None), left.fields, strict=True)
+        others = [dense(x) for x, of in small if x is not None and of is not None]
         statistics = tokens.padded(saved.statistics, 0, axis=1) if of_token_weight else None
         inputs = [*others, dense(of_loss), statistics, *tokens.of_loss(given, scheduled)]
         inputs = inputs if in_place else large + inputs

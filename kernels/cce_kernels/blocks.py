@@ -69,8 +69,7 @@ from cce_kernels.gradients import De, add_windows, divided, fitted, multiplied, 
 from cce_kernels.head import Head
 from cce_kernels.mean import cleared, of_exponentials, over_runs, relative
 from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Gradients, Inputs, Numbers
-from cce_kernels.plan.plan import FEW_KEPT, Forward, Plan
-from cce_kernels.plan.plan import Gradients as Way
+from cce_kernels.plan.plan import FEW_KEPT, Forward, Plan, Schedule
 from cce_kernels.plan.residuals import Residuals
 from cce_kernels.tokens import Kept, gathered_rows, in_chunks
 from cce_kernels.weighted_sum import Weighted, of_vocabulary
@@ -357,7 +356,7 @@ def _de(block: Block, found: jax.Array, of_sum: jax.Array | None, plan: Plan) ->
 # In the forward pass
 
 
-def _in_chunks(plan: Plan) -> Way:
+def _in_chunks(plan: Plan) -> Schedule:
     assert plan.in_forward is not None
     return plan.in_forward
 
@@ -660,7 +659,7 @@ def _in_backward_pass(
     return kept, Block(given, reference, count), with_e, (numbers._replace(reference=reference), of, at_ids)
 
 
-def _by_either(are_few: jax.Array | None, how: Way, found: Callable[[Multiplying], Any]) -> Any:
+def _by_either(are_few: jax.Array | None, how: Schedule, found: Callable[[Multiplying], Any]) -> Any:
     """found(how.of_few) if few tokens are kept, else found(how.products). are_few: (1,) bool; None: no choice.
 
     XLA's matmuls of all tokens are faster than matmuls that stop at the last kept token, unless many tokens are
@@ -671,7 +670,7 @@ def _by_either(are_few: jax.Array | None, how: Way, found: Callable[[Multiplying
     return lax.cond(are_few[0], partial(found, how.of_few), partial(found, how.products))
 
 
-def _rows_to_clear(block: Block, how: Way, are_few: jax.Array | None, plan: Plan) -> jax.Array | None:
+def _rows_to_clear(block: Block, how: Schedule, are_few: jax.Array | None, plan: Plan) -> jax.Array | None:
     """In how many first rows of P, (1,), those of ignored tokens must be 0; None: in no row.
 
     XLA's matmuls read all rows, and kernels in their last step rows after the last kept one.
@@ -710,7 +709,7 @@ def _dz_of_logits(
     return form if at_ids is None else given_ids.written(form, at_ids, block.count)
 
 
-def _dz_of_saved(block: Block, numbers: Numbers, of: Cotangents, saved: jax.Array, how: Way, plan: Plan) -> FormDz:
+def _dz_of_saved(block: Block, numbers: Numbers, of: Cotangents, saved: jax.Array, how: Schedule, plan: Plan) -> FormDz:
     problem, step = block.problem(plan), how.dz
     assert step is not None
     if of.mean is not None:

@@ -34,7 +34,7 @@ from cce_kernels.exponentials import saved_shape
 from cce_kernels.float16 import FLOAT16_LARGEST, SMALLEST_ROW
 from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs
-from cce_kernels.plan.plan import Gradients, Plan
+from cce_kernels.plan.plan import Plan, Schedule
 from cce_kernels.plan.residuals import Residuals
 from cce_kernels.request import Request
 from cce_kernels.tokens import Kept, over_kept
@@ -151,7 +151,7 @@ class Tokens(NamedTuple):
         return Inputs(e, c, bias, targets, None, scale, self.inputs.inverse_temperature)
 
 
-def _logits_of_teacher(own: Tokens, way: Gradients, of: Divergence, plan: Plan) -> tuple[Step, Request]:
+def _logits_of_teacher(own: Tokens, way: Schedule, of: Divergence, plan: Plan) -> tuple[Step, Request]:
     """The step that computes the teacher's logits, and their call: the student's if its engine takes these arrays."""
     e, bias = own.teacher.e, own.teacher.bias
     request = replace(plan.request, width=e.shape[1], dtype=str(e.dtype), head=of.teacher, with_bias=bias is not None)

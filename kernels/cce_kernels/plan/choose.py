@@ -12,7 +12,7 @@ from cce_kernels.compat import warn_if_untested
 from cce_kernels.device import Gpu
 from cce_kernels.engines.engine import Engine, Step
 from cce_kernels.numbers import Wanted
-from cce_kernels.plan.plan import Chunks, Plan, Way
+from cce_kernels.plan.plan import Chunks, Plan, ScheduleName
 from cce_kernels.plan.schedules import MOST_LOGITS, backward, besides_windows, fastest_chunks, forward, in_forward
 from cce_kernels.plan.setting import Impl, Setting, engines
 from cce_kernels.request import Request
@@ -23,7 +23,7 @@ WINDOW_BYTES = 256 * 2**20  # room for a window of dz, where that is formed of s
 
 
 @lru_cache(maxsize=4096)
-def plan_of(request: Request, gpu: Gpu | None, impl: Impl, way: Way | Chunks | None = None) -> Plan:
+def plan_of(request: Request, gpu: Gpu | None, impl: Impl, way: ScheduleName | Chunks | None = None) -> Plan:
     """The plan of a call. ValueError if no engine of impl serves the call.
 
     gpu: None for a device that is no CUDA GPU. way: that of the plan for another platform, which this one takes if it
@@ -72,7 +72,7 @@ def selecting(plan: Plan, tokens: int) -> Step | None:
     return engine.step("logits_and_maxima", request, plan.gpu, tokens)
 
 
-def _in_backward_pass(x: Setting, way: Way | None) -> Plan:
+def _in_backward_pass(x: Setting, way: ScheduleName | None) -> Plan:
     """The plan of the exponentials that are saved, which need not be computed again, if the budget holds these."""
     if x.stores and way != "recomputed":
         plan = backward(x, saves=True)

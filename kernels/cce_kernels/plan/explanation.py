@@ -70,8 +70,8 @@ def explained(plan: Plan, impl: Impl, gradient_tolerance: float) -> Explanation:
     chunks = None if how is None or how.chunks is None else tuple(how.chunks)
     leaves_out = None if how is None or not gradient_tolerance else how.thresholds is not None
     time = None if request.teacher_width else plan.time or None  # the teacher's logits are in no prediction
-    told = GRADIENTS[plan.way], chunks, plan.held, request.memory_budget, time, leaves_out
-    return Explanation(plan.engine.name, refused, *told)
+    gradients, budget = GRADIENTS[plan.way], request.memory_budget
+    return Explanation(plan.engine.name, refused, gradients, chunks, plan.held, budget, time, leaves_out)
 
 
 def logged(plan: Plan, impl: Impl, gradient_tolerance: float) -> None:

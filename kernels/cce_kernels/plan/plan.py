@@ -12,7 +12,7 @@ from cce_kernels.request import Request
 
 # Of the tokens: with a smaller share kept, matmuls that stop at the last kept token beat XLA's matmuls of all tokens.
 FEW_KEPT = 0.8
-Way = Literal["in forward", "saved", "recomputed"]
+ScheduleName = Literal["in forward", "saved", "recomputed"]
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Chunks(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """A way to the gradients: the steps that make dz, or write the targets' elements, and those that multiply it."""
+class Schedule:
+    """The steps of one way to the gradients: those that make dz, or write the targets' elements, and multiply it."""
 
-    way: Way
+    way: ScheduleName
     products: Any  # Multiplying; None: XLA multiplies dz of a chunk, which it forms of logits
     of_few: Multiplying | None = None  # replaces `products` where few tokens are kept
     dz: Step | None = None  # of logits or exponentials; None: exponentials are multiplied, or it has no step of its own
@@ -63,12 +63,12 @@ class Plan:
     rows: int  # into which the kept tokens are gathered; the last ones may be empty
     finds_ignored: bool  # whether ignored tokens are looked for; else they are computed and masked
     forward: Forward | None  # the steps of a block; None: plain XLA holds a chunk's logits, or those beside a teacher
-    gradients: Gradients | None = None  # the way to the gradients; None: none is wanted
+    gradients: Schedule | None = None  # the way to the gradients; None: none is wanted
     held: int = 0  # the most bytes that this plan holds besides inputs and results; 0 for evaluation
     time: float = 0.0  # predicted (schedules.py); 0 for evaluation
 
     @property
-    def way(self) -> Way | None:
+    def way(self) -> ScheduleName | None:
         return None if self.gradients is None else self.gradients.way
 
     @property
@@ -77,5 +77,5 @@ class Plan:
         return self.rows * (self.way == "saved")
 
     @property
-    def in_forward(self) -> Gradients | None:
+    def in_forward(self) -> Schedule | None:
         return self.gradients if self.way == "in forward" else None

@@ -27,7 +27,7 @@ from cce_kernels.block_sparse import PART
 from cce_kernels.engines.engine import Block, Engine, Step
 from cce_kernels.engines.order import cdiv
 from cce_kernels.engines.xla import NUMBERS, WORKSPACE, XLA, parts_of
-from cce_kernels.plan.plan import Chunks, Forward, Gradients, Plan
+from cce_kernels.plan.plan import Chunks, Forward, Plan, Schedule
 from cce_kernels.plan.setting import Setting
 from cce_kernels.request import ITEMSIZE
 from cce_kernels.tokens import gathered_rows
@@ -130,7 +130,7 @@ def backward(x: Setting, saves: bool) -> Plan:
     more += windows.count * (8.0 * request.tokens * request.width * x.costs.byte * request.wants.e + x.costs.launches)
     time = time_of(x, request.tokens, request.wants.e + request.wants.c, 0.0 if saves else more)
     held = max(held + (splits - 1) * part, of_first)
-    return x.plan(first, Gradients(way, products, of_few, dz, targets), held, time)
+    return x.plan(first, Schedule(way, products, of_few, dz, targets), held, time)
 
 
 def in_forward(x: Setting, chunks: Chunks | None) -> Plan:
@@ -142,7 +142,7 @@ def in_forward(x: Setting, chunks: Chunks | None) -> Plan:
     chunks = chunks or smallest_chunks(x)
     request, cost, wants, size = x.request, x.costs, x.request.wants, chunks.size
     padded = XLA.pads_de(request, size, request.vocabulary, x.gpu)
-    how = Gradients(
+    how = Schedule(
         "in forward", None, chunks=chunks, dc=(x.engine if x.stores else XLA).step("sum_dc", request, x.gpu, size)
     )
     first, of_de = None, cost.products
@@ -172,7 +172,7 @@ def in_forward(x: Setting, chunks: Chunks | None) -> Plan:
     return x.plan(first, how, _bytes(x, how, padded), time + SMALLER_PARTS * (0 < x.most_logits < MOST_LOGITS[0]))
 
 
-def _bytes(x: Setting, how: Gradients, padded: bool) -> int:
+def _bytes(x: Setting, how: Schedule, padded: bool) -> int:
     """What `in_forward` holds: arrays of all tokens, those of one chunk, and what XLA adds. padded: XLA.pads_de."""
     request, size, columns, wants = x.request, how.chunks.size, x.columns, x.request.wants
     width, wide, of_de = request.width, request.sum_itemsize, ITEMSIZE[request.left_de_dtype] * wants.e
@@ -205,7 +205,7 @@ def fastest_chunks(x: Setting) -> Chunks | None:
     budget, found, least, count = max(x.request.memory_budget, 1), None, math.inf, 1
     while count <= smallest_chunks(x).count:
         plan = in_forward(x, chunks := smallest_chunks(x, count))
-        if plan.held > budget:  # what is held grows no faster than a chunk
+        if plan.held > budget:  # the bytes beside a chunk stay: it shrinks at least as much as they must
             count = max(count + 1, int(x.request.tokens * plan.held / budget / chunks.size))
             continue
         if plan.time >= least:

@@ -12,7 +12,7 @@ from cce_kernels.engines.order import cdiv
 from cce_kernels.engines.triton import TRITON
 from cce_kernels.engines.xla import XLA
 from cce_kernels.exponentials import saved_shape
-from cce_kernels.plan.plan import Forward, Gradients, Plan
+from cce_kernels.plan.plan import Forward, Plan, Schedule
 from cce_kernels.request import Request
 from cce_kernels.tokens import MANY, gathered_rows
 
@@ -94,7 +94,7 @@ class Setting:
         engine = next(engine for engine in self.serving if engine.offers(method, self.request))
         return engine.step(method, self.request, self.gpu, self.rows, block)
 
-    def plan(self, forward: Forward | None, how: Gradients | None = None, held: int = 0, time: float = 0.0) -> Plan:
+    def plan(self, forward: Forward | None, how: Schedule | None = None, held: int = 0, time: float = 0.0) -> Plan:
         """The plan of one way."""
         sparse = how is not None and how.thresholds is not None
         request = self.request if sparse else replace(self.request, gradient_tolerance=0.0)
