@@ -51,7 +51,7 @@ def step(shape: Shape, tolerance: float) -> jax.stages.Lowered:
 def kept_shares(shape: Shape, tolerance: float) -> jax.stages.Lowered:
     """A program: e, c, targets of one chunk of the call -> the shares of blocks that are kept for de and for dc."""
     tokens, width, vocabulary = shape
-    core = Core(Head(), False, "auto", None, local_gpu(), gradient_tolerance=tolerance)
+    core = Core(Head(), "auto", None, local_gpu(), gradient_tolerance=tolerance)
     whole = [jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((tokens, width), (vocabulary, width))]
     targets = jax.ShapeDtypeStruct((tokens,), jnp.int32)
     plan = plan_for(Arrays(*whole, None, targets), core, Wanted(True, True, False), one_factor=True)  # type: ignore[arg-type]

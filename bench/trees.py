@@ -7,6 +7,7 @@ the time of a call of this one over that of the other, for each row of rows().
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -189,14 +190,14 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m bench.trees", description=__doc__)
     parser.add_argument("other", type=Path, help="the other checkout's folder")
     parser.add_argument("--this", type=Path, default=HERE, help="this checkout's folder (the one of this file)")
-    parser.add_argument("--row", nargs="+", default=[""], help='parts of "NAME SHAPE PACKAGE" (all rows)')
+    parser.add_argument("--row", nargs="+", default=[""], help='regular expressions of "NAME SHAPE PACKAGE" (all rows)')
     parser.add_argument("--rounds", type=int, default=7, help="turns of each (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("out/trees.json"))
     asked = parser.parse_args()
     folders, found = [x.resolve() for x in (asked.this, asked.other)], []
 
     def is_asked(row: Row) -> bool:
-        return any(part in "{name} {shape} {package}".format(**row) for part in asked.row)
+        return any(re.search(part, "{name} {shape} {package}".format(**row)) for part in asked.row)
 
     # Rows of one shape lie side by side, so that a process holds the arrays of one.
     taken = sorted(filter(is_asked, rows()), key=itemgetter("hopper", "shape", "package", "dtype"))

@@ -13,6 +13,7 @@ from cce_jax.losses import Common, Reduction
 from cce_jax.plans import Core, Impl
 from cce_jax.prepare import Arrays, Asked, inputs_of, needs_whole_sequences, prepared, shifted, unshifted
 from cce_kernels import contract
+from cce_kernels.numbers import WantedNumbers
 
 Array = Any  # or an object with `__jax_array__`; a type checker also finds that Linen's `apply` may return a tuple
 
@@ -180,7 +181,8 @@ def linear_cross_entropy(
     given_options = ignore_index, softcap, shift, logit_scale, vocab_axis, impl, memory_budget, precision
     asked = Asked("linear_cross_entropy", *given_options, check_targets, sharding)
     given = Arrays(e, c, bias, targets, class_weight, token_weight, num_items)
-    given, core = prepared(given, asked, reduction, with_sum=options.smooths, gradient_tolerance=tolerance)
+    numbers = WantedNumbers(sum=options.smooths)
+    given, core = prepared(given, asked, reduction, numbers=numbers, gradient_tolerance=tolerance)
     contract.finite("z_loss", z_loss, given.e.dtype.name)
     if reduction == "none" or return_lse:
         needs_whole_sequences(core, "reduction='none' or return_lse")

@@ -165,8 +165,8 @@ def _is_zero(x: Any) -> bool:
 def numbers_of(inputs: Inputs, core: Core, asked: Asked = NO_SELECTIONS) -> tuple[Numbers, Selections]:
     """Equations (1)-(3"), of the shape of targets, differentiable in e, c and bias; and selections. e: (..., D).
 
-    The sum is None unless core.with_sum, the mean unless core.with_mean, and ids, (..., K), unless inputs has ids.
-    The selections are the k largest logits of each token, their ids, (..., k), and the mean of its logits. They have no
+    The sum and the mean are None unless core.numbers wants them, and ids, (..., K), unless inputs has ids. The
+    selections are the k largest logits of each token, their ids, (..., k), and the mean of its logits. They have no
     gradients. Where they are asked for, the sum is not. asked.top_k is at most V.
     """
     of, task, selected = Summands(inputs, (), None), _Numbers(asked), Selections(None, None, None)
@@ -200,9 +200,9 @@ class _Numbers(Task):
     def backward(self, of: Summands, left: Held, cotangents: tuple, core: Core, wanted: Wanted) -> Gradients:
         of_numbers, zeros = Cotangents.of(cotangents[2][0]), jnp.zeros_like(left.numbers.log_mass)
         if of_numbers.mean is None:  # the entropy is only logged
-            core = replace(core, with_mean=False)
+            core = replace(core, numbers=replace(core.numbers, mean=False))
         lse, target = (zeros if x is None else x for x in of_numbers[:2])
-        total = zeros if of_numbers.sum is None and core.with_sum else of_numbers.sum
+        total = zeros if of_numbers.sum is None and core.numbers.sum else of_numbers.sum
         of_numbers = of_numbers._replace(lse=lse, target=target, sum=total)
         return passes.gradients(of.inputs, left.numbers, left.residuals, of_numbers, core, wanted)[0]
 

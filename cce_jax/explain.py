@@ -11,7 +11,7 @@ from cce_jax.prepare import may_chunk
 from cce_kernels import contract
 from cce_kernels.device import local_gpu
 from cce_kernels.head import Head
-from cce_kernels.numbers import Inputs
+from cce_kernels.numbers import Inputs, WantedNumbers
 from cce_kernels.plan import Explanation
 
 
@@ -58,12 +58,12 @@ def explain(
     gpu = local_gpu()
     core = plans.Core(
         Head(contract.softcap(softcap), vocab_axis, precision),
-        smooths,
         resolved(impl, e.dtype, None if impl == "auto" else gpu),  # the engines say why they refuse this GPU
         contract.memory_budget(memory_budget),
         gpu,
         wide_dc=c.dtype != e.dtype,
         gradient_tolerance=contract.gradient_tolerance(gradient_tolerance),
+        numbers=WantedNumbers(sum=smooths),
         may_chunk=may_chunk(gpu),
     )
     tokens = jax.ShapeDtypeStruct((e.size // max(e.shape[-1], 1), e.shape[-1]), e.dtype)

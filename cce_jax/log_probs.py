@@ -14,6 +14,7 @@ from cce_jax.core import numbers_of
 from cce_jax.plans import Core, Impl
 from cce_jax.prepare import Arrays, Asked, inputs_of, needs_whole_sequences, prepared, unshifted
 from cce_kernels import contract
+from cce_kernels.numbers import WantedNumbers
 from cce_kernels.selections import Asked as Chosen
 
 NAME = "linear_log_probs"
@@ -122,7 +123,8 @@ def linear_log_probs(
     options = ignore_index, softcap, shift, logit_scale, vocab_axis, impl, memory_budget, precision
     asked = Asked(NAME, *options, check_targets, sharding)
     given = Arrays(e, c, bias, targets)
-    given, core = prepared(given, asked, with_mean=bool(entropy), mean_is_detached=entropy == "detached")
+    mean = WantedNumbers(mean=bool(entropy), mean_is_detached=entropy == "detached")
+    given, core = prepared(given, asked, numbers=mean)
     needs_whole_sequences(core, NAME)
     temperature = arguments.temperature(temperature, given.e, NAME)
     given = given._replace(temperature=temperature, ids=arguments.ids(ids, given.e, NAME))
@@ -149,7 +151,7 @@ def _log_probs(given: Arrays, core: Core, chosen: Chosen, named: bool) -> LogPro
         return unshifted(x, core, x.ndim - columns.ndim)
 
     log_probs, lse, entropy = jax.tree.map(of_tokens, losses.token_numbers(numbers, columns, core.vocabulary(given.c)))
-    entropy = jax.lax.stop_gradient(entropy) if core.mean_is_detached else entropy
+    entropy = jax.lax.stop_gradient(entropy) if core.numbers.mean_is_detached else entropy
     if numbers.ids is not None and inputs.ids is not None:
         id_log_probs = jnp.where(inputs.ids < 0, -jnp.inf, numbers.log_p(numbers.ids))
         id_log_probs = of_tokens(jnp.where(kept[..., None], id_log_probs, 0))

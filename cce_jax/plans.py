@@ -15,7 +15,7 @@ from cce_kernels.default_budget import default_budget
 from cce_kernels.device import H200, INTERPRETER, Gpu, cuda_gpu
 from cce_kernels.engines.xla import XLA
 from cce_kernels.head import Head
-from cce_kernels.numbers import Inputs, Wanted
+from cce_kernels.numbers import NO_OTHERS, Inputs, Wanted, WantedNumbers
 from cce_kernels.plan import Chunks, Explanation, Plan, ScheduleName, explained, logged, plan_of
 from cce_kernels.request import Request
 
@@ -28,7 +28,6 @@ class Core:
     """The static part of a call, for which its program is compiled. A field that Request has too means the same."""
 
     head: Head
-    with_sum: bool
     impl: Impl
     memory_budget: int | None  # bytes; None for the default of the tokens and the width
     gpu: Gpu | None = None  # that the call will run on; None if it is no CUDA device
@@ -37,8 +36,7 @@ class Core:
     gradient_tolerance: float = 0.0
     may_chunk: bool = True
     debug_nans: bool = False  # jax_debug_nans: what a pass leaves for the other holds no NaN of an ignored token
-    with_mean: bool = False
-    mean_is_detached: bool = False
+    numbers: WantedNumbers = NO_OTHERS
     teacher_width: int = 0
     function: str = "linear_cross_entropy"  # the public function that was called, for errors
     one_platform: bool = False  # whether the program will run on `gpu`, or on the CPU where that is None, alone

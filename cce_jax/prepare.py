@@ -86,7 +86,7 @@ def prepared(given: Arrays, asked: Asked, reduction: str = "mean", **more: Any) 
         layout=layout,
         ignore_index=ignore_index,
         shift=shift,
-        **{"with_sum": False, **more},
+        **more,
     )
     return given._replace(targets=targets, num_items=arguments.num_items(given.num_items, reduction, e.dtype)), core
 

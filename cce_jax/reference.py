@@ -32,12 +32,12 @@ def numbers_of(inputs: Inputs, core: Core, over: tuple[str, ...] = ()) -> Number
     peak = lax.stop_gradient(jnp.max(z, axis=1))
     peak = finite(lax.pmax(peak, over) if over else peak)
     mass, moment = sums_of(z, peak)
-    total = weighted_sum_of(z, peak, weights) if core.with_sum else None
+    total = weighted_sum_of(z, peak, weights) if core.numbers.sum else None
     target = jnp.sum(jnp.where(is_target, z, 0), axis=1)
     if ids is not None:
         columns = columns_of(inputs, head)
         ids = jnp.where(columns < 0, 0, jnp.take_along_axis(z, jnp.maximum(columns, 0), axis=1))
-    sums = mass, target, total, moment if core.with_mean else None, ids
+    sums = mass, target, total, moment if core.numbers.mean else None, ids
     mass, target, total, moment, ids = lax.psum(sums, over) if over else sums
     return Numbers(jnp.log(mass), peak, target, total, None if moment is None else quotient(moment, mass), ids)
 

@@ -13,6 +13,7 @@ from cce_jax.api import Array, loss_of
 from cce_jax.plans import Impl
 from cce_jax.prepare import Arrays, Asked, needs_whole_sequences, prepared
 from cce_kernels import contract
+from cce_kernels.numbers import WantedNumbers
 
 NAME = "linear_token_loss"
 
@@ -101,7 +102,8 @@ def linear_token_loss(
     arguments = tuple(checks.array(f"argument {k} of fn", x, NAME) for k, x in enumerate(arguments))
     options = ignore_index, softcap, shift, logit_scale, vocab_axis, impl, memory_budget, precision
     asked = Asked(NAME, *options, check_targets, sharding)
-    given, core = prepared(Arrays(e, c, bias, targets, num_items=num_items), asked, reduction, with_mean=entropy)
+    given = Arrays(e, c, bias, targets, num_items=num_items)
+    given, core = prepared(given, asked, reduction, numbers=WantedNumbers(mean=entropy))
     e, shape = given.e, given.targets.shape
     if reduction == "none" or return_numbers or arguments:
         needs_whole_sequences(core, "arguments, reduction='none' or return_numbers")

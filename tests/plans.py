@@ -4,7 +4,7 @@ from cce_kernels.device import H200
 from cce_kernels.engines.triton import TRITON
 from cce_kernels.engines.xla import XLA
 from cce_kernels.head import Head
-from cce_kernels.numbers import Wanted
+from cce_kernels.numbers import Wanted, WantedNumbers
 from cce_kernels.plan.schedules import besides_windows
 from cce_kernels.plan.setting import Setting
 from cce_kernels.request import Request
@@ -23,7 +23,8 @@ def request_of(
 ) -> Request:
     """shape: tokens, width, vocabulary. There is a bias if its gradient is wanted."""
     with_bias = wanted is not None and wanted.bias
-    return Request(*shape, dtype, head or Head(), with_bias, with_sum, wanted, memory_budget)
+    numbers = WantedNumbers(sum=with_sum)
+    return Request(*shape, dtype, head or Head(), with_bias, wanted, memory_budget, numbers=numbers)
 
 
 def whole_bytes(tokens: int, width: int, vocabulary: int, of_c: bool = True) -> int:

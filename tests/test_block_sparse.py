@@ -245,9 +245,7 @@ def test_where_tokens_are_alike_no_block_keeps_what_it_need_not(seed, kind, part
 
 def test_blocks_have_the_shapes_that_are_planned():
     """Of a chunk of 300 tokens whose masses cover 512."""
-    request = Request(
-        300, 64, 700, "bfloat16", Head(), False, False, Wanted(True, True, False), 0, gradient_tolerance=0.1
-    )
+    request = Request(300, 64, 700, "bfloat16", Head(), False, Wanted(True, True, False), 0, gradient_tolerance=0.1)
     masses, (targets, own) = np.zeros((12, 512), np.float32), np.zeros((2, 300))
     shapes = jax.eval_shape(blocks_of, masses, np.int32(targets), np.float32(own), jnp.full(1, 300, jnp.int32), 0.1)
     planned = shapes_of_blocks(request, 300)

@@ -46,7 +46,7 @@ TOLERANCE = 0.01
 def request_of(tokens: int, width: int, vocabulary: int, vocab_axis: int) -> Request:
     wanted = Wanted(True, True, False)
     head = Head(vocab_axis=vocab_axis)
-    return Request(tokens, width, vocabulary, "bfloat16", head, False, False, wanted, 0, gradient_tolerance=TOLERANCE)
+    return Request(tokens, width, vocabulary, "bfloat16", head, False, wanted, 0, gradient_tolerance=TOLERANCE)
 
 
 def drawn_blocks(draw: np.random.Generator, request: Request, share: float) -> tuple[np.ndarray, np.ndarray]:

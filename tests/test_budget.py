@@ -77,7 +77,7 @@ def test_another_backward_pass_has_the_bits_of_the_first():
     """With what the one before left of what was saved, after other cotangents, and among tokens that are ignored."""
     made = given()
     wanted = core.Wanted(True, True, True)
-    plan = plan_of(Request(TOKENS, D, V, "bfloat16", Head(), False, False, wanted, ALL), INTERPRETER, "cce")
+    plan = plan_of(Request(TOKENS, D, V, "bfloat16", Head(), False, wanted, ALL), INTERPRETER, "cce")
     assert plan.saved == TOKENS
     start, follow = (jax.jit(partial(run, plan=plan)) for run in (blocks.numbers, blocks.gradients))
     rng = np.random.default_rng(0)

@@ -16,7 +16,7 @@ from cce_kernels.divergence import Divergence, Given, Side, formed
 from cce_kernels.engines.hopper import HOPPER, MOSAIC
 from cce_kernels.gradients import divided, multiplied
 from cce_kernels.head import Head
-from cce_kernels.numbers import Wanted
+from cce_kernels.numbers import NO_OTHERS, Wanted
 from cce_kernels.plan import choose, plan_of
 from cce_kernels.request import Request
 from tests import lowering
@@ -202,7 +202,7 @@ def given_of(request: Request, of_teacher: Head, seed: int = 0, make: Any = None
 def test_the_function_for_other_frameworks():
     """It is the mean if the weights are divided by the number of items."""
     request = Request(
-        40, 16, 90, "bfloat16", Head(), False, False, Wanted(True, True, False), 0, one_factor=True, teacher_width=24
+        40, 16, 90, "bfloat16", Head(), False, Wanted(True, True, False), 0, one_factor=True, teacher_width=24
     )
     given = given_of(request, Head())
     items = jnp.sum(given.weight)
@@ -234,7 +234,7 @@ def test_kernels_for_hopper_multiply_dz(kind, teacher_width, few_logits):
     head, vocabulary = Head(), 632
     wanted = Wanted(True, True, True)
     request = Request(
-        *(560, 128, vocabulary, "bfloat16", head, False, False, wanted, 2 * 2**20),
+        *(560, 128, vocabulary, "bfloat16", head, False, wanted, 2 * 2**20),
         one_factor=True,
         teacher_width=teacher_width,
     )
@@ -255,7 +255,7 @@ def test_kernels_for_hopper_multiply_dz(kind, teacher_width, few_logits):
 
 def beside_a_teacher(rng: np.random.Generator) -> tuple[Request, Gpu | None, Literal["auto", "cce", "chunked"]]:
     request, gpu, impl = drawn(rng)
-    request = replace(request, with_sum=False, with_mean=False, ids=0, one_factor=True, gradient_tolerance=0.0)
+    request = replace(request, numbers=NO_OTHERS, ids=0, one_factor=True, gradient_tolerance=0.0)
     return replace(request, with_temperature=False, teacher_width=int(2 ** rng.uniform(4, 14))), gpu, impl  # type: ignore[return-value]
 
 
@@ -284,7 +284,6 @@ def test_a_program_for_an_h200_has_kernels_for_the_gradients_and_no_logits_of_al
         32768,
         "bfloat16",
         Head(),
-        False,
         False,
         Wanted(True, True, False),
         2**28,

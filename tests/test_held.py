@@ -18,7 +18,7 @@ from cce_kernels.default_budget import default_budget
 from cce_kernels.device import H200
 from cce_kernels.engines.xla import NUMBERS
 from cce_kernels.head import Head
-from cce_kernels.numbers import Cotangents, Inputs, Numbers, Wanted
+from cce_kernels.numbers import Cotangents, Inputs, Numbers, Wanted, WantedNumbers
 from cce_kernels.plan import Chunks, Plan, choose, plan_of
 from cce_kernels.plan.residuals import shapes_of_blocks
 from cce_kernels.request import ITEMSIZE, Request
@@ -152,9 +152,9 @@ def planned(call: Call) -> Plan:
             call.dtype,
             head,
             call.bias,
-            call.label_smoothing > 0,
             wanted,
             call.budget,
+            numbers=WantedNumbers(sum=call.label_smoothing > 0),
             wide_dc=call.mixed,
             one_factor=call.reduction != "none",
             gradient_tolerance=call.gradient_tolerance,
@@ -245,11 +245,11 @@ def test_a_forward_pass_by_itself_is_within_the_budget(call):
     wanted, head = plan.request.wanted, plan.request.head
     core = plans.Core(
         head,
-        plan.request.with_sum,
         "cce" if call.impl == "auto" else call.impl,
         call.memory_budget,
         H200,
         wide_dc=call.mixed,
+        numbers=plan.request.numbers,
         gradient_tolerance=call.gradient_tolerance,
     )
     c_shape = (call.vocabulary, call.width) if call.vocab_axis == 0 else (call.width, call.vocabulary)
@@ -285,7 +285,6 @@ def test_the_halves_of_a_chunk_work_in_place(wanted, axis, tolerance):
         vocabulary,
         "bfloat16",
         Head(vocab_axis=axis),
-        False,
         False,
         wanted,
         640 * MIB,
@@ -462,7 +461,7 @@ class Distilled:
     def plan(self, chunks: Chunks | None = None) -> Plan:
         sizes, wanted = (self.tokens, self.width, self.vocabulary), Wanted(True, True, self.bias)
         head = Head(None, self.axes[0])
-        call = Request(*sizes, self.dtype, head, self.bias, False, wanted, self.memory_budget)
+        call = Request(*sizes, self.dtype, head, self.bias, wanted, self.memory_budget)
         call = replace(call, one_factor=True, teacher_width=self.of_teacher)
         return plan_of(call, H200, "auto", chunks)
 

@@ -25,7 +25,7 @@ from cce_kernels.engines.hopper.tiles import DC, DE, LOGITS, SUMMED
 from cce_kernels.exponentials import LARGEST, saved_shape
 from cce_kernels.head import Head
 from cce_kernels.mean import over_runs, relative
-from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Numbers, Wanted
+from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Numbers, Wanted, WantedNumbers
 from cce_kernels.plan import choose, plan_of, setting
 from cce_kernels.request import Request
 from cce_kernels.windows import ALL_COLUMNS, Windows
@@ -174,8 +174,8 @@ WINDOWS = Windows(PADDED, COLUMNS, beyond=True)
 
 def problem_of(inputs: Inputs, head: Head, gpu: Gpu = SMALL, with_mean: bool = False) -> Problem:
     (tokens, width), dtype = inputs.e.shape, str(inputs.e.dtype)
-    request = Request(tokens, width, head.vocabulary(inputs.c), dtype, head, False, False, Wanted(True, True, False), 0)
-    return Problem(replace(request, with_mean=with_mean), gpu, inputs)
+    request = Request(tokens, width, head.vocabulary(inputs.c), dtype, head, False, Wanted(True, True, False), 0)
+    return Problem(replace(request, numbers=WantedNumbers(mean=with_mean)), gpu, inputs)
 
 
 def problem(vocab_axis: int):
@@ -298,7 +298,7 @@ def test_a_gradient_of_the_entropy_is_four_kernels(memory_budget):
     """From saved exponentials another engine forms dz. A temperature alone changes no kernel."""
 
     def run(with_mean, inputs):
-        core = Core(Head(), False, "cce", memory_budget, H200, with_mean=with_mean)
+        core = Core(Head(), "cce", memory_budget, H200, numbers=WantedNumbers(mean=with_mean))
 
         def entropy(e, c):
             numbers = numbers_of(inputs._replace(e=e, c=c), core)[0]
@@ -457,7 +457,7 @@ def check_both_passes(tokens: int, width: int, vocabulary: int, saved: int, voca
     inputs = Inputs(e, c if vocab_axis == 0 else c.T, None, targets)
 
     def plan(of: Wanted | None):
-        request = Request(tokens, width, vocabulary, "bfloat16", head, False, False, of, 0)
+        request = Request(tokens, width, vocabulary, "bfloat16", head, False, of, 0)
         return plan_of(request, SMALL, "cce", None if of is None else "saved" if saved else "recomputed")
 
     def loss(numbers: Numbers):
@@ -530,7 +530,7 @@ def test_dc_summed_over_chunks(columns, vocab_axis):
     frequency = 10.0 ** draw.uniform(-3, 0, vocabulary)
     frequency[:2] = 0.0, 1.0
     counts = [*draw.permutation([0, tokens, *draw.integers(0, tokens, 3)]), draw.integers(0, tokens)]
-    request = Request(tokens, width, vocabulary, "bfloat16", head, False, False, Wanted(True, True, False), 0)
+    request = Request(tokens, width, vocabulary, "bfloat16", head, False, Wanted(True, True, False), 0)
     sum_dc = jax.jit(partial(HOPPER.sum_dc, Step(HOPPER, SUMMED[columns]), request, SMALL))
     bad, want = int(draw.integers(2, vocabulary)), np.zeros((vocabulary, width))
     dc = jnp.full((vocabulary, width) if vocab_axis == 0 else (width, vocabulary), jnp.nan, BF16)
@@ -566,7 +566,7 @@ def test_dc_summed_over_chunks_in_float32(tiles, vocab_axis, adding_copies):
     vocabulary -= 8 * int(draw.integers(8)) * (vocab_axis == 0)
     want, dc = np.zeros((vocabulary, width)), jnp.zeros((vocabulary, width))
     dc = dc if vocab_axis == 0 else dc.T
-    request = Request(tokens, width, vocabulary, "bfloat16", head, False, False, Wanted(True, True, False), 0)
+    request = Request(tokens, width, vocabulary, "bfloat16", head, False, Wanted(True, True, False), 0)
     for count in [tokens, 0, *draw.integers(0, tokens, 2)]:
         p, e = (jnp.asarray(draw.normal(size=(tokens, n)), BF16) for n in (vocabulary, width))
         kept = jnp.arange(tokens)[:, None] < count
@@ -630,8 +630,10 @@ def test_drawn_selections(seed, monkeypatch):
         jnp.asarray(draw.integers(-1, vocabulary + 1, (tokens, 3)), jnp.int32),
     )
     request = replace(
-        Request(tokens, 128, vocabulary, "bfloat16", head, False, False, None, 2**30),
-        **{"with_mean": bool(draw.integers(2)), "with_temperature": seed > 0, "ids": 3},
+        Request(tokens, 128, vocabulary, "bfloat16", head, False, None, 2**30),
+        numbers=WantedNumbers(mean=bool(draw.integers(2))),
+        with_temperature=seed > 0,
+        ids=3,
     )
     plan = plan_of(request, SMALL, "cce")
     assert choose.selecting(plan, 256) is not None

@@ -63,7 +63,7 @@ def roundings(found, want, dtype) -> float:
 
 
 def chunks_of(tokens, width, vocabulary, dtype, memory_budget, wanted=BOTH, gpu=None, impl="chunked"):
-    request = Request(tokens, width, vocabulary, dtype, Head(), False, False, wanted, memory_budget, one_factor=True)
+    request = Request(tokens, width, vocabulary, dtype, Head(), False, wanted, memory_budget, one_factor=True)
     how = plan_of(request, gpu, impl).in_forward
     return None if how is None else how.chunks
 
@@ -104,7 +104,7 @@ def summed(step: Step, gpu, parts, vocabulary: int, width: int, axis: int, dtype
     shape = (vocabulary, width) if axis == 0 else (width, vocabulary)
     dc = jnp.zeros(shape, dtype) if wide else lax_bits(jnp.arange(vocabulary * width, dtype=jnp.uint16), dtype)
     dc, steps = dc.reshape(shape), None if wide else jnp.zeros(steps_shape(vocabulary, width), jnp.float32)
-    request = Request(24, width, vocabulary, dtype, head, False, False, Wanted(True, True, False), 0)
+    request = Request(24, width, vocabulary, dtype, head, False, Wanted(True, True, False), 0)
     add = jax.jit(partial(step.engine.sum_dc, step, request, gpu))
     for p, e, count in parts:
         dc, steps = add(dc, steps, Part(p, e, None, jnp.full(1, count)))
@@ -154,7 +154,7 @@ def test_dc_summed_by_xla(vocabulary, width, chunks, axis, dtype, columns, seed)
 def test_xla_takes_no_integer_from_the_bits_of_a_sum(axis):
     """On an H200 it stored −1 for them with axis 1. `python -m tests.search --shapes gpu` draws such sums."""
     step, shape = Step(XLA, 128, windows=Windows(300, 128)), (300, 64) if axis == 0 else (64, 300)
-    request = Request(24, 64, 300, "bfloat16", Head(vocab_axis=axis), False, False, BOTH, 0)
+    request = Request(24, 64, 300, "bfloat16", Head(vocab_axis=axis), False, BOTH, 0)
     part = Part(jnp.zeros((24, 300), "bfloat16"), jnp.zeros((24, 64), "bfloat16"), None, None)
     given = jnp.zeros(shape, "bfloat16"), jnp.zeros(steps_shape(300, 64)), part
     cuts = [

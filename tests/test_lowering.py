@@ -26,7 +26,7 @@ from cce_kernels.engines.triton import TRITON
 from cce_kernels.engines.triton.tiles import NARROW, NARROW_TABLE, SAFE, TABLE, Tiles, tiles_for
 from cce_kernels.exponentials import saved_shape
 from cce_kernels.head import Head
-from cce_kernels.numbers import Cotangents, Inputs, Numbers, Wanted
+from cce_kernels.numbers import Cotangents, Inputs, Numbers, Wanted, WantedNumbers
 from cce_kernels.plan import plan_of
 from cce_kernels.request import Request
 from tests.lowering import (
@@ -245,7 +245,7 @@ def launched(variant: Variant, tiles: Tiles) -> list:
     request = request_of(
         variant.shape, 300 * MIB, head, dtype=dtype.name, with_sum=every, wanted=Wanted(True, True, every)
     )
-    request = replace(request, with_mean=variant.entropy, with_temperature=variant.entropy)
+    request = replace(request, numbers=WantedNumbers(every, variant.entropy), with_temperature=variant.entropy)
     gpus = (Gpu(capability, 132) for capability in (*LIMITS, *UNKNOWN))
     gpu = next(gpu for gpu in gpus if tiles_for(dtype.itemsize, d, gpu) == tiles)
     plan = plan_of(
@@ -254,7 +254,7 @@ def launched(variant: Variant, tiles: Tiles) -> list:
         "cce",
         "saved" if variant.saved else "recomputed",
     )
-    alone = replace(request, with_sum=False)  # XLA computes the sum
+    alone = replace(request, numbers=replace(request.numbers, sum=False))  # XLA computes the sum
     training, evaluation = (plan_of(replace(alone, wanted=x), gpu, "cce") for x in (request.wanted, None))
 
     def both(e, c, bias, targets, weights, scale, inverse, numbers, saved, cotangents):
@@ -350,9 +350,7 @@ def test_tiles_for_a_narrow_d_fit_their_gpu(capability):
 def test_the_pass_of_a_divergence_fits_its_gpu(capability, kind):
     """Two programs of a tile are one kernel, which has the registers of both. The vocabulary fills no last tile."""
     gpu, vocabulary = Gpu(capability, 100), 50257
-    request = Request(
-        512, 64, vocabulary, "bfloat16", Head(softcap=30.0), False, False, Wanted(True, True, False), 2**30
-    )
+    request = Request(512, 64, vocabulary, "bfloat16", Head(softcap=30.0), False, Wanted(True, True, False), 2**30)
     step = TRITON.step("divergence_pass", request, gpu)
     numbers, logits = S((512,), F32), S((512, vocabulary), F32)
     sides = (Whole(logits, numbers, numbers),) * 2

@@ -22,7 +22,7 @@ from cce_kernels.engines.triton.tiles import TABLE
 from cce_kernels.engines.xla import XLA, multiple
 from cce_kernels.exponentials import saved_shape
 from cce_kernels.head import Head
-from cce_kernels.numbers import Inputs, Wanted
+from cce_kernels.numbers import Inputs, Wanted, WantedNumbers
 from cce_kernels.plan import Plan, plan_of
 from cce_kernels.plan.plan import Schedule, ScheduleName
 from cce_kernels.request import ITEMSIZE, Request
@@ -219,7 +219,7 @@ def what_tma_moves_is_aligned_and_wide(plan: Plan) -> None:
         assert array.columns % 64 == 0, f"sums over columns go in steps of 64: {array}"
     if plan.engine is HOPPER:
         assert not plan.request.with_bias
-        assert not (plan.request.with_sum and plan.way == "recomputed")
+        assert not (plan.request.numbers.sum and plan.way == "recomputed")
         assert plan.request.itemsize == 2
 
 
@@ -455,12 +455,12 @@ def drawn(rng: np.random.Generator) -> tuple[Request, Gpu | None, str]:
     wanted = Wanted(e, c, bias) if rng.random() < 0.8 else None
     wide_de, wide_dc, one_factor = (bool(x) for x in rng.random(3) < (0.2, 0.2, 0.5))
     tolerance = pick((0.0, 2.0**-7))
-    names = "with_mean", "with_temperature", "mean_is_detached"
     own = np.random.default_rng((tokens, width, vocabulary))
-    asked = {name: bool(own.random() < 0.2) for name in names}
+    mean, with_temperature, detached = (bool(own.random() < 0.2) for _ in range(3))
+    more = {"numbers": WantedNumbers(with_sum, mean, detached), "with_temperature": with_temperature}
     of = wide_de, wide_dc, one_factor, tolerance
     ids = int(own.choice((0, 0, 0, 0, 1, 128)))
-    request = Request(tokens, width, vocabulary, dtype, head, bias, with_sum, wanted, budget, *of, **asked, ids=ids)
+    request = Request(tokens, width, vocabulary, dtype, head, bias, wanted, budget, *of, **more, ids=ids)
     return request, gpu, impl
 
 
@@ -595,7 +595,7 @@ def test_the_default_budget_leaves_many_tokens_large_windows(tokens, width, dtyp
         None,
         jax.ShapeDtypeStruct((tokens,), jnp.int32),
     )
-    plan = plan_for(shapes, Core(Head(), False, "auto", None, H200), BOTH)
+    plan = plan_for(shapes, Core(Head(), "auto", None, H200), BOTH)
     assert plan.held <= plan.request.memory_budget == mib * MIB
     assert plan.way == "recomputed"
     assert plan.gradients.products.windows.columns >= 1536
@@ -679,7 +679,7 @@ WAYS = {
 @pytest.mark.parametrize(("head", "detached", "one_factor"), WAYS, ids=str)
 def test_the_way_of_a_call_with_the_mean(head, detached, one_factor):
     """A softcap's slope is multiplied into the exponentials: the logits cannot be found from these."""
-    request = Request(8192, 4096, 131072, "bfloat16", head, False, False, Wanted(True, True, False), 2**30)
-    request = replace(request, with_mean=True, mean_is_detached=detached, one_factor=one_factor)
+    request = Request(8192, 4096, 131072, "bfloat16", head, False, Wanted(True, True, False), 2**30)
+    request = replace(request, numbers=WantedNumbers(False, True, detached), one_factor=one_factor)
     request = request if one_factor else replace(request, memory_budget=2**32)
     assert plan_of(request, H200, "auto").way == WAYS[head, detached, one_factor]

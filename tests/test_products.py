@@ -15,7 +15,7 @@ from cce_kernels.engines.triton.products import products
 from cce_kernels.engines.triton.tiles import INTERPRETED
 from cce_kernels.engines.xla import Xla
 from cce_kernels.head import Head
-from cce_kernels.numbers import Inputs, Wanted
+from cce_kernels.numbers import Inputs, Wanted, WantedNumbers
 from cce_kernels.plan import plan_of
 from cce_kernels.request import Request
 from cce_kernels.windows import Window, Windows
@@ -28,7 +28,7 @@ START = 31
 
 def products_of(e, c, head: Head, unit, count, splits: int = 1):
     (tokens, width), wanted = e.shape, Wanted(True, True, False)
-    request = Request(tokens, width, head.vocabulary(c), str(e.dtype), head, False, False, wanted, 0)
+    request = Request(tokens, width, head.vocabulary(c), str(e.dtype), head, False, wanted, 0)
     step = Multiplying(TRITON, INTERPRETED, INTERPRETED, Windows.whole(VOCABULARY), splits)
     problem = Problem(request, INTERPRETER, Inputs(e, c, None, None))  # type: ignore[arg-type]
     return products(step, problem, unit, count.reshape(1))
@@ -128,7 +128,8 @@ def test_few_tokens_have_partial_sums_of_de(dtype, smoothing, monkeypatch):
         monkeypatch.setattr(tiles, "splits_of", lambda *_: splits)
         monkeypatch.setattr(Xla, "pads", lambda *_: True)  # as it does on a GPU where V is odd
         found = [np.float64(x) for x in jax.grad(loss, (0, 1))(e, c)]
-        request = Request(6, 24, 200, dtype, Head(), False, smoothing > 0, Wanted(True, True, False), 2**60)
+        numbers = WantedNumbers(sum=smoothing > 0)
+        request = Request(6, 24, 200, dtype, Head(), False, Wanted(True, True, False), 2**60, numbers=numbers)
         plans.append(plan_of(request, INTERPRETER, "cce"))
         return found
 

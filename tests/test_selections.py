@@ -58,7 +58,7 @@ def test_a_nan_counts_as_minus_infinity(k):
     np.testing.assert_array_equal(ids[2], np.arange(k))
 
 
-CORE = Core(Head(), False, "chunked", 0, None)
+CORE = Core(Head(), "chunked", 0, None)
 
 
 def test_there_are_no_gradients():

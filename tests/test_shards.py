@@ -17,7 +17,7 @@ from cce_kernels import blocks
 from cce_kernels.device import INTERPRETER, local_gpu
 from cce_kernels.head import Head
 from cce_kernels.mean import over_runs
-from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Numbers, Wanted
+from cce_kernels.numbers import FLOAT32_MAX, Cotangents, Inputs, Numbers, Wanted, WantedNumbers
 from cce_kernels.plan import Plan, plan_of
 from cce_kernels.request import Request
 
@@ -118,11 +118,10 @@ def shards_of(x: Problem, bounds, plan: Callable[[Request], Plan]) -> list[tuple
             str(inputs.e.dtype),
             x.head,
             wanted.bias,
-            inputs.weights is not None,
             wanted,
             0,
             wide_de=True,
-            with_mean=x.cotangents.mean is not None,
+            numbers=WantedNumbers(inputs.weights is not None, x.cotangents.mean is not None),
             with_temperature=inputs.inverse_temperature is not None,
         )
         shards.append((jax.tree.map(jnp.asarray, given), plan(request)))
@@ -218,7 +217,7 @@ def test_nothing_is_rescued_because_its_target_lies_elsewhere(monkeypatch):
     targets = x.inputs.targets % 229
     reference = jnp.full(40, 0.0)
     local = x.inputs._replace(c=x.inputs.c[:100], targets=jnp.where(targets < 100, targets, 100))
-    request = Request(40, 32, 100, "bfloat16", x.head, False, False, Wanted(True, True, False), ALL)
+    request = Request(40, 32, 100, "bfloat16", x.head, False, Wanted(True, True, False), ALL)
     plan = plan_of(request, INTERPRETER, "cce")
     engine, seen = type(plan.forward.rescue.engine), []  # type: ignore[union-attr]
     rescued, saved_again = engine.rescued, engine.saved_again

@@ -19,7 +19,7 @@ from cce_kernels import blocks, given_ids
 from cce_kernels.block_floats import steps_shape
 from cce_kernels.device import H200, INTERPRETER
 from cce_kernels.head import Head
-from cce_kernels.numbers import Inputs, divided
+from cce_kernels.numbers import Inputs, WantedNumbers, divided
 from cce_kernels.plan import plan_of, setting
 from tests.lowering import nested
 from tests.plans import request_of, whole_bytes
@@ -336,7 +336,9 @@ def test_evaluation_in_several_blocks_is_traced_once(monkeypatch):
     plan_of.cache_clear()
     traces, sums = [], blocks._from_sums
     monkeypatch.setattr(blocks, "_from_sums", lambda *x, **y: traces.append(x) or sums(*x, **y))
-    plan = plan_of(replace(request_of((96, 16, 300), 0, wanted=None), with_mean=True), INTERPRETER, "cce")
+    plan = plan_of(
+        replace(request_of((96, 16, 300), 0, wanted=None), numbers=WantedNumbers(mean=True)), INTERPRETER, "cce"
+    )
     given = S((96, 16), jnp.bfloat16), S((300, 16), jnp.bfloat16), S((96,), jnp.int32)
     found = jax.eval_shape(lambda e, c, t: blocks.numbers(Inputs(e, c, None, t), plan)[0], *given)
     assert plan.rows < 96

@@ -271,7 +271,7 @@ from tests.test_torch_first_calls import step
 compiled_programs.KEPT_OF, compiled_programs.SHORTEST = ("cpu",), 0.0
 step(softcap=4.75)
 N, D, V, S = 512, 128, 1024, jax.ShapeDtypeStruct
-core = plans.Core(Head(None, 0, None), False, "auto", None, H200, one_platform=True)
+core = plans.Core(Head(None, 0, None), "auto", None, H200, one_platform=True)
 kind = kinds.Kind(Call(), core, torch.Size((V, D)), torch.bfloat16, SimpleNamespace(platform="gpu"), kinds.Sizes())
 wanted = Wanted(True, True, False)
 left = programs.handover_of(kind, N, False, wanted).shapes

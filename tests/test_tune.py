@@ -21,7 +21,7 @@ def test_candidates_are_planned_with(engine, monkeypatch):
     monkeypatch.setattr(hopper, "MOSAIC", True)
     shape, listed, changed = (8192, 2304, 256000), list(tune.candidates(engine, "9.0")), set()
     for budget, one_factor in product((2**29, 2 * shape[0] * shape[2]), (True, False)):
-        head = Head(), engine == "triton", False, Wanted(True, True, False), budget
+        head = Head(), engine == "triton", Wanted(True, True, False), budget
         request = replace(Request(*shape, "bfloat16", *head), one_factor=one_factor)
         shipped = plan_of(request, H200, "cce")
         for candidate in listed:

@@ -25,7 +25,7 @@ from cce_jax import losses, plans
 from cce_kernels.default_budget import default_budget
 from cce_kernels.device import gpu_of
 from cce_kernels.head import Head
-from cce_kernels.numbers import Inputs
+from cce_kernels.numbers import Inputs, WantedNumbers
 from cce_torch.call import Call
 from cce_torch.on_jax import jax_devices
 
@@ -103,7 +103,7 @@ class Kind:
 
     @cached_property
     def _without_mean(self) -> "Kind":
-        static = replace(self.static, with_mean=False, mean_is_detached=False)
+        static = replace(self.static, numbers=WantedNumbers(sum=self.call.smooths))
         return replace(self, call=self.call.of_backward, static=static)
 
     def shapes(self, size: int, with_bias: bool) -> Inputs:
@@ -142,15 +142,13 @@ def kind_of(call: Call, c_shape: torch.Size, vocab_axis: int, dtype: torch.dtype
         impl: Any = call.impl
         static = plans.Core(
             head,
-            call.smooths,
             impl,
             call.memory_budget,
             gpu,
             wide_de=call.of_shard,
             wide_dc=call.wide_dc,
             gradient_tolerance=call.gradient_tolerance,
-            with_mean=call.with_mean,
-            mean_is_detached=call.mean_is_detached,
+            numbers=WantedNumbers(call.smooths, call.with_mean, call.mean_is_detached),
             one_platform=True,
         )
         new = Kind(call, static, c_shape, dtype, on, Sizes())

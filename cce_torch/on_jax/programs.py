@@ -10,10 +10,15 @@ two pairs of programs runs:
                                    backward program multiplies by factor = of_loss · ∂loss/∂S. It writes de and dc into
                                    the memory of what was left, if the caller says that nobody will read that later.
 
+A third way has one program. Where the exponentials would be left and a GPU takes less time for the call than the host
+for a second program, torch_at_once runs both passes, for a cotangent of the loss of 1. PyTorch multiplies what is left
+by the cotangent.
+
 What lies between the programs are tensors of PyTorch, the leaves of Residuals. Numbers that change from step to step
 (label_smoothing, z_loss, scale) are arguments of a program. Whether such a number is given is static.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
 from itertools import islice
@@ -41,6 +46,7 @@ ON_GPU = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
     "xla_gpu_graph_min_graph_size": 1,
 }
+AT_ONCE = 2**37  # N·D·V: an H200 takes about 1.4 ms for such a call
 PROGRAMS = 256  # a process on a CPU ended at about 2,000: a program takes several of its 65,530 memory mappings
 
 Result = Tensor | None
@@ -71,9 +77,13 @@ class Handover(ResidualShapes):
     It is made once for all calls of these arguments, with all that is decided for them.
     """
 
-    def __init__(self, kind: Kind, size: int, wanted: Wanted | None, shapes: Residuals) -> None:
-        """size: the number of tokens of the program. wanted: for which gradients it leaves something."""
+    def __init__(self, kind: Kind, size: int, wanted: Wanted | None, shapes: Residuals, at_once: bool = False) -> None:
+        """size: the number of tokens of the program. wanted: for which gradients it leaves something.
+
+        at_once: whether these are gradients for a cotangent of the loss of 1.
+        """
         super().__init__(shapes)
+        self.at_once = at_once
         self.kind, self.size, self.wanted, call = kind, size, wanted, kind.call
         # The shapes and types of the program's results
         self.numbers = [] if call.of_shard else [(call.losses(size), torch.float32)]
@@ -85,12 +95,24 @@ class Handover(ResidualShapes):
 def handover_of(kind: Kind, size: int, with_bias: bool, wanted: Wanted | None) -> Handover:
     """What is left for these gradients by the program of `size` tokens. wanted: None for evaluation."""
     inputs = kind.shapes(size, with_bias)
-    if wanted is not None and kind.call.reduction != "none":
+    if wanted is None:
+        return Handover(kind, size, wanted, Residuals())
+    if kind.call.reduction != "none":
         plan = plans.plan_for(inputs, kind.static, wanted, one_factor=True)
         if plan.in_forward is not None:
             return Handover(kind, size, wanted, shapes_of(plan))
-    shapes = Residuals() if wanted is None else shapes_of(plans.plan_for(inputs, kind.static, wanted))
-    return Handover(kind, size, wanted, shapes)
+        if plan.saved and math.prod(inputs.e.shape) * kind.vocabulary <= AT_ONCE:
+            return Handover(kind, size, wanted, _of_results(plan, inputs), at_once=True)
+    return Handover(kind, size, wanted, shapes_of(plans.plan_for(inputs, kind.static, wanted)))
+
+
+def _of_results(plan: plans.Plan, inputs: Inputs) -> Residuals:
+    """The wanted gradients in the types of the results, as shapes."""
+    wanted, of_e, of_c = plan.request.wants, plan.request.de_dtype, plan.request.dc_dtype
+    de = jax.ShapeDtypeStruct(inputs.e.shape, of_e) if wanted.e else None
+    dc = jax.ShapeDtypeStruct(inputs.c.shape, of_c) if wanted.c else None
+    dbias = jax.ShapeDtypeStruct((plan.request.vocabulary,), of_c) if wanted.bias else None
+    return Residuals(de=de, dc=dc, dbias=dbias)  # type: ignore[arg-type]
 
 
 def handover(given: Given, call: Call, wanted: Sequence[bool]) -> Handover:
@@ -129,7 +151,8 @@ def loss(left: Handover, given: Given, scheduled: Scheduled, reference: Tensor |
     outputs = numbers + [x for x in others if x is not None]
     inputs = tokens.inputs(given, scheduled, kind.in_memory(given.c))
     if left.formed:
-        program = _begin_program(kind, left.size, left.wanted, len(outputs))
+        begins = _at_once_program if left.at_once else _begin_program
+        program = begins(kind, left.size, left.wanted, len(outputs))
     else:
         program = _loss_program(kind, left.size, left.wanted, len(outputs))
         inputs.insert(0, tokens.padded(reference, 0))
@@ -170,6 +193,27 @@ def gradients(
     which is of no use afterwards. Otherwise the program overwrites only parts of it that no later call reads
     (cce_kernels/exponentials.py).
     """
+    if not left.at_once:
+        return _by_program(left, given, scheduled, saved, of, wanted, in_place)
+    of_first, (de, dc, dbias) = wanted[:3], (saved.residuals.de, saved.residuals.dc, saved.residuals.dbias)
+    formed = [x if w else None for x, w in zip((de, dc, dbias), of_first, strict=True)]
+    found = _times(formed, of.of_loss, Tokens(left.kind, given.targets.numel()), in_place)
+    if wanted[3]:
+        wanted = False, False, False, True
+        found = found._replace(token_weight=_by_program(left, given, scheduled, saved, of, wanted, in_place)[3])
+    return found
+
+
+def _by_program(
+    left: Handover,
+    given: Given,
+    scheduled: Scheduled,
+    saved: Saved,
+    of: OfResults,
+    wanted: Sequence[bool],
+    in_place: bool,
+) -> OfGiven:
+    """`gradients`, but of what torch_at_once left."""
     kind, of_token_weight, residuals = left.kind.of_backward, wanted[3], saved.residuals
     tokens, asked, (of_loss, of_statistics) = Tokens(kind, given.targets.numel()), _made(*wanted[:3]), of
     of_weight = [given.targets.new_empty(tokens.size, dtype=torch.float32)] if of_token_weight else []
@@ -201,6 +245,20 @@ def gradients(
     if dweight is not None:
         dweight = tokens.cut(dweight).to(given.token_weight.dtype)  # type: ignore[union-attr]
     return OfGiven(None if de is None else tokens.cut(de), dc, dbias, dweight)
+
+
+def _times(formed: Sequence[Tensor | None], factor: Tensor | None, tokens: "Tokens", in_place: bool) -> OfGiven:
+    """What torch_at_once left, de, dc in the order of memory and dbias, times the cotangent of the loss, (), float32.
+
+    In float32, rounded once: PyTorch would round a factor without dimensions to the gradients' type first.
+    """
+    assert factor is not None
+    de, dc, dbias = (
+        None if x is None else torch.mul(x, factor.view([1] * x.dim()), out=x if in_place else torch.empty_like(x))
+        for x in formed
+    )
+    dc = None if dc is None else tokens.kind.in_order_of_c(dc)
+    return OfGiven(None if de is None else tokens.cut(de), dc, dbias, None)
 
 
 class Tokens:
@@ -445,6 +503,20 @@ def _begin_program(kind: Kind, size: int, wanted: Wanted, count: int) -> Callabl
         return problem.results(*passes.begin(problem.inputs, terms, cotangents_of, kind.static, wanted))
 
     return jitted(torch_begin, count)
+
+
+@lru_cache(maxsize=PROGRAMS)
+def _at_once_program(kind: Kind, size: int, wanted: Wanted, count: int) -> Callable:
+    def torch_at_once(*arrays):
+        problem = Problem.of(kind, arrays[count:])
+        inputs, static = problem.inputs, kind.static
+        numbers, left = passes.forward_pass(inputs, static, wanted)
+        numbers = jax.tree.map(lambda x: jnp.where(inputs.targets >= 0, x, 0), numbers)
+        of_numbers = jax.grad(lambda numbers: problem.loss(numbers, problem.token_weight))(numbers)
+        (de, dc, dbias), _ = passes.gradients(inputs, numbers, left, Cotangents.of(of_numbers), static, wanted)
+        return problem.results(numbers, Residuals(de=de, dc=dc, dbias=dbias))
+
+    return jitted(torch_at_once, count)
 
 
 @lru_cache(maxsize=PROGRAMS)

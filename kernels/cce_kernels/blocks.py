@@ -52,6 +52,7 @@ cancel each other: m's rounding would then be larger than de.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -385,7 +386,7 @@ def form(
         found = own if of_all_columns is None else of_all_columns(own)
         return found, gradients_of(block, columns, own, found, cotangents_of(found, of_own), plan)
 
-    numbers = Numbers.filled(zeros, request.with_sum, request.with_mean)
+    numbers = Numbers.filled(zeros, request.numbers)
     return over_chunks(chunk, numbers, kept, plan)
 
 
@@ -526,7 +527,7 @@ def numbers(
         return found, saved
 
     one, request = _one_of_each(plan), plan.request
-    numbers = Numbers.filled(one, request.sums_logits, request.with_mean)
+    numbers = Numbers.filled(one, replace(request.numbers, sum=request.sums_logits))
     found, saved = _by_blocks(first_half, inputs, plan, numbers, reference)
     weighted = weighted_sum.weighted(inputs, request)
     found = _with_weighted_sum(inputs, found, weighted, reference is not None, plan)

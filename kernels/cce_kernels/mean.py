@@ -33,7 +33,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cce_kernels.numbers import Cotangents, Numbers
+from cce_kernels.numbers import Cotangents, Numbers, WantedNumbers
 
 
 def sums_of(z: jax.Array, peak: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -62,10 +62,10 @@ def quotient(moment: jax.Array, mass: jax.Array) -> jax.Array:
     return moment / jnp.where(mass == 0, 1, mass)
 
 
-def numbers_of(z: jax.Array, target: Any, peak: jax.Array, with_mean: bool) -> Numbers:
+def numbers_of(z: jax.Array, target: Any, peak: jax.Array, wanted: WantedNumbers) -> Numbers:
     """The numbers of logits (N, V) that are held, relative to peak, without the sum. target: its logit, (N,)."""
     mass, moment = sums_of(z, peak)
-    return Numbers(jnp.log(mass), peak, target, mean=quotient(moment, mass) if with_mean else None)
+    return Numbers(jnp.log(mass), peak, target, mean=quotient(moment, mass) if wanted.mean else None)
 
 
 def over_runs(each: Numbers, weights: Any = 0) -> Numbers:

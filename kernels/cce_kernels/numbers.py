@@ -76,6 +76,18 @@ def logarithm(log_p: jax.Array) -> jax.Array:
     return jnp.maximum(log_p, LEAST_LOG)
 
 
+@dataclass(frozen=True)
+class WantedNumbers:
+    """Which numbers of a token a call asks for besides log_mass, reference and target. A number costs only who asks."""
+
+    sum: bool = False
+    mean: bool = False  # from which the entropy follows
+    mean_is_detached: bool = False  # whether the mean gets no cotangent
+
+
+NO_OTHERS = WantedNumbers()
+
+
 class Numbers(NamedTuple):
     """The core's numbers of each token, (N,), at least float32. They are arbitrary for an ignored token.
 
@@ -91,9 +103,9 @@ class Numbers(NamedTuple):
     ids: jax.Array | None = None  # (N, K): the logits of Inputs.ids; 0 where an id names no column, or is ignored
 
     @classmethod
-    def filled(cls, x: Any, with_sum: bool, with_mean: bool) -> "Numbers":
-        """x for each number that a call asks for, but the ids."""
-        return cls(x, x, x, x if with_sum else None, x if with_mean else None)
+    def filled(cls, x: Any, wanted: WantedNumbers) -> "Numbers":
+        """x for each number that is wanted, but the ids."""
+        return cls(x, x, x, x if wanted.sum else None, x if wanted.mean else None)
 
     @property
     def lse(self) -> jax.Array:

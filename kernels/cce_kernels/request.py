@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from cce_kernels.block_floats import block_of
 from cce_kernels.head import Head
-from cce_kernels.numbers import Wanted
+from cce_kernels.numbers import NO_OTHERS, Wanted, WantedNumbers
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "int16": 2, "float32": 4, "float64": 8}
 
@@ -19,7 +19,6 @@ class Request:
     dtype: str  # of e and c
     head: Head
     with_bias: bool
-    with_sum: bool  # whether the weighted sum of the logits is asked for
     wanted: Wanted | None  # the gradients that will be asked for; None for evaluation
     memory_budget: int  # bytes
     wide_de: bool = False  # whether de is at least float32, for a sum over devices; else it has the type of e
@@ -27,8 +26,7 @@ class Request:
     one_factor: bool = False  # whether the forward pass knows the cotangents, up to one factor for all tokens
     gradient_tolerance: float = 0.0  # the share of dz that the products may leave out (cce_kernels/block_sparse.py)
     may_chunk: bool = True  # whether the tokens may be taken in chunks: not if XLA may split them over devices
-    with_mean: bool = False  # whether the mean of the logits is asked for, from which the entropy follows
-    mean_is_detached: bool = False  # whether the mean gets no cotangent
+    numbers: WantedNumbers = NO_OTHERS
     with_temperature: bool = False  # whether each token has a temperature
     ids: int = 0  # how many ids of each token have logits that are asked for
     teacher_width: int = 0  # the width of a teacher, whose logits a chunk holds too (divergence.py); 0: no teacher
@@ -41,22 +39,22 @@ class Request:
     @property
     def of_mean(self) -> bool:
         """Whether the mean may get a cotangent."""
-        return self.with_mean and not self.mean_is_detached
+        return self.numbers.mean and not self.numbers.mean_is_detached
 
     @property
     def sum_is_linear(self) -> bool:
         """Whether the weighted sum is asked for, and follows from the sums of c's rows (weighted_sum.py)."""
-        return self.with_sum and self.head.softcap is None
+        return self.numbers.sum and self.head.softcap is None
 
     @property
     def sums_logits(self) -> bool:
         """Whether the weighted sum is asked for, and logits must be summed: XLA does that (engines/xla)."""
-        return self.with_sum and not self.sum_is_linear
+        return self.numbers.sum and not self.sum_is_linear
 
     @property
     def forms_dz(self) -> bool:
         """Whether dz is more than a number for each token times the exponentials, but at the target."""
-        return self.with_sum or self.of_mean
+        return self.numbers.sum or self.of_mean
 
     @property
     def can_be_saved(self) -> bool:

@@ -179,14 +179,14 @@ def _by_xla(problem: Problem, k: int) -> _Found:
     z, at = _divided(request.head.whole_logits(inputs.e, inputs.c, inputs.bias, inputs.scale), inputs)
     top = largest(z, k, at=at) if k else (None, None)
     peak = jnp.max(jnp.where(jnp.isnan(z), -jnp.inf, z), axis=1) if top[0] is None else top[0][:, 0]
-    return _Found(z, at, top, numbers_of(z, None, finite(peak), request.with_mean))
+    return _Found(z, at, top, numbers_of(z, None, finite(peak), request.numbers))
 
 
 def _by_kernel(problem: Problem, step: Step, count: Any, k: int) -> _Found:
     (x, peak, log_mass), maxima = step.engine.logits_and_maxima(step, problem, count)
     z, at = _divided(x, problem.inputs)
     top = largest(z, k, Blocks(maxima, step.engine.block(step).columns), at) if k else (None, None)
-    return _Found(z, at, top, numbers_of(z, None, peak, problem.request.with_mean)._replace(log_mass=log_mass))
+    return _Found(z, at, top, numbers_of(z, None, peak, problem.request.numbers)._replace(log_mass=log_mass))
 
 
 def _divided(x: jax.Array, inputs: Inputs) -> tuple[jax.Array, At]:

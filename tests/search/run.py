@@ -18,7 +18,7 @@ from cce_kernels import contract
 from cce_kernels.device import local_gpu
 from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs as Arrays
-from cce_kernels.numbers import Wanted
+from cce_kernels.numbers import Wanted, WantedNumbers
 from cce_kernels.plan import choose
 from cce_kernels.plan.plan import Plan
 from tests.search.bounds import Check, checks
@@ -50,11 +50,11 @@ def planned(program: Program) -> Plan | None:
     wanted = Wanted(*(name in program.wanted for name in ("e", "c", "bias")))
     static = plans.Core(
         Head(program.softcap, program.vocab_axis),
-        program.label_smoothing > 0,
         program.impl,  # type: ignore[arg-type]
         None if program.memory_budget == DEFAULT else contract.memory_budget(program.memory_budget),
         local_gpu(),
         wide_dc=program.mixed,
+        numbers=WantedNumbers(sum=program.label_smoothing > 0),
         gradient_tolerance=program.gradient_tolerance,
     )
     wanted = None if wanted == Wanted(False, False, False) else wanted

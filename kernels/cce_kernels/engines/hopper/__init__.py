@@ -62,7 +62,7 @@ class Hopper(Engine):
         """Whole logits are float32, and TMA writes them: V must fit, even if c of 16 bits has V as its rows."""
         if method in WHOLE and request.vocabulary % tiles.TMA_FLOATS:
             return f"it holds whole logits of a vocabulary that is a multiple of {tiles.TMA_FLOATS}"
-        if method == "form_dz" and request.with_sum:
+        if method == "form_dz" and request.numbers.sum:
             return "with label smoothing it does not compute logits a second time"
         return super().lacks(method, request)
 

@@ -110,7 +110,7 @@ def sums(step: Step, problem: Problem, count: jax.Array | None, reference: jax.A
     inverse = problem.inputs.inverse_temperature
     others = padded(reference), None if inverse is None else padded(inverse), count, problem.inputs.scale
     parts = jax.ShapeDtypeStruct((splits, pairs * PAIR_ROWS), jnp.float32)
-    outputs = parts, saved, masses, parts if problem.request.with_mean else None
+    outputs = parts, saved, masses, parts if problem.request.numbers.mean else None
     name, programs = "cce_statistics", pairs * splits
     total, p, masses, moment = launch(
         (e, c), others, outputs, multiply, kernel, pairs=programs, name=name, gpu=problem.gpu

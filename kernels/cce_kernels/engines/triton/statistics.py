@@ -145,7 +145,7 @@ def sums(step: Step, problem: Problem, count: jax.Array | None, reference: jax.A
     saved = jax.ShapeDtypeStruct(saved_shape(tokens, vocabulary), inputs.e.dtype) if save else None
     given = How.of(step, problem), inputs._replace(targets=None, weights=None), count, reference, None
     kernel, programs = partial(_kernel, kind="statistics"), cdiv(tokens, tiles.rows) * splits
-    out = parts, saved, parts if problem.request.with_mean else None, None
+    out = parts, saved, parts if problem.request.numbers.mean else None, None
     log_mass, p, mean, _ = launch(kernel, *given, programs=programs, name="cce_statistics", out_shape=out)
     return Sums(log_mass, None, p, mean=mean)
 

@@ -73,7 +73,7 @@ class Xla(Engine):
         The logits and dz, and on a CPU the exponentials, and for a mean their products with logarithms, which XLA's CPU
         compiler does not fuse; partial sums of de, e and de.
         """
-        blocks = 3 + request.with_mean if gpu is None else 2 + self.pads_de(request, tokens, request.vocabulary, gpu)
+        blocks = 3 + request.numbers.mean if gpu is None else 2 + self.pads_de(request, tokens, request.vocabulary, gpu)
         parts = parts_of(tokens, request.width, gpu)
         return request.sum_itemsize * (blocks * columns + (2 + parts) * request.width)
 

@@ -25,7 +25,7 @@ def numbers_and_logits(problem: Problem) -> tuple[Numbers, jax.Array]:
     named = (targets >= 0) & (targets < z.shape[1])
     target = jnp.take_along_axis(z, jnp.where(named, targets, 0), axis=1)
     peak, request = finite(jnp.max(z, axis=1)), problem.request
-    found = numbers_of(z, jnp.where(named, target, 0)[:, 0], peak, request.with_mean)
+    found = numbers_of(z, jnp.where(named, target, 0)[:, 0], peak, request.numbers)
     total = weighted_sum_of(z, peak, inputs.weights) if request.sums_logits else None
     return found._replace(sum=total), x
 

@@ -49,7 +49,7 @@ def sums(step: Step, problem: Problem, *_) -> Sums:
         peak = finite(largest)
         further, (of_mass, of_moment) = finite(before) - peak, sums_of(z, peak)
         share = jnp.exp(before - peak)
-        if request.with_mean:
+        if request.numbers.mean:
             moment = share * (moment + further * mass) + of_moment
         if request.sums_logits:
             w = own.astype(z.dtype)
@@ -58,7 +58,7 @@ def sums(step: Step, problem: Problem, *_) -> Sums:
             total, weight = total + further * weight + weighted_sum_of(z, peak, w), weight + jnp.sum(w)
         return largest, share * mass + of_mass, moment, target, total, weight
 
-    asked, of_sum = zeros if request.with_mean else None, (zeros, zeros[0]) if request.sums_logits else (None, None)
+    asked, of_sum = zeros if request.numbers.mean else None, (zeros, zeros[0]) if request.sums_logits else (None, None)
     largest, mass, moment, target, total, _ = over_windows(
         add, (zeros - jnp.inf, zeros, asked, zeros, *of_sum), windows
     )
