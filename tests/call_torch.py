@@ -1,7 +1,7 @@
 """Calls of cce_torch on the NumPy inputs of a case; and in parts: of the vocabulary, of the tokens."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -13,6 +13,7 @@ from cce_kernels.plan import Chunks, choose
 from cce_torch import linear_cross_entropy
 from cce_torch.in_torch import blocks, compiled
 from tests.cases import Inputs
+from tests.tolerance import error
 
 
 def tensor(x: np.ndarray, device: str = "cpu") -> torch.Tensor:
@@ -54,6 +55,13 @@ def assert_same_bits(found: Iterable[torch.Tensor], want: Iterable[torch.Tensor]
         assert torch.equal(x, y), what
 
 
+def assert_near(found: Iterable[torch.Tensor], want: Iterable[torch.Tensor]) -> None:
+    """But for float32 sums in another order."""
+    for x, y in zip(found, want, strict=True):
+        assert x.dtype == y.dtype
+        assert error(x.detach().float(), y.detach().float()) <= 1e-6
+
+
 @contextmanager
 def small_blocks(narrow: bool = False) -> Iterator[None]:
     """impl="torch_compile" in windows of 64 columns, its functions as they are: to compile them takes seconds.
@@ -80,6 +88,15 @@ def _wide_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 def _windows_of_64(e: torch.Tensor, c: torch.Tensor, memory_budget: int | None) -> Iterator[slice]:
     return (slice(start, min(start + 64, len(c))) for start in range(0, len(c), 64))
+
+
+@contextmanager
+def formed_in_forward(wherever: bool = True) -> Iterator[None]:
+    """wherever: the forward pass forms gradients where the budget allows it, whatever is predicted to be faster."""
+    with mock.patch.object(choose, "_is_faster", return_value=True) if wherever else nullcontext():
+        forget()
+        yield
+    forget()
 
 
 @contextmanager

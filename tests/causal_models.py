@@ -2,8 +2,11 @@
 
 from typing import Any
 
+import pytest
 import torch
 import transformers
+
+from cce_torch.in_torch import compiled
 
 B, T, V = 2, 12, 97
 
@@ -70,6 +73,14 @@ MORE: dict[str, dict[str, Any]] = {
     "XmodConfig": {"default_language": "en_XX"},
     "ZayaConfig": {"num_experts_per_tok": 1},
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def uncompiled():
+    """For all tests of a file that imports this: impl="torch_compile" runs uncompiled, as compiling takes longest."""
+    compiled._uncompilable.add("cpu")
+    yield
+    compiled._uncompilable.discard("cpu")
 
 
 def small_config(config_class: Any, **changes: Any) -> Any:

@@ -6,24 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from cce_torch.in_torch import compiled
 from cce_torch.transformers import cce_patch, cce_unpatch
 from cce_torch.transformers.lazy_logits import LazyLogits
 from tests import causal_sweep
+from tests.causal_models import uncompiled  # noqa: F401  # for all tests of this file
 from tests.nightly import draws
 
 PAGE = Path(__file__).parents[1] / "docs" / "hugging-face-models.md"
 TABLE = dict(re.findall(r"^\| (\w+) \| [\w, ]+ \| (.+) \|$", PAGE.read_text(), re.MULTILINE))
 YES = [name for name, said in TABLE.items() if said == "yes"]
 DRAWN = [name for name in random.Random(1).sample(YES, draws(10, len(YES))) if name in causal_sweep.classes()]
-
-
-@pytest.fixture(autouse=True)
-def uncompiled():
-    """impl="torch_compile" runs uncompiled: compiling for each shape takes most of the time."""
-    compiled._uncompilable.add("cpu")
-    yield
-    compiled._uncompilable.discard("cpu")
 
 
 def test_at_least_150_classes_take_the_patch():

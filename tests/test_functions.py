@@ -12,9 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import cce_jax
 import cce_torch
+from cce_torch import divergence_ops
+from cce_torch.in_torch import largest, rule
+from cce_torch.processes import vocab_statistics
 from tests import both
 from tests.call_torch import small_blocks
 
@@ -35,8 +40,8 @@ def log_probs(of: Any, e: Any, c: Any, targets: Any, **options: Any) -> Any:
     return of.linear_log_probs(e, c, targets, ids=targets[..., None], **EVERY_NUMBER, **options)
 
 
-def token_loss(of: Any, e: Any, c: Any, targets: Any, **options: Any) -> Any:
-    return of.linear_token_loss(e, c, targets, minus, entropy=True, **options)
+def token_loss(of: Any, e: Any, c: Any, targets: Any, fn: Any = minus, **options: Any) -> Any:
+    return of.linear_token_loss(e, c, targets, fn, entropy=True, **options)
 
 
 def divergence(of: Any, e: Any, c: Any, targets: Any, **options: Any) -> Any:
@@ -136,3 +141,52 @@ def test_a_first_call_compiles():
     with compiled_programs() as found:
         jax.jit(lambda x: x + 0.7354)(jnp.ones(7)).block_until_ready()
     assert found
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("impl", ["cce", "chunked", "torch_compile", "reference"])
+@EVERY_CALL
+def test_results_in_torch_are_free_to_change(name, impl, reduction):
+    """They are tensors of their own memory, also where a user's function returns what it gets."""
+    e, c = (torch.randn(*n, WIDTH).requires_grad_() for n in ((2, 3), (VOCABULARY,)))
+    options: dict[str, Any] = {"impl": impl} | ({} if name == "log_probs" else {"reduction": reduction})
+    options |= {"cross_entropy": {"z_loss": 0.1}, "token_loss": {"return_numbers": True}}.get(name, {})
+    for fn in (minus, lambda numbers: numbers.lse) if name == "token_loss" else (None,):
+        given = (e, c, torch.randint(VOCABULARY, (2, 3)))
+        with small_blocks():
+            of_fn = {} if fn is None else {"fn": fn}
+            found = [x for x in jax.tree.leaves(CALLS[name](cce_torch, *given, **options, **of_fn)) if x is not None]
+        memory = [x.untyped_storage().data_ptr() for x in (*given, *found)]
+        assert len(set(memory)) == len(memory), "two tensors share memory"
+        for x, y in zip(found, [x.clone() for x in found], strict=True):
+            x.add_(1)
+            assert torch.equal(x, y + 1)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a result of an operation."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        new = [x.numel() for x in tree_leaves(found) if isinstance(x, torch.Tensor)]
+        self.elements = max(self.elements, *new, 0)
+        return found
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@EVERY_CALL
+def test_in_torch_no_tensor_has_an_element_for_each_logit(name, reduction, monkeypatch):
+    """Operators are the functions that they are: a dispatch mode does not look into an operator."""
+    every = (rule, "run_statistics"), (rule, "run_gradients"), (vocab_statistics, "largest_logits")
+    for module, operator in (*every, (divergence_ops, "of_torch_alone")):
+        monkeypatch.setattr(module, operator, getattr(module, operator).function)
+    monkeypatch.setattr(largest, "LEAST_ROOM", 2**16)
+    tokens, vocabulary = 300, 700
+    e, c = np.ones((tokens, WIDTH), np.float32), np.ones((vocabulary, WIDTH), np.float32)
+    options: dict[str, Any] = {"memory_budget": 0} | ({} if name == "log_probs" else {"reduction": reduction})
+    for impl, holds in (("torch_compile", False), ("reference", True)):
+        with small_blocks(), Largest() as seen:
+            with_gradients(name, "torch", e, c, np.arange(tokens), impl=impl, **options)
+        assert (seen.elements >= tokens * vocabulary) == holds

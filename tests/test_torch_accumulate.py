@@ -13,8 +13,6 @@ from tests.tolerance import error, roundoff
 
 D, V, TOKENS = 16, 70, 40
 IMPLS = pytest.mark.parametrize("impl", ["cce", "chunked", "torch_compile", "reference"])
-# Gradients that the forward pass forms, and those that the backward pass computes
-REDUCTIONS = pytest.mark.parametrize("reduction", ["mean", "none"])
 
 
 def drawn(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -41,12 +39,14 @@ def sum_of_steps(buffer: torch.Tensor, steps: int, **options: Any) -> torch.Tens
     return buffer
 
 
-@IMPLS
-@REDUCTIONS
-@pytest.mark.parametrize("steps", [1, 8, 64])
-def test_the_errors_of_sums(impl, reduction, steps):
-    """Each step's gradient is rounded to 16 bits, a float32 sum never: so it has the roundings of one gradient."""
-    options: Any = {"impl": impl, "reduction": reduction}
+@pytest.mark.parametrize("impl", ["chunked", "torch_compile"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_errors_of_sums(impl, reduction):
+    """Each step's gradient is rounded to 16 bits, a float32 sum never: so it has the roundings of one gradient.
+
+    Whether the forward pass forms the gradients or the backward pass computes them.
+    """
+    steps, options = 64, {"impl": impl, "reduction": reduction}
     truth = torch.zeros(V, D, dtype=torch.float64)
     for step in range(steps):
         e, c, targets = (x.detach() for x in drawn(step))
@@ -56,18 +56,8 @@ def test_the_errors_of_sums(impl, reduction, steps):
         error(sum_of_steps(torch.zeros(V, D, dtype=x), steps, **options).float(), truth)
         for x in (torch.float32, torch.bfloat16)
     )
-    roundings = 3 if impl == "cce" else 2  # tests/tolerance.py
-    assert of_float32 <= roundings * error(truth.bfloat16().float(), truth) + 16 * roundoff("float32")
-    if steps == 64:
-        assert 4 * of_float32 < of_bfloat16
-    assert of_bfloat16 <= (roundings + steps) * roundoff("bfloat16")
-
-
-@IMPLS
-@REDUCTIONS
-def test_the_same_bits_again(impl, reduction):
-    found = [sum_of_steps(torch.ones(V, D), 3, impl=impl, reduction=reduction) for _ in range(2)]
-    assert torch.equal(*found)
+    assert of_float32 <= 2 * error(truth.bfloat16().float(), truth) + 16 * roundoff("float32")  # tests/tolerance.py
+    assert 4 * of_float32 < of_bfloat16 <= (2 + steps) * roundoff("bfloat16")
 
 
 @IMPLS
@@ -171,16 +161,6 @@ def test_a_parameter_of_megatron(zero_out_wgrad, lazily):
         plain.loss(tokens, frozen=frozen).backward()
     assert model.ran == plain.ran == 3
     torch.testing.assert_close(weight.main_grad, plain.weight.main_grad)
-
-
-def test_the_mark_of_megatron_gives_zeros():
-    given: Any = drawn()
-    e, c, targets = given
-    c.grad_added_to_main_grad = False
-    total(e, c, targets, accumulate_into=torch.zeros(V, D)).backward()
-    assert c.grad is not None
-    assert not c.grad.any()
-    assert c.grad_added_to_main_grad
 
 
 def test_torch_compile_breaks_the_graph():

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import PIPE
 
 import hypothesis.strategies as st
 import jax
@@ -142,20 +143,18 @@ def test_a_damaged_file_is_no_program(tmp_path_factory, value, data):
     os.close(folder.handle)
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
-def test_a_folder_to_which_others_can_write_is_refused_with_one_warning(path, mode):
-    path.mkdir()
-    path.chmod(mode)
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702, None])
+def test_a_folder_to_which_others_can_write_is_refused_with_one_warning(path, mode, monkeypatch):
+    """mode: None for the folder of another user."""
+    if mode is None:
+        monkeypatch.setattr(os, "geteuid", lambda: path.parent.stat().st_uid + 1)
+    else:
+        path.mkdir()
+        path.chmod(mode)
     with pytest.warns(UserWarning, match=f"keeps no compiled programs: others can write to {path}.*{VARIABLE}"):
         assert folder_of(str(path)) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert folder_of(str(path)) is None
-
-
-def test_the_folder_of_another_user_is_refused(path, monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: path.parent.stat().st_uid + 1)
-    with pytest.warns(UserWarning, match="others can write"):
         assert folder_of(str(path)) is None
 
 
@@ -265,11 +264,12 @@ from cce_kernels.device import H200
 from cce_kernels.head import Head
 from cce_kernels.numbers import Wanted
 from cce_torch.call import Call
+from cce_torch import linear_cross_entropy
 from cce_torch.on_jax import compiled_programs, kinds, programs
-from tests.test_torch_first_calls import step
 
 compiled_programs.KEPT_OF, compiled_programs.SHORTEST = ("cpu",), 0.0
-step(softcap=4.75)
+e, c = (torch.ones(n, 16).requires_grad_() for n in (40, 50))
+linear_cross_entropy(e, c, torch.arange(40), softcap=4.75, impl="chunked").backward()
 N, D, V, S = 512, 128, 1024, jax.ShapeDtypeStruct
 core = plans.Core(Head(None, 0, None), "auto", None, H200, one_platform=True)
 kind = kinds.Kind(Call(), core, torch.Size((V, D)), torch.bfloat16, SimpleNamespace(platform="gpu"), kinds.Sizes())
@@ -291,23 +291,101 @@ print(lowered.as_text().count("custom_call @"), digest.hexdigest())
 """
 
 
+def started(code: str, **more: str | None) -> subprocess.Popen:
+    """A process that runs the code. more: of its environment; None: what is not in it."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))} | more
+    environment = {name: value for name, value in environment.items() if value is not None}
+    return subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], env=environment, stdout=PIPE, text=True)
+
+
+def said(process: subprocess.Popen) -> list[str]:
+    """What it prints."""
+    output = process.communicate(timeout=300)[0]
+    assert process.returncode == 0
+    return output.splitlines()
+
+
 def test_two_new_processes_at_once_make_the_same_keys(path):
     """For a CPU, by the names of the files; for an H200 that is not there, by what JAX makes a key of."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))}
-    each = [
-        # The second process has other hashes, and its code stands in other lines.
-        subprocess.Popen(
-            [sys.executable, "-c", "\n" * 9 * seed + KEYS],
-            env=environment | {"PYTHONHASHSEED": str(seed)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for seed in (0, 1)
-    ]
-    first, second = (x.communicate()[0].split() for x in each)
+    # The second process has other hashes, and its code stands in other lines.
+    each = [started("\n" * 9 * seed + KEYS, PYTHONHASHSEED=str(seed)) for seed in (0, 1)]
+    (first,), (second,) = map(said, each)
     assert first == second
-    assert int(first[0]) > 3, "kernels are among what the key is made of"
+    assert int(first.split()[0]) > 3, "kernels are among what the key is made of"
     assert names(path) == ["jit_torch_begin", "jit_torch_finish"]
+
+
+FRESH = """
+import sys, torch
+before = set(sys.modules)
+import cce_torch
+new = {x.split(".")[0] for x in set(sys.modules) - before}
+assert new == {"cce_torch", "cce_kernels"}, new
+assert "jax" not in sys.modules, "JAX"
+assert "torch._dynamo" not in sys.modules, "the compiler"
+import cce_torch.in_torch.rule
+assert "torch._inductor.compile_fx" not in sys.modules, "the compiler for in_torch"
+torch.manual_seed(0)
+e, c, t = torch.randn(5, 4, requires_grad=True), torch.randn(9, 4), torch.arange(5)
+cce_torch.linear_cross_entropy(e, c, t, impl="reference").backward()
+assert "jax" not in sys.modules, "JAX for impl='reference'"
+step = torch.compile(lambda: cce_torch.linear_cross_entropy(e, c, t, num_items=7), backend="aot_eager", fullgraph=True)
+step().backward()
+assert "jax" in sys.modules
+"""
+
+DELETED = """
+e, c, t = torch.ones(5, 4), torch.ones(9, 4), torch.arange(5)
+for _ in range(3):
+    cce_torch.linear_cross_entropy(e, c, t, shift=1, label_smoothing=0.1, impl="chunked")
+    for x in jax.live_arrays():
+        x.delete()
+"""
+ASKED = {  # what JAX is asked, by what ran before
+    "jax_devices.start()": {"preallocate": False},
+    "os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'] = 'true'; jax_devices.start()": None,
+    "jax.config.update('jax_pjrt_client_create_options', {'preallocate': True}); jax_devices.start()": {
+        "preallocate": True
+    },
+    "jax.devices(); jax_devices.start()": None,
+    DELETED: {"preallocate": False},  # by a first call; and the user may delete all arrays of JAX
+}
+EACH = """
+import os, sys, torch
+def in_child(code):
+    child = os.fork()
+    if not child:
+        try:
+            exec(code, globals())
+            print(jax.config.jax_pjrt_client_create_options, flush=True)
+        except RuntimeError as error:
+            print(error, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+in_child(fresh)
+import jax, cce_torch
+from cce_torch.on_jax import bridge, jax_devices
+for code in codes:
+    in_child(code)
+exec(codes[-1])
+in_child(codes[-1])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_what_a_new_process_imports_and_asks_of_jax():
+    """JAX is asked to leave memory, unless the user said otherwise or it runs; also by a call, before any other use.
+
+    Importing starts nothing, and a number of items compiles before JAX is imported. In a process that was forked later
+    a call says what to do.
+    """
+    fresh = f"{FRESH}print('fresh', flush=True)\nos._exit(0)"
+    code = f"fresh, codes = {fresh!r}, {list(ASKED)!r}\n{EACH}"
+    first, *found, forked = said(started(code, XLA_PYTHON_CLIENT_PREALLOCATE=None))
+    assert first == "fresh"
+    assert found == [str(x) for x in ASKED.values()]
+    for word in ("forked", "spawn", "impl='torch_compile'"):
+        assert word in forked
 
 
 def test_the_garbage_collector_waits_while_jax_traces():

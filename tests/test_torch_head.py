@@ -1,4 +1,4 @@
-"""LinearCrossEntropyHead in one process: the layers that it is made from, and what its checkpoints hold."""
+"""The modules in one process: the layers that it is made from, and what its checkpoints hold."""
 
 import copy
 import pickle
@@ -10,10 +10,11 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from cce_torch import LinearCrossEntropyHead, linear_cross_entropy
+from cce_torch import LinearCrossEntropy, LinearCrossEntropyHead, linear_cross_entropy
 
 D, V = 4, 9
 H, T, WEIGHT = torch.randn(6, D), torch.tensor([0, 1, 2, 3, -100, 8]), torch.arange(1.0, V + 1)
+C = torch.randn(V, D)
 
 
 class Twice(nn.Linear):
@@ -123,3 +124,25 @@ def test_class_weight_moves_to_the_device_of_h():
         torch.testing.assert_close(moved(H.cuda(), T.cuda()).cpu(), want)
         assert moved.loss.class_weight.is_cuda
     assert torch.equal(moved.cpu()(H, T), want)
+
+
+# LinearCrossEntropy, and the order of the function's arguments.
+
+
+def test_the_module_is_the_function_and_copies_and_pickles():
+    expected = linear_cross_entropy(H, C, T, class_weight=WEIGHT, softcap=3.0, shift=2, label_smoothing=0.1)
+    module = LinearCrossEntropy(softcap=3.0, shift=2, class_weight=WEIGHT, label_smoothing=0.1)
+    for again in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(again(H, C, T), expected)
+    assert "softcap=3.0" in repr(module)
+    assert list(module.state_dict()) == ["class_weight"]
+    with pytest.raises(TypeError, match="sofcap"):
+        LinearCrossEntropy(sofcap=3.0)
+
+
+def test_positional_arguments_are_those_of_cut_cross_entropy():
+    targets = T.clamp(min=7)
+    loss, lse = linear_cross_entropy(H, C, targets, WEIGHT, 7, 2.0, "sum", 3, True)
+    assert lse.shape == (3,)
+    named = linear_cross_entropy(H, C, targets, bias=WEIGHT, ignore_index=7, softcap=2.0, reduction="sum", shift=3)
+    assert torch.equal(loss, named)

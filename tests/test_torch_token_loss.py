@@ -15,7 +15,6 @@ from cce_kernels.plan import choose
 from cce_torch import linear_token_loss
 from cce_torch.on_jax import bridge
 from tests.call_torch import array, in_chunks, small_blocks
-from tests.tolerance import assert_close
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 IGNORED = -100
@@ -110,16 +109,13 @@ def test_the_plan_says_whether_gradients_are_formed_in_the_forward_pass():
         torch.testing.assert_close(x, y)
 
 
-def policy_loss(leaves: dict, call: dict, **options: Any) -> Any:
-    """(e, c) -> the loss."""
-    options = {"impl": "chunked", **options}
-    return lambda e, c: ours({**leaves, "e": e, "c": c}, call, **options)[0]
-
-
 def test_a_checkpointed_loss_forms_its_gradients_once():
     leaves, call = made((40,), dtype="bfloat16", entropy=True)
     own = [leaves[k].requires_grad_() for k in ("e", "c")]
-    loss = policy_loss(leaves, call)
+
+    def loss(e, c):
+        return ours({"e": e, "c": c}, call, impl="chunked")[0]
+
     with in_chunks(16) as ran:
         want = torch.autograd.grad(loss(*own), own)
         for reentrant in (False, True):
@@ -201,29 +197,18 @@ def test_a_tensor_that_fn_closes_over_must_need_no_gradient(leaf, reduction):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("softcap", [None, 20.0])
-def test_kernels_on_a_gpu_and_a_host_that_does_not_wait(softcap):
-    leaves, call = made(
-        (4, 500), 256, 4096, "bfloat16", entropy=softcap is None, temperature=0.7, softcap=softcap, shift=1
-    )
-    there, on = on_device((leaves, call), "cuda")
+def test_on_a_gpu_the_host_does_not_wait(softcap):
+    options = {"entropy": softcap is None, "temperature": 0.7, "softcap": softcap, "shift": 1}
+    leaves, call = on_device(made((4, 500), 256, 4096, "bfloat16", **options), "cuda")
     with in_chunks(512) as ran:
-        first = results(there, on, impl="cce")
+        results(leaves, call, impl="cce")  # compiles
         assert FORMED[1] in ran
-        own = {k: x.requires_grad_() for k, x in there.items()}
+        own = {k: x.requires_grad_() for k, x in leaves.items()}
         torch.cuda.set_sync_debug_mode("error")
         try:
-            torch.autograd.grad(ours(own, on, impl="cce")[0], list(own.values()))
+            torch.autograd.grad(ours(own, call, impl="cce")[0], list(own.values()))
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        again = results(there, on, impl="cce")
-    rounded = results(leaves, call, impl="reference")
-    exact = results({k: x.double() for k, x in leaves.items()}, call, impl="reference")
-    for name, x in first.items():
-        np.testing.assert_array_equal(x, again[name], err_msg=name)
-        if name in leaves:
-            assert_close(x, exact[name], rounded[name], name)
-        else:
-            np.testing.assert_allclose(x, exact[name], rtol=1e-4, atol=1e-4, err_msg=name)
 
 
 @pytest.mark.parametrize(

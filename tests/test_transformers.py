@@ -12,8 +12,6 @@ import pytest
 import torch
 from torch._dynamo.exc import Unsupported
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import (
     BertConfig,
     BertLMHeadModel,
@@ -29,12 +27,22 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutput
 
 from cce_torch import linear_cross_entropy
-from cce_torch.in_torch import compiled
 from cce_torch.transformers import cce_patch, cce_unpatch, forward, heads
 from cce_torch.transformers.lazy_logits import LazyLogits
 from cce_torch.transformers.settings import Settings
 from tests.call_torch import array
-from tests.causal_models import B, T, V, assert_same_step, batch, small_config, small_model, step
+from tests.causal_models import (
+    B,
+    T,
+    V,
+    assert_same_step,
+    batch,
+    small_config,
+    small_model,
+    step,
+    uncompiled,  # noqa: F401  # for all tests of this file
+)
+from tests.test_functions import Largest
 from tests.tolerance import assert_close, error, roundoff
 
 WIDE = 0.3  # standard deviation of the initial weights: the logits reach the softcaps
@@ -49,14 +57,6 @@ FAMILIES = {
     "gpt2": (GPT2Config, {}),
     "mixtral": (MixtralConfig, {"output_router_logits": True}),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def uncompiled():
-    """impl="torch_compile" runs uncompiled: compiling for each shape takes most of the time."""
-    compiled._uncompilable.add("cpu")
-    yield
-    compiled._uncompilable.discard("cpu")
 
 
 def model(config_class: Any = LlamaConfig, model_class: Any = None, **changes: Any) -> Any:
@@ -88,6 +88,7 @@ def assert_trains_alike(found: Any, plain: Any, inputs: dict) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(family):
+    """A step, and in evaluation a loss without logits."""
     config, changes = FAMILIES[family]
     plain = model(config, **changes)
     found = patched(config, **changes)
@@ -96,6 +97,15 @@ def test_family(family):
     assert output.logits is None
     assert (getattr(output, "aux_loss", None) is not None) == ("output_router_logits" in changes)
     assert type(found).__name__ == type(plain).__name__
+    found.eval()
+    expected = plain.eval()(**batch()).loss
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            output, (loss, *others) = found(**batch()), found(**batch(), return_dict=False)
+        torch.testing.assert_close(output.loss, expected)
+        assert torch.equal(loss, output.loss)
+        assert output.logits is None
+        assert not any(isinstance(x, LazyLogits) for x in (*output.values(), *others))
 
 
 LABELS = batch()["labels"]
@@ -121,7 +131,7 @@ def test_arguments_behave_as_unpatched(arguments):
     assert_same_step(patched(), model(), **inputs)
 
 
-def test_labels_without_a_name():
+def test_labels_without_a_name_and_a_tuple():
     inputs = batch()
     found = patched(GPT2Config)
     place = list(inspect.signature(found.forward).parameters).index("labels")
@@ -129,12 +139,8 @@ def test_labels_without_a_name():
     output = found(*arguments)
     assert output.logits is None
     torch.testing.assert_close(output.loss, model(GPT2Config)(**inputs).loss)
-
-
-def test_a_tuple_has_none_in_place_of_the_logits():
-    loss, logits = patched()(**batch(), return_dict=False, use_cache=False)
-    assert loss.shape == ()
-    assert logits is None
+    loss, logits = found(**inputs, return_dict=False, use_cache=False)
+    assert (loss.shape, logits) == ((), None)
 
 
 def test_other_forwards_give_logits():
@@ -152,20 +158,6 @@ def test_other_forwards_give_logits():
     assert torch.equal(found(tokens).logits, plain(tokens).logits), "evaluation, no labels"
     written = found.generate(tokens, max_new_tokens=4, do_sample=False)
     assert torch.equal(written, plain.generate(tokens, max_new_tokens=4, do_sample=False))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_evaluation_has_a_loss_and_no_logits(family):
-    config, changes = FAMILIES[family]
-    found, plain = patched(config, **changes).eval(), model(config, **changes).eval()
-    expected = plain(**batch()).loss
-    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
-        with mode():
-            output, (loss, *others) = found(**batch()), found(**batch(), return_dict=False)
-        torch.testing.assert_close(output.loss, expected)
-        assert torch.equal(loss, output.loss)
-        assert output.logits is None
-        assert not any(isinstance(x, LazyLogits) for x in (*output.values(), *others))
 
 
 @pytest.mark.parametrize("items", [None, 0, 0.0, torch.tensor(0), torch.tensor(0.0)])
@@ -189,14 +181,10 @@ def test_reduction_none_gives_each_token():
     (expected.view(B, T - 1) * weight).sum().backward()
     for (name, x), y in zip(found.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(x.grad, y.grad, msg=lambda text, name=name: f"{name}: {text}")
+    assert patched(options={"reduction": "none"})(**batch(), shift_labels=LABELS.roll(-1, 1)).loss.shape == (B, T)
 
 
-def test_reduction_none_of_shifted_labels_has_all_positions():
-    found = patched(options={"reduction": "none"})
-    assert found(**batch(), shift_labels=LABELS.roll(-1, 1)).loss.shape == (B, T)
-
-
-def test_options_reach_the_loss(monkeypatch):
+def test_options_reach_the_loss_and_wrong_ones_are_named(monkeypatch):
     seen = {}
 
     def loss(*args, **kwargs):
@@ -207,6 +195,16 @@ def test_options_reach_the_loss(monkeypatch):
     options = {"impl": "reference", "memory_budget": 2e9, "precision": "high", "gradient_tolerance": 2**-7}
     patched(options=options)(**batch())
     assert {name: seen[name] for name in options} == options
+    for wrong in (
+        {"impl": "cce_exact"},
+        {"reduction": "max"},
+        {"memory_budget": -1},
+        {"precision": "low"},
+        {"gradient_tolerance": 1.0},
+        {"evaluation": True},
+    ):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
+            cce_patch(model(), **wrong)
 
 
 @pytest.mark.parametrize(
@@ -239,48 +237,18 @@ def test_default_budget_on_a_gpu(monkeypatch, compiled):
     assert seen[-1] == torch.cuda.get_device_properties(0).total_memory // 32
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"impl": "cce_exact"},
-        {"reduction": "max"},
-        {"memory_budget": -1},
-        {"precision": "low"},
-        {"gradient_tolerance": 1.0},
-        {"evaluation": True},
-    ],
-)
-def test_wrong_options(options):
-    with pytest.raises(ValueError, match=f"{next(iter(options))}="):
-        cce_patch(model(), **options)
-
-
-class _Largest(TorchDispatchMode):
-    """The most elements of any result of an operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            self.found = max(self.found, x.numel() if isinstance(x, torch.Tensor) else 0)
-        return result
-
-
 def test_no_tensor_has_the_size_of_the_logits():
     found = patched(options={"impl": "chunked"}, vocab_size=1000)
     inputs = batch(16)
-    with _Largest() as largest:
+    with Largest() as largest:
         found(**inputs).loss.backward()
-    assert largest.found < 16 * T * 1000
-    with _Largest() as largest, torch.no_grad():
+    assert largest.elements < 16 * T * 1000
+    with Largest() as largest, torch.no_grad():
         found.eval()(**inputs)
-    assert largest.found < 16 * T * 1000
-    with _Largest() as largest:
+    assert largest.elements < 16 * T * 1000
+    with Largest() as largest:
         cce_unpatch(found)(**inputs)
-    assert largest.found >= 16 * T * 1000
+    assert largest.elements >= 16 * T * 1000
 
 
 def test_type_patches_all_models_until_it_is_unpatched():
@@ -299,17 +267,13 @@ def test_type_patches_all_models_until_it_is_unpatched():
     assert before(**batch()).logits is not None
     with pytest.raises(ValueError, match="LlamaForCausalLM is not patched"):
         cce_unpatch("llama")
-
-
-def test_type_by_its_config():
-    """As with cut_cross_entropy, whose next arguments are impl and reduction."""
-    plain = model()
-    assert cce_patch(plain.config, "torch_compile", "sum") is LlamaForCausalLM
+    of_type = before.config  # as with cut_cross_entropy, whose next arguments are impl and reduction
+    assert cce_patch(of_type, "torch_compile", "sum") is LlamaForCausalLM
     try:
-        loss = plain(**batch()).loss
+        loss = before(**batch()).loss
     finally:
-        cce_unpatch(plain.config)
-    torch.testing.assert_close(loss, plain(**batch()).loss * (LABELS[:, 1:] != -100).sum())
+        cce_unpatch(of_type)
+    torch.testing.assert_close(loss, before(**batch()).loss * (LABELS[:, 1:] != -100).sum())
 
 
 def test_unpatch_gives_back_the_model():
@@ -324,36 +288,31 @@ def test_unpatch_gives_back_the_model():
         cce_unpatch(found)
 
 
-def test_copies_and_pickles_are_patched(tmp_path):
+def test_copies_and_pickles_are_patched_and_saved_models_load_unpatched(tmp_path):
     found = patched()
     torch.save(found, tmp_path / "model")
-    for other in (
-        copy.deepcopy(found),
-        pickle.loads(pickle.dumps(found)),
-        torch.load(tmp_path / "model", weights_only=False),
-    ):
+    found.save_pretrained(tmp_path / "saved")
+    expected = found(**batch()).loss
+    loaded = torch.load(tmp_path / "model", weights_only=False)
+    for other in (copy.deepcopy(found), pickle.loads(pickle.dumps(found)), loaded):
         assert type(other) is type(found)
         assert other.lm_head is not found.lm_head
         output = other(**batch())
         assert output.logits is None
-        assert torch.equal(output.loss, found(**batch()).loss)
-
-
-def test_saved_models_load_unpatched(tmp_path):
-    found = patched()
-    found.save_pretrained(tmp_path)
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path).train()
+        assert torch.equal(output.loss, expected)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved").train()
     assert loaded.config.architectures == ["LlamaForCausalLM"]
-    torch.testing.assert_close(loaded(**batch()).loss, found(**batch()).loss)
+    output = loaded(**batch())
+    assert output.logits is not None
+    torch.testing.assert_close(output.loss, expected)
 
 
 def test_a_resized_head_stays_patched():
     found = patched()
     found.resize_token_embeddings(V + 6)
-    inputs = batch()
-    output = found(**inputs)
+    output = found(**batch())
     assert output.logits is None
-    torch.testing.assert_close(output.loss, cce_unpatch(found)(**inputs).loss)
+    torch.testing.assert_close(output.loss, cce_unpatch(found)(**batch()).loss)
 
 
 @pytest.mark.parametrize("rows", [V - 7, V + 9])

@@ -2,8 +2,6 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,14 +14,15 @@ from transformers import Gemma2Config
 
 from cce_torch import LinearCrossEntropyHead
 from cce_torch.transformers import cce_patch, cce_unpatch
+from tests import gloo
 from tests.call_torch import array
 from tests.causal_models import batch, small_config, small_model
 from tests.causal_models import step as whole_step
-from tests.test_torch_distributed import gathered, in_processes
+from tests.gloo import fsdp1, gathered, in_processes, whole_gradients
 from tests.tolerance import assert_close
 
 peft = pytest.importorskip("peft")
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+pytestmark = gloo.needed
 
 ROWS = 4
 COUNT = int((batch(ROWS)["labels"][:, 1:] != -100).sum())
@@ -56,7 +55,7 @@ def expected(**options: Any) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]
     return [whole_step(model(**options).to(dtype), **batch(ROWS)) for dtype in (torch.float64, torch.float32)]
 
 
-def assert_as_in_one_process(what: str, wrapped: Any, gradients: Callable, split: bool = True, **options: Any) -> None:
+def assert_as_in_one_process(what: str, wrapped: Any, split: bool = True, **options: Any) -> None:
     """split: each process has its part of the batch, and the gradients are means over the processes."""
     processes, rank = dist.get_world_size(), dist.get_rank()
     rows = slice(rank * ROWS // processes, (rank + 1) * ROWS // processes) if split else slice(None)
@@ -68,36 +67,18 @@ def assert_as_in_one_process(what: str, wrapped: Any, gradients: Callable, split
     (truth, truths), (reference, references) = expected(**options)
     mean = torch.stack(gathered(output.loss.detach())).mean()
     assert_close(array(mean), array(truth), array(reference), f"{what}: loss")
-    with gradients(wrapped) as found:
-        assert found.keys() == truths.keys(), what
-        for name, x in found.items():
-            assert_close(array(x), array(truths[name]), array(references[name]), f"{what}: {name}")
+    found = whole_gradients(wrapped)
+    assert found.keys() == truths.keys(), what
+    for name, x in found.items():
+        assert_close(array(x), array(truths[name]), array(references[name]), f"{what}: {name}")
 
 
-@contextmanager
-def gradients(wrapped: Any) -> Iterator[dict[str, torch.Tensor]]:
-    found = {name.removeprefix("module."): p.grad for name, p in wrapped.named_parameters() if p.requires_grad}
-    yield {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in found.items()}
-
-
-@contextmanager
-def gradients_of_fsdp1(wrapped: Any) -> Iterator[dict[str, torch.Tensor]]:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    with FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True):
-        named = {name.replace("_fsdp_wrapped_module.", ""): p for name, p in wrapped.named_parameters()}
-        yield {name: p.grad for name, p in named.items() if p.requires_grad}
-
-
-def fsdp1(module: Any, parts: set | None, **options: Any) -> Any:
+def units_of_fsdp1(module: Any, parts: set | None, **options: Any) -> Any:
     """The modules of the given types are units, or, without types, all large modules are."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
     large: Any = functools.partial(size_based_auto_wrap_policy, min_num_params=3000)
-    options = {"use_orig_params": True, "device_id": torch.device("cpu"), **options}
-    policy = ModuleWrapPolicy(parts) if parts else large
-    return FullyShardedDataParallel(module, auto_wrap_policy=policy, **options)
+    return fsdp1(module, auto_wrap_policy=ModuleWrapPolicy(parts) if parts else large, **options)
 
 
 def fsdp2(module: Any, *parts: Any) -> Any:
@@ -112,29 +93,24 @@ def fsdp2(module: Any, *parts: Any) -> Any:
 def check_data_parallel() -> None:
     layer = type(model().model.layers[0])
     for options in ({}, {"tie_word_embeddings": True}, {"saved": True}):
-        what = f"{options}"
-        check = functools.partial(assert_as_in_one_process, **options)
-        check(f"DDP {what}", DistributedDataParallel(patched(**options)), gradients)
-        check(f"FSDP1 {what}", fsdp1(patched(**options), {layer}), gradients_of_fsdp1)
-        made = patched(**options)
-        check(f"FSDP2 {what}", fsdp2(made, *[x for x in made.modules() if isinstance(x, layer)]), gradients)
-        if "tie_word_embeddings" in options:
-            continue  # the head cannot be a group of its own
-        made = patched(**options)
-        inner = made.base_model.model if options else made
-        check(f"FSDP2, the head by itself {what}", fsdp2(made, inner.lm_head, *inner.model.layers), gradients)
-        made = patched(**options)
-        head = made.base_model.model.lm_head.modules_to_save["default"] if options else made.lm_head
-        check(f"FSDP1, the head by itself {what}", fsdp1(made, {layer, type(head)}), gradients_of_fsdp1)
-
-    made = model()
-    made = fsdp2(made, made.lm_head, *made.model.layers)
-    assert_as_in_one_process("FSDP2, patched after", cce_patch(made, impl="torch_compile"), gradients)
-    made = model()
-    made = cce_patch(fsdp1(made, {layer, type(made.lm_head)}), impl="torch_compile")
-    assert_as_in_one_process("FSDP1, patched after", made, gradients_of_fsdp1)
-    made = DistributedDataParallel(model())
-    assert_as_in_one_process("DDP, patched after", cce_patch(made, impl="torch_compile"), gradients)
+        made = [patched(**options) for _ in range(5)]
+        inner = [x.base_model.model if "saved" in options else x for x in made]
+        ways = {"DDP": DistributedDataParallel(made[0]), "FSDP1": units_of_fsdp1(made[1], {layer})}
+        ways["FSDP2"] = fsdp2(made[2], *inner[2].model.layers)
+        if "tie_word_embeddings" not in options:  # else the head cannot be a group of its own
+            ways["FSDP2, the head by itself"] = fsdp2(made[3], inner[3].lm_head, *inner[3].model.layers)
+            head = inner[4].lm_head.modules_to_save["default"] if options else inner[4].lm_head
+            ways["FSDP1, the head by itself"] = units_of_fsdp1(made[4], {layer, type(head)})
+        for how, wrapped in ways.items():
+            assert_as_in_one_process(f"{how}, {options}", wrapped, **options)
+        if "saved" not in options:
+            assert cce_unpatch(ways["FSDP2"])(**batch()).logits is not None
+    plain = [model() for _ in range(3)]
+    after = {"FSDP2": fsdp2(plain[0], plain[0].lm_head, *plain[0].model.layers)}
+    after["FSDP1"] = units_of_fsdp1(plain[1], {layer, type(plain[1].lm_head)})
+    after["DDP"] = DistributedDataParallel(plain[2])
+    for how, wrapped in after.items():
+        assert_as_in_one_process(f"{how}, patched after", cce_patch(wrapped, impl="torch_compile"))
 
 
 def check_mixed_precision_of_fsdp1() -> None:
@@ -156,26 +132,20 @@ def check_mixed_precision_of_fsdp1() -> None:
         return torch.stack(found)
 
     parts = {type(model().model.layers[0]), torch.nn.Linear}
-    truth = losses(fsdp1(model(), parts), patched=False)
-    reference = losses(fsdp1(model(), parts, mixed_precision=rounded), patched=False)
+    truth = losses(units_of_fsdp1(model(), parts), patched=False)
+    reference = losses(units_of_fsdp1(model(), parts, mixed_precision=rounded), patched=False)
     allowed = 2 * (reference - truth).abs() + 2**-8
     for flat in (True, False):
         options = {"use_orig_params": not flat, "mixed_precision": rounded}
         for what, made in {
-            "types": fsdp1(patched(), {*parts, type(patched().lm_head)}, **options),
-            "sizes": fsdp1(patched(), None, **options),
-            "patched after": cce_patch(fsdp1(model(), parts, **options), impl="torch_compile"),
+            "types": units_of_fsdp1(patched(), {*parts, type(patched().lm_head)}, **options),
+            "sizes": units_of_fsdp1(patched(), None, **options),
+            "patched after": cce_patch(units_of_fsdp1(model(), parts, **options), impl="torch_compile"),
         }.items():
             found = losses(made, patched=True)
             assert ((found - truth).abs() <= allowed).all(), (what, flat, found, reference, truth)
             assert type(cce_unpatch(made).lm_head) is FullyShardedDataParallel
             assert made(**batch()).logits is not None
-
-
-def check_unpatched_after_fsdp() -> None:
-    made = patched()
-    made = fsdp2(made, made.lm_head)
-    assert cce_unpatch(made)(**batch()).logits is not None
 
 
 def check_tensor_parallelism() -> None:
@@ -184,9 +154,9 @@ def check_tensor_parallelism() -> None:
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     made: Any = parallelize_module(patched(), mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
-    assert_as_in_one_process("columns of the head", made, gradients, split=False)
+    assert_as_in_one_process("columns of the head", made, split=False)
     made.lm_head.register_forward_hook(lambda *_: None)
-    assert_as_in_one_process("and a hook", made, gradients, split=False)
+    assert_as_in_one_process("and a hook", made, split=False)
     for reduction in ("mean", "none"):
         found = cce_patch(model(), impl="torch_compile", reduction=reduction)
         head = LinearCrossEntropyHead(4, 8, reduction=reduction)
@@ -210,9 +180,9 @@ def check_tensor_parallelism_of_transformers(folder: str) -> None:
     cce_patch("gemma2", impl="torch_compile")
     try:
         made = load()
-        assert_as_in_one_process("tp_plan", made, gradients, split=False)
+        assert_as_in_one_process("tp_plan", made, split=False)
         cce_patch(made, impl="torch_compile")
-        assert_as_in_one_process("tp_plan, and the model patched too", made, gradients, split=False)
+        assert_as_in_one_process("tp_plan, and the model patched too", made, split=False)
         cce_unpatch(made)
     finally:
         cce_unpatch("gemma2")
@@ -222,11 +192,4 @@ def check_tensor_parallelism_of_transformers(folder: str) -> None:
 def test_two_processes(tmp_path):
     model().save_pretrained(tmp_path)
     of_transformers = functools.partial(check_tensor_parallelism_of_transformers, str(tmp_path))
-    in_processes(
-        2,
-        check_data_parallel,
-        check_mixed_precision_of_fsdp1,
-        check_unpatched_after_fsdp,
-        check_tensor_parallelism,
-        of_transformers,
-    )
+    in_processes(2, check_data_parallel, check_mixed_precision_of_fsdp1, check_tensor_parallelism, of_transformers)

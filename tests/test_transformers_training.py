@@ -6,20 +6,20 @@ import pytest
 import torch
 from transformers import LlamaConfig, Trainer, TrainerCallback, TrainingArguments
 
-from cce_torch.in_torch import compiled
 from cce_torch.transformers import cce_patch, cce_unpatch
-from tests.causal_models import T, V, assert_same_step, batch, small_config, small_model, step
+from tests.causal_models import (
+    T,
+    V,
+    assert_same_step,
+    batch,
+    small_config,
+    small_model,
+    step,
+    uncompiled,  # noqa: F401  # for all tests of this file
+)
 
 peft = pytest.importorskip("peft")
 accelerate = pytest.importorskip("accelerate")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def uncompiled():
-    """impl="torch_compile" runs uncompiled: compiling for each shape takes most of the time."""
-    compiled._uncompilable.add("cpu")
-    yield
-    compiled._uncompilable.discard("cpu")
 
 
 @pytest.fixture(autouse=True)

@@ -16,10 +16,13 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl.kernels import ChunkedLogProbFunction
+from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
 import cce_torch.trl
+from cce_torch import linear_divergence
 from tests import tolerance
 from tests.pages import ROOT
+from tests.test_torch_divergence import given as of_teacher
 
 OUTPUTS = cce_torch.trl.OUTPUTS
 RESULTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -228,6 +231,19 @@ def test_options_are_checked_and_replaced(monkeypatch):
     assert options.items() <= found.items()
     cce_torch.trl.unpatch()
     assert trl.trainer.utils._ChunkedLogProbFunction is ChunkedLogProbFunction
+
+
+@pytest.mark.parametrize(("kind", "beta"), [("forward_kl", 0.0), ("reverse_kl", 1.0), ("jsd", 0.3)])
+def test_a_divergence_of_trl(kind, beta):
+    share = {"beta": beta} if kind == "jsd" else {}
+    x = of_teacher(divergence=kind, temperature=0.8, softcap=3.0, reduction="none", return_entropy=True, **share)
+    of_trl = ChunkedDivergenceFunction.apply(
+        x["e"], x["c"], None, x["teacher_e"], x["teacher_c"], None, beta, 0.8, 1.0, 3.0
+    )
+    both = [(value, entropy.detach()) for value, entropy in (linear_divergence(**x), of_trl)]
+    torch.testing.assert_close(*both, rtol=1e-4, atol=1e-5)
+    found = (torch.autograd.grad(value.mean(), (x["e"], x["c"])) for value, _ in both)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
 
 
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(61))]
