@@ -274,7 +274,7 @@ EXPONENTIALS = {
     # By more than 30 nats, from where on exponentials are relative to lse; and by 90, where they overflow.
     "of rows whose largest logit is far above their targets": [
         *calls(OF_BIAS, *ABOVE, Data(masked=40)),
-        *calls(OF_BIAS, *ABOVE, label_smoothing=0.1, vocab_axis=1),
+        *calls(OF_BIAS, *ABOVE, vocab_axis=1, vocabulary=229),
     ],
     # The interpreter's tiles of 32 columns end with V. Rows of saved exponentials end 32 columns later.
     "where a whole tile lies beyond the vocabulary": calls(SAVED, vocabulary=32),
