@@ -150,6 +150,7 @@ def all_rows_are_saved_or_none(plan: Plan) -> None:
     else:
         assert rows == tokens or (plan.finds_ignored and rows == up(tokens, 8))
     assert plan.saved in (0, rows)
+    assert not plan.saved or plan.request.dtype == "bfloat16"
     if plan.request.wanted is None:
         assert plan.gradients is None
         assert plan.saved == 0

@@ -38,6 +38,7 @@ from tests.search.calls import (
     IN_JAX,
     IN_TORCH,
     INDEX_TYPES,
+    LOG_PROBS,
     MODES,
     SETTINGS,
     SHARED,
@@ -236,6 +237,16 @@ def test_on_hopper_the_forward_pass_forms_gradients_of_the_entropy(in_chunks):
     program = replace(SPARSE, function="linear_token_loss", fn="bonus", entropy=True, leading=(304,), temperatures=True)
     assert not failures(Call(replace(program, vocabulary=640, vocab_axis=1), Data(ignored="few")))
     assert set(formed) == {"hopper"}
+
+
+@INTERPRETED
+@pytest.mark.parametrize("memory_budget", [0, 2**40])
+def test_on_hopper_the_entropy_of_each_token(memory_budget, both):
+    """From logits that are computed again, and from saved exponentials."""
+    program = replace(SPARSE, function=LOG_PROBS, entropy=True, objective=("log_probs", "lse", "entropy"))
+    program = replace(program, leading=(304,), vocabulary=640, temperatures=True, logit_scale=1.5)
+    program = replace(program, softcap=None if memory_budget else 5.0, vocab_axis=int(memory_budget > 0))
+    assert not failures(Call(replace(program, memory_budget=memory_budget), Data(ignored="few")))
 
 
 CAPPED = replace(SPARSE, arrays=("class_weight",), softcap=20.0, logit_scale=1.3, z_loss=1e-3)
