@@ -16,7 +16,7 @@ from cce_kernels.block_sparse import DC_BLOCK, DE_BLOCK, PART, Shape
 from cce_kernels.device import H200
 from cce_kernels.engines.engine import Multiplying, Part, Problem, Step
 from cce_kernels.engines.hopper import HOPPER
-from cce_kernels.engines.hopper.tiles import DC, LOGITS, SPARSE_DE, SUMMED
+from cce_kernels.engines.hopper.tiles import LOGITS, SPARSE_DE, SUMMED
 from cce_kernels.exponentials import saved_shape
 from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs, Wanted
@@ -115,14 +115,6 @@ def test_de_of_the_kept_blocks(tokens, splits, vocab_axis, tile, adding_copies, 
     assert not sums[:, DE_BLOCK.tokens : 2 * DE_BLOCK.tokens].any(), "where no block is kept"
 
 
-def test_de_without_tokens():
-    request, p = request_of(304, WIDTH, 640, 0), jnp.full((304, 640), jnp.nan, BF16)
-    inputs = Inputs(*(jnp.zeros((n, WIDTH), BF16) for n in (304, 640)), None, jnp.zeros(304, jnp.int32))
-    step = Multiplying(HOPPER, SPARSE_DE[0], None, Windows.whole(640, beyond=True))
-    of = HOPPER.products(step, Problem(request, SMALL, inputs), None, jnp.zeros(1, jnp.int32), jnp.zeros((4, 12), bool))
-    assert np.asarray(of.add_de(None, p, ALL_COLUMNS)).shape == (304, WIDTH)
-
-
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 @pytest.mark.parametrize(("columns", "vocab_axis"), [(256, 0), (192, 1)])
 def test_dc_of_the_kept_blocks_summed_over_chunks(columns, vocab_axis, capsys):
@@ -178,16 +170,6 @@ def test_dc_of_the_kept_blocks_summed_over_chunks(columns, vocab_axis, capsys):
     assert np.linalg.norm(found - want) <= 1.05 * np.linalg.norm(of_rounding)
     assert not found[256:512].any(), "what no chunk keeps"
     assert "RACE" not in capsys.readouterr().out
-
-
-def test_a_float32_dc_leaves_out_nothing(adding_copies):  # noqa: F811
-    tokens, width, vocabulary = 136, 128, 320
-    draw, request = np.random.default_rng(0), replace(request_of(tokens, width, vocabulary, 0), wide_dc=True)
-    p, e = (jnp.asarray(draw.normal(size=(tokens, n)), BF16) for n in (vocabulary, width))
-    _, kept = drawn_blocks(draw, request, 0.2)
-    part = Part(p, e, None, jnp.full(1, tokens, jnp.int32), jnp.asarray(kept))
-    dc, _ = HOPPER.sum_dc(Step(HOPPER, DC[2]), request, SMALL, jnp.zeros((vocabulary, width)), None, part)
-    np.testing.assert_allclose(dc, np.float64(p).T @ np.float64(e), rtol=0, atol=1e-4)
 
 
 def test_where_jax_has_64_bits_the_kernels_lower_the_same():

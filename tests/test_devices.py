@@ -21,7 +21,7 @@ from tests.devices.meshes import MODES, Layout, gradient_of
 from tests.lowering import for_hopper, kernels, mesh_of_gpus
 
 ROOT = Path(__file__).parents[1]
-GROUPS = {"options": ("layouts", "errors", "options", "log_probs", "divergence"), "in_forward": ("in_forward",)}
+GROUPS = {"options": ("layouts", "errors", "options", "log_probs"), "in_forward": ("in_forward",)}
 
 
 @pytest.mark.parametrize("group", GROUPS)

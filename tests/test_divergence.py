@@ -59,7 +59,7 @@ def test_a_large_column_of_the_gradient_does_not_make_the_others_coarser(impl):
     assert error(gradient(impl, "bfloat16"), want) <= 2 * error(rounded, want)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_de_of_any_width_waits_for_any_factor(seed):
     """It is off by half a step of its block, and by the rounding of the result."""
     rng = np.random.default_rng(seed)
@@ -139,51 +139,31 @@ def test_the_reference_does_not_round_the_gradient_of_a_wide_classifier_to_the_t
 
 
 def test_nothing_but_the_student_has_a_gradient():
-    names = "teacher_e", "teacher_c", "token_weight", "temperature"
-    arrays = FIXED | {"token_weight": jnp.ones(40), "temperature": jnp.ones(40)}
-
-    def run(given):
-        return loss(**{**arrays, **given})
-
+    others = {name: FIXED[name] for name in ("teacher_e", "teacher_c")}
+    others |= dict.fromkeys(("token_weight", "temperature"), jnp.ones(40))
     for impl in ("chunked", "reference"):
-        found = jax.grad(lambda given, impl=impl: loss(**{**arrays, **given, "impl": impl}))(
-            {name: arrays[name] for name in names}
-        )
+        found = jax.grad(lambda given, impl=impl: loss(**given, impl=impl))(others)
         assert not any(np.any(x) for x in found.values())
 
 
 @pytest.mark.parametrize(
-    ("dtype", "reduction", "products"), [("float32", "mean", 4), ("bfloat16", "mean", 4), ("bfloat16", "none", 6)]
+    ("wanted", "reduction", "products"),
+    [((0, 1), "mean", 4), ((0,), "mean", 3), ((1,), "mean", 3), ((), "mean", 2), ((0, 1), "none", 6)],
 )
-def test_what_a_program_multiplies_and_holds(dtype, reduction, products):
+def test_what_a_program_multiplies_and_holds(wanted, reduction, products):
     """Three matmuls of the student and one of the teacher in a chunk, and no logits of all tokens.
 
-    "none" computes the two logits first, and again.
+    "none" computes the two logits first, and again. What is frozen costs no matmul.
     """
-    tokens, vocabulary = 320, 200
-    of = jax.ShapeDtypeStruct
-    e, c, teacher = (
-        of((tokens, 16), dtype),
-        of((vocabulary, 16), dtype),
-        (of((tokens, 8), dtype), of((vocabulary, 8), dtype)),
-    )
+    shapes = (jax.ShapeDtypeStruct(x, "bfloat16") for x in ((320, 16), (200, 16), (320, 8), (200, 8)))
 
-    def objective(e, c, teacher):
-        return jnp.sum(linear_divergence(e, c, *teacher, impl="chunked", memory_budget=0, reduction=reduction))
+    def objective(*given):
+        return jnp.sum(linear_divergence(*given, impl="chunked", memory_budget=0, reduction=reduction))
 
-    traced = jax.make_jaxpr(jax.grad(objective, (0, 1)))(e, c, teacher).jaxpr
+    traced = jax.make_jaxpr(jax.grad(objective, wanted) if wanted else objective)(*shapes).jaxpr
     found = list(equations(traced))
     assert sum(x.primitive.name == "dot_general" for x in found) == products
-    shapes = {y.aval.shape for x in found for y in x.outvars if hasattr(y.aval, "shape")}
-    assert not any(tokens * vocabulary <= np.prod(shape) for shape in shapes)
-
-
-def test_a_frozen_argument_costs_no_matmul():
-    for names, products in (((0,), 3), ((1,), 3), ((), 2)):
-        e, c = FIXED["e"], FIXED["c"]
-        run = jax.grad(lambda e, c: loss(e=e, c=c), names) if names else lambda e, c: loss(e=e, c=c)
-        found = [x for x in equations(jax.make_jaxpr(run)(e, c).jaxpr) if x.primitive.name == "dot_general"]
-        assert len(found) == products
+    assert max(y.aval.size for x in found for y in x.outvars if hasattr(y.aval, "size")) < 320 * 200
 
 
 def given_of(request: Request, of_teacher: Head, seed: int = 0, make: Any = None) -> Given:

@@ -1,7 +1,6 @@
 """Gradients that are formed in the forward pass, in chunks of tokens, and the format in which dc is summed."""
 
 import random
-import re
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -16,10 +15,9 @@ from hypothesis import strategies as st
 
 from cce_jax import linear_cross_entropy
 from cce_kernels import blocks as ways
-from cce_kernels.block_floats import LARGEST, block_of, decode, decoded, encode, step_of, steps_shape
+from cce_kernels.block_floats import LARGEST, block_of, decode, decoded, steps_shape
 from cce_kernels.device import INTERPRETER
 from cce_kernels.engines.engine import Part, Step
-from cce_kernels.engines.hopper import MOSAIC
 from cce_kernels.engines.triton import TRITON
 from cce_kernels.engines.triton.tiles import TileConfig
 from cce_kernels.engines.xla import XLA
@@ -34,9 +32,7 @@ from tests.nightly import draws
 from tests.search import calls as search
 from tests.search.calls import LEAVES, Data, Program, losses
 from tests.search.run import failures
-from tests.test_plan import drawn
 from tests.test_structure import equations
-from tests.test_transforms import NESTED
 from tests.tolerance import assert_rounded
 
 BOTH = Wanted(True, True, False)
@@ -66,23 +62,6 @@ def chunks_of(tokens, width, vocabulary, dtype, memory_budget, wanted=BOTH, gpu=
     request = Request(tokens, width, vocabulary, dtype, Head(), False, wanted, memory_budget, one_factor=True)
     how = plan_of(request, gpu, impl).in_forward
     return None if how is None else how.chunks
-
-
-@pytest.mark.parametrize("size", [1, 7, 300])
-@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
-def test_a_block_is_rounded_to_its_largest_number(size, scale):
-    x = jnp.asarray(np.random.default_rng(size).normal(size=size) * scale, jnp.float32)
-    step = step_of(jnp.max(jnp.abs(x)))
-    found = decode(encode(x, 1 / step, jnp.bfloat16), step)
-    np.testing.assert_allclose(found, x, rtol=0, atol=0.505 * float(step))
-    assert float(step) <= 1.001 * float(jnp.max(jnp.abs(x))) / 32766
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_block_with_a_number_that_is_not_finite_has_no_finite_number(bad):
-    x = jnp.asarray([1.0, bad, 0.0, -3.0])
-    step = step_of(jnp.max(jnp.abs(x)))
-    assert not np.isfinite(decode(encode(x, 1 / step, jnp.bfloat16), step)).any()
 
 
 def test_memory_that_nothing_wrote_counts_as_zeros():
@@ -234,7 +213,7 @@ def any_chunks(monkeypatch):
     return take
 
 
-@pytest.mark.parametrize(("impl", "number"), [*(("chunked", k) for k in range(5)), *(("cce", k) for k in range(3))])
+@pytest.mark.parametrize(("impl", "number"), [*(("chunked", k) for k in range(4)), ("cce", 0), ("cce", 2)])
 def test_any_chunks_are_right(impl, number, any_chunks):
     """Of Triton by its kernels, interpreted. XLA multiplies what they store by c if that has no more columns than V."""
     call = next(islice(losses(1, "jax"), number, None))
@@ -249,43 +228,32 @@ def test_any_chunks_are_right(impl, number, any_chunks):
     assert used
 
 
-@pytest.mark.parametrize("vocabulary", [157, 160])
-def test_chunks_of_triton_beside_every_option(vocabulary, any_chunks):
-    arrays, used = ("bias", "class_weight", "token_weight"), any_chunks(vocabulary)
-    program = Program(leading=(70,), width=40, vocabulary=vocabulary, dtype="bfloat16", arrays=arrays)
+def test_chunks_of_triton_beside_every_option(any_chunks):
+    arrays, used = ("bias", "class_weight", "token_weight"), any_chunks(157)
+    program = Program(leading=(70,), width=40, vocabulary=157, dtype="bfloat16", arrays=arrays)
     program = replace(program, wanted=("e", "c", "bias", "token_weight"), vocab_axis=1, memory_budget=2**40)
     assert not failures(search.Call(replace(program, label_smoothing=0.2, logit_scale=1.3), Data(ignored="few")))
     assert used
 
 
-OF_ENTROPY = Program(function="linear_token_loss", fn="bonus", entropy=True, dtype="bfloat16", leading=(260,), width=16)
-OF_ENTROPY = replace(OF_ENTROPY, memory_budget=2**40)
-OF_TOKENS = Data(ignored="most"), Data(size=2.0), Data(size=0.01), Data(kind="confident", size=20.0)
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        replace(OF_ENTROPY, vocab_axis=1, temperatures=True),
-        replace(OF_ENTROPY, logit_scale=1.3, vocabulary=330, arrays=("bias",), wanted=("e", "c", "bias")),
-    ],
-    ids=["temperatures", "bias"],
-)
-def test_gradients_of_the_entropy_from_exponentials(program):
+def test_gradients_of_the_entropy_from_exponentials():
     """Those of a chunk, and where each token has a cotangent of its own those that are saved."""
+    program = Program(
+        function="linear_token_loss", fn="bonus", entropy=True, dtype="bfloat16", leading=(260,), width=16
+    )
+    program = replace(program, memory_budget=2**40, vocab_axis=1, temperatures=True, arrays=("bias",))
+    program = replace(program, wanted=("e", "c", "bias"))
+    of_tokens = Data(ignored="most"), Data(size=2.0), Data(size=0.01), Data(kind="confident", size=20.0)
     with mock.patch.object(ways, "form", wraps=ways.form) as begun:
         forget()
-        assert not [words for data in OF_TOKENS for words in failures(search.Call(program, data))]
+        assert not [words for data in of_tokens for words in failures(search.Call(program, data))]
         assert begun.called
     program = replace(program, function="linear_log_probs", fn="", objective=("log_probs", "lse", "entropy"))
-    assert not [words for data in OF_TOKENS for words in failures(search.Call(program, data))]
+    assert not [words for data in of_tokens for words in failures(search.Call(program, data))]
 
 
-@pytest.mark.parametrize("softcap", [None, 5.0])
-def test_de_for_any_cotangents_has_the_temperature(softcap):
-    program = Program(
-        function="linear_log_probs", dtype="bfloat16", memory_budget=2**40, wanted=("e",), softcap=softcap
-    )
+def test_de_for_any_cotangents_has_the_temperature():
+    program = Program(function="linear_log_probs", dtype="bfloat16", memory_budget=2**40, wanted=("e",), softcap=5.0)
     program = replace(program, temperatures=True, logit_scale=1.3, objective=("log_probs", "lse"))
     with mock.patch.object(ways, "de_of_any_cotangents", wraps=ways.de_of_any_cotangents) as formed:
         forget()
@@ -293,13 +261,12 @@ def test_de_for_any_cotangents_has_the_temperature(softcap):
     assert formed.called
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_triton_multiplies_by_any_factor_and_again(smoothing):
+def test_triton_multiplies_by_any_factor_and_again():
     """The backward pass writes over what it reads, but not over what another backward pass will read."""
     draw = np.random.default_rng(0)
     e, c = (jnp.asarray(draw.normal(size=shape), jnp.bfloat16) for shape in ((60, 20), (157, 20)))
     targets = np.where(np.arange(60) % 5 == 0, -100, draw.integers(0, 157, 60))
-    loss = partial(linear_cross_entropy, targets=targets, impl="cce", label_smoothing=smoothing)
+    loss = partial(linear_cross_entropy, targets=targets, impl="cce", label_smoothing=0.1)
     with mock.patch.object(choose, "fastest_chunks", return_value=Chunks(3, 24)):
         forget()
         pullback = jax.vjp(loss, e, c)[1]
@@ -328,21 +295,6 @@ def test_ignored_tokens_have_no_part_in_the_gradient_of_the_bias():
         assert np.linalg.norm(np.float64(x) - y) <= 2**-7 * np.linalg.norm(y)
 
 
-def dots(function, *arguments) -> int:
-    return len(re.findall(r" dot\(", jax.jit(function).lower(*arguments).compile().as_text()))
-
-
-def test_the_logits_are_computed_once():
-    """Three matmuls a chunk for both gradients, two for one, one for evaluation."""
-    shapes = jax.ShapeDtypeStruct((2048, 512), jnp.float32), jax.ShapeDtypeStruct((1000, 512), jnp.float32)
-    loss = partial(linear_cross_entropy, targets=np.zeros(2048, np.int32), impl="chunked")
-    assert dots(loss, *shapes) == 1
-    assert dots(jax.grad(loss, (0, 1)), *shapes) == 3
-    assert dots(jax.grad(loss, 0), *shapes) == 2
-    assert dots(jax.grad(loss, 1), *shapes) == 2
-    assert dots(jax.grad(jax.checkpoint(loss), (0, 1)), *shapes) == 3
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_loss_whose_lse_has_a_cotangent_too(dtype):
     """Their parts nearly cancel. So a gradient whose parts are rounded before they are added has too large an error."""
@@ -365,40 +317,10 @@ def test_a_loss_whose_lse_has_a_cotangent_too(dtype):
         assert_rounded(*compared, name, roundings=2)
 
 
-@pytest.mark.parametrize("chunk", range(2))
-def test_drawn_plans_hold_no_more_than_their_budget(chunk):
-    """tests/test_plan.py's calls, whose cotangents are now known up to one factor."""
-    rng, found = np.random.default_rng(chunk), dict.fromkeys(("hopper", "xla"), 0)
-    for _ in range(1200):
-        request, gpu, impl = drawn(rng)
-        request = replace(request, one_factor=True)
-        try:
-            plan = plan_of(request, gpu, impl)
-        except ValueError:  # no engine of this impl
-            continue
-        if (how := plan.in_forward) is None:
-            continue
-        found["xla" if plan.forward is None else "hopper"] += 1
-        chunks, tokens = how.chunks, how.chunks.size
-        assert chunks.rows >= request.tokens > chunks.rows - tokens - 8, "no chunk is empty if all tokens are kept"
-        block = how.dc.engine.columns_of_a_step(how.dc) if plan.request.sums_dc_in_16_bits else 1
-        steps = 4 * request.vocabulary * -(-request.width // block) * plan.request.sums_dc_in_16_bits
-        if plan.forward is None:
-            held = tokens * request.vocabulary * (request.sum_itemsize + request.itemsize)
-        else:
-            sums = 4 * how.products.splits * tokens * request.width * request.wanted.e
-            held = 2 * tokens * request.vocabulary + 4 * tokens * request.width + sums
-        assert held + steps <= plan.held <= request.memory_budget
-    assert found["xla"] >= 10, found
-    assert found["hopper"] >= 8 or not MOSAIC, found
-
-
-@pytest.mark.parametrize("number", range(draws(6, 16)))
+@pytest.mark.parametrize("number", range(draws(3, 16)))
 @pytest.mark.parametrize("package", ["jax", "torch"])
 def test_with_a_frozen_head_the_forward_pass_forms_de_for_any_cotangents(package, number):
     """Random calls of "none" among them: no logits are computed again, and confident tokens keep their digits."""
-    if package == "torch":
-        pytest.importorskip("torch")
     call = next(islice((x for x in losses(29, "jax") if x.program.objective != ("lse",)), number, None))
     wanted = "e", *(x for x in ("token_weight",) if x in call.program.arrays)
     program = replace(
@@ -429,46 +351,10 @@ def backward_of(function, x):
     return jax.make_jaxpr(pull)(value)
 
 
-TOLERANCE = 2.0**-7
-
-
-def tolerant(tokens: int = 70, width: int = 20, vocabulary: int = 90, dtype: str = "bfloat16") -> tuple:
-    """e, c and targets."""
-    draw = np.random.default_rng(0)
-    e, c = (jnp.asarray(draw.normal(size=shape), dtype) for shape in ((tokens, width), (vocabulary, width)))
-    return e, c, np.where(np.arange(tokens) % 5 == 0, -100, draw.integers(0, vocabulary, tokens))
-
-
-@pytest.mark.parametrize(
-    ("derivative", "of_c", "impl"), zip(NESTED, (False, True, True), ("chunked", "cce", "chunked"), strict=True)
-)
-def test_every_transformation_takes_a_tolerance(derivative, of_c, impl):
-    """On a CPU nothing is left out: the plan knows no tolerance, and the bits are those of the exact gradients."""
-    e, c, targets = tolerant()
-
-    def gradient(**more):
-        def loss(x):
-            operands = (e, x) if of_c else (x, c)
-            return linear_cross_entropy(*operands, targets, impl=impl, **more)
-
-        return NESTED[derivative](loss)(c if of_c else e)
-
-    forget()
-    with mock.patch.object(ways, "form", wraps=ways.form) as begun:
-        np.testing.assert_array_equal(gradient(gradient_tolerance=TOLERANCE), gradient())
-    assert {x.args[3].request.gradient_tolerance for x in begun.call_args_list} == {0.0}
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_where_nothing_can_be_left_out_a_tolerance_changes_no_program(dtype, reduction):
-    e, c, targets = tolerant(dtype=dtype)
-
+def test_where_nothing_can_be_left_out_a_tolerance_changes_no_program():
     def program(**more) -> str:
-        def loss(e, c):
-            found = linear_cross_entropy(e, c, targets, impl="chunked", reduction=reduction, **more)
-            return jnp.sum(found)
+        loss = partial(linear_cross_entropy, targets=jnp.zeros(70, jnp.int32), impl="chunked", **more)
+        shapes = (jax.ShapeDtypeStruct((n, 20), jnp.bfloat16) for n in (70, 90))
+        return jax.jit(jax.grad(loss, (0, 1))).lower(*shapes).as_text()
 
-        return jax.jit(jax.grad(loss, (0, 1))).lower(e, c).as_text()
-
-    assert program(gradient_tolerance=0) == program() == program(gradient_tolerance=TOLERANCE)
+    assert program(gradient_tolerance=0) == program() == program(gradient_tolerance=2.0**-7)

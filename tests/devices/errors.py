@@ -146,3 +146,6 @@ def test_on_a_cpu_xla_splits_the_program():
     compiled = jax.jit(jax.value_and_grad(linear_cross_entropy, (0, 1))).lower(*given).compile()
     np.testing.assert_allclose(compiled(*given)[0], np.log(64), rtol=1e-6)
     assert "all-gather" not in compiled.as_text()
+    for impl in ("chunked", "reference"):
+        loss = jax.jit(lambda e, c, impl=impl: linear_divergence(e, c, 2 * e, jnp.cos(c), impl=impl))
+        np.testing.assert_allclose(loss(*given[:2]), loss(E, C), rtol=1e-6)

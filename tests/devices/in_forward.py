@@ -17,12 +17,24 @@ from cce_kernels import blocks
 from cce_kernels.plan import Chunks, choose
 from cce_kernels.plan.setting import Setting
 from cce_kernels.tokens import gathered_rows
-from tests.devices.meshes import LAYOUTS, PLAIN, arrays, collectives, gradient_of, leaves_of, loss_of, mesh_of, uneven
+from tests.devices.meshes import (
+    BY_NAME,
+    EXCHANGED,
+    PLAIN,
+    WHOLE,
+    arrays,
+    assert_exchanged,
+    collectives,
+    compiled_gradient,
+    leaves_of,
+    loss_of,
+    mesh_of,
+    uneven,
+)
 from tests.search.calls import CROSS_ENTROPY, LEAVES, SHARED, Call, Data, Program, draw
 from tests.search.run import failures
 from tests.tolerance import error
 
-BY_NAME = {layout.name: layout for layout in LAYOUTS}
 IN_CHUNKS = 10**6  # memory_budget=IN_CHUNKS + n: the gradients are formed in about n chunks of each device's tokens
 ROUNDING = 2e-6  # float32 sums in another order
 TOLERANCE = 2.0**-7
@@ -77,15 +89,10 @@ def check(number: int, formed: list, impl: str) -> None:
     assert len(formed) > before, "the forward pass formed the gradients"
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_drawn(formed, number):
-    check(number, formed, "chunked")
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_drawn_with_kernels(formed, number):
-    """In Pallas' interpreter; exponentials are stored unless there is a softcap beside label smoothing."""
-    check(number, formed, "cce")
+@pytest.mark.parametrize(("impl", "number"), [(impl, number) for impl in ("chunked", "cce") for number in range(3)])
+def test_drawn(formed, impl, number):
+    """By kernels too, in Pallas' interpreter; they store exponentials unless there is a softcap beside smoothing."""
+    check(number, formed, impl)
 
 
 def test_where_two_axes_split_the_vocabulary_a_device_has_consecutive_columns(formed):
@@ -103,20 +110,14 @@ def test_the_draws_had_many_chunks_of_every_kind(formed):
     assert len(kinds) == 4, kinds
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [("tokens", "explicit"), ("vocabulary", "checked"), ("tokens and vocabulary", "auto"), ("three axes", "unchecked")],
-)
+@pytest.mark.parametrize(("name", "mode"), [("tokens", "explicit"), ("three axes", "unchecked")])
 def test_a_tolerance_changes_no_bit_on_a_cpu(name, mode, formed):
     """The plan of a device without the kernels that leave out blocks knows no tolerance."""
-    layout = BY_NAME[name]
-    mesh = mesh_of(layout, mode)
-    leaves, others = leaves_of(arrays(uneven(PLAIN, "bfloat16"), layout, mesh))
     found = []
     for tolerance in (0.0, TOLERANCE):
-        gradients = gradient_of(layout, mode, memory_budget=IN_CHUNKS + 3, gradient_tolerance=tolerance)
-        with jax.set_mesh(mesh):
-            found.append(jax.jit(gradients)(leaves, others))
+        options = {"memory_budget": IN_CHUNKS + 3, "gradient_tolerance": tolerance}
+        run, leaves, others = compiled_gradient(uneven(PLAIN, "bfloat16"), BY_NAME[name], mode, **options)
+        found.append(run(leaves, others))
         assert formed[-1].request.gradient_tolerance == 0
     jax.tree.map(np.testing.assert_array_equal, *found)
 
@@ -166,29 +167,17 @@ def call(e, c, targets, **options):
     )
 
 
-@pytest.mark.parametrize("name", ["tokens and vocabulary", "three axes"])
+@pytest.mark.parametrize("name", ["tokens", "tokens and vocabulary", "three axes"])
 def test_gradients_inside_a_checked_shard_map(name, formed):
+    """Without `sharding` each device has a loss of its own; the types tell that dc is a sum over devices."""
     layout, before = BY_NAME[name], len(formed)
+    options = {} if name == "tokens" else {"sharding": (layout.e, layout.c)}
 
     def run(e, c, targets):
-        return jax.value_and_grad(partial(call, targets=targets, sharding=(layout.e, layout.c)), (0, 1))(e, c)
+        value, gradients = jax.value_and_grad(partial(call, targets=targets, **options), (0, 1))(e, c)
+        return jax.lax.psum(value, "data") if name == "tokens" else value, gradients
 
     value, gradients = mapped(name, run, lambda e, c, _: (P(), (e, c)))
-    want, wanted = on_one_device()
-    assert len(formed) > before
-    for x, y in zip((value, *gradients), (want, *wanted), strict=False):
-        assert error(x, y) < ROUNDING
-
-
-def test_each_device_has_a_loss_of_its_own(formed):
-    """Without `sharding`; the types tell that dc is a sum over devices."""
-    before = len(formed)
-
-    def run(e, c, targets):
-        value, gradients = jax.value_and_grad(partial(call, targets=targets), (0, 1))(e, c)
-        return jax.lax.psum(value, "data"), gradients
-
-    value, gradients = mapped("tokens", run, lambda e, c, _: (P(), (e, c)))
     want, wanted = on_one_device()
     assert len(formed) > before
     for x, y in zip((value, *gradients), (want, *wanted), strict=False):
@@ -214,31 +203,6 @@ def test_devices_that_share_a_token_may_weight_it_differently(formed):
         assert error(x, y) < ROUNDING
 
 
-# What is exchanged for B = T = 8, D = 16, V = 64, in four chunks of each device's tokens, beside the sums of the loss.
-# The gathers of two or three numbers a token are of one chunk: the program has them once, in its loop over the chunks.
-EXCHANGED = {
-    "tokens": {"all-reduce f32[64,16]": 1},
-    "vocabulary": {"all-gather f32[8,3,16]": 1, "all-reduce f32[8,8,16]": 1},
-    "tokens and vocabulary": {"all-gather f32[4,3,8]": 1, "all-reduce f32[4,8,16]": 1, "all-reduce f32[16,16]": 1},
-    "c's width over data": {"all-gather f32[64,16]": 1, "reduce-scatter f32[64,2]": 1},
-    "c's vocabulary over data": {"all-gather f32[64,16]": 1, "reduce-scatter f32[8,16]": 1},
-    "width over fsdp, vocabulary over tensor": {
-        "all-gather f32[32,16]": 1,
-        "reduce-scatter f32[32,4]": 1,
-        "all-gather f32[2,3,4]": 1,
-        "all-reduce f32[2,8,16]": 1,
-    },
-    "sequence and vocabulary over tensor": {  # e is smaller than c; targets are gathered with it
-        "all-gather f32[4,8,16]": 1,
-        "all-gather s32[4,8]": 1,
-        "all-gather f32[4,3,8]": 1,
-        "reduce-scatter f32[4,2,16]": 1,
-        "all-reduce f32[16,16]": 1,
-    },
-    "all replicated": {},
-}
-
-
 def compiled(name: str, mode: str, run=None):
     """The gradient of e and c, in four chunks; or what `run` makes of the loss."""
     layout = BY_NAME[name]
@@ -252,12 +216,12 @@ def compiled(name: str, mode: str, run=None):
 
 @pytest.mark.parametrize(("name", "mode"), list(zip(EXCHANGED, cycle(["explicit", "checked", "auto"]), strict=False)))
 def test_what_is_exchanged(name, mode):
-    """And a device computes its logits once: it has three matmuls a chunk."""
+    """And a device computes its logits once: it has three matmuls a chunk.
+
+    The gathers of two or three numbers a token are of one chunk: the program has them once, in its loop over chunks.
+    """
     program = compiled(name, mode)
-    found = collectives(program)
-    scalars = {k: found.pop(k) for k in list(found) if k.endswith("[]")}
-    assert found == Counter(EXCHANGED[name])
-    assert all(k.startswith("all-reduce") for k in scalars)
+    assert_exchanged(program, BY_NAME[name], {name: size // 4 for name, size in WHOLE.items()})
     assert dots(program) == 3
 
 

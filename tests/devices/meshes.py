@@ -67,6 +67,8 @@ LAYOUTS = [
     Layout("three axes", {"data": 2, "context": 2, "tensor": 2}, P("data", "context"), P("tensor", "data")),
 ]
 
+BY_NAME = {layout.name: layout for layout in LAYOUTS}
+
 EVERYTHING = Case(
     "everything",
     leading=(8, 8),
@@ -153,6 +155,14 @@ def leaves_of(given: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[s
     return {k: given[k] for k in names}, {k: v for k, v in given.items() if k not in names}
 
 
+def compiled_gradient(given: Inputs, layout: Layout, mode: str, **options: Any) -> tuple[Any, dict, dict]:
+    """The program of the loss and its gradients over the devices, and the arrays that it takes."""
+    mesh = mesh_of(layout, mode)
+    leaves, others = leaves_of(arrays(given, layout, mesh, options.get("vocab_axis", 0)))
+    with jax.set_mesh(mesh):
+        return jax.jit(gradient_of(layout, mode, **options)).lower(leaves, others).compile(), leaves, others
+
+
 def on_one_device(given: Inputs, vocab_axis: int = 0, **options: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Loss and gradients by impl="reference" on one device."""
     made = {"e": given.e, "c": given.c.T if vocab_axis else given.c, "targets": given.targets, **given.optional}
@@ -165,6 +175,43 @@ def on_one_device(given: Inputs, vocab_axis: int = 0, **options: Any) -> tuple[n
 
     value, gradients = jax.value_and_grad(loss)(leaves)
     return np.asarray(value), {k: np.asarray(v) for k, v in gradients.items()}
+
+
+# What is exchanged for B = T = 8, D = 16, V = 64 beside the sums of the loss: e is f32[8,8,16], c f32[64,16]. Both
+# passes gather c; XLA does it once where one program has both. N: the tokens of a chunk, or all that a device has.
+EXCHANGED = {
+    "tokens": {"all-reduce f32[64,16]": 1},
+    "vocabulary": {"all-gather f32[8,3,N]": 1, "all-reduce f32[8,8,16]": 1},
+    "tokens and vocabulary": {"all-gather f32[4,3,N]": 1, "all-reduce f32[4,8,16]": 1, "all-reduce f32[16,16]": 1},
+    "sequence": {"all-reduce f32[64,16]": 1},
+    "c's width over data": {"all-gather f32[64,16]": 1, "reduce-scatter f32[64,2]": 1},
+    "c's vocabulary over data": {"all-gather f32[64,16]": 1, "reduce-scatter f32[8,16]": 1},
+    "width over fsdp, vocabulary over tensor": {
+        "all-gather f32[32,16]": 1,
+        "reduce-scatter f32[32,4]": 1,
+        "all-gather f32[2,3,N]": 1,
+        "all-reduce f32[2,8,16]": 1,
+    },
+    "sequence and vocabulary over tensor": {  # e is smaller than c; targets are gathered with it
+        "all-gather f32[4,8,16]": 1,
+        "all-gather s32[4,8]": 1,
+        "all-gather f32[4,3,N]": 1,
+        "reduce-scatter f32[4,2,16]": 1,
+        "all-reduce f32[16,16]": 1,
+    },
+    "all replicated": {},
+}
+WHOLE = {"vocabulary": 64, "tokens and vocabulary": 32, "width over fsdp, vocabulary over tensor": 16}
+WHOLE |= {"sequence and vocabulary over tensor": 32}
+
+
+def assert_exchanged(compiled: Any, layout: Layout, sizes: dict[str, int]) -> None:
+    """sizes: of each layout N. Beside this, the sums of the loss."""
+    found, size = collectives(compiled), str(sizes.get(layout.name))
+    scalars = {k: found.pop(k) for k in list(found) if k.endswith("[]")}
+    want = Counter({k.replace("N", size): n for k, n in EXCHANGED[layout.name].items()})
+    assert found == want, f"{found}, not {want}"
+    assert all(k.startswith("all-reduce") for k in scalars)
 
 
 COLLECTIVES = "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"

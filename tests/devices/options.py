@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cce_jax import linear_cross_entropy
@@ -20,6 +21,7 @@ from tests.devices.meshes import (
     arrays,
     axes_of,
     collectives,
+    compiled_gradient,
     gradient_of,
     leaves_of,
     loss_of,
@@ -47,24 +49,32 @@ def assert_same(found, gradients, want) -> None:
         assert error(x, want[name]) < ROUNDING, name
 
 
-def test_anything_with_jax_array_is_an_array():
-    mode = "explicit"
-    given = uneven(Case("wrapped", leading=(8, 8), width=16, vocabulary=64, arrays=ARRAYS))
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+@pytest.mark.parametrize(
+    ("way", "mode"),
+    [("wrapped", "explicit"), ("donated", "explicit"), ("exported", "explicit"), ("exported", "unchecked")],
+)
+def test_ways_to_give_arrays_and_to_run_the_program(way, mode):
+    """wrapped: anything with __jax_array__ is an array."""
+    given = uneven(Case(way, leading=(8, 8), width=16, vocabulary=64, arrays=ARRAYS if way == "wrapped" else ()))
     mesh = mesh_of(BOTH, mode)
-    plain = leaves_of(arrays(given, BOTH, mesh))
-    leaves, others = ({name: Wrapped(x) for name, x in made.items()} for made in plain)
-    gradient = gradient_of(BOTH, mode)
+    leaves, others = leaves_of(arrays(given, BOTH, mesh))
+    at = {name: x.sharding for name, x in leaves.items()}
+    if way == "wrapped":
+        leaves, others = ({name: Wrapped(x) for name, x in made.items()} for made in (leaves, others))
     with jax.set_mesh(mesh):
-        loss, gradients = jax.jit(gradient)(leaves, others)
-    assert_same(loss, {name: x.value for name, x in gradients.items()}, one_device(given))
-    for name, x in gradients.items():
-        assert x.value.sharding.is_equivalent_to(plain[0][name].sharding, x.value.ndim), name
+        run = jax.jit(gradient_of(BOTH, mode), donate_argnums=0 if way == "donated" else ())
+        run = run if way != "exported" else jax.jit(jax.export.export(run)(leaves, others).call)
+        loss, gradients = run(leaves, others)
+    gradients = {name: x.value if way == "wrapped" else x for name, x in gradients.items()}
+    assert_same(loss, gradients, one_device(given))
+    assert all(x.sharding.is_equivalent_to(at[name], x.ndim) for name, x in gradients.items())
+    assert way != "donated" or leaves["e"].is_deleted()
 
 
 @pytest.mark.parametrize(("frozen", "mode"), list(zip(cycle("ec"), MODES, strict=False)))
 def test_a_frozen_input_costs_no_collective(frozen, mode):
-    mesh = mesh_of(BOTH, mode)
-    given = uneven(PLAIN)
+    mesh, given = mesh_of(BOTH, mode), uneven(PLAIN)
     made = arrays(given, BOTH, mesh)
     leaves = {k: made.pop(k) for k in ("e", "c") if k != frozen}
     with jax.set_mesh(mesh):
@@ -143,40 +153,24 @@ def test_settings_of_jax(setting, mode, impl):
         assert error(x, wanted[name]) < 2 * roundoff("bfloat16"), name
 
 
-@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-def test_donated_buffers():
-    given, mode = uneven(PLAIN), "explicit"
-    mesh = mesh_of(BOTH, mode)
-    leaves, others = leaves_of(arrays(given, BOTH, mesh))
-    with jax.set_mesh(mesh):
-        loss, gradients = jax.jit(gradient_of(BOTH, mode), donate_argnums=0)(leaves, others)
-    assert leaves["e"].is_deleted()
-    assert_same(loss, gradients, one_device(given))
-
-
-def inside(mode, layout, summed=(), **options):
-    """Loss and gradients are right where the gradient is taken inside of jax.shard_map. summed: axes of the loss."""
-    given = uneven(PLAIN)
-    mesh = mesh_of(layout, mode)
+@pytest.mark.parametrize("split", [True, False])
+def test_gradients_inside_a_checked_shard_map(split):
+    """The types say which gradients are sums over devices: dc is summed, with `sharding` and without."""
+    layout = BOTH if split else Layout("tokens", BOTH.mesh, BOTH.e, P())
+    given, mesh = uneven(PLAIN), mesh_of(layout, "checked")
     made = arrays(given, layout, mesh)
     at = tuple(layout.specs()[name] for name in ("e", "c", "targets"))
+    options = {"impl": "chunked", "reduction": "sum", "precision": "highest"}
+    options |= {"sharding": (layout.e, layout.c)} if split else {}
 
     def run(e, c, t):
-        call = partial(linear_cross_entropy, targets=t, impl="chunked", reduction="sum", precision="highest", **options)
-        value, (de, dc) = jax.value_and_grad(call, (0, 1))(e, c)
-        return jax.lax.psum(value, summed) if summed else value, de, dc
+        value, (de, dc) = jax.value_and_grad(partial(linear_cross_entropy, targets=t, **options), (0, 1))(e, c)
+        return value if split else jax.lax.psum(value, ("data", "context")), de, dc
 
     with jax.set_mesh(mesh):
-        mapped = jax.shard_map(run, in_specs=at, out_specs=(P(), *at[:2]), check_vma=mode == "checked")
-        found = jax.jit(mapped)(made["e"], made["c"], made["targets"])
-    want = one_device(given, reduction="sum")
-    assert_same(found[0], {"e": found[1], "c": found[2]}, want)
-
-
-def test_gradients_inside_a_checked_shard_map():
-    """The types say which gradients are sums over devices: dc is summed, with `sharding` and without."""
-    inside("checked", BOTH, sharding=(BOTH.e, BOTH.c))
-    inside("checked", Layout("tokens", BOTH.mesh, BOTH.e, P()), summed=("data", "context"))
+        mapped = jax.shard_map(run, in_specs=at, out_specs=(P(), *at[:2]))
+        loss, de, dc = jax.jit(mapped)(made["e"], made["c"], made["targets"])
+    assert_same(loss, {"e": de, "c": dc}, one_device(given, reduction="sum"))
 
 
 @pytest.mark.parametrize("mode", MODES[:3])
@@ -184,35 +178,16 @@ def test_no_buffer_of_the_size_of_the_logits(mode):
     """And none of the size of e where the tokens are split, or of c where its vocabulary is."""
     tokens, width, vocabulary = 4096, 8, 65536
     layout = Layout("both", {"data": 2, "tensor": 4}, P("data"), P("tensor"))
-    mesh = mesh_of(layout, mode)
-    shapes = {
-        "e": ((tokens, width), jnp.float32),
-        "c": ((vocabulary, width), jnp.float32),
-        "targets": ((tokens,), jnp.int32),
-    }
-    specs = {"e": P("data"), "c": P("tensor"), "targets": P("data")}
-    at = {k: jax.sharding.NamedSharding(mesh, specs[k]) for k in shapes}
-    given = {k: jax.ShapeDtypeStruct(*shape, sharding=at[k]) for k, shape in shapes.items()}
+    mesh, specs = mesh_of(layout, mode), {"e": P("data"), "c": P("tensor"), "targets": P("data")}
+    shapes = {"e": ((tokens, width), "float32"), "c": ((vocabulary, width), "float32"), "targets": ((tokens,), "int32")}
+    given = {k: jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(mesh, specs[k])) for k, shape in shapes.items()}
     with jax.set_mesh(mesh):
         run = jax.jit(gradient_of(layout, mode, memory_budget=0))
-        text = run.lower({k: given[k] for k in ("e", "c")}, {"targets": given["targets"]}).compile().as_text()
-
+        text = run.lower(*leaves_of(given)).compile().as_text()
     sizes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", text)}
     assert max(int(np.prod(x)) for x in sizes) <= tokens // 2 * 1024
-    assert (tokens, width) not in sizes
-    assert (vocabulary, width) not in sizes
+    assert not {(tokens, width), (vocabulary, width)} & sizes
     assert (tokens // 2, width) in sizes, "the check sees a device's e"
-
-
-@pytest.mark.parametrize("mode", ["explicit", "unchecked"])
-def test_export(mode):
-    given = uneven(PLAIN)
-    mesh = mesh_of(BOTH, mode)
-    leaves, others = leaves_of(arrays(given, BOTH, mesh))
-    with jax.set_mesh(mesh):
-        exported = jax.export.export(jax.jit(gradient_of(BOTH, mode)))(leaves, others)
-        loss, gradients = jax.jit(exported.call)(leaves, others)
-    assert_same(loss, gradients, one_device(given))
 
 
 @pytest.mark.parametrize("of_c", [P(), P("tensor")])
@@ -264,11 +239,5 @@ def test_a_shift_longer_than_a_devices_part_of_a_sequence():
     options = {"shift": 2}
     layout = Layout("sequence", {"a": 8}, P(None, "a"), P())
     given = uneven(Case("shift", leading=(8, 8), width=8, vocabulary=128, options=options))
-    mesh = mesh_of(layout, "checked")
-    leaves, others = leaves_of(arrays(given, layout, mesh))
-    with jax.set_mesh(mesh):
-        loss, gradients = jax.jit(gradient_of(layout, "checked", **options))(leaves, others)
-    want, wanted = on_one_device(given, **options)
-    assert error(loss, want) < 2e-6
-    for name, x in gradients.items():
-        assert error(x, wanted[name]) < 2e-6, name
+    run, leaves, others = compiled_gradient(given, layout, "checked", **options)
+    assert_same(*run(leaves, others), one_device(given, **options))
