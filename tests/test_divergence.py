@@ -65,7 +65,7 @@ def test_de_of_any_width_waits_for_any_factor(seed):
     rng = np.random.default_rng(seed)
     tokens, width, dtype = int(rng.integers(1, 9)), int(rng.integers(1, 1200)), ("bfloat16", "float16")[seed % 2]
     both = Wanted(e=True, c=True, bias=False)
-    request = Request(tokens, width, 50, dtype, Head(), False, False, both, 0, one_factor=True, teacher_width=8)
+    request = Request(tokens, width, 50, dtype, Head(), False, both, 0, one_factor=True, teacher_width=8)
     de = np.float32(rng.normal(size=(tokens, width)) * 10 ** rng.uniform(-3, 1, width))
     factor = np.float32(rng.uniform(-2, 2, tokens))
     found = multiplied(divided(jnp.asarray(de), request), jnp.asarray(factor), request)

@@ -10,7 +10,7 @@ import torch
 
 from cce_kernels.exponentials import saved_shape
 from cce_torch import linear_cross_entropy
-from cce_torch.on_jax import kinds, programs
+from cce_torch.on_jax import bridge, kinds, programs
 from tests import call, call_torch
 from tests.call_torch import assert_same_bits, tensor
 from tests.cases import Case, Inputs, inputs
@@ -32,11 +32,11 @@ def example():
 
 
 def loss(e, c, t, budget=ALL):
-    return linear_cross_entropy(e, c, t, impl="cce", memory_budget=budget)
+    return linear_cross_entropy(e, c, t, impl="cce", memory_budget=budget, reduction="none")
 
 
 def gradients(value, *leaves, **more):
-    return torch.autograd.grad(value, leaves, **more)
+    return torch.autograd.grad(value, leaves, torch.ones_like(value), **more)
 
 
 @pytest.fixture
@@ -96,7 +96,8 @@ def test_only_what_a_backward_pass_will_read_is_saved(saved):
             assert torch.equal(loss(e, c, t), expected)
     loss(e.detach(), c.detach(), t)
     weight = torch.rand(TOKENS, requires_grad=True)
-    linear_cross_entropy(e.detach(), c.detach(), t, token_weight=weight, impl="cce", memory_budget=ALL).backward()
+    options = dict(impl="cce", memory_budget=ALL, reduction="none")
+    linear_cross_entropy(e.detach(), c.detach(), t, token_weight=weight, **options).sum().backward()
     loss(e.detach(), c, t)
     loss(e, c.detach(), t)
     assert saved == [(TOKENS, COLUMNS)] + 4 * [None] + 2 * [(TOKENS, COLUMNS)]
@@ -109,5 +110,30 @@ def test_compiled_code_and_func_grad_save_nothing_and_are_right(saved):
     expected = gradients(loss(e * 2, c, t, 0), e, c)
     step = torch.compile(lambda e, c, t: loss(e * 2, c, t), fullgraph=True, backend="aot_eager")
     assert_same_bits(gradients(step(e, c, t), e, c), expected)
-    assert torch.equal(torch.func.grad(lambda e: loss(e * 2, c.detach(), t))(e), expected[0])
+    assert torch.equal(torch.func.grad(lambda e: loss(e * 2, c.detach(), t).sum())(e), expected[0])
     assert saved == [None, None, None]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_small_call_is_one_program_and_pytorch_multiplies(device, monkeypatch):
+    """By a cotangent in float32: rounded to the gradients' type first, as PyTorch does on a GPU, 0.3 is 2.6e-3 off."""
+    names, run = [], bridge.run
+    monkeypatch.setattr(bridge, "run", lambda program, *x: (names.append(program.__name__), run(program, *x))[1])
+    e, c, t = (x.detach().to(device) for x in example())
+    e, c, weight = e.requires_grad_(), c.requires_grad_(), torch.rand(TOKENS, device=device)
+    options = dict(impl="cce", memory_budget=ALL)
+    value = 0.3 * linear_cross_entropy(e, c, t, token_weight=weight.clone(), **options)
+    others = 0.3 * linear_cross_entropy(e, c, t, token_weight=weight.requires_grad_(), **options)
+    first = [x.clone() for x in torch.autograd.grad(value, (e, c), retain_graph=True)]
+    assert_same_bits(torch.autograd.grad(value, (e, c)), first)
+    assert names == 2 * ["torch_at_once"]
+    *again, of_weight = torch.autograd.grad(others, (e, c, weight))
+    assert_same_bits(again, first)
+    assert names == [*2 * ["torch_at_once"], "torch_finish"]
+    exact = [x.detach().double().requires_grad_() for x in (e, c, weight)]
+    each = torch.nn.functional.cross_entropy(exact[0] @ exact[1].T, t.long(), reduction="none")
+    value = 0.3 * (exact[2] * each).sum() / (exact[2] * (t != -100)).sum()
+    for x, y in zip((*first, of_weight), torch.autograd.grad(value, exact), strict=True):
+        x = x.double()
+        assert abs((x * y).sum() / (y * y).sum() - 1) < 1.5e-3
+        assert (x - y).norm() < 4e-3 * y.norm()
