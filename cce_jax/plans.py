@@ -100,12 +100,16 @@ def stops(inputs: Inputs, core: Core) -> bool:
     return plan_of(request_of(inputs, core, None, one_factor=False), gpu, impl).engine.stops
 
 
-def explanation(inputs: Inputs, core: Core, reduction: str, gradients_of: Collection[str]) -> Explanation:
-    """What the plan says of a call, for people. gradients_of: as in cce_jax.explain."""
+def wanted_of(gradients_of: Collection[str]) -> Wanted | None:
+    """Which gradients a call of `explain` means. ValueError for a name of none."""
     for name in gradients_of:
         contract.choice("gradients_of", name, NAMES)
-    wanted = Wanted(*(name in gradients_of for name in NAMES)) if gradients_of else None
-    plan = plan_for(inputs, core, wanted, one_factor=reduction != "none")
+    return Wanted(*(name in gradients_of for name in NAMES)) if gradients_of else None
+
+
+def explanation(inputs: Inputs, core: Core, reduction: str, gradients_of: Collection[str]) -> Explanation:
+    """What the plan says of a call, for people. gradients_of: as in cce_jax.explain."""
+    plan = plan_for(inputs, core, wanted_of(gradients_of), one_factor=reduction != "none")
     return explained(plan, core.impl, core.gradient_tolerance)  # type: ignore[arg-type]
 
 

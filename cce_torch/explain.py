@@ -7,6 +7,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from cce_kernels import contract
+from cce_kernels.plan.explanation import GRADIENTS
 from cce_torch.call import Call
 
 
@@ -33,7 +34,7 @@ def explain(
     """
     from cce_jax import plans
     from cce_torch.arguments import resolved
-    from cce_torch.on_jax import kinds
+    from cce_torch.on_jax import kinds, programs
 
     contract.choice("reduction", reduction, contract.REDUCTIONS)
     contract.choice("impl", impl, ("auto", "cce", "chunked"))
@@ -56,6 +57,10 @@ def explain(
         wide_dc=c.dtype != e.dtype,
     )
     kind = kinds.kind_of_tensors(e, c.T if vocab_axis else c, call)
-    shapes = kind.shapes(kind.sizes(e.numel() // max(e.shape[-1], 1)), bias is not None)
+    size = kind.sizes(e.numel() // max(e.shape[-1], 1))
     static = replace(kind.static, impl=impl)  # with "auto" the engines say why they refuse a CPU
-    return plans.explanation(shapes, static, reduction, gradients_of)
+    found = plans.explanation(kind.shapes(size, bias is not None), static, reduction, gradients_of)
+    wanted = plans.wanted_of(gradients_of)
+    if programs.handover_of(kind, size, bias is not None, wanted).at_once:
+        return replace(found, gradients=GRADIENTS["in forward"], chunks=(1, size))
+    return found
