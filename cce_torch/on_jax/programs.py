@@ -193,31 +193,16 @@ def gradients(
     which is of no use afterwards. Otherwise the program overwrites only parts of it that no later call reads
     (cce_kernels/exponentials.py).
     """
-    if not left.at_once:
-        return _by_program(left, given, scheduled, saved, of, wanted, in_place)
-    of_first, (de, dc, dbias) = wanted[:3], (saved.residuals.de, saved.residuals.dc, saved.residuals.dbias)
-    formed = [x if w else None for x, w in zip((de, dc, dbias), of_first, strict=True)]
-    found = _times(formed, of.of_loss, Tokens(left.kind, given.targets.numel()), in_place)
-    if wanted[3]:
-        wanted = False, False, False, True
-        found = found._replace(token_weight=_by_program(left, given, scheduled, saved, of, wanted, in_place)[3])
-    return found
-
-
-def _by_program(
-    left: Handover,
-    given: Given,
-    scheduled: Scheduled,
-    saved: Saved,
-    of: OfResults,
-    wanted: Sequence[bool],
-    in_place: bool,
-) -> OfGiven:
-    """`gradients`, but of what torch_at_once left."""
     kind, of_token_weight, residuals = left.kind.of_backward, wanted[3], saved.residuals
-    tokens, asked, (of_loss, of_statistics) = Tokens(kind, given.targets.numel()), _made(*wanted[:3]), of
+    tokens, (of_loss, of_statistics), at_once = Tokens(kind, given.targets.numel()), of, OfGiven(None, None, None, None)
+    if left.at_once:
+        formed = zip((residuals.de, residuals.dc, residuals.dbias), wanted, strict=False)
+        at_once = _times([x if w else None for x, w in formed], of_loss, tokens, in_place)
+        if not of_token_weight:
+            return at_once
+        wanted = False, False, False, True
+    asked, scratch = _made(*wanted[:3]), []
     of_weight = [given.targets.new_empty(tokens.size, dtype=torch.float32)] if of_token_weight else []
-    scratch: list[Tensor] = []
     if left.formed:
         assert left.wanted is not None
         large = [dense(x) for x, w in ((residuals.de, asked.e), (residuals.dc, asked.c)) if w and x is not None]
@@ -244,6 +229,8 @@ def _by_program(
         dc = kind.in_order_of_c(viewed(dc, kind.dtype) if left.shapes.steps is not None else dc)
     if dweight is not None:
         dweight = tokens.cut(dweight).to(given.token_weight.dtype)  # type: ignore[union-attr]
+    if left.at_once:
+        return at_once._replace(token_weight=dweight)
     return OfGiven(None if de is None else tokens.cut(de), dc, dbias, dweight)
 
 
