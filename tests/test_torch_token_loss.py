@@ -2,7 +2,6 @@
 
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from cce_kernels.plan import choose
 from cce_torch import linear_token_loss
 from cce_torch.on_jax import bridge
 from tests.call_torch import array, in_chunks, small_blocks
@@ -95,18 +93,6 @@ def test_fn_is_called_in_chunks_and_the_backward_pass_computes_no_logits(monkeyp
             ours(own, call, fn, reduction=reduction)
         assert ran == ["torch_loss"]
         assert lengths == [{(100,)}]
-
-
-def test_the_plan_says_whether_gradients_are_formed_in_the_forward_pass():
-    leaves, call = made((2, 300), vocabulary=200, entropy=True)
-    own = {k: x.requires_grad_() for k, x in leaves.items()}
-    found = []
-    for forms in (True, False):
-        with in_chunks(None) as ran, mock.patch.object(choose, "_may_form_in_forward", return_value=forms):
-            found.append(torch.autograd.grad(ours(own, call)[0], list(own.values())))
-            assert (FORMED[1] in ran) == forms, ran
-    for x, y in zip(*found, strict=True):
-        torch.testing.assert_close(x, y)
 
 
 def test_a_checkpointed_loss_forms_its_gradients_once():
