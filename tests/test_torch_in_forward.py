@@ -181,26 +181,17 @@ def test_what_a_hook_keeps_stays_as_it_is():
     assert_same_bits(kept, copies)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_loss_forms_its_gradients_once(reentrant, ran):
-    """One matmul, then three, where computing the logits again in the backward pass would take one, one and three."""
+def test_checkpoints():
+    """In one step: test_torch_calls.py. A graph that is kept, and selective checkpoints."""
     e, c, t = example()
     expected = gradients(loss(e * 2, c, t), e, c)
-    for retained in (False, True):
-        ran.clear()
-        e.grad = c.grad = None
-        value = checkpoint(lambda e: loss(e * 2, c, t), e, use_reentrant=reentrant)
-        assert ran == ["torch_loss"]
-        value.backward(retain_graph=retained)
-        assert ran == ["torch_loss", *ONCE]
-        assert_same_bits([e.grad, c.grad], expected)
-    if not reentrant:
-        value.backward()
-        assert_same_bits([e.grad, c.grad], [2 * x for x in expected])
-        for policy in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE):
-            contexts = partial(create_selective_checkpoint_contexts, lambda *_, policy=policy, **__: policy)
-            value = checkpoint(lambda e: loss(e * 2, c, t), e, use_reentrant=False, context_fn=contexts)
-            assert_same_bits(gradients(value, e, c), expected)
+    kept = checkpoint(lambda e: loss(e * 2, c, t), e, use_reentrant=False)
+    for _ in range(2):
+        assert_same_bits(gradients(kept, e, c, retain_graph=True), expected)
+    for policy in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE):
+        contexts = partial(create_selective_checkpoint_contexts, lambda *_, policy=policy, **__: policy)
+        value = checkpoint(lambda e: loss(e * 2, c, t), e, use_reentrant=False, context_fn=contexts)
+        assert_same_bits(gradients(value, e, c), expected)
 
 
 NEAR = partial(torch.testing.assert_close, rtol=2**-6, atol=2**-12)

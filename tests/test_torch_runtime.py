@@ -98,25 +98,21 @@ def of_functional(_, e, c, t):
     return functional.linear_cross_entropy(e, c, t)
 
 
+def of_teacher(_, e, c, t):
+    return cce_torch.linear_divergence(e, torch.rand(c.ds_shape), e, c)
+
+
 OF_CLASSIFIER = [function for name, function in CALLS.items() if name != "divergence"]
 
 
-@pytest.mark.parametrize("function", [*OF_CLASSIFIER, head, of_functional])
+@pytest.mark.parametrize("function", [*OF_CLASSIFIER, head, of_functional, of_teacher])
 def test_a_weight_that_zero3_has_split_is_named(function):
     e, c, t = example()
     split: Any = torch.nn.Parameter(torch.empty(0))
     split.ds_shape = c.shape  # as DeepSpeed leaves it outside of the forward of its module
-    name = "linear_weight" if function is of_functional else "c"
+    name = {of_functional: "linear_weight", of_teacher: "teacher_c"}.get(function, "c")
     with pytest.raises(TypeError, match=rf"^{name} of shape \(0,\) is a weight .* DeepSpeed's ZeRO 3 has split"):
         function(cce_torch, e, split, t)
-
-
-def test_a_teacher_that_zero3_has_split_is_named():
-    e, c, _ = example()
-    split: Any = torch.nn.Parameter(torch.empty(0))
-    split.ds_shape = c.shape
-    with pytest.raises(TypeError, match=r"^teacher_c of shape \(0,\) is a weight"):
-        cce_torch.linear_divergence(e, c, e, split)
 
 
 def test_subclasses_of_tensors_that_are_understood_and_one_that_is_not():
