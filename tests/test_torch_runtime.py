@@ -1,5 +1,6 @@
 """cce_torch among other things that run in the process: tensors, threads, the settings of JAX and of PyTorch."""
 
+import contextlib
 import ctypes
 import gc
 import threading
@@ -210,37 +211,37 @@ def test_changing_numbers_of_tokens_compile_nothing_more(impl, sizes, monkeypatc
     assert len(set(before)) == len(set(sizes))
 
 
-USERS = [
-    ("jax_numpy_dtype_promotion", "strict"),
-    ("jax_numpy_rank_promotion", "raise"),
-    ("jax_disable_jit", True),
-    ("jax_debug_nans", True),
-    ("jax_debug_infs", True),
-    ("jax_enable_x64", True),
-    ("jax_default_matmul_precision", "bfloat16"),
-    ("jax_transfer_guard", "disallow_explicit"),
-    ("mesh", None),
-]
+USERS: dict[str, dict[str, Any]] = {
+    "strict": {
+        "jax_numpy_dtype_promotion": "strict",
+        "jax_numpy_rank_promotion": "raise",
+        "jax_debug_infs": True,
+        "jax_default_matmul_precision": "bfloat16",
+        "jax_transfer_guard": "disallow_explicit",
+    },
+    "without jit": {"jax_disable_jit": True},
+    "debug_nans and 64 bits": {"jax_debug_nans": True, "jax_enable_x64": True},
+    "a mesh": {},
+}
 
 
 @pytest.fixture
 def users(request):
-    """One of the user's settings of JAX."""
-    name, value = request.param
-    if name == "mesh":
-        with jax.set_mesh(jax.make_mesh((1,), ("x",))):
-            yield name
-        return
-    before = getattr(jax.config, name)
-    jax.config.update(name, value)
-    yield name
-    jax.config.update(name, before)
-    if name == "jax_transfer_guard":
+    """Some of the user's settings of JAX."""
+    changed = USERS[request.param]
+    before = {name: getattr(jax.config, name) for name in changed}
+    with contextlib.nullcontext() if changed else jax.set_mesh(jax.make_mesh((1,), ("x",))):
+        for name, value in changed.items():
+            jax.config.update(name, value)
+        yield request.param
+        for name, value in before.items():
+            jax.config.update(name, value)
+    if "jax_transfer_guard" in changed:
         for direction in ("host_to_device", "device_to_device", "device_to_host"):
             jax.config.update(f"jax_transfer_guard_{direction}", None)
 
 
-@pytest.mark.parametrize("users", USERS, indirect=True, ids=[name for name, _ in USERS])
+@pytest.mark.parametrize("users", USERS, indirect=True)
 def test_the_users_jax_settings_change_nothing_and_stay(users, monkeypatch):
     e, c, t = example()
     monkeypatch.setattr(bridge, "_kept_constant", lru_cache(typed=True)(bridge._kept_constant.__wrapped__))
@@ -253,7 +254,7 @@ def test_the_users_jax_settings_change_nothing_and_stay(users, monkeypatch):
         losses = [linear_cross_entropy(e, c, t, **options, reduction=r, memory_budget=budget) for r in ("mean", "none")]
         return [y for x in losses for y in (x, *gradients(x.sum(), e, c, weight))]
 
-    index = [name for name, _ in USERS].index(users)  # other budgets, so that the programs are traced here
+    index = list(USERS).index(users)  # other budgets, so that the programs are traced here
     with in_chunks(16) as ran:
         with settings.defaults():
             expected = call(2**25 + index)
@@ -263,7 +264,7 @@ def test_the_users_jax_settings_change_nothing_and_stay(users, monkeypatch):
             assert all(torch.equal(x, y) for x, y in zip(call(2**26 + index), expected, strict=True))
         assert before == [state.value for state in settings._STATES]
         assert {"torch_begin", "torch_gradients"} < set(ran)
-    if users == "jax_debug_nans":
+    if "debug_nans" in users:
         t[1] = 70  # outside the vocabulary: the loss is NaN
         assert linear_cross_entropy(e, c, t, impl="chunked", memory_budget=2**26).isnan()
         with pytest.raises(FloatingPointError):
