@@ -50,16 +50,6 @@ def test_gradients_formed_in_chunks_through_autograd(function, transformation, d
         assert [x for x in ran if "finish" not in x] == ["torch_loss", *OF_A_STEP[function]]
 
 
-DISTILLED = Program("torch", "chunked", DIVERGENCE, teacher_width=24, teacher_dtype="float32")
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_compiled_divergence_where_no_gradient_is_wanted(seed):
-    """Of tensors that need none, and under torch.no_grad: the seed decides."""
-    program = replace(DISTILLED, divergence=DIVERGENCES[seed], transformation="compile without gradient")
-    assert not failures(Call(program, Data(seed)))
-
-
 SAVING = Program("torch", dtype="bfloat16", memory_budget="all", arrays=("bias",), wanted=("e", "c", "bias"))
 EACH = {"reduction": "none", "objective": ("loss", "lse"), "return_lse": True}
 WEIGHTED = {"arrays": ("token_weight",), "wanted": ("e", "c", "token_weight"), "leading": (4, 10), "shift": 2}
@@ -112,4 +102,5 @@ def test_what_was_formed_is_of_no_use_where_lse_is_differentiated_too(program):
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_the_mean_of_a_divergence_without_weights(divergence):
-    assert not failures(Call(replace(DISTILLED, divergence=divergence), Data(seed=4)))
+    program = Program("torch", "chunked", DIVERGENCE, divergence=divergence, teacher_width=24, teacher_dtype="float32")
+    assert not failures(Call(program, Data(seed=4)))
