@@ -166,7 +166,7 @@ def check_checkpoints_and_compile() -> None:
         made = model(functools.partial(LinearCrossEntropyHead, impl=impl))
         made.__class__ = Checkpointed
         assert_step(wrap(how, made), f"checkpoint, {impl}, {reentrant=}, {how}", given={"reentrant": reentrant})
-    for how, impl in zip((*FSDP2[:2], "DDP"), (*IMPLS[:2], IMPLS[0]), strict=True):
+    for how, impl in zip((FSDP2[1], "DDP"), IMPLS[:2], strict=True):
         made = model(functools.partial(LinearCrossEntropyHead, impl=impl))
         made.head.compile(backend="aot_eager", fullgraph=True)
         assert_step(wrap(how, made), f"compiled, {how}")
@@ -292,9 +292,10 @@ def check_options_of_split() -> None:
             torch.func.grad(lambda e, c=c, call=call: call(e, c))(e)
         tolerant = functools.partial(call, gradient_tolerance=2**-7)
         assert all(map(torch.equal, torch.autograd.grad(tolerant(e, c), (e, c)), want))
-        compiled = torch.compile(tolerant, backend="aot_eager", fullgraph=True)
-        for x, y in zip(torch.autograd.grad(compiled(e, c), (e, c)), want, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-7)
+        if impl == "chunked":
+            compiled = torch.compile(tolerant, backend="aot_eager", fullgraph=True)
+            found = torch.autograd.grad(compiled(e, c), (e, c))
+            torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-7)
         targets[3] = 203
         with pytest.raises(ValueError, match=r"targets\[3\] = 203 is outside \[0, 203\)"):
             call(e, c, check_targets=True)
