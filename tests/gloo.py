@@ -18,8 +18,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cce_torch import VocabParallel
-from tests.call_torch import run_uncompiled
+from tests.call_torch import array, run_uncompiled
 from tests.collector import keep_what_is_there
+from tests.tolerance import assert_close, bound, error
 
 needed = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 TIMEOUT = timedelta(seconds=120)
@@ -88,6 +89,18 @@ def whole_gradients(module: Any) -> dict[str, torch.Tensor]:
             return {k: p.grad.clone() for k, p in named.items() if p.requires_grad}
     grads = {k.removeprefix("module."): p.grad for k, p in module.named_parameters() if p.grad is not None}
     return {k: g.full_tensor() if hasattr(g, "full_tensor") else g for k, g in grads.items()}
+
+
+def assert_as_one_process(what: str, loss: Any, wrapped: Any, exact: dict, reference: dict, low: bool = False) -> None:
+    """The mean of the losses, and all gradients. low: in 16 bits, as the reference, and of the gradients alone."""
+    found = whole_gradients(wrapped)
+    found |= {} if low else {"loss": torch.stack(gathered(loss.detach())).mean()}
+    assert found.keys() == exact.keys() - ({"loss"} if low else set()), f"{what}: {sorted(found)}, not {sorted(exact)}"
+    for name, x in found.items():
+        if low:
+            assert error(array(x.float()), exact[name]) <= bound(reference[name], exact[name]), f"{what}: {name}"
+        else:
+            assert_close(array(x), exact[name], reference[name], f"{what}: {name}")
 
 
 def fsdp1(module: nn.Module, **options: Any) -> nn.Module:

@@ -20,7 +20,7 @@ from tests import gloo
 from tests.call_torch import array, run, tensor
 from tests.cases import CASES, Case, Inputs, inputs
 from tests.gloo import Collectives, fsdp1, gathered, in_processes, rows_of, shard_of, whole_gradients
-from tests.tolerance import assert_close, assert_rounded, bound, error
+from tests.tolerance import assert_close, assert_rounded
 from tests.truth import truth
 
 pytestmark = gloo.needed
@@ -77,13 +77,13 @@ def model(head: Callable, *, bias: bool = True, tied: bool = False, frozen: bool
 
 
 @functools.cache
-def expected(processes: int, dtype=torch.float64, **options) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def expected(processes: int, dtype=torch.float64, **options) -> dict[str, np.ndarray]:
     """The loss of all tokens in one process, with full logits, and the gradients by the names of parameters."""
     whole = model(Plain, dtype=dtype, **options)
     tokens, targets = batch(processes)
     loss = whole(tokens.flatten(), targets.flatten(), num_items=int((targets != IGNORED).sum()))
     loss.backward()
-    return array(loss), {k: array(g) for k, g in whole_gradients(whole).items()}
+    return {k: array(x) for k, x in {"loss": loss, **whole_gradients(whole)}.items()}
 
 
 def assert_step(wrapped: Any, what: str, low=torch.float32, group=None, given: Any = None, **options: Any) -> None:
@@ -96,18 +96,8 @@ def assert_step(wrapped: Any, what: str, low=torch.float32, group=None, given: A
     count = (targets != IGNORED).sum() / processes  # of all processes, over the number of processes
     loss = wrapped(tokens[rank], targets[rank], num_items=count.item(), **(given or {}))
     loss.backward()
-    truth, reference = (expected(processes, dtype, **options) for dtype in (torch.float64, low))
-    found = whole_gradients(wrapped)
-    assert found.keys() == truth[1].keys(), f"{what}: gradients of {sorted(found)}, not {sorted(truth[1])}"
-    for name, x in found.items():
-        if low == torch.float32:
-            assert_close(array(x), truth[1][name], reference[1][name], f"{what}: {name}")
-        else:
-            allowed = bound(reference[1][name], truth[1][name])
-            assert error(array(x.float()), truth[1][name]) <= allowed, f"{what}: {name}"
-    if low == torch.float32:
-        mean = torch.stack(gathered(loss.detach())).mean()
-        assert_close(array(mean), truth[0], reference[0], f"{what}: loss")
+    whole = (expected(processes, dtype, **options) for dtype in (torch.float64, low))
+    gloo.assert_as_one_process(what, loss, wrapped, *whole, low=low != torch.float32)
 
 
 def wrap(how: str, module: Any, mesh=None, **policy: Any) -> Any:
@@ -176,7 +166,7 @@ def check_checkpoints_and_compile() -> None:
         made = model(functools.partial(LinearCrossEntropyHead, impl=impl))
         made.__class__ = Checkpointed
         assert_step(wrap(how, made), f"checkpoint, {impl}, {reentrant=}, {how}", given={"reentrant": reentrant})
-    for how, impl in zip((*FSDP2[:2], "DDP"), (*IMPLS[:2], IMPLS[0]), strict=True):
+    for how, impl in zip((FSDP2[1], "DDP"), IMPLS[:2], strict=True):
         made = model(functools.partial(LinearCrossEntropyHead, impl=impl))
         made.head.compile(backend="aot_eager", fullgraph=True)
         assert_step(wrap(how, made), f"compiled, {how}")
@@ -302,9 +292,10 @@ def check_options_of_split() -> None:
             torch.func.grad(lambda e, c=c, call=call: call(e, c))(e)
         tolerant = functools.partial(call, gradient_tolerance=2**-7)
         assert all(map(torch.equal, torch.autograd.grad(tolerant(e, c), (e, c)), want))
-        compiled = torch.compile(tolerant, backend="aot_eager", fullgraph=True)
-        for x, y in zip(torch.autograd.grad(compiled(e, c), (e, c)), want, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-7)
+        if impl == "chunked":
+            compiled = torch.compile(tolerant, backend="aot_eager", fullgraph=True)
+            found = torch.autograd.grad(compiled(e, c), (e, c))
+            torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-7)
         targets[3] = 203
         with pytest.raises(ValueError, match=r"targets\[3\] = 203 is outside \[0, 203\)"):
             call(e, c, check_targets=True)

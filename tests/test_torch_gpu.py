@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 
 import jax
 import pytest
@@ -131,16 +130,6 @@ def test_on_a_side_stream_whose_work_has_not_been_done_yet():
     assert_identical(after, want)
 
 
-def test_backward_in_another_thread():
-    want = expected()
-    e, c, t = make()
-    loss = cce_torch.linear_cross_entropy(e, c, t)
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    thread.join()
-    assert_identical((loss.detach(), e.grad, c.grad), want)
-
-
 def test_several_threads_at_once_each_on_its_own_stream():
     want = [expected(seed) for seed in range(4)]
     results: dict[int, list] = {}
@@ -166,12 +155,9 @@ def test_a_step_does_not_wait_for_the_gpu():
     torch.cuda.set_sync_debug_mode("error")
     try:
         torch.cuda._sleep(10 * SLEEP)
-        start = time.perf_counter()
         step(e, c, t)
-        returned = time.perf_counter() - start
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert returned < 0.1
     assert not torch.cuda.current_stream().query(), "the GPU was not busy"
 
 

@@ -5,17 +5,15 @@ import weakref
 from functools import partial
 from unittest import mock
 
-import jax
 import pytest
 import torch
 from torch._dynamo.backends.registry import lookup_backend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from cce_jax import passes, plans
-from cce_kernels.numbers import Cotangents, Wanted
+from cce_jax import plans
 from cce_kernels.plan import residuals
 from cce_torch import LinearCrossEntropy, LinearCrossEntropyHead, linear_cross_entropy, ops
-from cce_torch.call import Call, Residuals
+from cce_torch.call import Residuals
 from cce_torch.on_jax import bridge, kinds, programs
 from tests.call_torch import assert_same_bits
 from tests.test_in_forward import in_forward as on  # noqa: F401  # for all tests of this file
@@ -72,26 +70,6 @@ def gradients(value, *leaves, **more):
 def budget_of(chunk, tokens, width, vocabulary) -> int:
     """Bytes that hold chunks of so many times 256 tokens, and not of one time more."""
     return chunk * 256 * 13 * (vocabulary + width) + 100 * (tokens + 256) + 4 * (tokens + 256) * width + 8000
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize(("dtype", "wide"), [*((x, False) for x in DTYPES), (torch.bfloat16, True)])
-@pytest.mark.parametrize(
-    "wanted", [(True, True, True), (True, False, False), (False, True, False), (False, False, True)]
-)
-def test_the_shapes_of_what_is_formed(dtype, wide, axis, wanted):
-    e, c, _ = example(500, 300, 203, dtype, axis=axis)
-    call = Call(gradient_tolerance=TOLERANCE * axis, precision="highest", impl="chunked", wide_dc=wide)
-    kind = kinds.kind_of_tensors(e, c, call)
-    wanted = Wanted(*map(bool, wanted))
-
-    def begin(inputs):
-        return passes.begin(inputs, (), lambda numbers, _: Cotangents.of(numbers), kind.static, wanted)[1]
-
-    expected = jax.tree.flatten(jax.eval_shape(begin, kind.shapes(500, with_bias=True)))
-    found = jax.tree.flatten(programs.handover_of(kind, 500, True, wanted).shapes)
-    assert found[1] == expected[1]
-    assert [(x.shape, x.dtype) for x in found[0]] == [(x.shape, x.dtype) for x in expected[0]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -203,26 +181,17 @@ def test_what_a_hook_keeps_stays_as_it_is():
     assert_same_bits(kept, copies)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_loss_forms_its_gradients_once(reentrant, ran):
-    """One matmul, then three, where computing the logits again in the backward pass would take one, one and three."""
+def test_checkpoints():
+    """In one step: test_torch_calls.py. A graph that is kept, and selective checkpoints."""
     e, c, t = example()
     expected = gradients(loss(e * 2, c, t), e, c)
-    for retained in (False, True):
-        ran.clear()
-        e.grad = c.grad = None
-        value = checkpoint(lambda e: loss(e * 2, c, t), e, use_reentrant=reentrant)
-        assert ran == ["torch_loss"]
-        value.backward(retain_graph=retained)
-        assert ran == ["torch_loss", *ONCE]
-        assert_same_bits([e.grad, c.grad], expected)
-    if not reentrant:
-        value.backward()
-        assert_same_bits([e.grad, c.grad], [2 * x for x in expected])
-        for policy in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE):
-            contexts = partial(create_selective_checkpoint_contexts, lambda *_, policy=policy, **__: policy)
-            value = checkpoint(lambda e: loss(e * 2, c, t), e, use_reentrant=False, context_fn=contexts)
-            assert_same_bits(gradients(value, e, c), expected)
+    kept = checkpoint(lambda e: loss(e * 2, c, t), e, use_reentrant=False)
+    for _ in range(2):
+        assert_same_bits(gradients(kept, e, c, retain_graph=True), expected)
+    for policy in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE):
+        contexts = partial(create_selective_checkpoint_contexts, lambda *_, policy=policy, **__: policy)
+        value = checkpoint(lambda e: loss(e * 2, c, t), e, use_reentrant=False, context_fn=contexts)
+        assert_same_bits(gradients(value, e, c), expected)
 
 
 NEAR = partial(torch.testing.assert_close, rtol=2**-6, atol=2**-12)

@@ -35,43 +35,31 @@ def made(tokens=(3, 7), width=16, vocabulary=83, dtype=torch.float32, ignored=0.
     return {"e": e.to(dtype), "c": (c * 3 / width**0.5).to(dtype), "bias": bias.to(dtype), "targets": targets}
 
 
-@pytest.mark.parametrize("impl", ["chunked", "torch_compile", "reference"])
-def test_a_detached_entropy_has_no_gradient_and_its_backward_pass_no_mean(impl, monkeypatch):
-    run, seen = programs._gradients_program, []
-    monkeypatch.setattr(programs, "_gradients_program", lambda k, *x: (seen.append(k.call.with_mean), run(k, *x))[1])
-    x = made(dtype=torch.bfloat16)
-    with small_blocks():
-        for entropy in ("detached", True):
-            leaves = {k: y.clone().requires_grad_() for k, y in x.items() if k in ("e", "c")}
-            found = linear_log_probs(*leaves.values(), x["targets"], impl=impl, entropy=entropy)
-            assert found.entropy.requires_grad == (entropy is True)
-            torch.autograd.grad((found.log_probs + (found.entropy if entropy is True else 0)).sum(), leaves.values())
-    if impl == "chunked":
-        assert seen == [False, True]
+@pytest.mark.parametrize(("impl", "frozen"), [("cce", None), ("chunked", "c"), ("torch_compile", None)])
+def test_a_detached_entropy(impl, frozen, monkeypatch):
+    """It has no gradient, and the backward pass no mean. What is saved is what is without an entropy.
 
+    That is exponentials, or m where the gradient of e alone is wanted. Also where a profiler looks on.
+    """
+    means, left, program, run = [], [], programs._gradients_program, programs.gradients
+    monkeypatch.setattr(programs, "_gradients_program", lambda k, *x: means.append(k.call.with_mean) or program(k, *x))
 
-@pytest.mark.parametrize(("impl", "frozen"), [("cce", None), ("chunked", "c")])
-def test_what_is_saved_with_a_detached_entropy(impl, frozen, monkeypatch):
-    """As without one: exponentials, or m where the gradient of e alone is wanted. Also where a profiler looks on."""
-    left, run = [], programs.gradients
-    monkeypatch.setattr(
-        programs,
-        "gradients",
-        lambda k, given, numbers, saved, *x: (
-            left.append([y for y in saved.residuals if y is not None]),
-            run(k, given, numbers, saved, *x),
-        )[1],
-    )
+    def recorded(k, given, numbers, saved, *x):
+        left.append([y for y in saved.residuals if y is not None])
+        return run(k, given, numbers, saved, *x)
+
+    monkeypatch.setattr(programs, "gradients", recorded)
     x, found = made((40,), 20, 232, torch.bfloat16), []
     for entropy, profiled in ((False, False), ("detached", False), ("detached", True)):
         own = {k: x[k].clone().requires_grad_(k != frozen) for k in ("e", "c")}
-        numbers = linear_log_probs(**own, targets=x["targets"], entropy=entropy, impl=impl, memory_budget="all")
-        with torch.autograd.profiler.profile() if profiled else contextlib.nullcontext():
-            found.append(torch.autograd.grad(numbers.log_probs.sum(), [y for y in own.values() if y.requires_grad]))
-    assert [len(y) for y in left] == [1, 1, 1]
+        with small_blocks():
+            of = linear_log_probs(**own, targets=x["targets"], entropy=entropy, impl=impl, memory_budget="all")
+            assert not entropy or not of.entropy.requires_grad
+            with torch.autograd.profiler.profile() if profiled else contextlib.nullcontext():
+                found.append(torch.autograd.grad(of.log_probs.sum(), [y for y in own.values() if y.requires_grad]))
+    assert impl == "torch_compile" or ([len(y) for y in left], set(means)) == ([1, 1, 1], {False})
     for gradients in found[1:]:
-        for y, z in zip(gradients, found[0], strict=True):
-            torch.testing.assert_close(y, z)
+        torch.testing.assert_close(gradients, found[0])
 
 
 E, C, T = torch.ones(2, 3, 4), torch.ones(9, 4), torch.zeros(2, 3, dtype=torch.int64)
@@ -105,25 +93,6 @@ def test_equal_rows_of_the_classifier(impl, monkeypatch):
         found = linear_log_probs(E, C, T, predicted=True, top_k=5, impl=impl)
     assert (found.predicted == 0).all()
     assert (found.top_ids == torch.arange(5)).all()
-
-
-@pytest.mark.parametrize("impl", ["chunked", "reference"])
-def test_ids_of_ignored_tokens_and_negative_ids_get_no_gradient(impl):
-    x = made(ignored=0.5)
-    e = x["e"].clone()
-    ignored = x["targets"] == IGNORED
-    e[ignored] = torch.nan
-    ids = torch.zeros(3, 7, 2, dtype=torch.int64)
-    ids[..., 1] = -1
-    leaves = [y.clone().requires_grad_() for y in (e, x["c"])]
-    found = linear_log_probs(*leaves, x["targets"], ids=ids, top_k=2, impl=impl)
-    assert not found.id_log_probs[ignored].any()
-    assert not found.top_log_probs[ignored].any()
-    assert (found.id_log_probs[~ignored][:, 1] == -torch.inf).all()
-    de, dc = torch.autograd.grad(torch.logsumexp(found.id_log_probs, -1).sum(), leaves)
-    assert not de[ignored].any()
-    assert de[~ignored].any()
-    assert dc.isfinite().all()
 
 
 @pytest.mark.parametrize("of", [rule, reference])

@@ -1,5 +1,6 @@
 """cce_torch among other things that run in the process: tensors, threads, the settings of JAX and of PyTorch."""
 
+import contextlib
 import ctypes
 import gc
 import threading
@@ -22,6 +23,7 @@ from cce_torch import functional, linear_cross_entropy
 from cce_torch.call import Call
 from cce_torch.on_jax import bridge, compat, jax_devices, kinds, programs, settings, tensors
 from tests.call_torch import assert_near, formed_in_forward, in_chunks, small_blocks
+from tests.test_functions import CALLS
 
 
 def example(tokens=24, width=16, vocabulary=70, dtype=torch.float32, seed=0):
@@ -87,41 +89,31 @@ def test_a_tensor_without_its_memory_is_named(x):
         tensors.check({"e": torch.rand(2), "bias": None, "c": x})
 
 
-def of_functional(e, c, t):
+def head(_, e, c, t):
+    made = cce_torch.LinearCrossEntropyHead(c.ds_shape[1], c.ds_shape[0], bias=False)
+    made.weight = c
+    return made(e, t)
+
+
+def of_functional(_, e, c, t):
     return functional.linear_cross_entropy(e, c, t)
 
 
-def of_head(e, c, t):
-    head = cce_torch.LinearCrossEntropyHead(c.ds_shape[1], c.ds_shape[0], bias=False)
-    head.weight = c
-    return head(e, t)
-
-
-def of_tokens(e, c, t):
-    return cce_torch.linear_token_loss(e, c, t, lambda x: x.log_probs)
-
-
-def of_teacher(e, c, t):
+def of_teacher(_, e, c, t):
     return cce_torch.linear_divergence(e, torch.rand(c.ds_shape), e, c)
 
 
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [
-        (linear_cross_entropy, "c"),
-        (cce_torch.linear_log_probs, "c"),
-        (of_tokens, "c"),
-        (of_teacher, "teacher_c"),
-        (of_head, "c"),
-        (of_functional, "linear_weight"),
-    ],
-)
-def test_a_weight_that_zero3_has_split_is_named(function, name):
+OF_CLASSIFIER = [function for name, function in CALLS.items() if name != "divergence"]
+
+
+@pytest.mark.parametrize("function", [*OF_CLASSIFIER, head, of_functional, of_teacher])
+def test_a_weight_that_zero3_has_split_is_named(function):
     e, c, t = example()
     split: Any = torch.nn.Parameter(torch.empty(0))
     split.ds_shape = c.shape  # as DeepSpeed leaves it outside of the forward of its module
+    name = {of_functional: "linear_weight", of_teacher: "teacher_c"}.get(function, "c")
     with pytest.raises(TypeError, match=rf"^{name} of shape \(0,\) is a weight .* DeepSpeed's ZeRO 3 has split"):
-        function(e, split, t)
+        function(cce_torch, e, split, t)
 
 
 def test_subclasses_of_tensors_that_are_understood_and_one_that_is_not():
@@ -219,37 +211,37 @@ def test_changing_numbers_of_tokens_compile_nothing_more(impl, sizes, monkeypatc
     assert len(set(before)) == len(set(sizes))
 
 
-USERS = [
-    ("jax_numpy_dtype_promotion", "strict"),
-    ("jax_numpy_rank_promotion", "raise"),
-    ("jax_disable_jit", True),
-    ("jax_debug_nans", True),
-    ("jax_debug_infs", True),
-    ("jax_enable_x64", True),
-    ("jax_default_matmul_precision", "bfloat16"),
-    ("jax_transfer_guard", "disallow_explicit"),
-    ("mesh", None),
-]
+USERS: dict[str, dict[str, Any]] = {
+    "strict": {
+        "jax_numpy_dtype_promotion": "strict",
+        "jax_numpy_rank_promotion": "raise",
+        "jax_debug_infs": True,
+        "jax_default_matmul_precision": "bfloat16",
+        "jax_transfer_guard": "disallow_explicit",
+    },
+    "without jit": {"jax_disable_jit": True},
+    "debug_nans and 64 bits": {"jax_debug_nans": True, "jax_enable_x64": True},
+    "a mesh": {},
+}
 
 
 @pytest.fixture
 def users(request):
-    """One of the user's settings of JAX."""
-    name, value = request.param
-    if name == "mesh":
-        with jax.set_mesh(jax.make_mesh((1,), ("x",))):
-            yield name
-        return
-    before = getattr(jax.config, name)
-    jax.config.update(name, value)
-    yield name
-    jax.config.update(name, before)
-    if name == "jax_transfer_guard":
+    """Some of the user's settings of JAX."""
+    changed = USERS[request.param]
+    before = {name: getattr(jax.config, name) for name in changed}
+    with contextlib.nullcontext() if changed else jax.set_mesh(jax.make_mesh((1,), ("x",))):
+        for name, value in changed.items():
+            jax.config.update(name, value)
+        yield request.param
+        for name, value in before.items():
+            jax.config.update(name, value)
+    if "jax_transfer_guard" in changed:
         for direction in ("host_to_device", "device_to_device", "device_to_host"):
             jax.config.update(f"jax_transfer_guard_{direction}", None)
 
 
-@pytest.mark.parametrize("users", USERS, indirect=True, ids=[name for name, _ in USERS])
+@pytest.mark.parametrize("users", USERS, indirect=True)
 def test_the_users_jax_settings_change_nothing_and_stay(users, monkeypatch):
     e, c, t = example()
     monkeypatch.setattr(bridge, "_kept_constant", lru_cache(typed=True)(bridge._kept_constant.__wrapped__))
@@ -262,7 +254,7 @@ def test_the_users_jax_settings_change_nothing_and_stay(users, monkeypatch):
         losses = [linear_cross_entropy(e, c, t, **options, reduction=r, memory_budget=budget) for r in ("mean", "none")]
         return [y for x in losses for y in (x, *gradients(x.sum(), e, c, weight))]
 
-    index = [name for name, _ in USERS].index(users)  # other budgets, so that the programs are traced here
+    index = list(USERS).index(users)  # other budgets, so that the programs are traced here
     with in_chunks(16) as ran:
         with settings.defaults():
             expected = call(2**25 + index)
@@ -272,7 +264,7 @@ def test_the_users_jax_settings_change_nothing_and_stay(users, monkeypatch):
             assert all(torch.equal(x, y) for x, y in zip(call(2**26 + index), expected, strict=True))
         assert before == [state.value for state in settings._STATES]
         assert {"torch_begin", "torch_gradients"} < set(ran)
-    if users == "jax_debug_nans":
+    if "debug_nans" in users:
         t[1] = 70  # outside the vocabulary: the loss is NaN
         assert linear_cross_entropy(e, c, t, impl="chunked", memory_budget=2**26).isnan()
         with pytest.raises(FloatingPointError):
@@ -389,14 +381,6 @@ def test_cotangents_of_any_strides_and_inputs_that_are_not_aligned(impl):
             assert_near(torch.autograd.grad(of_shifted, (shifted, c), (given, given), retain_graph=True), want)
 
 
-@pytest.mark.parametrize("impl", ["chunked", "torch_compile"])
-def test_a_hessian_is_an_error_that_names_the_reference(impl):
-    e, c, t = (x.detach() for x in example(3))
-    with small_blocks(), pytest.raises(NotImplementedError, match="impl='reference'"):
-        torch.func.hessian(lambda e: linear_cross_entropy(e, c, t, impl=impl))(e)
-    assert torch.func.hessian(lambda e: linear_cross_entropy(e, c, t, impl="reference"))(e).any()
-
-
 def test_what_describes_a_lent_array_is_there_as_long_as_the_array(monkeypatch):
     """JAX reads it again when the array goes; by then the memory of Python's own objects would hold something else."""
     cpu = jax.devices("cpu")[0]
@@ -423,21 +407,6 @@ def test_what_reaches_a_program_on_a_cpu_is_the_tensors_memory_and_holds_it():
     assert torch.equal(result, 2 * x)
     assert reached[1].unsafe_buffer_pointer() == x.data_ptr()
     assert holders() > before
-
-
-def test_a_frozen_input_gets_no_gradient_and_costs_none(monkeypatch):
-    asked = []
-    original = programs._gradients_program
-    monkeypatch.setattr(programs, "_gradients_program", lambda *key: asked.append(key[1]) or original(*key))
-    e, c, t = example()
-
-    def loss(e, c):  # a "mean" may form its gradients in the forward pass: tests/test_torch_in_forward.py
-        return linear_cross_entropy(e, c, t, reduction="none").sum()
-
-    expected = gradients(loss(e, c), e, c)
-    assert_near(gradients(loss(e, c.detach()), e), expected[:1])
-    assert_near(gradients(loss(e.detach(), c), c), expected[1:])
-    assert [(w.e, w.c, w.bias) for w in asked] == [(True, True, False), (True, False, False), (False, True, False)]
 
 
 def test_a_thousand_numbers_of_tokens_compile_few_programs_and_pad_little():

@@ -18,8 +18,7 @@ from tests import gloo
 from tests.call_torch import array
 from tests.causal_models import batch, small_config, small_model
 from tests.causal_models import step as whole_step
-from tests.gloo import fsdp1, gathered, in_processes, whole_gradients
-from tests.tolerance import assert_close
+from tests.gloo import fsdp1, in_processes
 
 peft = pytest.importorskip("peft")
 pytestmark = gloo.needed
@@ -50,9 +49,10 @@ def patched(*args: Any, **kwargs: Any) -> Any:
 
 
 @functools.cache
-def expected(**options: Any) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+def expected(**options: Any) -> list[dict[str, Any]]:
     """Loss and gradients of the whole batch in one process, unpatched, in float64 and in float32."""
-    return [whole_step(model(**options).to(dtype), **batch(ROWS)) for dtype in (torch.float64, torch.float32)]
+    both = (whole_step(model(**options).to(dtype), **batch(ROWS)) for dtype in (torch.float64, torch.float32))
+    return [{name: array(x) for name, x in {"loss": loss, **gradients}.items()} for loss, gradients in both]
 
 
 def assert_as_in_one_process(what: str, wrapped: Any, split: bool = True, **options: Any) -> None:
@@ -64,13 +64,7 @@ def assert_as_in_one_process(what: str, wrapped: Any, split: bool = True, **opti
     output = wrapped(**inputs, num_items_in_batch=COUNT / processes if split else COUNT)
     assert output.logits is None, what
     output.loss.backward()
-    (truth, truths), (reference, references) = expected(**options)
-    mean = torch.stack(gathered(output.loss.detach())).mean()
-    assert_close(array(mean), array(truth), array(reference), f"{what}: loss")
-    found = whole_gradients(wrapped)
-    assert found.keys() == truths.keys(), what
-    for name, x in found.items():
-        assert_close(array(x), array(truths[name]), array(references[name]), f"{what}: {name}")
+    gloo.assert_as_one_process(what, output.loss, wrapped, *expected(**options))
 
 
 def units_of_fsdp1(module: Any, parts: set | None, **options: Any) -> Any:

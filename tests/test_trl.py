@@ -128,15 +128,6 @@ def test_types(types, with_bias, autocast):
     assert_as_trl(ours, theirs, truth)
 
 
-def test_float32_beside_16_bits_is_computed_in_float32():
-    tensors = given(types=(F32, BF16))
-    wide = results(patched(), [*(x.float() for x in tensors[:3]), tensors[3]], (1.0, None, 1.0), OUTPUTS)
-    mixed = results(patched(), tensors, (1.0, None, 1.0), OUTPUTS)
-    for name, x in mixed.items():
-        assert torch.equal(x, wide[name].to(x.dtype)), name
-    assert mixed["weight"].dtype == mixed["bias"].dtype == BF16
-
-
 def test_a_logit_that_only_rounding_makes_the_largest():
     """TRL rounds logits to the type of the hidden states, and the first of equal ones counts."""
     hidden, weight = torch.ones(1, 2, dtype=BF16), torch.tensor([[1.0, 0.0], [1.0, 2.0**-10]], dtype=BF16)
@@ -146,18 +137,13 @@ def test_a_logit_that_only_rounding_makes_the_largest():
     assert results(patched(), tensors, *options)["is_top1"]
 
 
-def test_no_tokens():
-    tensors = given(tokens=0)
-    ours = results(patched(), tensors, (0.7, 3.0, 2.0), OUTPUTS)
-    theirs = results(ChunkedLogProbFunction, tensors, (0.7, 3.0, 2.0), OUTPUTS)
+def test_no_tokens_and_an_ignored_target():
+    """TRL passes no ignored target to its function: it has no gradient."""
+    theirs, ours = (results(x, given(tokens=0), (0.7, 3.0, 2.0), OUTPUTS) for x in (ChunkedLogProbFunction, patched()))
     assert ours.keys() == theirs.keys()
     for name, x in ours.items():
         assert (x.dtype, x.shape) == (theirs[name].dtype, theirs[name].shape), name
         assert not x.any(), name
-
-
-def test_an_ignored_target_has_no_gradient():
-    """TRL never passes one to its function."""
     tensors = given()
     tensors[3][5] = -100
     found = results(patched(), tensors, (0.7, None, 1.0), OUTPUTS)
@@ -184,13 +170,10 @@ def test_a_detached_entropy():
     torch.testing.assert_close(found[1], ChunkedLogProbFunction.apply(*tensors, 1.0, CHUNK)[1].detach())
 
 
-def test_an_output_that_is_lacking_says_what_to_do():
+def test_what_is_lacking_says_what_to_do(monkeypatch):
     for outputs in ((("log_probs", "log_sum_sq_probs"),), ()):  # by default TRL's function has it
         with pytest.raises(NotImplementedError, match=r"compute log_sum_sq_probs.*use_weighting=True.*unpatch\(\)"):
             patched().apply(*given(), 1.0, CHUNK, None, 1.0, *outputs)
-
-
-def test_deepspeed_zero_3_is_refused(monkeypatch):
     monkeypatch.setattr("transformers.integrations.deepspeed.is_deepspeed_zero3_enabled", lambda: True)
     with pytest.raises(NotImplementedError, match=r"ZeRO 3.*ZeRO 2 or FSDP 2"):
         patched().apply(*given(), 1.0, CHUNK, None, 1.0, ("log_probs",))
