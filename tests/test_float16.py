@@ -137,22 +137,14 @@ def test_weights_and_loss_scales_of_any_size(package, function, magnitude, sprea
 
 
 @pytest.mark.parametrize(("package", "function"), [*product(PACKAGES, FUNCTIONS)])
-def test_a_power_of_two_in_the_weights_and_in_the_divisor_changes_no_bit(package, function):
-    weight = np.random.default_rng(1).uniform(0.5, 2, TOKENS)
-    run = partial(gradients, *package, function, scale=0.3)
-    want = run(weight, weight.sum())
+def test_powers_of_two_that_cancel_change_no_bit(package, function):
+    """In weights and divisor; and in the weights of a sum and in a loss scale. float16 holds only their products."""
+    weight, run = np.random.default_rng(1).uniform(0.5, 2, TOKENS), partial(gradients, *package, function)
+    ones, items = np.ones(TOKENS), weight.sum()
+    want, of_sum = run(weight, items, 0.3), run(ones, None, 1.0)
     for factor in (2.0**-24, 2.0**24):
-        for x, y in zip(run(factor * weight, factor * weight.sum()), want, strict=True):
-            np.testing.assert_array_equal(x, y)
-
-
-@pytest.mark.parametrize(("package", "function"), [*product(PACKAGES, FUNCTIONS)])
-def test_a_loss_scale_changes_no_bit_of_a_sum(package, function):
-    """float16 holds neither 2⁻²⁴ nor 2²⁴ times these gradients, but their products."""
-    weight, run = np.ones(TOKENS), partial(gradients, *package, function, items=None)
-    want = run(weight, scale=1.0)
-    for factor in (2.0**-24, 2.0**24):
-        for x, y in zip(run(factor * weight, scale=1 / factor), want, strict=True):
+        found = *run(factor * weight, factor * items, 0.3), *run(factor * ones, None, 1 / factor)
+        for x, y in zip(found, (*want, *of_sum), strict=True):
             np.testing.assert_array_equal(x, y)
 
 
