@@ -31,6 +31,7 @@ from tests.search.bounds import checks
 from tests.search.calls import (
     CROSS_ENTROPY,
     DEFAULT,
+    DIVERGENCE,
     DIVERGENCES,
     FORMS,
     FUNCTIONS,
@@ -247,6 +248,20 @@ def test_on_hopper_the_entropy_of_each_token(memory_budget, both):
     program = replace(program, leading=(304,), vocabulary=640, temperatures=True, logit_scale=1.5)
     program = replace(program, softcap=None if memory_budget else 5.0, vocab_axis=int(memory_budget > 0))
     assert not failures(Call(replace(program, memory_budget=memory_budget), Data(ignored="few")))
+
+
+@INTERPRETED
+@pytest.mark.parametrize(("kind", "teacher_width"), [("forward_kl", 64), ("jsd", 128)])
+def test_on_hopper_a_divergence(kind, teacher_width, in_chunks, monkeypatch):
+    """In several chunks, with columns that are padded to whole tiles. 64 are too few for the kernel of the logits."""
+    formed = in_chunks(200)
+    monkeypatch.setattr(choose, "MOST_LOGITS", (100,))
+    program = replace(
+        SPARSE, function=DIVERGENCE, divergence=kind, teacher_width=teacher_width, teacher_dtype="bfloat16"
+    )
+    program = replace(program, leading=(560,), vocabulary=632, arrays=("bias",), wanted=("e", "c", "bias"))
+    assert not failures(Call(replace(program, return_entropy=True), Data()))
+    assert set(formed) <= {"hopper", "triton"}
 
 
 CAPPED = replace(SPARSE, arrays=("class_weight",), softcap=20.0, logit_scale=1.3, z_loss=1e-3)
