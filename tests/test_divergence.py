@@ -98,6 +98,33 @@ def test_equal_distributions_have_no_divergence_and_near_ones_a_positive_one(kin
         np.testing.assert_allclose(each, want, rtol=rounding)
 
 
+def test_a_jsd_close_to_0_keeps_its_digits_in_float16():
+    """dz is divided by the size of what it can be, which goes to 0 with beta."""
+    e, c, *teacher = (x.astype(jnp.float16) for x in FIXED.values())
+
+    def gradient(beta: float, impl: str) -> np.ndarray:
+        loss = partial(linear_divergence, divergence="jsd", beta=beta, num_items=min(beta, 1 - beta), impl=impl)
+        return np.asarray(jax.grad(lambda c: loss(e, c, *teacher))(c), np.float64)
+
+    for beta in (1e-9, 1e-6, 0.5, 1 - 1e-6):
+        assert error(gradient(beta, "chunked"), gradient(beta, "reference")) < 2 * roundoff(np.float16)
+
+
+def test_the_reference_does_not_round_the_gradient_of_a_wide_classifier_to_the_type_of_e():
+    """In float16 all of it would be 0 here."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = {"e": (16, 8), "c": (50, 8), "teacher_e": (16, 6), "teacher_c": (50, 6)}
+    e, c, *teacher = (jax.random.normal(k, shape) for k, shape in zip(keys, shapes.values(), strict=True))
+
+    def gradient(impl: str) -> np.ndarray:
+        loss = partial(linear_divergence, e.astype(jnp.float16), num_items=1e9, impl=impl)
+        return np.asarray(jax.grad(lambda c: loss(c, *teacher))(c), np.float64)
+
+    exact = gradient("chunked")
+    assert 0 < np.abs(exact).max() < 2**-25, "half of the least number of float16"
+    assert error(gradient("reference"), exact) < 2 * roundoff(np.float16)
+
+
 def test_nothing_but_the_student_has_a_gradient():
     others = {name: FIXED[name] for name in ("teacher_e", "teacher_c")}
     others |= dict.fromkeys(("token_weight", "temperature"), jnp.ones(40))
