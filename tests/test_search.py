@@ -24,7 +24,7 @@ from cce_kernels.engines import hopper
 from cce_kernels.plan import choose, plan_of, setting
 from cce_kernels.plan.plan import Chunks
 from cce_kernels.tokens import gathered_rows
-from tests.nightly import draws
+from tests.nightly import NIGHTLY, draws
 from tests.search import bounds
 from tests.search import run as search_run
 from tests.search.bounds import checks
@@ -127,7 +127,7 @@ def test_calls_without_a_gpu(where, first, monkeypatch):
         check(range(first * SHARED, (first + TOGETHER) * SHARED), where)
 
 
-@pytest.mark.parametrize(("where", "cases"), [("sharded", 32), ("processes", 24)])
+@pytest.mark.parametrize(("where", "cases"), [("sharded", draws(18, 60)), ("processes", draws(12, 48))])
 def test_calls_of_several_devices_and_processes(where, cases):
     """In a process of their own: JAX on 8 devices, PyTorch in 2 and 4 processes."""
     pytest.importorskip("torch")
@@ -458,14 +458,14 @@ def test_a_number_is_a_call_whose_literal_says_all(where):
 
 
 def test_everything_is_drawn():
-    """Of 3000 calls every pair of values has five, and less than a tenth is refused."""
+    """Less than a tenth is refused. And in the nightly mode, of 3000 calls every pair of values has five."""
     every = []
     for where in ("jax", "torch"):
-        programs = [draw(0, SHARED * number, where).program for number in range(1000)]
+        programs = [draw(0, SHARED * number, where).program for number in range(draws(220, 1000))]
         counts = Counter(pair for program in programs for pair in pairs(program))
-        assert len(counts) > 3500
-        assert not [pair for pair, n in counts.items() if SHARED * n < 5]
-        assert sum(refusal(Call(program, Data())) is not None for program in programs) < 100
+        assert len(counts) > 3000
+        assert not NIGHTLY or not [pair for pair, n in counts.items() if SHARED * n < 5]
+        assert sum(refusal(Call(program, Data())) is not None for program in programs) < len(programs) / 10
         every += [draw(0, number, where) for number in range(660)]
     every += [draw(0, number, where) for where in ("sharded", "processes") for number in range(660)]
     programs = [call.program for call in every]
@@ -506,11 +506,11 @@ def test_on_a_gpu_half_of_the_calls_are_hoppers_and_fit(monkeypatch):
     monkeypatch.setattr(search_run, "local_gpu", lambda: H200)
     monkeypatch.setattr(hopper, "MOSAIC", True)
     plan_of.cache_clear()
-    programs = [draw(0, SHARED * number, "gpu").program for number in range(1000)]
+    programs = [draw(0, SHARED * number, "gpu").program for number in range(300)]
     engines = Counter(engine(p) for p in programs if p.function == CROSS_ENTROPY)
-    assert engines["hopper"] > 150
-    assert engines["triton"] > 50
-    assert sum(leaves_out(p) for p in programs) > 30
+    assert engines["hopper"] > 20
+    assert engines["triton"] > 12
+    assert sum(leaves_out(p) for p in programs) > 8
     assert max(p.tokens * p.vocabulary for p in programs) <= 2**30 * 1.01
     assert max(p.vocabulary * p.width for p in programs) <= 2**29
     assert max(p.vocabulary for p in programs) > 2**17
@@ -521,10 +521,10 @@ def test_of_the_calls_for_hoppers_interpreter_some_may_leave_out_blocks(monkeypa
     monkeypatch.setattr(plans, "INTERPRETER", SMALL)
     monkeypatch.setattr(hopper, "MOSAIC", True)
     plan_of.cache_clear()
-    calls = [draw(0, number, "hopper") for number in range(1000)]
+    calls = [draw(0, number, "hopper") for number in range(600)]
     left_out = [call for call in calls if leaves_out(call.program)]
-    assert len(left_out) > 50
-    assert sum(call.data.kind == "together" for call in left_out) > 20
+    assert len(left_out) > 30
+    assert sum(call.data.kind == "together" for call in left_out) > 12
     plan_of.cache_clear()
 
 

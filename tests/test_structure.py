@@ -112,13 +112,13 @@ def test_no_buffer_of_the_size_of_the_logits(impl, argnums):
     assert [s for s in arrays(traced("reference", argnums)) if s[1] >= N * V], "the check sees logits"
 
 
-@pytest.mark.parametrize("argnums", [None, 0, 1, (0, 1)])
+@pytest.mark.parametrize("argnums", [None, (0, 1)])
 def test_chunked_holds_one_bounded_block(argnums):
     """Its logits and what becomes of them; on a CPU XLA also widens bfloat16 operands of its matmuls, here c.
 
     With gradients the block is some tokens' logits of the whole vocabulary, and dz and a part of dc are beside it.
     """
-    for memory_budget in (80 * 2**20, 200 * 2**20, None):
+    for memory_budget in (80 * 2**20, None):
         temporary = compiled("chunked", argnums, memory_budget=memory_budget).memory_analysis().temp_size_in_bytes
         assert temporary < min(memory_budget or 2**40, (2 if argnums is None else 5) * BOUND) + 2 * 4 * V * D
     assert compiled("reference", argnums).memory_analysis().temp_size_in_bytes > 4 * temporary
