@@ -60,6 +60,28 @@ LOSSES = {
         ),
         *NARROW,
     ),
+    # A mean divides by the sum of the weights: float16 holds neither them nor the sum, but the gradients.
+    **in_each(
+        "weights of any size in float16",
+        lambda **of: calls(
+            replace(OF_ARRAYS, dtype="float16", leading=(300,), vocabulary=300, arrays=("bias", "token_weight"), **of),
+            *(Data(weight=x, ignored="few", seed=y) for y, x in enumerate((1e6, 1e-6))),
+        ),
+        *NARROW,
+    ),
+    **in_each(
+        "a loss of one's own of any size in float16",
+        lambda **of: [
+            call
+            for size in (1e6, 1e-6)
+            for call in calls(
+                Program(function=TOKEN_LOSS, fn="bonus", entropy=True, dtype="float16", leading=(300,), **of),
+                Data(weight=size, ignored="few"),
+                num_items=1000 * size,
+            )
+        ],
+        *("jax chunked", "torch chunked"),
+    ),
     **in_each(
         "float64",
         lambda package, impl: calls(
@@ -177,6 +199,16 @@ DIVERGED = {
         "a jsd whose beta goes to 0 or 1",
         lambda **of: [x for beta in (1e-12, 1 - 1e-6) for x in calls(DISTILLED, Data(size=5.0), beta=beta, **of)],
         *("jax chunked", "jax reference", "torch reference", "torch torch_compile"),
+    ),
+    **in_each(
+        "weights of any size of a divergence in float16",
+        lambda **of: calls(
+            replace(
+                DISTILLED, dtype="float16", teacher_dtype="float16", leading=(300,), arrays=("token_weight",), **of
+            ),
+            *(Data(weight=x, ignored="few", seed=y) for y, x in enumerate((1e6, 1e-6))),
+        ),
+        *("jax chunked", "torch chunked", "torch torch_compile"),
     ),
     # However large it is, no derivative by a logit is above 1: a row of dc that is small keeps its digits.
     **in_each(

@@ -2,40 +2,27 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cce_jax import linear_divergence
+from cce_jax import linear_divergence, prepare
 from cce_kernels.block_floats import block_of
 from cce_kernels.device import H200, Gpu
-from cce_kernels.divergence import Divergence, Given, Side, formed
-from cce_kernels.engines.hopper import HOPPER, MOSAIC
+from cce_kernels.engines.hopper import MOSAIC
 from cce_kernels.gradients import divided, multiplied
 from cce_kernels.head import Head
 from cce_kernels.numbers import NO_OTHERS, Wanted
-from cce_kernels.plan import choose, plan_of
+from cce_kernels.plan import plan_of
 from cce_kernels.request import Request
 from tests import lowering
 from tests.search.calls import DIVERGENCES
 from tests.test_plan import drawn
 from tests.test_structure import equations
 from tests.tolerance import error, roundoff
-
-
-@pytest.fixture
-def few_logits(monkeypatch):
-    """few_logits(most): a chunk's logits are held of so many tokens at a time, where dz is stored."""
-
-    def of(most: int) -> None:
-        monkeypatch.setattr(choose, "MOST_LOGITS", (most,))
-        plan_of.cache_clear()
-
-    yield of
-    plan_of.cache_clear()
 
 
 @pytest.mark.parametrize("impl", ["chunked", "cce"])
@@ -166,73 +153,6 @@ def test_what_a_program_multiplies_and_holds(wanted, reduction, products):
     assert max(y.aval.size for x in found for y in x.outvars if hasattr(y.aval, "size")) < 320 * 200
 
 
-def given_of(request: Request, of_teacher: Head, seed: int = 0, make: Any = None) -> Given:
-    rng = np.random.default_rng(seed)
-    make = make or (lambda shape, dtype: jnp.asarray(rng.normal(size=shape) * 0.4, dtype))
-
-    def side(width: int, axis: int):
-        c = (request.vocabulary, width) if axis == 0 else (width, request.vocabulary)
-        return Side(make((request.tokens, width), request.dtype), make(c, request.dtype))
-
-    student, teacher = side(request.width, request.head.vocab_axis), side(request.teacher_width, of_teacher.vocab_axis)
-    weight = jnp.asarray(rng.uniform(size=request.tokens) * (rng.random(request.tokens) < 0.8), "float32")
-    return Given(student, teacher, weight, None, jnp.float32([0.3, 0.7]))
-
-
-def test_the_function_for_other_frameworks():
-    """It is the mean if the weights are divided by the number of items."""
-    request = Request(
-        40, 16, 90, "bfloat16", Head(), False, Wanted(True, True, False), 0, one_factor=True, teacher_width=24
-    )
-    given = given_of(request, Head())
-    items = jnp.sum(given.weight)
-    of = Divergence("jsd", Head(), entropy=True)
-    found = formed(given._replace(weight=given.weight / items), of, plan_of(request, None, "chunked"))
-    student, teacher = given.student, given.teacher
-
-    def mean(e, c):
-        return linear_divergence(
-            e, c, teacher.e, teacher.c, divergence="jsd", beta=0.3, token_weight=given.weight, return_entropy=True
-        )
-
-    (value, entropy), (de, dc) = jax.value_and_grad(mean, (0, 1), has_aux=True)(student.e, student.c)
-    for x, y in zip((found.loss, found.entropy, found.de, found.dc), (value, entropy, de, dc), strict=True):
-        assert x.dtype == y.dtype
-        assert error(x, y) < 6e-3
-    assert found.dbias is None
-    each = linear_divergence(*student[:2], *teacher[:2], divergence="jsd", beta=0.3, reduction="none")
-    np.testing.assert_allclose(found.total, jnp.where(given.weight == 0, 0, each), rtol=1e-5)
-
-
-@pytest.mark.skipif(not MOSAIC, reason="kernels for Hopper need JAX 0.11")
-@pytest.mark.parametrize(("kind", "teacher_width"), [("forward_kl", 64), ("jsd", 128)])
-def test_kernels_for_hopper_multiply_dz(kind, teacher_width, few_logits):
-    """In the interpreter, in several chunks, with columns that are padded to whole tiles.
-
-    A teacher of 64 columns is too narrow for the kernel of the logits.
-    """
-    head, vocabulary = Head(), 632
-    wanted = Wanted(True, True, True)
-    request = Request(
-        *(560, 128, vocabulary, "bfloat16", head, False, wanted, 2 * 2**20),
-        one_factor=True,
-        teacher_width=teacher_width,
-    )
-    given, of = given_of(request, Head()), Divergence(kind, Head(), True)
-    few_logits(100)
-    plan = plan_of(request, Gpu("9.0", 4, interpreted=True), "cce")
-    way = plan.in_forward
-    assert way is not None
-    assert way.most_logits < way.chunks.size
-    assert way.dc.engine is HOPPER
-    assert way.products is not None
-    assert way.chunks.count > 1
-    found, want = formed(given, of, plan), formed(given, of, plan_of(request, None, "chunked"))
-    for x, y in zip(found, want, strict=True):
-        assert (x is None) == (y is None)
-        assert x is None or error(x, y) < 6e-3
-
-
 def beside_a_teacher(rng: np.random.Generator) -> tuple[Request, Gpu | None, Literal["auto", "cce", "chunked"]]:
     request, gpu, impl = drawn(rng)
     request = replace(request, numbers=NO_OTHERS, ids=0, one_factor=True, gradient_tolerance=0.0)
@@ -257,23 +177,12 @@ def test_drawn_plans_take_chunks_of_all_tokens_within_the_budget():
 
 
 @pytest.mark.skipif(not MOSAIC, reason="JAX 0.10 lowers no kernels for Hopper")
-def test_a_program_for_an_h200_has_kernels_for_the_gradients_and_no_logits_of_all_tokens():
-    request = Request(
-        8192,
-        512,
-        32768,
-        "bfloat16",
-        Head(),
-        False,
-        Wanted(True, True, False),
-        2**28,
-        one_factor=True,
-        teacher_width=256,
-    )
-    given = given_of(request, Head(), make=jax.ShapeDtypeStruct)
-    plan = plan_of(request, H200, "auto")
-    run = partial(formed, of=Divergence("jsd", Head()), plan=plan)
-    assert set(lowering.for_hopper(run, given)) == {"whole_logits", "de", "dc_sum"}
-    text = str(jax.jit(run).trace(given).jaxpr)
+def test_a_program_for_an_h200_has_kernels_for_the_gradients_and_no_logits_of_all_tokens(monkeypatch):
+    monkeypatch.setattr(prepare, "local_gpu", lambda: H200)
+    shapes = (8192, 512), (32768, 512), (8192, 256), (32768, 256)
+    given = [jax.ShapeDtypeStruct(x, "bfloat16") for x in shapes]
+    run = jax.grad(partial(linear_divergence, divergence="jsd", memory_budget=2**28), (0, 1))
+    assert set(lowering.for_hopper(run, *given)) == {"whole_logits", "de", "dc_sum"}
+    text = str(jax.jit(run).trace(*given).jaxpr)
     assert "cce_divergence" in text
     assert "8192,32768" not in text

@@ -1,4 +1,4 @@
-"""Integers of any size, removed classes, float16's range, and who looks on.
+"""Integers of any size, removed classes, the ranges of types, mixed precision, and who looks on.
 
 In every implementation of both packages. Random calls (tests/search), and those of test_calls.py, have the rest:
 ignored tokens that hold NaN, extreme logits, targets out of range, float64, and that the same call has the same bits.
@@ -40,12 +40,12 @@ def small_blocks():
         yield
 
 
-@pytest.mark.parametrize("number", [3_000_000_000, np.int64(3_000_000_000), 10**30, 3e9, np.float64(3e9)])
-def test_num_items_is_any_number_that_float32_holds(number):
+def test_num_items_is_any_number_that_float32_holds():
     total = linear_cross_entropy(GIVEN.e, GIVEN.c, GIVEN.targets, reduction="sum")
-    for run in (linear_cross_entropy, jax.jit(linear_cross_entropy, static_argnames="num_items")):
-        mean = run(GIVEN.e, GIVEN.c, GIVEN.targets, num_items=number)
-        np.testing.assert_allclose(mean, np.float64(total) / float(number), rtol=1e-6)
+    for number in (3_000_000_000, np.int64(3_000_000_000), 10**30, 3e9, np.float64(3e9)):
+        for run in (linear_cross_entropy, jax.jit(linear_cross_entropy, static_argnames="num_items")):
+            mean = run(GIVEN.e, GIVEN.c, GIVEN.targets, num_items=number)
+            np.testing.assert_allclose(mean, np.float64(total) / float(number), rtol=1e-6)
 
 
 @both.every
@@ -257,3 +257,56 @@ def test_the_nearest_number_of_a_type(dtype):
     found = jax.jit(lambda x: reference.nearest(x, dtype))(np.float32(x))
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(found, np.float32(x).astype(DTYPES[dtype]).astype(np.float32))
+
+
+@both.every
+def test_a_sum_that_16_bits_do_not_hold(package, impl):
+    """Two tokens, whose gradients of the target's row are 1 and 2⁻¹⁰: bfloat16 would keep the first alone."""
+    e = np.array([[1.0], [2.0**-10]], DTYPES["bfloat16"])
+    c = np.zeros((64, 1), np.float32)
+    c[0, 0] = -1e4  # the target's probability is 0, so that dz is exactly −1
+    dc = both.gradients(package, impl, e, c, np.zeros(2, np.int32), reduction="sum")[1][1]
+    p = np.exp(-1e4 * np.float64(e))[:, 0] / (63 + np.exp(-1e4 * np.float64(e)))[:, 0]
+    assert dc.dtype == np.float32
+    assert float(dc[0, 0]) == pytest.approx(np.sum((p - 1) * np.float64(e)[:, 0]), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("impl", ["chunked", "torch_compile", "reference"])
+def test_autocast_is_mixed_precision(impl, dtype):
+    """e is cast as torch.nn.functional.linear casts it; c and bias are rounded, but not their gradients."""
+    targets = torch.tensor(GIVEN.targets)
+
+    def run(*arrays, autocast=False):
+        leaves = [x.detach().requires_grad_() for x in arrays]
+        with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+            loss = cce_torch.linear_cross_entropy(*leaves[:2], targets, leaves[2], impl=impl, label_smoothing=0.1)
+        assert loss.dtype == torch.float32
+        return loss.detach(), torch.autograd.grad(loss, leaves)
+
+    e, c, bias = (torch.tensor(GIVEN.differentiable()[name]) for name in ("e", "c", "bias"))
+    loss, found = run(e, c, bias, autocast=True)
+    of_mixed, mixed = run(e.to(dtype), c, bias)
+    assert torch.equal(loss, of_mixed)
+    assert torch.equal(loss, run(e.to(dtype), c.to(dtype), bias.to(dtype))[0])
+    for x, y in zip(found, mixed, strict=True):
+        assert x.dtype == torch.float32
+        assert torch.equal(x, y.float())
+
+
+@pytest.mark.parametrize(
+    ("what", "impl"),
+    [("a target out of range", "cce"), ("logits that overflow", "cce"), ("logits that overflow", "chunked")],
+)
+def test_debug_nans_finds_a_nan_that_the_input_deserves(what, impl):
+    """In the interpreted kernels too, which JAX cannot run by themselves while it looks for the NaN."""
+    e, c = jnp.tile(jnp.asarray(GIVEN.e), (13, 1)), jnp.asarray(GIVEN.c)
+    targets = np.tile(GIVEN.targets, 13)
+    if what == "a target out of range":
+        targets[200] = len(c)
+    else:
+        e = e.at[np.flatnonzero(targets >= 0)[:8]].set(3e38)
+    gradient = jax.value_and_grad(lambda e: linear_cross_entropy(e, c, targets, impl=impl))
+    for run in (gradient, jax.jit(gradient)):
+        with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+            run(e)

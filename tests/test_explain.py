@@ -67,6 +67,8 @@ def test_what_is_said_is_a_sentence_that_is_true(on_h200, monkeypatch):
     evaluation = str(cce_jax.explain(E, C, gradients_of=()))
     assert evaluation.endswith("gradients: none, as in evaluation; no time is predicted for it")
     assert "gradient_tolerance" not in evaluation + str(small)
+    one = cce_jax.explain(S((64, 32), jnp.float32), S((500, 32), jnp.float32), impl="chunked")
+    assert ", 1 chunk of 64 tokens\n" in str(one)
 
     head = S((8192, 4096), jnp.bfloat16), S((128256, 4096), jnp.bfloat16)
     tolerant = cce_jax.explain(*head, gradient_tolerance=2**-7)
@@ -76,12 +78,6 @@ def test_what_is_said_is_a_sentence_that_is_true(on_h200, monkeypatch):
         exact = cce_jax.explain(*head, gradient_tolerance=2**-7, **options)
         assert exact.leaves_out is False
         assert "gradient_tolerance: does nothing here" in str(exact)
-
-
-def test_one_chunk_on_a_cpu_and_a_tolerance_that_does_nothing():
-    one = cce_jax.explain(S((64, 32), jnp.float32), S((500, 32), jnp.float32))
-    assert ", 1 chunk of 64 tokens\n" in str(one)
-    assert "gradient_tolerance: does nothing here" in str(cce_jax.explain(E, C, gradient_tolerance=2**-7))
 
 
 def test_a_faster_engine_says_why_it_refuses(on_h200, monkeypatch):

@@ -8,23 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cce_jax import linear_cross_entropy, linear_log_probs, linear_token_loss
-
-
-def test_a_number_of_items_that_int32_does_not_hold():
-    e, c, targets = inputs()
-    found = linear_token_loss(e, c, targets, lambda numbers: -numbers.log_probs, num_items=2**40)
-    np.testing.assert_allclose(
-        np.float64(found) * 2**40, linear_cross_entropy(e, c, targets, reduction="sum"), rtol=1e-5
-    )
-
-
-def test_a_given_id_out_of_range_has_no_probability():
-    e, c, targets = inputs()
-    ids = np.stack([targets, np.full_like(targets, 67), np.full_like(targets, -7)], axis=-1)
-    found = linear_log_probs(e, c, targets, ids=ids)
-    np.testing.assert_allclose(found.id_log_probs[..., 0], found.log_probs, atol=1e-5)
-    assert (found.id_log_probs[..., 1:] == -np.inf).all()
+from cce_jax import linear_log_probs, linear_token_loss
 
 
 def test_float16_has_room_for_the_cotangents_of_repeated_ids():
@@ -75,23 +59,22 @@ def held_cold(found: dict[str, Any], want: dict[str, np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize("impl", ["cce", "chunked", "reference"])
-@pytest.mark.parametrize("temperature", COLD)
-@pytest.mark.parametrize("kind", ["a number", "an array", "a scale"])
-def test_small_temperatures_keep_the_digits(impl, temperature, kind):
+@pytest.mark.parametrize("temperature", COLD[::2] + COLD[-1:])
+@pytest.mark.parametrize("scales", [False, True])
+def test_small_temperatures_keep_the_digits(impl, temperature, scales):
     """The logits are large, their differences are not: a reference is subtracted from logits that are rounded alike."""
     (e, c, targets), want = cold(temperature)
-    of_kind = {"a number": temperature, "an array": np.full(24, temperature, np.float32), "a scale": 1.0}[kind]
-    scale = 1 / max(temperature, 2.0**-100) if kind == "a scale" else None
+    options = {"temperature": np.full(24, temperature, np.float32)}
+    options = {"logit_scale": 1 / max(temperature, 2.0**-100)} if scales else options
 
     def loss(e, c):
-        options = {"temperature": of_kind, "logit_scale": scale, "entropy": True, "impl": impl}
-        found = linear_log_probs(e, c, targets, ids=np.tile(np.arange(3), (24, 1)), **options)
+        ids = np.tile(np.arange(3), (24, 1))
+        found = linear_log_probs(e, c, targets, ids=ids, entropy=True, impl=impl, **options)
         return -jnp.sum(found.log_probs), found
 
     (of_e, of_c), found = jax.grad(loss, (0, 1), has_aux=True)(e, c)
-    held_cold(
-        {"log_probs": found.log_probs, "entropy": found.entropy, "ids": found.id_log_probs, "e": of_e, "c": of_c}, want
-    )
+    numbers = {"log_probs": found.log_probs, "entropy": found.entropy, "ids": found.id_log_probs}
+    held_cold(numbers | {"e": of_e, "c": of_c}, want)
 
 
 def test_a_temperature_has_no_gradient():

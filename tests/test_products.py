@@ -26,88 +26,49 @@ TOKENS, WIDTH, COLUMNS, VOCABULARY = 53, 40, 72, 120  # the interpreter's tiles 
 START = 31
 
 
-def products_of(e, c, head: Head, unit, count, splits: int = 1):
-    (tokens, width), wanted = e.shape, Wanted(True, True, False)
-    request = Request(tokens, width, head.vocabulary(c), str(e.dtype), head, False, wanted, 0)
-    step = Multiplying(TRITON, INTERPRETED, INTERPRETED, Windows.whole(VOCABULARY), splits)
-    problem = Problem(request, INTERPRETER, Inputs(e, c, None, None))  # type: ignore[arg-type]
-    return products(step, problem, unit, count.reshape(1))
-
-
-COUNTS = (0, 1, 15, 16, 17, 32, 48, TOKENS - 1, TOKENS)
-
-
 @cache
-def program(axis: int, with_unit: bool):
-    """de and dc as the products leave them, of arrays, the count and the unit."""
+def program(axis: int, with_unit: bool, splits: int):
+    """de, de added to what was there, and dc, as the products leave them, of arrays, the count and the unit."""
+    head, wanted = Head(vocab_axis=axis, precision="highest"), Wanted(True, True, False)
 
     @jax.jit
-    def both(e, c, dz, de, dc, count, unit):
-        run = products_of(e, c, Head(vocab_axis=axis, precision="highest"), unit if with_unit else None, count)
+    def all_of(e, c, dz, de, dc, count, unit):
+        request = Request(*e.shape, VOCABULARY, str(e.dtype), head, False, wanted, 0)
+        step = Multiplying(TRITON, INTERPRETED, INTERPRETED, Windows.whole(VOCABULARY), splits)
+        problem = Problem(request, INTERPRETER, Inputs(e, c, None, None))  # type: ignore[arg-type]
+        run = products(step, problem, unit if with_unit else None, count.reshape(1))
         window = Window(*[jnp.int32(START)] * 3)
         return run.add_de(None, dz, window), run.add_de(de, dz, window), run.put_dc(dc, dz, window)
 
-    return both
+    return all_of
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 48, TOKENS])
 @pytest.mark.parametrize(
-    ("axis", "dtype", "unit"),
-    [(0, "float32", None), (1, "float32", None), (1, "bfloat16", None), (0, "float16", 2.0**-9)],
+    ("axis", "dtype", "unit", "splits"),
+    [(0, "float32", None, 1), (1, "float32", None, 1), (1, "bfloat16", None, 5), (0, "float16", 2.0**-9, 3)],
 )
-def test_products_of_the_first_tokens(axis, dtype, unit, count):
-    rng = np.random.default_rng(count)
-    kind = DTYPES[dtype]
+def test_products_of_the_first_tokens(axis, dtype, unit, splits, count):
+    """splits: parts of de, of which none is empty with 72 columns in steps of 16."""
+    rng, kind = np.random.default_rng(count), DTYPES[dtype]
     e, c, dz = (rng.standard_normal(s).astype(kind) for s in ((TOKENS, WIDTH), (VOCABULARY, WIDTH), (TOKENS, COLUMNS)))
     dz[count:], e[count:] = np.nan, 0  # what lies there is arbitrary in dz, and e was gathered with zeros
-    before = rng.standard_normal((TOKENS, WIDTH)).astype(np.float32)
+    before = rng.standard_normal((splits * TOKENS, WIDTH)).astype(np.float32)
     dc = rng.standard_normal((VOCABULARY, WIDTH)).astype(kind)
-    first, more, put = program(axis, unit is not None)(
-        e, c.T if axis else c, dz, before, dc.T if axis else dc, np.int32(count), np.float32(unit or 1)
-    )
-    put = np.float64(put.T if axis else put)
-    own = slice(START, START + COLUMNS)
+    given = e, c.T if axis else c, dz, before, dc.T if axis else dc, np.int32(count), np.float32(unit or 1)
+    first, more, put = program(axis, unit is not None, splits)(*given)
+    put, own = np.float64(put.T if axis else put), slice(START, START + COLUMNS)
     left, right = np.float64(dz[:count]), np.float64(e[:count])
     de, dc_g = left @ np.float64(c[own]), (unit or 1) * left.T @ right
     eps = float(np.finfo(np.float32).eps)
     assert first.dtype == more.dtype == np.float32
-    assert error(first[:count], de) < 16 * eps
-    assert error(more[:count], before[:count] + de) < 16 * eps
-    rounded = dc_g.astype(kind)
-    assert error(put[own], dc_g) <= error(rounded, dc_g) + 16 * eps, "rounded once, after it was multiplied"
+    for found, begun in ((first, 0 * before), (more, before)):
+        parts = np.float64(found - begun).reshape(splits, TOKENS, WIDTH)[:, :count]
+        assert error(parts.sum(0), de) < 32 * eps
+        assert count == 0 or all(part.any() for part in parts)
+    assert error(put[own], dc_g) <= error(dc_g.astype(kind), dc_g) + 16 * eps, "rounded once, after it was multiplied"
     others = np.delete(np.arange(VOCABULARY), np.r_[own])
     np.testing.assert_array_equal(put[others], np.float64(dc)[others])
-
-
-@cache
-def splitting(axis: int, splits: int):
-    """The parts of de, each added to one of its own."""
-
-    @jax.jit
-    def both(e, c, dz, de, count):
-        run = products_of(e, c, Head(vocab_axis=axis), None, count, splits)
-        window = Window(*[jnp.int32(START)] * 3)
-        return run.add_de(None, dz, window), run.add_de(de, dz, window)
-
-    return both
-
-
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize(("axis", "splits"), [(0, 1), (0, 3), (1, 5)])
-def test_parts_of_de(axis, splits, count):
-    """No part is empty with 72 columns in steps of 16."""
-    rng = np.random.default_rng(count)
-    kind = DTYPES["bfloat16"]
-    e, c, dz = (rng.standard_normal(s).astype(kind) for s in ((TOKENS, WIDTH), (VOCABULARY, WIDTH), (TOKENS, COLUMNS)))
-    dz[count:], e[count:] = np.nan, 0
-    parts = rng.standard_normal((splits * TOKENS, WIDTH)).astype(np.float32)
-    first, more = splitting(axis, splits)(e, c.T if axis else c, dz, parts, np.int32(count))
-    de = np.float64(dz[:count]) @ np.float64(c[START : START + COLUMNS])
-    assert first.shape == more.shape == parts.shape
-    for actual, begun in ((first, 0 * parts), (more, parts)):
-        change = np.float64(actual - begun).reshape(splits, TOKENS, WIDTH)[:, :count]
-        assert error(change.sum(0), de) < 32 * float(np.finfo(np.float32).eps)
-        assert count == 0 or all(part.any() for part in change)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -24,13 +24,14 @@ from cce_kernels.engines import hopper
 from cce_kernels.plan import choose, plan_of, setting
 from cce_kernels.plan.plan import Chunks
 from cce_kernels.tokens import gathered_rows
-from tests.nightly import draws
+from tests.nightly import NIGHTLY, draws
 from tests.search import bounds
 from tests.search import run as search_run
 from tests.search.bounds import checks
 from tests.search.calls import (
     CROSS_ENTROPY,
     DEFAULT,
+    DIVERGENCE,
     DIVERGENCES,
     FORMS,
     FUNCTIONS,
@@ -126,7 +127,7 @@ def test_calls_without_a_gpu(where, first, monkeypatch):
         check(range(first * SHARED, (first + TOGETHER) * SHARED), where)
 
 
-@pytest.mark.parametrize(("where", "cases"), [("sharded", 32), ("processes", 24)])
+@pytest.mark.parametrize(("where", "cases"), [("sharded", draws(18, 60)), ("processes", draws(12, 48))])
 def test_calls_of_several_devices_and_processes(where, cases):
     """In a process of their own: JAX on 8 devices, PyTorch in 2 and 4 processes."""
     pytest.importorskip("torch")
@@ -247,6 +248,20 @@ def test_on_hopper_the_entropy_of_each_token(memory_budget, both):
     program = replace(program, leading=(304,), vocabulary=640, temperatures=True, logit_scale=1.5)
     program = replace(program, softcap=None if memory_budget else 5.0, vocab_axis=int(memory_budget > 0))
     assert not failures(Call(replace(program, memory_budget=memory_budget), Data(ignored="few")))
+
+
+@INTERPRETED
+@pytest.mark.parametrize(("kind", "teacher_width"), [("forward_kl", 64), ("jsd", 128)])
+def test_on_hopper_a_divergence(kind, teacher_width, in_chunks, monkeypatch):
+    """In several chunks, with columns that are padded to whole tiles. 64 are too few for the kernel of the logits."""
+    formed = in_chunks(200)
+    monkeypatch.setattr(choose, "MOST_LOGITS", (100,))
+    program = replace(
+        SPARSE, function=DIVERGENCE, divergence=kind, teacher_width=teacher_width, teacher_dtype="bfloat16"
+    )
+    program = replace(program, leading=(560,), vocabulary=632, arrays=("bias",), wanted=("e", "c", "bias"))
+    assert not failures(Call(replace(program, return_entropy=True), Data()))
+    assert set(formed) <= {"hopper", "triton"}
 
 
 CAPPED = replace(SPARSE, arrays=("class_weight",), softcap=20.0, logit_scale=1.3, z_loss=1e-3)
@@ -443,14 +458,14 @@ def test_a_number_is_a_call_whose_literal_says_all(where):
 
 
 def test_everything_is_drawn():
-    """Of 3000 calls every pair of values has five, and less than a tenth is refused."""
+    """Less than a tenth is refused. And in the nightly mode, of 3000 calls every pair of values has five."""
     every = []
     for where in ("jax", "torch"):
-        programs = [draw(0, SHARED * number, where).program for number in range(1000)]
+        programs = [draw(0, SHARED * number, where).program for number in range(draws(220, 1000))]
         counts = Counter(pair for program in programs for pair in pairs(program))
-        assert len(counts) > 3500
-        assert not [pair for pair, n in counts.items() if SHARED * n < 5]
-        assert sum(refusal(Call(program, Data())) is not None for program in programs) < 100
+        assert len(counts) > 3000
+        assert not NIGHTLY or not [pair for pair, n in counts.items() if SHARED * n < 5]
+        assert sum(refusal(Call(program, Data())) is not None for program in programs) < len(programs) / 10
         every += [draw(0, number, where) for number in range(660)]
     every += [draw(0, number, where) for where in ("sharded", "processes") for number in range(660)]
     programs = [call.program for call in every]
@@ -491,11 +506,11 @@ def test_on_a_gpu_half_of_the_calls_are_hoppers_and_fit(monkeypatch):
     monkeypatch.setattr(search_run, "local_gpu", lambda: H200)
     monkeypatch.setattr(hopper, "MOSAIC", True)
     plan_of.cache_clear()
-    programs = [draw(0, SHARED * number, "gpu").program for number in range(1000)]
+    programs = [draw(0, SHARED * number, "gpu").program for number in range(300)]
     engines = Counter(engine(p) for p in programs if p.function == CROSS_ENTROPY)
-    assert engines["hopper"] > 150
-    assert engines["triton"] > 50
-    assert sum(leaves_out(p) for p in programs) > 30
+    assert engines["hopper"] > 20
+    assert engines["triton"] > 12
+    assert sum(leaves_out(p) for p in programs) > 8
     assert max(p.tokens * p.vocabulary for p in programs) <= 2**30 * 1.01
     assert max(p.vocabulary * p.width for p in programs) <= 2**29
     assert max(p.vocabulary for p in programs) > 2**17
@@ -506,10 +521,10 @@ def test_of_the_calls_for_hoppers_interpreter_some_may_leave_out_blocks(monkeypa
     monkeypatch.setattr(plans, "INTERPRETER", SMALL)
     monkeypatch.setattr(hopper, "MOSAIC", True)
     plan_of.cache_clear()
-    calls = [draw(0, number, "hopper") for number in range(1000)]
+    calls = [draw(0, number, "hopper") for number in range(600)]
     left_out = [call for call in calls if leaves_out(call.program)]
-    assert len(left_out) > 50
-    assert sum(call.data.kind == "together" for call in left_out) > 20
+    assert len(left_out) > 30
+    assert sum(call.data.kind == "together" for call in left_out) > 12
     plan_of.cache_clear()
 
 

@@ -15,10 +15,6 @@ from cce_kernels.block_sparse import DC_BLOCK, DE_BLOCK, PART
 TOKENS, COLUMNS = 256, 1024
 
 
-def flat(generator):
-    return np.ones((TOKENS, COLUMNS))
-
-
 def power_law(generator):
     return generator.permuted(np.arange(1, COLUMNS + 1.0) ** -2 * np.ones((TOKENS, 1)), axis=1)
 
@@ -41,8 +37,8 @@ def just_at_the_bound(generator):
     return p
 
 
-@pytest.mark.parametrize("tau", [2.0**-5, 2.0**-7, 0.5])
-@pytest.mark.parametrize("distribution", [flat, power_law, in_one_part, almost_sure, just_at_the_bound])
+@pytest.mark.parametrize("tau", [2.0**-5, 2.0**-7])
+@pytest.mark.parametrize("distribution", [power_law, in_one_part, almost_sure, just_at_the_bound])
 def test_every_rule_keeps_the_bound_of_every_token(distribution, tau):
     p = distribution(np.random.default_rng(0)).astype(np.float32)
     rows, targets = np.arange(TOKENS), np.arange(TOKENS)
@@ -61,30 +57,6 @@ def test_every_rule_keeps_the_bound_of_every_token(distribution, tau):
     for block in (DE_BLOCK, DC_BLOCK):
         pairs, union = (found.blocks[rules.named(rule, block)].mean() for rule in ("pairs", "union"))
         assert pairs <= union
-
-
-def test_pairs_leave_out_as_many_as_the_bound_allows():
-    """Against a search of all sets."""
-    masses = np.random.default_rng(1).exponential(size=(8, 16)).astype(np.float32)
-    scores = np.where(np.arange(8)[:, None] == 0, np.inf, masses)
-    keep = np.asarray(rules.kept_by(*map(jnp.asarray, (scores, masses, 0.3 * masses.sum(0)))))
-    sets = (np.arange(2**8)[:, None] >> np.arange(8)) & 1 == 1
-    sets = sets[~sets[:, 0]]
-    for row, kept in zip(masses.T, keep.T, strict=True):
-        fits = (sets * row).sum(1) <= 0.3 * row.sum()
-        assert (~kept).sum() == sets[fits].sum(1).max()
-
-
-def test_a_bound_on_columns_adds_blocks():
-    generator = np.random.default_rng(2)
-    masses = jnp.asarray(generator.exponential(size=(32, 64)) ** 8, jnp.float32)
-    keep = jnp.asarray(generator.random((4, 8)) < 0.3)
-    more = np.asarray(rules.keep_columns(keep, masses, 0.1))
-    assert (more >= np.asarray(keep)).all()
-    wide = np.asarray(masses).reshape(8, 4, 64).sum(1)
-    lost = np.where(np.repeat(more, 16, axis=0).T, 0, wide).sum(1)
-    assert (lost <= 0.1 * wide.sum(1) * measure.SLACK).all()
-    assert keep.sum() < more.sum() < more.size
 
 
 def test_errors_are_those_of_the_products():

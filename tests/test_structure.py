@@ -17,7 +17,7 @@ import pytest
 from cce_jax import linear_cross_entropy, linear_log_probs, linear_token_loss
 from cce_kernels import blocks, given_ids
 from cce_kernels.block_floats import steps_shape
-from cce_kernels.device import H200, INTERPRETER
+from cce_kernels.device import INTERPRETER
 from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs, WantedNumbers, divided
 from cce_kernels.plan import plan_of, setting
@@ -112,13 +112,13 @@ def test_no_buffer_of_the_size_of_the_logits(impl, argnums):
     assert [s for s in arrays(traced("reference", argnums)) if s[1] >= N * V], "the check sees logits"
 
 
-@pytest.mark.parametrize("argnums", [None, 0, 1, (0, 1)])
+@pytest.mark.parametrize("argnums", [None, (0, 1)])
 def test_chunked_holds_one_bounded_block(argnums):
     """Its logits and what becomes of them; on a CPU XLA also widens bfloat16 operands of its matmuls, here c.
 
     With gradients the block is some tokens' logits of the whole vocabulary, and dz and a part of dc are beside it.
     """
-    for memory_budget in (80 * 2**20, 200 * 2**20, None):
+    for memory_budget in (80 * 2**20, None):
         temporary = compiled("chunked", argnums, memory_budget=memory_budget).memory_analysis().temp_size_in_bytes
         assert temporary < min(memory_budget or 2**40, (2 if argnums is None else 5) * BOUND) + 2 * 4 * V * D
     assert compiled("reference", argnums).memory_analysis().temp_size_in_bytes > 4 * temporary
@@ -206,19 +206,6 @@ def test_a_recomputed_forward_pass_forms_the_gradients_once():
 
 
 WHOLE = whole_bytes(N, D, V)
-LAUNCHES = {  # by the name of a kernel, how often the two passes launch it: once more where the kept tokens decide
-    0: {"cce_target": 1, "cce_statistics": 1, "cce_rescue": 1, "cce_dz": 2, "cce_de": 1, "cce_dc": 1},
-    WHOLE: {
-        "cce_target": 1,
-        "cce_statistics": 1,
-        "cce_rescue": 1,
-        "cce_replace": 1,
-        "cce_targets": 1,
-        "cce_clear": 1,
-        "cce_de": 1,
-        "cce_dc": 1,
-    },
-}
 
 
 def residuals(impl, memory_budget, **options) -> list[tuple[str, int]]:
@@ -254,18 +241,6 @@ def test_the_residuals_are_within_the_budget(memory_budget):
     assert large == [("bfloat16", N * V)] * (memory_budget >= WHOLE)
     assert size(large) <= memory_budget
     assert size(found) <= 2 * (N * D + V * D) + size(large) + 64 * N
-
-
-@pytest.mark.parametrize(("memory_budget", "launches"), LAUNCHES.items())
-def test_the_kernels_that_a_budget_launches(memory_budget, launches):
-    """With all saved, no logit is computed a second time."""
-    found = kernels(traced("cce", (0, 1), memory_budget=memory_budget))
-    expected = {name: 2 * n for name, n in launches.items()}
-    interpreted = plan_of(request_of((N, D, V), memory_budget), INTERPRETER, "cce")
-    compiled = plan_of(request_of((N, D, V), memory_budget), H200, "cce", interpreted.way)
-    if "cce_clear" in expected and compiled.gradients.products.engine.stops:
-        expected["cce_clear"] -= 1  # XLA would pad this matmul on an H200: the kernels in its place read no such rows
-    assert {name: len(eqns) for name, eqns in found.items()} == expected
 
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}], ids=str)

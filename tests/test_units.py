@@ -15,8 +15,10 @@ from cce_kernels.device import H200, Gpu
 from cce_kernels.engines.order import SCRATCH_BYTES, grouped_order, vocabulary_splits
 from cce_kernels.engines.triton.tiles import SAFE, TileConfig, tiles_for
 from cce_kernels.engines.xla import multiple, parts_of
+from cce_kernels.float16 import FLOAT16_LARGEST
+from cce_kernels.gradients import fitted
 from cce_kernels.head import Head
-from cce_kernels.numbers import Inputs, Numbers, Wanted
+from cce_kernels.numbers import Cotangents, Inputs, Numbers, Wanted
 from cce_kernels.plan import Plan, plan_of
 from cce_kernels.plan.choose import WINDOW_BYTES
 from cce_kernels.tokens import Kept, over_kept
@@ -226,3 +228,14 @@ def test_the_weighted_sum_is_moved_by_what_the_matmul_has_lost(weights):
     each = np.ones(4) if weights is None else np.asarray(weights)
     expected = np.sum(each * (np.asarray(z, np.float64) - 60))
     np.testing.assert_allclose(found, [expected, expected + each.sum() * 60 * 2.0**-10], rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-45, 1e-41, 1e-30, 1.0])
+def test_cotangents_of_any_size_have_a_unit_that_no_gpu_takes_for_0(size):
+    """Some GPU programs take numbers below the least normal one for 0: a unit of 1e-45 made gradients inf."""
+    of = jnp.full(3, size, jnp.float32)
+    inputs = Inputs(jnp.ones((3, 2), jnp.float16), jnp.ones((5, 2), jnp.float16), None, jnp.zeros(3, jnp.int32))
+    divided, unit = fitted(Cotangents(of, -of, None), Numbers(of, of, of), inputs)
+    assert unit is not None
+    assert unit >= 100 * jnp.finfo(jnp.float32).tiny
+    assert jnp.all(jnp.abs(divided.lse) <= FLOAT16_LARGEST)

@@ -64,11 +64,11 @@ def drawn_arrays(call: Call) -> Given:
         targets.reshape(-1)[bad] = rng.choice(np.array(outside), len(bad))
     targets = np.where(ignored & (program.function != DIVERGENCE), program.ignore_index, targets)
 
-    weights = rng.uniform(0.0, 2.0, leading).astype(np.float32)
+    weights = (data.weight * rng.uniform(0.0, 2.0, leading)).astype(np.float32)
     e = e.reshape(*leading, width)
     of_teacher = _teacher(rng, call, e, c, masked)
     if program.function == DIVERGENCE:
-        weights = np.where(ignored, 0, weights + np.float32(0.1)).astype(np.float32)
+        weights = np.where(ignored, 0, weights + np.float32(0.1 * data.weight)).astype(np.float32)
     if data.poison:  # the shift leaves targets at the start unused, and embeddings at the end
         predicted = ignored
         if program.shift:
@@ -94,7 +94,7 @@ def drawn_arrays(call: Call) -> Given:
         _cotangents(rng, program, data),
         _temperatures(rng, program),
         _ids(rng, program, targets, free) if program.ids else None,
-        tuple(np.asarray(x, np.float32) for x in arguments),
+        tuple(np.asarray(data.weight * x, np.float32) for x in arguments),
         {name: x.astype(TYPES[program.teacher_dtype]) for name, x in of_teacher.items()},
     )
 

@@ -69,6 +69,7 @@ def _simpler(call: Call) -> Iterator[Call]:
         "odd",
         "offset",
         "masked",
+        "weight",
         "teacher",
     ):
         default = getattr(type(data)(), name)
