@@ -82,6 +82,16 @@ LOSSES = {
         ],
         *("jax chunked", "torch chunked"),
     ),
+    # Which would wrap into the vocabulary in 32 bits.
+    **in_each(
+        "targets of 64 bits out of range",
+        lambda **of: calls(
+            replace(PLAIN, index_dtype="int64", objective=("lse",), return_lse=True, reduction="none", **of),
+            *(Data(out_of_range=3, seed=seed) for seed in range(4)),
+        ),
+        *("jax chunked", "torch chunked", "torch torch_compile"),
+    ),
+    **in_each("no items", lambda **of: calls(PLAIN, num_items=0.0, **of), *NARROW),
     **in_each(
         "float64",
         lambda package, impl: calls(

@@ -4,6 +4,7 @@ Each promise is a function of a Plan that raises if it is broken. It says again,
 must hold: nothing here asks the planner's own arithmetic.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -478,43 +479,29 @@ def drawn(rng: np.random.Generator) -> tuple[Request, Gpu | None, str]:
     return request, gpu, impl
 
 
-KINDS = (
-    "hopper",
-    "by XLA",
-    "several windows",
-    "dz of saved",
-    "recomputed",
-    "in forward",
-    "splits",
-    "none",
-    "padded rows",
-    "padded dz",
-)
+def kinds(plan: Plan) -> Iterator[tuple[str, bool]]:
+    """Of what there must be enough among the drawn plans, and whether this one is of the kind."""
+    way = plan.gradients
+    yield "none", way is None
+    if way is None:
+        return
+    products, backward = way.products, backward_of(plan) is not None
+    yield "in forward", not backward
+    yield "splits", not backward and products is not None and products.splits > 1
+    yield "hopper", backward and plan.engine is HOPPER
+    yield "by XLA", way.way == "saved" and way.dz is None and products.engine is XLA
+    yield "several windows", backward and plan.engine is HOPPER and products.windows.count > 1
+    yield "recomputed", way.way == "recomputed"
+    yield "padded rows", backward and plan.engine is XLA and plan.rows > plan.request.tokens
+    yield "dz of saved", way.way == "saved" and way.dz is not None
+    yield "padded dz", backward and way.dz is not None and padded_dz(plan, plan.rows, products.windows.columns) > 0
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_every_plan_keeps_its_promises(chunk):
-    rng = np.random.default_rng(chunk)
-    found: dict[str, int] = dict.fromkeys(KINDS, 0)
+    rng, found = np.random.default_rng(chunk), Counter()
     for _ in range(DRAWN):
-        plan = keeps_its_promises(*drawn(rng))
-        way = plan.gradients
-        found["none"] += way is None
-        if way is None:
-            continue
-        found["in forward"] += way.way == "in forward"
-        if way.way == "in forward":
-            found["splits"] += way.products is not None and way.products.splits > 1
-            continue
-        by_hopper = plan.engine is HOPPER
-        found["hopper"] += by_hopper
-        found["by XLA"] += way.way == "saved" and way.dz is None and way.products.engine is XLA
-        found["several windows"] += by_hopper and way.products.windows.count > 1
-        found["recomputed"] += way.way == "recomputed"
-        found["padded rows"] += plan.engine is XLA and plan.rows > plan.request.tokens
-        if way.dz is not None:
-            found["padded dz"] += padded_dz(plan, plan.rows, way.products.windows.columns) > 0
-        found["dz of saved"] += way.way == "saved" and way.dz is not None
+        found.update(dict(kinds(keeps_its_promises(*drawn(rng)))))
     assert min(found.values()) >= 10, f"too few of a kind: {found}"
 
 

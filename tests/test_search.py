@@ -543,8 +543,4 @@ def test_a_failing_call_is_shrunk_to_what_makes_it_fail():
     assert (p.leading, p.width, p.vocabulary, p.arrays, p.wanted) == ((1,), 1, 10, ("bias",), ("c",)), found
     assert replace(p, leading=(40,), width=20, vocabulary=229, arrays=(), wanted=("e", "c")) == Program()
     assert found.data == Data(seed=call.data.seed, kind=call.data.kind)
-
-
-def test_shrinking_ends_in_time():
-    call = draw(0, 0, "jax")
     assert shrunk(call, lambda _: True, seconds=0) == call

@@ -93,8 +93,6 @@ def test_rivals_without_a_gpu(monkeypatch):
             model_type(name)
 
 
-def test_a_job_that_fails_costs_only_itself():
-    row = command.row_of(Job("train", OURS), ["no settings"], 60)
-    assert (row["label"], row["failed"]) == ("cce_torch, seed 0", "exit code 1")
+def test_a_job_that_hangs_costs_only_itself():
     row = command.row_of(Job("train", OURS), ["no settings"], 0.1)
-    assert row["failed"] == "it took more than 0 s"
+    assert (row["label"], row["failed"]) == ("cce_torch, seed 0", "it took more than 0 s")

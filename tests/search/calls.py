@@ -237,7 +237,7 @@ class Data(_Literal):
     masked: int = 0  # so many columns, targets of no token, have a bias of −inf
     cotangent: float = 1.0  # the size of the cotangents
     odd: bool = False  # of "none": some tokens' loss or lse, or both, have no cotangent, or none in all
-    weight: float = 1.0  # what the weights of tokens, and arguments of fn, are multiplied by
+    weight: float = 1.0  # what multiplies the weights of tokens, and the arguments of fn
     teacher: str = "other"  # or near: its logits differ from the student's by about 1e-3 of theirs; same
 
 
