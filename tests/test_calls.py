@@ -308,7 +308,14 @@ EXPONENTIALS = {
     # XLA multiplies all rows, those that nothing wrote too: for a vocabulary of a multiple of 256.
     "whichever tokens are ignored": calls(SAVED, *POISONED, vocabulary=256),
     # Ignored ones are not looked for: their numbers are NaN.
-    "of few tokens, whichever are ignored": calls(SAVED, *POISONED, vocabulary=256, leading=(20,)),
+    "of few tokens, whichever are ignored": calls(
+        SAVED, *POISONED, Data(kind="confident", size=100.0, ignored="few", poison="nan"), vocabulary=256, leading=(20,)
+    ),
+    "of label smoothing, whichever tokens are ignored": calls(OF_BIAS, *POISONED[1:4], label_smoothing=0.1),
+    # Rows of blocks without kept tokens are not written, where logits are computed again too.
+    "that are not saved, of few kept tokens": calls(
+        OF_BIAS, *(Data(ignored=x, poison="nan") for x in ("most", "all but one")), memory_budget=0, leading=(90,)
+    ),
     # The slope 1 − (z/κ)² of such a logit is small. From a rounded exponential it would be wrong by 2⁻⁹·2/κ.
     "of logits that reach the softcap": [
         call for x in (0.5, 40.0) for call in calls(SAVED, Data(size=4.0), softcap=x, logit_scale=x)

@@ -35,8 +35,9 @@ RUN = {"jax": call.run, "torch": call_torch.run}
 
 
 @pytest.fixture(autouse=True)
-def small_blocks():
-    with call_torch.small_blocks(narrow=True):
+def small_blocks(request):
+    """Under autocast as on a CPU, whose matmuls are not narrow."""
+    with call_torch.small_blocks(narrow="autocast" not in request.node.name):
         yield
 
 
