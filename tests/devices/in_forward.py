@@ -89,7 +89,7 @@ def check(number: int, formed: list, impl: str) -> None:
     assert len(formed) > before, "the forward pass formed the gradients"
 
 
-@pytest.mark.parametrize(("impl", "number"), [("chunked", 0), ("chunked", 1), ("cce", 0)])
+@pytest.mark.parametrize(("impl", "number"), [(impl, number) for impl in ("chunked", "cce") for number in range(3)])
 def test_drawn(formed, impl, number):
     """By kernels too, in Pallas' interpreter; they store exponentials unless there is a softcap beside smoothing."""
     check(number, formed, impl)
