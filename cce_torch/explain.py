@@ -7,7 +7,6 @@ from typing import Any, Literal
 from torch import Tensor
 
 from cce_kernels import contract
-from cce_kernels.plan.explanation import GRADIENTS
 from cce_torch.call import Call
 
 
@@ -33,6 +32,7 @@ def explain(
     an option is out of its range, or the call would run PyTorch's own operators; it then says why, such as float64.
     """
     from cce_jax import plans
+    from cce_kernels.plan.explanation import GRADIENTS
     from cce_torch.arguments import resolved
     from cce_torch.on_jax import kinds, programs
 
