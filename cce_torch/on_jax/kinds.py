@@ -117,6 +117,13 @@ class Kind:
         c = jax.ShapeDtypeStruct(tuple(self.c_shape), dtype)
         return Inputs(e, c, bias, targets, inverse_temperature=inverse, ids=ids)  # type: ignore[arg-type]
 
+    def of_gradients(self, size: int) -> tuple[tuple[Any, torch.dtype], ...]:
+        """The shape and the type of de of `size` tokens, of dc, in the order of memory, and of dbias."""
+        of_e = torch.float32 if self.call.of_shard else self.dtype
+        of_c = torch.float32 if self.call.wide_dc else self.dtype
+        of_tokens, of_columns = (size, self.c_shape[1 - self.vocab_axis]), (self.vocabulary,)
+        return (of_tokens, of_e), (self.c_shape, of_c), (of_columns, of_c)
+
     def in_memory(self, c: Tensor) -> Tensor:
         """c, (V, D), row-major in this Kind's order of memory. A hook on saved tensors may have changed c's order."""
         return (c.T if self.vocab_axis == 1 else c).resolve_neg().contiguous()

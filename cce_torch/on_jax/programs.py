@@ -102,17 +102,13 @@ def handover_of(kind: Kind, size: int, with_bias: bool, wanted: Wanted | None) -
         if plan.in_forward is not None:
             return Handover(kind, size, wanted, shapes_of(plan))
         if plan.saved and math.prod(inputs.e.shape) * kind.vocabulary <= AT_ONCE:
-            return Handover(kind, size, wanted, _of_results(plan, inputs), at_once=True)
+            flags, of = (wanted.e, wanted.c, wanted.bias), kind.of_gradients(size)
+            each = (
+                jax.ShapeDtypeStruct(x, str(dtype)[6:]) if w else None for w, (x, dtype) in zip(flags, of, strict=True)
+            )
+            de, dc, dbias = each
+            return Handover(kind, size, wanted, Residuals(de=de, dc=dc, dbias=dbias), at_once=True)  # type: ignore[arg-type]
     return Handover(kind, size, wanted, shapes_of(plans.plan_for(inputs, kind.static, wanted)))
-
-
-def _of_results(plan: plans.Plan, inputs: Inputs) -> Residuals:
-    """The wanted gradients in the types of the results, as shapes."""
-    wanted, of_e, of_c = plan.request.wants, plan.request.de_dtype, plan.request.dc_dtype
-    de = jax.ShapeDtypeStruct(inputs.e.shape, of_e) if wanted.e else None
-    dc = jax.ShapeDtypeStruct(inputs.c.shape, of_c) if wanted.c else None
-    dbias = jax.ShapeDtypeStruct((plan.request.vocabulary,), of_c) if wanted.bias else None
-    return Residuals(de=de, dc=dc, dbias=dbias)  # type: ignore[arg-type]
 
 
 def handover(given: Given, call: Call, wanted: Sequence[bool]) -> Handover:
@@ -194,13 +190,13 @@ def gradients(
     (cce_kernels/exponentials.py).
     """
     kind, of_token_weight, residuals = left.kind.of_backward, wanted[3], saved.residuals
-    tokens, (of_loss, of_statistics), at_once = Tokens(kind, given.targets.numel()), of, OfGiven(None, None, None, None)
+    tokens, (of_loss, of_statistics), at_once = Tokens(kind, given.targets.numel()), of, None
     if left.at_once:
         formed = zip((residuals.de, residuals.dc, residuals.dbias), wanted, strict=False)
         at_once = _times([x if w else None for x, w in formed], of_loss, tokens, in_place)
         if not of_token_weight:
             return at_once
-        wanted = False, False, False, True
+        wanted = False, False, False, True  # torch_finish gives the rest
     asked, scratch = _made(*wanted[:3]), []
     of_weight = [given.targets.new_empty(tokens.size, dtype=torch.float32)] if of_token_weight else []
     if left.formed:
@@ -229,7 +225,7 @@ def gradients(
         dc = kind.in_order_of_c(viewed(dc, kind.dtype) if left.shapes.steps is not None else dc)
     if dweight is not None:
         dweight = tokens.cut(dweight).to(given.token_weight.dtype)  # type: ignore[union-attr]
-    if left.at_once:
+    if at_once is not None:
         return at_once._replace(token_weight=dweight)
     return OfGiven(None if de is None else tokens.cut(de), dc, dbias, dweight)
 
@@ -266,11 +262,7 @@ class Tokens:
 
     def of_gradients(self, like: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
         """Memory for the wanted ones of de, dc, in the order of memory, and dbias. like: a tensor on the device."""
-        kind, axis = self.kind, self.kind.vocab_axis
-        of_e = torch.float32 if kind.call.of_shard else kind.dtype
-        of_c = torch.float32 if kind.call.wide_dc else kind.dtype
-        of_tokens, of_columns = (self.size, kind.c_shape[1 - axis]), (kind.c_shape[axis],)
-        each = (of_tokens, of_e), (kind.c_shape, of_c), (of_columns, of_c)
+        each = self.kind.of_gradients(self.size)
         return [like.new_empty(shape, dtype=dtype) for (shape, dtype), w in zip(each, wanted, strict=True) if w]
 
     def cut(self, x: Tensor) -> Tensor:
