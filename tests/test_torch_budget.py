@@ -116,7 +116,7 @@ def test_compiled_code_and_func_grad_save_nothing_and_are_right(saved):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_small_call_is_one_program_and_pytorch_multiplies(device, monkeypatch):
-    """By a cotangent in float32: rounded to the gradients' type first, as PyTorch does on a GPU, 0.3 is 2.6e-3 off."""
+    """In float32, rounded once. A cotangent of 0.3 that was rounded to the gradients' type first is 2.6e-3 off."""
     names, run = [], bridge.run
     monkeypatch.setattr(bridge, "run", lambda program, *x: (names.append(program.__name__), run(program, *x))[1])
     e, c, t = (x.detach().to(device) for x in example())

@@ -11,8 +11,8 @@ two pairs of programs runs:
                                    the memory of what was left, if the caller says that nobody will read that later.
 
 A third way has one program. Where the exponentials would be left and a GPU takes less time for the call than the host
-for a second program, torch_at_once runs both passes, for a cotangent of the loss of 1. PyTorch multiplies what is left
-by the cotangent.
+for a second program, torch_at_once runs both passes, for a cotangent of the loss of 1. What is left are gradients in
+float32: PyTorch multiplies them by the cotangent, and rounds them once.
 
 What lies between the programs are tensors of PyTorch, the leaves of Residuals. Numbers that change from step to step
 (label_smoothing, z_loss, scale) are arguments of a program. Whether such a number is given is static.
@@ -20,6 +20,7 @@ What lies between the programs are tensors of PyTorch, the leaves of Residuals. 
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache, wraps
 from itertools import islice
 from typing import Any, NamedTuple
@@ -80,7 +81,7 @@ class Handover(ResidualShapes):
     def __init__(self, kind: Kind, size: int, wanted: Wanted | None, shapes: Residuals, at_once: bool = False) -> None:
         """size: the number of tokens of the program. wanted: for which gradients it leaves something.
 
-        at_once: whether these are gradients for a cotangent of the loss of 1.
+        at_once: whether these are gradients for a cotangent of the loss of 1, in float32.
         """
         super().__init__(shapes)
         self.at_once = at_once
@@ -102,12 +103,13 @@ def handover_of(kind: Kind, size: int, with_bias: bool, wanted: Wanted | None) -
         if plan.in_forward is not None:
             return Handover(kind, size, wanted, shapes_of(plan))
         if plan.saved and math.prod(inputs.e.shape) * kind.vocabulary <= AT_ONCE:
+            # What is left is counted too: the memory of the results holds no float32 gradients of 16-bit tensors.
             flags, of = (wanted.e, wanted.c, wanted.bias), kind.of_gradients(size)
-            each = (
-                jax.ShapeDtypeStruct(x, str(dtype)[6:]) if w else None for w, (x, dtype) in zip(flags, of, strict=True)
-            )
-            de, dc, dbias = each
-            return Handover(kind, size, wanted, Residuals(de=de, dc=dc, dbias=dbias), at_once=True)  # type: ignore[arg-type]
+            each = [jax.ShapeDtypeStruct(x, "float32") if w else None for w, (x, _) in zip(flags, of, strict=True)]
+            left = sum(4 * math.prod(x.shape) for x in each if x is not None)
+            if plan.held + left <= plan.request.memory_budget:
+                de, dc, dbias = each
+                return Handover(kind, size, wanted, Residuals(de=de, dc=dc, dbias=dbias), at_once=True)  # type: ignore[arg-type]
     return Handover(kind, size, wanted, shapes_of(plans.plan_for(inputs, kind.static, wanted)))
 
 
@@ -193,7 +195,7 @@ def gradients(
     tokens, (of_loss, of_statistics), at_once = Tokens(kind, given.targets.numel()), of, None
     if left.at_once:
         formed = zip((residuals.de, residuals.dc, residuals.dbias), wanted, strict=False)
-        at_once = _times([x if w else None for x, w in formed], of_loss, tokens, in_place)
+        at_once = _times([x if w else None for x, w in formed], of_loss, tokens)
         if not of_token_weight:
             return at_once
         wanted = False, False, False, True  # torch_finish gives the rest
@@ -230,17 +232,15 @@ def gradients(
     return OfGiven(None if de is None else tokens.cut(de), dc, dbias, dweight)
 
 
-def _times(formed: Sequence[Tensor | None], factor: Tensor | None, tokens: "Tokens", in_place: bool) -> OfGiven:
-    """What torch_at_once left, de, dc in the order of memory and dbias, times the cotangent of the loss, (), float32.
-
-    In float32, rounded once: PyTorch would round a factor without dimensions to the gradients' type first.
-    """
+def _times(formed: Sequence[Tensor | None], factor: Tensor | None, tokens: "Tokens") -> OfGiven:
+    """What torch_at_once left, de, dc in the order of memory and dbias, times the cotangent of the loss, (), float32."""
     assert factor is not None
+    kind = tokens.kind
     de, dc, dbias = (
-        None if x is None else torch.mul(x, factor.view([1] * x.dim()), out=x if in_place else torch.empty_like(x))
-        for x in formed
+        None if x is None else torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
+        for x, (_, dtype) in zip(formed, kind.of_gradients(tokens.size), strict=True)
     )
-    dc = None if dc is None else tokens.kind.in_order_of_c(dc)
+    dc = None if dc is None else kind.in_order_of_c(dc)
     return OfGiven(None if de is None else tokens.cut(de), dc, dbias, None)
 
 
@@ -488,7 +488,7 @@ def _begin_program(kind: Kind, size: int, wanted: Wanted, count: int) -> Callabl
 def _at_once_program(kind: Kind, size: int, wanted: Wanted, count: int) -> Callable:
     def torch_at_once(*arrays):
         problem = Problem.of(kind, arrays[count:])
-        inputs, static = problem.inputs, kind.static
+        inputs, static = problem.inputs, replace(kind.static, wide_de=True, wide_dc=True)
         numbers, left = passes.forward_pass(inputs, static, wanted)
         numbers = jax.tree.map(lambda x: jnp.where(inputs.targets >= 0, x, 0), numbers)
         of_numbers = jax.grad(lambda numbers: problem.loss(numbers, problem.token_weight))(numbers)
