@@ -44,9 +44,9 @@ from cce_jax import passes, reference
 from cce_jax.plans import Core
 from cce_jax.sharding import Axes, Layout, varying
 from cce_kernels.blocks import CotangentsOf
+from cce_kernels.engines import needs_reference
 from cce_kernels.mean import over_runs
 from cce_kernels.numbers import FLOAT32_MAX, Gradients, Inputs, Numbers, Wanted
-from cce_kernels.plan import needs_reference
 from cce_kernels.plan.residuals import Residuals
 from cce_kernels.selections import Asked, Selections, ordered
 

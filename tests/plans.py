@@ -5,8 +5,7 @@ from cce_kernels.engines.triton import TRITON
 from cce_kernels.engines.xla import XLA
 from cce_kernels.head import Head
 from cce_kernels.numbers import Wanted, WantedNumbers
-from cce_kernels.plan.schedules import besides_windows
-from cce_kernels.plan.setting import Setting
+from cce_kernels.plan.schedules import Setting, backward
 from cce_kernels.request import Request
 
 BOTH = Wanted(e=True, c=True, bias=False)
@@ -30,4 +29,4 @@ def request_of(
 def whole_bytes(tokens: int, width: int, vocabulary: int, of_c: bool = True) -> int:
     """What saving everything takes at most; of_c: whether the gradient of c is wanted."""
     request = request_of((tokens, width, vocabulary), 0, wanted=Wanted(e=True, c=of_c, bias=False))
-    return besides_windows(Setting(request, H200, (TRITON, XLA)), saves=True)
+    return backward(Setting(request, H200, (TRITON, XLA)), saves=True).held

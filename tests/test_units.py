@@ -20,7 +20,7 @@ from cce_kernels.gradients import fitted
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Inputs, Numbers, Wanted
 from cce_kernels.plan import Plan, plan_of
-from cce_kernels.plan.choose import WINDOW_BYTES
+from cce_kernels.plan.schedules import WINDOW_BYTES
 from cce_kernels.tokens import Kept, over_kept
 from cce_kernels.windows import FEWEST_COLUMNS, Windows, vocabulary_windows
 from tests.plans import request_of, whole_bytes

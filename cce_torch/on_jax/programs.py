@@ -233,7 +233,7 @@ def gradients(
 
 
 def _times(formed: Sequence[Tensor | None], factor: Tensor | None, tokens: "Tokens") -> OfGiven:
-    """What torch_at_once left, de, dc in the order of memory and dbias, times the cotangent of the loss, (), float32."""
+    """de, dc and dbias of torch_at_once, dc in the order of memory, times the cotangent of the loss, (), float32."""
     assert factor is not None
     kind = tokens.kind
     de, dc, dbias = (

@@ -21,7 +21,7 @@ def needs_reference(e: Tensor, call: Call) -> bool:
     """Whether the exponentials are relative to the target's logit, summed over all shards."""
     if call.impl in OF_TORCH:
         return False
-    from cce_kernels.plan import needs_reference  # imports JAX
+    from cce_kernels.engines import needs_reference  # imports JAX
 
     return needs_reference(e.itemsize, call.impl)  # type: ignore[arg-type]
 

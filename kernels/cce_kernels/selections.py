@@ -32,7 +32,6 @@ from cce_kernels.engines.engine import Problem, Step
 from cce_kernels.engines.order import cdiv
 from cce_kernels.mean import finite, numbers_of
 from cce_kernels.numbers import Inputs, Numbers
-from cce_kernels.plan.choose import selecting
 from cce_kernels.plan.plan import Plan
 from cce_kernels.request import Request
 from cce_kernels.tokens import Kept, gathered_rows, over_kept
@@ -79,7 +78,9 @@ def numbers_and_selections(inputs: Inputs, plan: Plan, asked: Asked) -> tuple[Nu
     """
     tokens = gathered_rows(inputs.targets.size)
     size = min(_tokens(plan.request), tokens)
-    step, request = selecting(plan, size), replace(plan.request, tokens=size)
+    request, engine = replace(plan.request, tokens=size), plan.engine
+    serves = engine.offers("logits_and_maxima", request) and engine.serves(request, plan.gpu)
+    step = engine.step("logits_and_maxima", request, plan.gpu, size) if serves else None
     chunks = cdiv(tokens, size)
     steps = cdiv(chunks, 1 if step is None else CHUNKS_OF_STEP)
     parts = cdiv(chunks, steps)

@@ -2,7 +2,7 @@
 
 An engine is a folder beside this file and one object of a class derived from Engine. `Planned` is what a plan asks
 before a call runs. `Launched` is what the halves of a block run: its methods launch kernels or trace array code, and
-decide nothing. An engine names the methods of Launched that it has; plan/setting.py takes a method that one engine
+decide nothing. An engine names the methods of Launched that it has; plan/schedules.py takes a method that one engine
 lacks from the next engine.
 """
 

@@ -3,6 +3,5 @@
 from cce_kernels.plan.choose import plan_of
 from cce_kernels.plan.explanation import Explanation, explained, logged
 from cce_kernels.plan.plan import Chunks, Plan, ScheduleName
-from cce_kernels.plan.setting import needs_reference
 
-__all__ = ["Chunks", "Explanation", "Plan", "ScheduleName", "explained", "logged", "needs_reference", "plan_of"]
+__all__ = ["Chunks", "Explanation", "Plan", "ScheduleName", "explained", "logged", "plan_of"]

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from cce_kernels.contract import EVERYTHING
+from cce_kernels.engines import Impl
 from cce_kernels.plan.choose import refusals
 from cce_kernels.plan.plan import Plan
-from cce_kernels.plan.setting import Impl
 
 log = logging.getLogger("cce_kernels")
 MIB = 2**20

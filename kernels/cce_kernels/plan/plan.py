@@ -40,7 +40,7 @@ class Schedule:
     """The steps of one way to the gradients: those that make dz, or write the targets' elements, and multiply it."""
 
     way: ScheduleName
-    products: Any  # Multiplying; None: XLA multiplies dz of a chunk, which it forms of logits
+    products: Any = None  # Multiplying; None: XLA multiplies dz of a chunk, which it forms of logits
     of_few: Multiplying | None = None  # replaces `products` where few tokens are kept
     dz: Step | None = None  # of logits or exponentials; None: exponentials are multiplied, or it has no step of its own
     targets: Step | None = None  # writes the targets' elements, where the exponentials are multiplied

@@ -11,26 +11,24 @@ Times are relative to XLA's matmuls of the logits and of the gradients that are 
 - a chunk and a window launch small kernels
 - a logit costs more than its matmul: its exponential, and its place in memory
 
-Measured on an H200 with bfloat16, trained-like data, relative to XLA's matmuls: 8192×2304×256000 in 16, 8 and 4 chunks
-1.213, 1.071 and 1.019; 8192×4096×128256 in 8, 4 and 2 chunks 1.082, 1.027 and 1.002; 32768×768×128256 in 32, 15 and 8
-chunks 1.217, 1.133 and 1.096; all saved 0.983, 0.973 and 1.033; computed again 1.36, 1.34 and 1.49. Each
-prediction is within 0.06 of these.
-On two cores of a CPU with float32, 2048×256×32000 in 32, 8, 4, 2 chunks and one: 1.34, 1.07, 0.99, 1.01 and 1.12;
-computed again 1.32.
+tests/test_plan.py holds the predictions to what was measured.
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 from cce_kernels.block_floats import steps_shape
 from cce_kernels.block_sparse import PART
-from cce_kernels.engines.engine import Block, Engine, Step
+from cce_kernels.device import Gpu
+from cce_kernels.engines.engine import Block, Costs, Engine, Step
 from cce_kernels.engines.order import cdiv
 from cce_kernels.engines.xla import NUMBERS, WORKSPACE, XLA, parts_of
+from cce_kernels.exponentials import saved_shape
 from cce_kernels.plan.plan import Chunks, Forward, Plan, Schedule
-from cce_kernels.plan.setting import Setting
-from cce_kernels.request import ITEMSIZE
-from cce_kernels.tokens import gathered_rows
+from cce_kernels.request import ITEMSIZE, Request
+from cce_kernels.tokens import MANY, gathered_rows
 from cce_kernels.windows import Windows
 
 ID_NUMBERS = 40  # bytes of a given id of a token, for its column and dz (cce_kernels/given_ids.py)
@@ -39,7 +37,75 @@ OF_TEACHER_ON_CPU = 6  # blocks of logits: those of the teacher, and what XLA's 
 SAVED_DZ_ROWS, DZ_ROWS = 16, 64  # the fewest rows of a tile of dz: each tile stores its column sums for dbias
 MOST_LOGITS = 512, 256  # tokens whose logits are held at a time beside a teacher, the fastest first
 SMALLER_PARTS = 0.09  # of three matmuls: what logits of 256 tokens at a time cost over 512 beside a teacher
+WINDOW_BYTES = 256 * 2**20  # the least room for a window of dz, where that is formed of saved exponentials
+EVALUATED = 16 * 2**20  # the most bytes of rows of e that evaluation copies at a time
 KEPT = 64 * 2**20  # bytes of a chunk's logits that a process does not give back to the operating system
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A request and the engines that serve it. The first computes the logits; the next have steps that it lacks."""
+
+    request: Request
+    gpu: Gpu | None
+    serving: tuple[Engine, ...]
+    most_logits: int = 0  # beside a teacher, of so many tokens of a chunk logits are held at a time; 0: of all
+
+    @property
+    def engine(self) -> Engine:
+        return self.serving[0]
+
+    @property
+    def costs(self) -> Costs:
+        return self.engine.costs(self.request, self.gpu)
+
+    @property
+    def products(self) -> Engine:
+        """The engine whose matmuls of all tokens are fastest, where nothing is saved."""
+        return self.engine if self.engine.multiplies_fastest else XLA
+
+    @property
+    def stores(self) -> bool:
+        """Whether the forward pass can store exponentials, and the engine sums dc. Else XLA holds a chunk's logits."""
+        return self.engine.stops and self.request.can_be_saved
+
+    @property
+    def columns(self) -> int:
+        """The columns of exponentials: the vocabulary, rounded up."""
+        return saved_shape(1, self.request.vocabulary)[1]
+
+    @property
+    def finds_ignored(self) -> bool:
+        """Whether ignored tokens are looked for: the engine stops at the last kept token, and there are many tokens."""
+        return self.engine.stops and self.request.tokens >= self.many
+
+    @property
+    def many(self) -> int:
+        """The fewest tokens of which ignored ones are looked for."""
+        return 32 if self.gpu is not None and self.gpu.interpreted else MANY
+
+    @cached_property
+    def rows(self) -> int:
+        """The rows into which kept tokens are gathered. Evaluation copies them in blocks, and this is one block."""
+        request, evaluates = self.request, self.request.wanted is None
+        if not self.finds_ignored:
+            return request.tokens if evaluates or self.engine.stops else XLA.rows(request, self.gpu)
+        rows, many = gathered_rows(request.tokens), self.many
+        if not evaluates:
+            return rows
+        most = max(min(EVALUATED, request.memory_budget) // (request.itemsize * request.width) // many, 1) * many
+        return min(rows, cdiv(rows, cdiv(rows, most) * many) * many)
+
+    def step(self, method: str, block: Block | None = None) -> Step:
+        """The step of the first engine that has this method of engine.Launched."""
+        engine = next(engine for engine in self.serving if engine.offers(method, self.request))
+        return engine.step(method, self.request, self.gpu, self.rows, block)
+
+    def plan(self, forward: Forward | None, how: Schedule | None = None, held: int = 0, time: float = 0.0) -> Plan:
+        """The plan of one way."""
+        sparse = how is not None and how.thresholds is not None
+        request = self.request if sparse else replace(self.request, gradient_tolerance=0.0)
+        return Plan(request, self.gpu, self.engine, self.rows, self.finds_ignored, forward, how, held, time)
 
 
 def time_of(x: Setting, rows: int, gradients: float, more: float) -> float:
@@ -78,25 +144,11 @@ def forward(x: Setting) -> tuple[Forward, int]:
     return Forward(sums, x.step("target"), rescue), 0
 
 
-def besides_windows(x: Setting, saves: bool) -> int:
-    """What a backward pass holds besides windows: a copy of e, the sum for de, numbers and XLA's workspace.
-
-    A frozen e has no de whose memory its copy could share. saves: also the exponentials, and first de, rounded, then
-    the scaled e. XLA puts the float32 de of these into the memory of dc if it fits.
-    """
-    request, size, in_place = x.request, x.rows * x.request.width, x.rows == x.request.tokens
-    is_result = not x.engine.stops and in_place and request.itemsize == request.sum_itemsize
-    is_result |= saves and not request.forms_dz and request.wants.c and 2 * x.rows <= request.vocabulary
-    wants_e = saves or request.wants.e
-    copied = not (wants_e and x.engine.stops and in_place)  # else the copy has a place in de
-    of_e = request.itemsize * copied + request.sum_itemsize * (wants_e and not is_result)
-    held = of_e * size + (NUMBERS + ID_NUMBERS * request.ids) * x.rows + WORKSPACE * (saves or x.products is XLA)
-    return held + saves * (2 * x.rows * x.columns + request.sum_itemsize * size)
-
-
 def backward(x: Setting, saves: bool) -> Plan:
     """The plan in which the backward pass forms the gradients, from saved exponentials or from logits again.
 
+    Besides windows it holds a copy of e, the sum for de, numbers and XLA's workspace. A frozen e has no de whose memory
+    its copy could share. saves: also the exponentials, and first de, rounded, then the scaled e.
     XLA multiplies the exponentials of all tokens, also on Hopper GPUs: by kernels a step takes up to 1.026 as long.
     There are as many partial sums of de as the budget has room for: few tokens have few tiles of de, and with partial
     sums their programs fill the GPU.
@@ -105,32 +157,41 @@ def backward(x: Setting, saves: bool) -> Plan:
     x = x if saves else replace(x, serving=tuple(one for one in x.serving if one.offers("form_dz", request)))
     # The engine that multiplies only the kept tokens, and copies no part of c or dc; XLA if there is none.
     stopping = next((engine for engine in x.serving if engine.stops), XLA)
-    held, copied = besides_windows(x, saves), request.itemsize * x.rows * (not stopping.stops)  # a second dz
     fastest = x.products if not whole else XLA if x.columns == request.vocabulary else stopping
-    for engine, more in ((fastest, 0), (stopping, copied)):
+
+    size, in_place, wants_e = x.rows * request.width, x.rows == request.tokens, saves or request.wants.e
+    is_result = not x.engine.stops and in_place and request.itemsize == request.sum_itemsize
+    is_result |= whole and request.wants.c and 2 * x.rows <= request.vocabulary  # XLA puts de into the memory of dc
+    copied = not (wants_e and x.engine.stops and in_place)  # else the copy has a place in de
+    of_e = request.itemsize * copied + request.sum_itemsize * (wants_e and not is_result)
+    held = of_e * size + (NUMBERS + ID_NUMBERS * request.ids) * x.rows + WORKSPACE * (saves or x.products is XLA)
+    held += saves * (2 * x.rows * x.columns + request.sum_itemsize * size)
+
+    for engine, more in ((fastest, 0), (stopping, request.itemsize * x.rows * (stopping is XLA))):  # a second dz
         windows = Windows.whole(request.vocabulary, beyond=engine.stops and engine.multiplies_fastest)
         if not whole:
-            of_column = column(x, x.engine, engine, x.rows, saves) + more
-            windows = x.engine.windows(request, x.rows, request.memory_budget - held, of_column, x.gpu)
-        if engine is not XLA or not XLA.pads(request, x.rows, windows.columns, x.gpu):
+            of_column, room = column(x, x.engine, engine, x.rows, saves), request.memory_budget - held
+            room = max(room, WINDOW_BYTES * saves)
+            windows = x.engine.windows(request, x.rows, room, of_column + more, x.gpu)
+        pads = engine is XLA and XLA.pads(request, x.rows, windows.columns, x.gpu)
+        if not pads:
             break
-    held += windows.columns * of_column
+    held += windows.columns * (of_column + more * pads)
 
     products, of_few = engine.multiplying(request, x.rows, windows, x.gpu), None
-    part = request.sum_itemsize * x.rows * request.width * request.wants.e
+    part = request.sum_itemsize * size * request.wants.e
     splits = min(products.splits, 1 + max(request.memory_budget - held, 0) // part) if part else 1
     if x.finds_ignored and not engine.stops:
         of_few = replace(stopping.multiplying(request, x.rows, windows, x.gpu), splits=1)
     dz = None if whole else replace(x.step("form_dz_of_saved" if saves else "form_dz"), windows=windows)
-    targets = x.step("saved_targets") if whole else None
-    way, products = "saved" if saves else "recomputed", replace(products, splits=splits)
+    targets, way = x.step("saved_targets") if whole else None, "saved" if saves else "recomputed"
+    how = Schedule(way, replace(products, splits=splits), of_few, dz, targets)
 
     first, of_first = forward(x)
     more = (2.0 * request.width * x.costs.logits + x.costs.logit) * request.tokens * request.vocabulary
     more += windows.count * (8.0 * request.tokens * request.width * x.costs.byte * request.wants.e + x.costs.launches)
     time = time_of(x, request.tokens, request.wants.e + request.wants.c, 0.0 if saves else more)
-    held = max(held + (splits - 1) * part, of_first)
-    return x.plan(first, Schedule(way, products, of_few, dz, targets), held, time)
+    return x.plan(first, how, max(held + (splits - 1) * part, of_first), time)
 
 
 def in_forward(x: Setting, chunks: Chunks | None) -> Plan:
@@ -141,24 +202,21 @@ def in_forward(x: Setting, chunks: Chunks | None) -> Plan:
     """
     chunks = chunks or smallest_chunks(x)
     request, cost, wants, size = x.request, x.costs, x.request.wants, chunks.size
-    padded = XLA.pads_de(request, size, request.vocabulary, x.gpu)
-    how = Schedule(
-        "in forward", None, chunks=chunks, dc=(x.engine if x.stores else XLA).step("sum_dc", request, x.gpu, size)
-    )
-    first, of_de = None, cost.products
+    padded, first, of_de = XLA.pads_de(request, size, request.vocabulary, x.gpu), None, cost.products
+    steps: dict[str, Any] = {"dc": (x.engine if x.stores else XLA).step("sum_dc", request, x.gpu, size)}
     if x.stores:
         de = x.engine if x.engine.multiplies_fastest or padded or x.columns != request.vocabulary else XLA
-        how, of_de = replace(how, products=de.de_of_chunk(request, size, x.gpu)), 1.0 if de is XLA else of_de
+        steps["products"], of_de = de.de_of_chunk(request, size, x.gpu), 1.0 if de is XLA else of_de
     if x.stores and request.teacher_width:
         part = replace(x, request=replace(request, tokens=min(x.most_logits, size)))
-        steps = {"logits": part.step("whole_logits"), "passes": part.step("divergence_pass")}
-        how = replace(how, most_logits=part.request.tokens, **steps)
+        steps |= {"logits": part.step("whole_logits"), "passes": part.step("divergence_pass")}
+        steps["most_logits"] = part.request.tokens
     elif x.stores:
         first = forward(replace(x, request=replace(request, tokens=size)))[0]
-        steps = {"dz": x.step("dz_in_place")} if request.of_mean else {"targets": x.step("saved_targets")}
+        steps |= {"dz": x.step("dz_in_place")} if request.of_mean else {"targets": x.step("saved_targets")}
         if request.gradient_tolerance and x.engine.block_sparse:
             steps["thresholds"] = x.step("thresholds")
-        how = replace(how, **steps)
+    how = Schedule("in forward", chunks=chunks, **steps)
 
     of_c = request.vocabulary * request.width
     in_windows = not x.stores and (x.gpu is None or request.dc_itemsize < request.sum_itemsize)
