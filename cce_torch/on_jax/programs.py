@@ -495,7 +495,7 @@ def _at_once_program(kind: Kind, size: int, wanted: Wanted, count: int) -> Calla
         (de, dc, dbias), _ = passes.gradients(inputs, numbers, left, Cotangents.of(of_numbers), static, wanted)
         return problem.results(numbers, Residuals(de=de, dc=dc, dbias=dbias))
 
-    return jitted(torch_at_once, count)
+    return jitted(torch_at_once, count, options_on(kind))
 
 
 @lru_cache(maxsize=PROGRAMS)
