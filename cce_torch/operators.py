@@ -56,7 +56,7 @@ def of_jax(name: str, fake: Callable) -> Callable[[Callable], Any]:
         tensors_of = _tensors_of(tuple(types.values()))
 
         def call(*arguments: Any, **known: Any) -> Any:
-            if _is_plain(tensors_of(arguments)):
+            if is_plain(tensors_of(arguments)):
                 return run(*arguments, **known)
             found = operator(*flat(*arguments))
             return found if result is Tensor else read_result(iter(found))
@@ -181,7 +181,7 @@ def as_factors(numbers: Sequence[float]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 
-def _is_plain(given: Sequence[Tensor | None]) -> bool:
+def is_plain(given: Sequence[Tensor | None]) -> bool:
     """Whether nothing observes operators on these tensors."""
     return (
         not torch.compiler.is_compiling()

@@ -35,7 +35,7 @@ from cce_torch.call import (
     selects,
 )
 from cce_torch.on_jax import tensors
-from cce_torch.operators import as_factors, of_jax
+from cce_torch.operators import as_factors, is_plain, of_jax
 
 
 def loss(
@@ -130,6 +130,9 @@ class _Loss(NamedTuple):
         return *given, found[1], *left
 
     def finish(self, factor: Tensor, saved: Tensors, wanted: Sequence[bool], in_place: bool) -> Tensors:
+        if self.left is not None and self.left.at_once and not wanted[5] and is_plain([factor]):
+            count = len(wanted)
+            return self.left.times(Residuals(*saved[count + 1 :]), factor, wanted, saved[3].numel())
         return self._gradients(OfResults(factor, None), saved, wanted, in_place)
 
     def backward(self, cotangents: Tensors, saved: Tensors, wanted: Sequence[bool]) -> Tensors:

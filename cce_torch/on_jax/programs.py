@@ -91,6 +91,16 @@ class Handover(ResidualShapes):
         self.numbers.append(((call.rows, size), torch.float32))
         self.selected = call.selected(size)
 
+    def times(self, residuals: records.Residuals, factor: Tensor, wanted: Sequence[bool], count: int) -> OfGiven:
+        """The gradients of `count` tokens, where they were left at_once. factor: the cotangent of the loss, ()."""
+        formed, kind = (residuals.de, residuals.dc, residuals.dbias), self.kind
+        de, dc, dbias = (
+            torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype)) if w and x is not None else None
+            for x, w, (_, dtype) in zip(formed, wanted, kind.of_gradients(self.size), strict=False)
+        )
+        de = None if de is None else Tokens(kind, count).cut(de)
+        return OfGiven(de, None if dc is None else kind.in_order_of_c(dc), dbias, None)
+
 
 @lru_cache(maxsize=PROGRAMS)
 def handover_of(kind: Kind, size: int, with_bias: bool, wanted: Wanted | None) -> Handover:
@@ -194,8 +204,8 @@ def gradients(
     kind, of_token_weight, residuals = left.kind.of_backward, wanted[3], saved.residuals
     tokens, (of_loss, of_statistics), at_once = Tokens(kind, given.targets.numel()), of, None
     if left.at_once:
-        formed = zip((residuals.de, residuals.dc, residuals.dbias), wanted, strict=False)
-        at_once = _times([x if w else None for x, w in formed], of_loss, tokens)
+        assert of_loss is not None
+        at_once = left.times(residuals, of_loss, wanted, tokens.count)
         if not of_token_weight:
             return at_once
         wanted = False, False, False, True  # torch_finish gives the rest
@@ -230,18 +240,6 @@ def gradients(
     if at_once is not None:
         return at_once._replace(token_weight=dweight)
     return OfGiven(None if de is None else tokens.cut(de), dc, dbias, dweight)
-
-
-def _times(formed: Sequence[Tensor | None], factor: Tensor | None, tokens: "Tokens") -> OfGiven:
-    """de, dc and dbias of torch_at_once, dc in the order of memory, times the cotangent of the loss, (), float32."""
-    assert factor is not None
-    kind = tokens.kind
-    de, dc, dbias = (
-        None if x is None else torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
-        for x, (_, dtype) in zip(formed, kind.of_gradients(tokens.size), strict=True)
-    )
-    dc = None if dc is None else kind.in_order_of_c(dc)
-    return OfGiven(None if de is None else tokens.cut(de), dc, dbias, None)
 
 
 class Tokens:
