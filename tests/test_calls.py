@@ -14,7 +14,7 @@ from cce_kernels import given_ids, selections
 from cce_kernels.engines.triton import statistics as kernels
 from cce_kernels.engines.xla import XLA
 from cce_kernels.engines.xla import statistics as xla_kernels
-from cce_kernels.plan import choose, plan_of, setting
+from cce_kernels.plan import choose, plan_of, schedules
 from tests.search import run as search_run
 from tests.search.calls import DIVERGENCE, DIVERGENCES, LOG_PROBS, TOKEN_LOSS, Call, Data, Program
 from tests.search.run import failures
@@ -393,7 +393,7 @@ CHANGED = {
     },
     # Blocks of 32 tokens, as if 16 MiB held no more of e.
     "evaluation in several blocks": (
-        *(setting, "EVALUATED", 1),
+        *(schedules, "EVALUATED", 1),
         [
             call
             for softcap in (None, 9.0)

@@ -21,7 +21,7 @@ from cce_kernels import blocks, gradients
 from cce_kernels.block_sparse import DC_BLOCK, DE_BLOCK, PART, Blocks
 from cce_kernels.device import H200
 from cce_kernels.engines import hopper
-from cce_kernels.plan import choose, plan_of, setting
+from cce_kernels.plan import choose, plan_of, schedules
 from cce_kernels.plan.plan import Chunks
 from cce_kernels.tokens import gathered_rows
 from tests.nightly import NIGHTLY, draws
@@ -102,7 +102,7 @@ def same_bits(call: Call, found: dict[str, np.ndarray]) -> bool:
 @pytest.fixture
 def blocks_of_evaluation(monkeypatch):
     """Of the fewest tokens, so that few tokens make several."""
-    monkeypatch.setattr(setting, "EVALUATED", 1)
+    monkeypatch.setattr(schedules, "EVALUATED", 1)
     plan_of.cache_clear()
     yield
     plan_of.cache_clear()

@@ -20,7 +20,7 @@ from cce_kernels.block_floats import steps_shape
 from cce_kernels.device import INTERPRETER
 from cce_kernels.head import Head
 from cce_kernels.numbers import Inputs, WantedNumbers, divided
-from cce_kernels.plan import plan_of, setting
+from cce_kernels.plan import plan_of, schedules
 from tests.lowering import nested
 from tests.plans import request_of, whole_bytes
 
@@ -275,7 +275,7 @@ def test_all_saved_is_one_array_that_every_kernel_works_on_in_place(argnums):
 
 
 def test_evaluation_in_several_blocks_is_traced_once(monkeypatch):
-    monkeypatch.setattr(setting, "EVALUATED", 1)
+    monkeypatch.setattr(schedules, "EVALUATED", 1)
     plan_of.cache_clear()
     traces, sums = [], blocks._from_sums
     monkeypatch.setattr(blocks, "_from_sums", lambda *x, **y: traces.append(x) or sums(*x, **y))

@@ -18,7 +18,7 @@ from cce_kernels.plan.schedules import MOST_LOGITS, Setting, backward, fastest_c
 from cce_kernels.request import Request
 from cce_kernels.tokens import gathered_rows
 
-DEARER = 1.03  # what a call with a tolerance may take, over the exact one, if no block can be left out
+DEARER = 1.03  # what a call with a tolerance may take, over the exact one
 
 
 def refusals(request: Request, gpu: Gpu | None, impl: Impl) -> dict[Engine, str]:
@@ -45,41 +45,46 @@ def plan_of(request: Request, gpu: Gpu | None, impl: Impl, way: ScheduleName | C
         raise ValueError(f"impl={impl!r} has no engine for {request} on {gpu} ({why}); impl='chunked' computes it")
     if request.wanted is None and not request.teacher_width:
         return x.plan(forward(x)[0])
-    if isinstance(way, Chunks):
-        return in_forward(x, way)
-    if way == "in forward" or request.teacher_width:  # beside a teacher evaluation too
+    chunks = way if isinstance(way, Chunks) else None
+    if chunks or way == "in forward" or request.teacher_width:  # beside a teacher evaluation too
         # In float16 the logits of a chunk are held at once, as all its dz are divided by one number.
         sizes = MOST_LOGITS if request.teacher_width and x.stores else (0,)
-        plans = [in_forward(part, fastest_chunks(part)) for part in (replace(x, most_logits=most) for most in sizes)]
+        parts = [replace(x, most_logits=most) for most in sizes]
+        plans = [in_forward(part, chunks or fastest_chunks(part)) for part in parts]
         fitting = [plan for plan in plans if plan.held <= request.memory_budget]
         return min(fitting, key=lambda plan: plan.time, default=plans[-1])
     # Exponentials that are saved need not be computed again, if the budget holds them.
     other = backward(x, saves=x.stores and way != "recomputed")
     if other.saved and way != "saved" and other.held > request.memory_budget:
         other = backward(x, saves=False)
-    if way is None and _may_form_in_forward(x) and (chunks := fastest_chunks(x)) is not None:
+    may = way is None and _cotangents_allow(request) and _may_form_in_forward(x)
+    if may and (chunks := fastest_chunks(x)) is not None:
         formed = in_forward(x, chunks)
-        if formed.time < other.time * (DEARER if formed.request.gradient_tolerance else 1.0):
-            return formed
+        return formed if _is_faster(formed, other) else other
     return other
 
 
-def _may_form_in_forward(x: Setting) -> bool:
-    """Whether the forward pass may form the gradients: where it knows the cotangents up to one factor, or where one
-    matmul gives de for all of them.
+def _is_faster(in_forward: Plan, other: Plan) -> bool:
+    """With a tolerance: whether the call takes at most DEARER times as long, even if no block can be left out."""
+    return in_forward.time < other.time * (DEARER if in_forward.request.gradient_tolerance else 1.0)
 
-    The latter is so where de is wanted alone, and is not a part of a sum over devices. In float16 such a de would
-    underflow. The cotangents of given ids are only in dz that is computed again.
+
+def _cotangents_allow(request: Request) -> bool:
+    """Whether the forward pass knows the cotangents up to one factor, or one matmul gives de for all of them: where de
+    is wanted alone, and is not a part of a sum over devices. In float16 such a de would underflow.
+    """
+    alone = request.wanted == Wanted(e=True, c=False, bias=False)
+    return request.one_factor or (alone and not (request.forms_dz or request.wide_de) and request.dtype != "float16")
+
+
+def _may_form_in_forward(x: Setting) -> bool:
+    """Whether the forward pass may form the gradients of a call whose cotangents allow it.
 
     On a GPU from stored exponentials, or in float32. In 16 bits XLA's passes over float32 logits, and its sums of dc in
     windows, take longer than to compute the logits again. So does Triton's sum of a float32 dc: 35 and 32 ms on a H200.
     """
-    request = x.request
-    if request.ids or not request.may_chunk:
-        return False
-    alone = request.wanted == Wanted(e=True, c=False, bias=False) and not (request.forms_dz or request.wide_de)
-    if not request.one_factor and not (alone and request.dtype != "float16"):
+    if x.request.ids or not x.request.may_chunk:  # only recomputed dz has the cotangents of given ids
         return False
     if x.gpu is None or not x.stores:
-        return x.gpu is None or request.dtype == "float32"
-    return x.engine.multiplies_fastest or request.dc_itemsize == 2
+        return x.gpu is None or x.request.dtype == "float32"
+    return x.engine.multiplies_fastest or x.request.dc_itemsize == 2
