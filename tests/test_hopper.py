@@ -442,13 +442,13 @@ def test_drawn_selections(seed, monkeypatch):
         ids=3,
     )
     plan = plan_of(request, SMALL, "cce")
-    assert choose.selecting(plan, 256) is not None
+    assert selections.step_of(plan, 256) is not None
     monkeypatch.setattr(selections, "MOST", 256)
     monkeypatch.setattr(selections, "CHUNKS_OF_STEP", (3, 1, 16, 2)[seed])
     asked = selections.Asked(k, bool(draw.integers(2)))
     numbers, found = selections.numbers_and_selections(inputs, plan, asked)
     want, wanted = selections.numbers_and_selections(inputs, replace(plan, gpu=None), asked)
-    assert choose.selecting(replace(plan, gpu=None), 256) is None
+    assert selections.step_of(replace(plan, gpu=None), 256) is None
     # Two matmuls agree to the digits of the logits. log_mass and mean relative to the reference may be far smaller.
     whole, of_want = (x.relative_to(jnp.zeros(tokens))._replace(reference=None) for x in (numbers, want))
     for a, b in zip((*whole, *found), (*of_want, *wanted), strict=True):

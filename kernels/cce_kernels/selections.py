@@ -70,6 +70,14 @@ class Asked:
 NOTHING = Asked()
 
 
+def step_of(plan: Plan, tokens: int) -> Step | None:
+    """The step that computes the logits of so many tokens with the maxima of blocks; None: XLA does."""
+    request, engine = replace(plan.request, tokens=tokens), plan.engine
+    if not (engine.offers("logits_and_maxima", request) and engine.serves(request, plan.gpu)):
+        return None
+    return engine.step("logits_and_maxima", request, plan.gpu, tokens)
+
+
 def numbers_and_selections(inputs: Inputs, plan: Plan, asked: Asked) -> tuple[Numbers, Selections]:
     """The numbers of each token, without the sum, and what is asked for; 0 for an ignored token.
 
@@ -78,9 +86,7 @@ def numbers_and_selections(inputs: Inputs, plan: Plan, asked: Asked) -> tuple[Nu
     """
     tokens = gathered_rows(inputs.targets.size)
     size = min(_tokens(plan.request), tokens)
-    request, engine = replace(plan.request, tokens=size), plan.engine
-    serves = engine.offers("logits_and_maxima", request) and engine.serves(request, plan.gpu)
-    step = engine.step("logits_and_maxima", request, plan.gpu, size) if serves else None
+    step, request = step_of(plan, size), replace(plan.request, tokens=size)
     chunks = cdiv(tokens, size)
     steps = cdiv(chunks, 1 if step is None else CHUNKS_OF_STEP)
     parts = cdiv(chunks, steps)
