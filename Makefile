@@ -25,8 +25,9 @@ demo: $(VENV)/examples  ## train a language model with cce_jax, cce_torch and fu
 test: $(VENV)/dev  ## all tests that need no GPU, on all cores
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-test-nightly: $(VENV)/dev  ## more of what is drawn at random, with a new seed; and every planted fault, with what caught it
-	CCE_TESTS=nightly $(BIN)/python -m pytest -n auto --dist worksteal
+test-nightly: $(VENV)/dev  ## coverage, and more of what is drawn at random, with a new seed; every planted fault, with what caught it
+	CCE_TESTS=nightly $(BIN)/python -m coverage run -m pytest -n auto --dist worksteal
+	$(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage report
 	CCE_TESTS=nightly PYTHONPATH=.:kernels $(BIN)/python -m tests.search --nightly --seconds 3600 --processes 2
 	PYTHONPATH=.:kernels $(BIN)/python -m tests.faults --jobs 2
 
