@@ -310,10 +310,11 @@ def backward_of(function, x):
     return jax.make_jaxpr(pull)(value)
 
 
-def test_where_nothing_can_be_left_out_a_tolerance_changes_no_program():
+@pytest.mark.parametrize("impl", ["chunked", "cce"])
+def test_where_nothing_can_be_left_out_a_tolerance_changes_no_program(impl):
     def program(**more) -> str:
-        loss = partial(linear_cross_entropy, targets=jnp.zeros(70, jnp.int32), impl="chunked", **more)
+        loss = partial(linear_cross_entropy, targets=jnp.zeros(70, jnp.int32), impl=impl, **more)
         shapes = (jax.ShapeDtypeStruct((n, 20), jnp.bfloat16) for n in (70, 90))
         return jax.jit(jax.grad(loss, (0, 1))).lower(*shapes).as_text()
 
-    assert program(gradient_tolerance=0) == program() == program(gradient_tolerance=2.0**-7)
+    assert program() == program(gradient_tolerance=2.0**-7)

@@ -88,7 +88,7 @@ def test_few_tokens_have_partial_sums_of_de(dtype, smoothing, monkeypatch):
         jax.clear_caches()
         monkeypatch.setattr(tiles, "splits_of", lambda *_: splits)
         monkeypatch.setattr(Xla, "pads", lambda *_: True)  # as it does on a GPU where V is odd
-        found = [np.float64(x) for x in jax.grad(loss, (0, 1))(e, c)]
+        found = [np.float64(x) for x in jax.jit(jax.grad(loss, (0, 1)))(e, c)]
         numbers = WantedNumbers(sum=smoothing > 0)
         request = Request(6, 24, 200, dtype, Head(), False, Wanted(True, True, False), 2**60, numbers=numbers)
         plans.append(plan_of(request, INTERPRETER, "cce"))
