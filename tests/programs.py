@@ -11,8 +11,8 @@ MOST = 2**30  # bytes of programs of earlier runs, above which a run begins with
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """What tells a process to keep its programs in the folder: those that take 0.1 s to compile."""
-    return {"JAX_COMPILATION_CACHE_DIR": str(folder), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
+    """What tells a process to keep its programs in the folder: all, as small ones are compiled in many processes."""
+    return {"JAX_COMPILATION_CACHE_DIR": str(folder), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 
 def emptied(folder: Path) -> Path:

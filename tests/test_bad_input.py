@@ -295,7 +295,7 @@ NO_ARRAYS = {
     "a list": ([1.0], "must be"),
     "a string": ("abc", "must be"),
     "a key": (jax.random.key(0), "(must be|is) a"),
-    "a sparse array": (jax.experimental.sparse.BCOO.fromdense(jnp.ones((2, 3))), "(must be|is) a"),
+    "a sparse array": (jax.experimental.sparse.BCOO((ones(1), np.zeros((1, 1), int)), shape=(3,)), "(must be|is) a"),
     "a tensor": (torch.ones(3), r"is a torch\.Tensor: cce_torch\.{function} takes those"),
 }
 NO_TENSORS = {

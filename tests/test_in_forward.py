@@ -225,7 +225,7 @@ def test_triton_multiplies_by_any_factor_and_again():
     loss = partial(linear_cross_entropy, targets=targets, impl="cce", label_smoothing=0.1)
     with mock.patch.object(choose, "fastest_chunks", return_value=Chunks(3, 24)):
         forget()
-        pullback = jax.vjp(loss, e, c)[1]
+        pullback = jax.jit(jax.vjp(jax.jit(loss), e, c)[1])
         once, twice, zero, infinite, again = (pullback(jnp.float32(x)) for x in (1, -2, 0, np.inf, 1))
     jax.tree.map(np.testing.assert_array_equal, once, again)
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, -2 * np.float32(y)), twice, once)
@@ -242,7 +242,7 @@ def test_ignored_tokens_have_no_part_in_the_gradient_of_the_bias():
 
     def gradients(impl: str, dtype: str):
         of = jax.grad(lambda e, c, bias: linear_cross_entropy(e, c, targets, bias=bias, impl=impl), (0, 1, 2))
-        return of(*(x.astype(dtype) for x in arrays))
+        return jax.jit(of)(*(x.astype(dtype) for x in arrays))
 
     with mock.patch.object(choose, "fastest_chunks", return_value=Chunks(3, 24)):
         forget()
@@ -267,7 +267,8 @@ def test_a_loss_whose_lse_has_a_cotangent_too(dtype):
 
     with mock.patch.object(ways, "form", wraps=ways.form) as begun:
         forget()
-        found, rounded = (jax.grad(partial(both, impl=impl))((e, c, bias)) for impl in ("chunked", "reference"))
+        of = jax.jit(jax.grad(both), static_argnums=1)
+        found, rounded = (of((e, c, bias), impl) for impl in ("chunked", "reference"))
     assert begun.called
     with jax.enable_x64(True):
         exact = jax.grad(partial(both, impl="reference"))([x.astype(jnp.float64) for x in (e, c, bias)])
@@ -309,10 +310,11 @@ def backward_of(function, x):
     return jax.make_jaxpr(pull)(value)
 
 
-def test_where_nothing_can_be_left_out_a_tolerance_changes_no_program():
+@pytest.mark.parametrize("impl", ["chunked", "cce"])
+def test_where_nothing_can_be_left_out_a_tolerance_changes_no_program(impl):
     def program(**more) -> str:
-        loss = partial(linear_cross_entropy, targets=jnp.zeros(70, jnp.int32), impl="chunked", **more)
+        loss = partial(linear_cross_entropy, targets=jnp.zeros(70, jnp.int32), impl=impl, **more)
         shapes = (jax.ShapeDtypeStruct((n, 20), jnp.bfloat16) for n in (70, 90))
         return jax.jit(jax.grad(loss, (0, 1))).lower(*shapes).as_text()
 
-    assert program(gradient_tolerance=0) == program() == program(gradient_tolerance=2.0**-7)
+    assert program() == program(gradient_tolerance=2.0**-7)

@@ -461,13 +461,13 @@ def test_everything_is_drawn():
     """Less than a tenth is refused. And in the nightly mode, of 3000 calls every pair of values has five."""
     every = []
     for where in ("jax", "torch"):
-        programs = [draw(0, SHARED * number, where).program for number in range(draws(220, 1000))]
+        programs = [draw(0, SHARED * number, where).program for number in range(draws(120, 1000))]
         counts = Counter(pair for program in programs for pair in pairs(program))
         assert len(counts) > 3000
         assert not NIGHTLY or not [pair for pair, n in counts.items() if SHARED * n < 5]
         assert sum(refusal(Call(program, Data())) is not None for program in programs) < len(programs) / 10
-        every += [draw(0, number, where) for number in range(660)]
-    every += [draw(0, number, where) for where in ("sharded", "processes") for number in range(660)]
+        every += [draw(0, number, where) for number in range(draws(360, 660))]
+    every += [draw(0, number, where) for where in ("sharded", "processes") for number in range(draws(360, 660))]
     programs = [call.program for call in every]
     for name, values in {
         "function": FUNCTIONS,
@@ -537,10 +537,10 @@ def test_a_failing_call_is_shrunk_to_what_makes_it_fail():
         return "bias" in p.arrays and "c" in p.wanted and p.vocabulary >= 10 and call.data.kind != "flat"
 
     call = next(c for c in losses(0, "jax") if fails(c) and c.program.softcap)
-    found = shrunk(call, fails, seconds=60)
+    found = shrunk(call, lambda x: ["c is off by 0.1"] * fails(x) or ["ValueError"] * (not x.program.arrays), 60)
     assert fails(found)
     p = found.program
     assert (p.leading, p.width, p.vocabulary, p.arrays, p.wanted) == ((1,), 1, 10, ("bias",), ("c",)), found
     assert replace(p, leading=(40,), width=20, vocabulary=229, arrays=(), wanted=("e", "c")) == Program()
     assert found.data == Data(seed=call.data.seed, kind=call.data.kind)
-    assert shrunk(call, lambda _: True, seconds=0) == call
+    assert shrunk(call, lambda _: [""], seconds=0) == call

@@ -5,6 +5,7 @@ Drawn calls (tests/search) split the vocabulary over devices and processes, and 
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -25,60 +26,67 @@ from tests.search.calls import LOG_PROBS, Call, Data, Program
 from tests.search.data import drawn_arrays
 from tests.search.truth import truth
 
-FEW = Data(ignored="few")
 ALL = 2**40  # bytes: all exponentials are saved
 OF_SHARDS = Program(function=LOG_PROBS, split="vocabulary", width=32, dtype="bfloat16", objective=("log_probs", "lse"))
 OF_SHARDS = replace(OF_SHARDS, memory_budget=ALL)
 OF_MEAN = replace(OF_SHARDS, entropy=True, objective=("log_probs", "lse", "entropy"))
 
 
-def shard_of(p: Program, given: Any, targets: np.ndarray, start: int, stop: int) -> Inputs:
+def shard_of(p: Program, given: dict[str, Any], start: int, stop: int) -> Inputs:
     """The inputs of a shard: targets of other columns are named by the number after its last."""
-    c = given.c[start:stop]
-    local = np.where((targets >= start) & (targets < stop), targets - start, stop - start)
+    c, targets, bias, heat = given["c"][start:stop], given["targets"], given["bias"], given["temperature"]
+    local = jnp.where((targets >= start) & (targets < stop), targets - start, stop - start)
     return Inputs(
-        jnp.asarray(given.e),
-        jnp.asarray(c if p.vocab_axis == 0 else c.T),
-        None if "bias" not in p.arrays else jnp.asarray(given.optional["bias"][start:stop]),
-        jnp.asarray(np.where(targets < 0, -1, local), jnp.int32),
+        given["e"],
+        c if p.vocab_axis == 0 else c.T,
+        None if bias is None else bias[start:stop],
+        jnp.where(targets < 0, -1, local),
         None,
         None,
-        None if given.temperature is None else jnp.asarray(1 / given.temperature),
+        None if heat is None else 1 / heat,
     )
 
 
-def over_shards(p: Program, given: Any, bounds: Sequence[int], gpu: Gpu | None) -> dict[str, np.ndarray]:
+def arrays_of(p: Program, given: Any) -> dict[str, Any]:
+    targets = np.where(given.targets == p.ignore_index, -1, given.targets)
+    of = {"e": given.e, "c": given.c, "bias": given.optional.get("bias"), "targets": targets}
+    return jax.tree.map(jnp.asarray, of | {"temperature": given.temperature, "of": given.cotangents})
+
+
+def over_shards(p: Program, bounds: Sequence[int], gpu: Gpu | None, given: dict[str, Any]) -> dict[str, jax.Array]:
     """The results and gradients of linear_log_probs, from one pass over each shard of columns and one back."""
     wanted, head = Wanted(True, True, "bias" in p.arrays), Head(p.softcap, p.vocab_axis)
-    targets, shards = np.where(given.targets == p.ignore_index, -1, given.targets), []
+    shards = []
     for start, stop in pairwise(bounds):
-        request = Request(*given.e.shape, stop - start, p.dtype, head, wanted.bias, wanted, int(p.memory_budget))
+        request = Request(*given["e"].shape, stop - start, p.dtype, head, wanted.bias, wanted, int(p.memory_budget))
         mean = WantedNumbers(mean=bool(p.entropy))
         request = replace(request, wide_de=True, numbers=mean, with_temperature=p.temperatures)
-        shards.append((shard_of(p, given, targets, start, stop), plan_of(request, gpu, p.impl)))  # type: ignore[arg-type]
+        shards.append((shard_of(p, given, start, stop), plan_of(request, gpu, p.impl)))  # type: ignore[arg-type]
     reference = sum(blocks.target(*shard) for shard in shards)
     passes = [blocks.numbers(*shard, reference) for shard in shards]
     whole = over_runs(jax.tree.map(lambda *of_shards: jnp.stack(of_shards), *(numbers for numbers, _ in passes)), None)
 
-    of_log_probs, of_lse, of_entropy = (given.cotangents.get(x, 0) for x in ("log_probs", "lse", "entropy"))
+    of_log_probs, of_lse, of_entropy = (given["of"].get(x, 0) for x in ("log_probs", "lse", "entropy"))
     of = Cotangents(of_lse - of_log_probs + of_entropy, of_log_probs, None, -of_entropy if p.entropy else None)
     each = [
-        blocks.gradients(inputs, whole.relative_to(numbers.reference), saved, jax.tree.map(jnp.asarray, of), plan)[0]
+        blocks.gradients(inputs, whole.relative_to(numbers.reference), saved, of, plan)[0]
         for (inputs, plan), (numbers, saved) in zip(shards, passes, strict=True)
     ]
     assert all(gradients.e.dtype == np.float32 for gradients in each)
     found = {"log_probs": whole.log_p(whole.target), "lse": whole.reference + whole.log_mass}
     found |= {"entropy": whole.log_mass - whole.mean} if p.entropy else {}
-    found = {name: np.where(targets < 0, 0, x) for name, x in found.items()}
-    dc = np.concatenate([x.c for x in each], p.vocab_axis)
-    found |= {"e": np.asarray(sum(x.e for x in each)).astype(given.e.dtype), "c": dc if p.vocab_axis == 0 else dc.T}
-    return found | ({"bias": np.concatenate([x.bias for x in each])} if "bias" in p.arrays else {})
+    found = {name: jnp.where(given["targets"] < 0, 0, x) for name, x in found.items()}
+    dc = jnp.concatenate([x.c for x in each], p.vocab_axis)
+    found |= {"e": sum(x.e for x in each).astype(given["e"].dtype), "c": dc if p.vocab_axis == 0 else dc.T}
+    return found | ({"bias": jnp.concatenate([x.bias for x in each])} if "bias" in p.arrays else {})
 
 
-def check(p: Program, bounds: Sequence[int], gpu: Gpu | None, data: Data = FEW) -> None:
-    given = drawn_arrays(Call(p, data))
-    found = checks(over_shards(p, given, bounds, gpu), truth(given, p), p)
-    assert not [x.words for x in found if not x.ratio <= 1]
+def check(p: Program, bounds: Sequence[int], gpu: Gpu | None, *every: Data) -> None:
+    run = jax.jit(partial(over_shards, p, bounds, gpu))
+    for data in every:
+        given = drawn_arrays(Call(p, data))
+        found = {name: np.asarray(x) for name, x in run(arrays_of(p, given)).items()}
+        assert not [x.words for x in checks(found, truth(given, p), p) if not x.ratio <= 1]
 
 
 @pytest.mark.parametrize(
@@ -93,8 +101,8 @@ def check(p: Program, bounds: Sequence[int], gpu: Gpu | None, data: Data = FEW) 
 )
 def test_shards_of_several_sizes(program):
     """Also where a shard's exponentials underflow beside those of another: its log-sum-exp is -inf then."""
-    for data in (Data(size=12.0, ignored="few"), Data(kind="confident", size=150.0)):
-        check(program, (0, 41, 229), INTERPRETER if program.impl == "cce" else None, data)
+    underflow = Data(size=12.0, ignored="few"), Data(kind="confident", size=150.0)
+    check(program, (0, 41, 229), INTERPRETER if program.impl == "cce" else None, *underflow)
 
 
 def test_nothing_is_rescued_because_its_target_lies_elsewhere(monkeypatch):
@@ -106,7 +114,7 @@ def test_nothing_is_rescued_because_its_target_lies_elsewhere(monkeypatch):
     rescued, saved_again = engine.rescued, engine.saved_again
     monkeypatch.setattr(engine, "rescued", lambda *x: (seen.append(x[-1]), rescued(*x))[1])
     monkeypatch.setattr(engine, "saved_again", lambda *x: (seen.append(x[-2]), saved_again(*x))[1])
-    blocks.numbers(shard_of(OF_SHARDS, given, given.targets, 0, 100), plan, jnp.full(40, 0.0))
+    blocks.numbers(shard_of(OF_SHARDS, arrays_of(OF_SHARDS, given), 0, 100), plan, jnp.full(40, 0.0))
     before, others = seen
     assert np.isfinite(before.log_mass).all()
     assert not others.any()

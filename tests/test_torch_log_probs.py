@@ -149,5 +149,6 @@ def test_one_product_gives_all_numbers(impl, products):
         found = linear_log_probs(*leaves, x["targets"], impl=impl, mean_logit=True, entropy=impl != "cce", **options)
     assert in_torch.get_total_flops() == 0
     assert products == [pytest.approx(1)]
-    torch.autograd.grad(found.log_probs.sum(), leaves)
-    assert products == [pytest.approx(1), pytest.approx(3)] or impl == "cce"  # whose kernels are not counted
+    if impl == "chunked":  # products of kernels are not counted
+        torch.autograd.grad(found.log_probs.sum(), leaves)
+        assert products == [pytest.approx(1), pytest.approx(3)]

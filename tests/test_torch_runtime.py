@@ -177,7 +177,7 @@ def test_storages_can_be_resized_after_a_call(dtype):
 def test_programs_that_were_not_called_of_late_are_freed(ways, monkeypatch):
     """As are those of calls whose gradients the forward pass forms."""
     for name in (*ways, "handover_of"):
-        monkeypatch.setattr(programs, name, lru_cache(maxsize=2)(getattr(programs, name).__wrapped__))
+        monkeypatch.setattr(programs, name, lru_cache(maxsize=1)(getattr(programs, name).__wrapped__))
     e, c, t = example()
     client, forms = jax.devices("cpu")[0].client, "_begin_program" in ways
 
@@ -190,7 +190,7 @@ def test_programs_that_were_not_called_of_late_are_freed(ways, monkeypatch):
     with formed_in_forward(forms):
         call(0)
         before = call(1)
-        assert [call(2), call(3)] == [before] * 2
+        assert call(2) == before
 
 
 @pytest.mark.parametrize(("impl", "sizes"), [("cce", [20, 64, 64, 64, 64, 64]), ("chunked", [20, 64, 48, 64, 64, 64])])

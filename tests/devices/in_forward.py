@@ -67,12 +67,6 @@ def formed():
     jax.clear_caches()
 
 
-@pytest.fixture(autouse=True)
-def forget():
-    """So that each test traces its calls."""
-    jax.clear_caches()
-
-
 def check(number: int, formed: list, impl: str) -> None:
     """A drawn call of tests/search, of one loss whose gradients the forward pass may form."""
     calls = (draw(1, k, "sharded") for k in count(0, SHARED))

@@ -76,7 +76,7 @@ def examined(drawn: Drawn, number: int, shrink: float) -> Report:
         wrong = [f"{type(error).__name__}: {error}"[:1000]]
     simplest = ""
     if wrong and shrink > 0:
-        simplest = repr(shrunk(call, lambda simpler: bool(failures(simpler)), shrink))
+        simplest = repr(shrunk(call, failures, shrink))
     return Report(number, engine(call.program), ratios, refusal(call) is not None, wrong, simplest)
 
 
