@@ -16,8 +16,9 @@ from cce_kernels.device import H200, INTERPRETER, Gpu, cuda_gpu
 from cce_kernels.engines.xla import XLA
 from cce_kernels.head import Head
 from cce_kernels.numbers import NO_OTHERS, Inputs, Wanted, WantedNumbers
-from cce_kernels.plan import Chunks, Explanation, Plan, ScheduleName, explained, logged, plan_of
+from cce_kernels.plan import Explanation, Plan, ScheduleName, explained, logged, plan_of
 from cce_kernels.request import Request
+from cce_kernels.tokens import Chunks
 
 Impl = Literal["auto", "cce", "chunked", "reference"]
 NAMES = ("e", "c", "bias")  # what has a gradient, as in Wanted

@@ -9,7 +9,8 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from cce_kernels.plan import Chunks, choose
+from cce_kernels.plan import choose
+from cce_kernels.tokens import Chunks
 from cce_torch import linear_cross_entropy
 from cce_torch.in_torch import blocks, compiled
 from tests.cases import Inputs

@@ -19,9 +19,10 @@ from cce_kernels.device import H200
 from cce_kernels.engines.xla import NUMBERS
 from cce_kernels.head import Head
 from cce_kernels.numbers import Cotangents, Inputs, Numbers, Wanted, WantedNumbers
-from cce_kernels.plan import Chunks, Plan, choose, plan_of
+from cce_kernels.plan import Plan, choose, plan_of
 from cce_kernels.plan.residuals import shapes_of_blocks
 from cce_kernels.request import ITEMSIZE, Request
+from cce_kernels.tokens import Chunks
 from tests.held import MIB, available, held, twins
 from tests.search import calls
 

@@ -23,10 +23,10 @@ from cce_kernels.engines.triton.tiles import TileConfig
 from cce_kernels.engines.xla import XLA
 from cce_kernels.head import Head
 from cce_kernels.numbers import Wanted
-from cce_kernels.plan import Chunks, choose
+from cce_kernels.plan import choose
 from cce_kernels.plan.schedules import Setting
 from cce_kernels.request import Request
-from cce_kernels.tokens import gathered_rows
+from cce_kernels.tokens import Chunks, gathered_rows
 from cce_kernels.windows import Windows
 from tests.nightly import draws
 from tests.search import calls as search

@@ -22,8 +22,7 @@ from cce_kernels.block_sparse import DC_BLOCK, DE_BLOCK, PART, Blocks
 from cce_kernels.device import H200
 from cce_kernels.engines import hopper
 from cce_kernels.plan import choose, plan_of, schedules
-from cce_kernels.plan.plan import Chunks
-from cce_kernels.tokens import gathered_rows
+from cce_kernels.tokens import Chunks, gathered_rows
 from tests.nightly import NIGHTLY, draws
 from tests.search import bounds
 from tests.search import run as search_run

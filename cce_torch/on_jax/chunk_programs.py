@@ -34,8 +34,9 @@ from cce_kernels import blocks, weighted_sum
 from cce_kernels.block_sparse import Blocks
 from cce_kernels.exponentials import saved_shape
 from cce_kernels.numbers import Cotangents, Inputs, Numbers, Wanted
-from cce_kernels.plan import Chunks, Plan, residuals
+from cce_kernels.plan import Plan, residuals
 from cce_kernels.plan.residuals import Residuals, shapes_of
+from cce_kernels.tokens import Chunks
 from cce_kernels.weighted_sum import Weighted
 from cce_torch import call as records
 from cce_torch.call import Call, Operands

@@ -63,6 +63,14 @@ class Request:
         return self.dtype == "bfloat16" and not self.ids and (can_form or not self.forms_dz)
 
     @property
+    def knows_cotangents(self) -> bool:
+        """Whether the forward pass knows the cotangents up to one factor, or one matmul gives de for all of them: where
+        de is wanted alone, and is not a part of a sum over devices. In float16 such a de would underflow.
+        """
+        alone = self.wanted == Wanted(e=True, c=False, bias=False) and not (self.forms_dz or self.wide_de)
+        return self.one_factor or (alone and self.dtype != "float16")
+
+    @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
 

@@ -20,6 +20,17 @@ def gathered_rows(tokens: int) -> int:
     return -(-tokens // ROW_MULTIPLE) * ROW_MULTIPLE if tokens >= MANY else tokens
 
 
+class Chunks(NamedTuple):
+    """The tokens, kept ones first, in `count` chunks of `size` tokens. The last one may reach beyond the tokens."""
+
+    count: int  # type: ignore[assignment]
+    size: int
+
+    @property
+    def rows(self) -> int:
+        return self.count * self.size
+
+
 def in_chunks(run: Callable[[Any], Any], arrays: Any, size: int, found: Any = None) -> Any:
     """run(arrays), for `size` tokens at a time. arrays and the result: arrays, or trees, with tokens on axis 0.
 

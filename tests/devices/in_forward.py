@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from cce_jax import linear_cross_entropy
 from cce_kernels import blocks
-from cce_kernels.plan import Chunks, choose
+from cce_kernels.plan import choose
 from cce_kernels.plan.schedules import Setting
-from cce_kernels.tokens import gathered_rows
+from cce_kernels.tokens import Chunks, gathered_rows
 from tests.devices.meshes import (
     BY_NAME,
     EXCHANGED,

@@ -2,6 +2,6 @@
 
 from cce_kernels.plan.choose import plan_of
 from cce_kernels.plan.explanation import Explanation, explained, logged
-from cce_kernels.plan.plan import Chunks, Plan, ScheduleName
+from cce_kernels.plan.plan import Plan, ScheduleName
 
-__all__ = ["Chunks", "Explanation", "Plan", "ScheduleName", "explained", "logged", "plan_of"]
+__all__ = ["Explanation", "Plan", "ScheduleName", "explained", "logged", "plan_of"]

@@ -10,21 +10,13 @@ from functools import lru_cache
 
 from cce_kernels.compat import warn_if_untested
 from cce_kernels.device import Gpu
-from cce_kernels.engines import Impl, engines
-from cce_kernels.engines.engine import Engine
-from cce_kernels.numbers import Wanted
-from cce_kernels.plan.plan import Chunks, Plan, ScheduleName
+from cce_kernels.engines import Impl, refusals
+from cce_kernels.plan.plan import Plan, ScheduleName
 from cce_kernels.plan.schedules import MOST_LOGITS, Setting, backward, fastest_chunks, forward, in_forward
 from cce_kernels.request import Request
-from cce_kernels.tokens import gathered_rows
+from cce_kernels.tokens import Chunks
 
 DEARER = 1.03  # what a call with a tolerance may take, over the exact one
-
-
-def refusals(request: Request, gpu: Gpu | None, impl: Impl) -> dict[Engine, str]:
-    """The engines of impl, and why each does not serve a call: its kept tokens may be gathered into a few more rows."""
-    request = replace(request, tokens=gathered_rows(request.tokens))
-    return {engine: engine.refuses(request, gpu) for engine in engines(request.itemsize, impl)}
 
 
 @lru_cache(maxsize=4096)
@@ -57,7 +49,7 @@ def plan_of(request: Request, gpu: Gpu | None, impl: Impl, way: ScheduleName | C
     other = backward(x, saves=x.stores and way != "recomputed")
     if other.saved and way != "saved" and other.held > request.memory_budget:
         other = backward(x, saves=False)
-    may = way is None and _cotangents_allow(request) and _may_form_in_forward(x)
+    may = way is None and request.knows_cotangents and _may_form_in_forward(x)
     if may and (chunks := fastest_chunks(x)) is not None:
         formed = in_forward(x, chunks)
         return formed if _is_faster(formed, other) else other
@@ -67,14 +59,6 @@ def plan_of(request: Request, gpu: Gpu | None, impl: Impl, way: ScheduleName | C
 def _is_faster(in_forward: Plan, other: Plan) -> bool:
     """With a tolerance: whether the call takes at most DEARER times as long, even if no block can be left out."""
     return in_forward.time < other.time * (DEARER if in_forward.request.gradient_tolerance else 1.0)
-
-
-def _cotangents_allow(request: Request) -> bool:
-    """Whether the forward pass knows the cotangents up to one factor, or one matmul gives de for all of them: where de
-    is wanted alone, and is not a part of a sum over devices. In float16 such a de would underflow.
-    """
-    alone = request.wanted == Wanted(e=True, c=False, bias=False)
-    return request.one_factor or (alone and not (request.forms_dz or request.wide_de) and request.dtype != "float16")
 
 
 def _may_form_in_forward(x: Setting) -> bool:

@@ -3,17 +3,15 @@
 import logging
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 
 from cce_kernels.contract import EVERYTHING
-from cce_kernels.engines import Impl
-from cce_kernels.plan.choose import refusals
+from cce_kernels.engines import Impl, refusals
 from cce_kernels.plan.plan import Plan
 
 log = logging.getLogger("cce_kernels")
 MIB = 2**20
-LARGE = 10.0  # a predicted time beyond it says only that the matrix products take little of it
 GRADIENTS = {
-    None: None,
     "recomputed": "from logits that the backward pass computes again",
     "saved": "from exponentials that the forward pass saves",
     "in forward": "in the forward pass",
@@ -51,8 +49,8 @@ class Explanation:
         budget = "all" if self.memory_budget >= EVERYTHING else f"{self.memory_budget / MIB:.0f} MiB"
         lines += [f"gradients: {self.gradients}{chunks}", f"memory: {self.held / MIB:.0f} MiB; memory_budget: {budget}"]
         if self.time is not None:
-            large = f"more than {LARGE:.0f} times the matrix products alone, which take little of this call's time"
-            time = f"{self.time:.2f} of the matrix products alone" if self.time <= LARGE else large
+            large = "more than 10 times the matrix products alone, which take little of this call's time"
+            time = f"{self.time:.2f} of the matrix products alone" if self.time <= 10 else large
             lines.append(f"predicted time: {time}")
         if self.leaves_out is not None:
             nothing = "does nothing here; only the engine hopper leaves out blocks, in the forward pass"
@@ -62,15 +60,13 @@ class Explanation:
 
 def explained(plan: Plan, impl: Impl, gradient_tolerance: float) -> Explanation:
     """gradient_tolerance: what the user gave. That of the plan's call is 0 where the plan leaves out nothing."""
-    request, how, refused = plan.request, plan.gradients, {}
-    for engine, why in refusals(request, plan.gpu, impl).items():
-        if engine is plan.engine:
-            break
-        refused[engine.name] = why or engine.lacks("form_dz", request)
+    request, how = plan.request, plan.gradients
+    faster = takewhile(lambda x: x[0] is not plan.engine, refusals(request, plan.gpu, impl).items())
+    refused = {engine.name: why or engine.lacks("form_dz", request) for engine, why in faster}
     chunks = None if how is None or how.chunks is None else tuple(how.chunks)
     leaves_out = None if how is None or not gradient_tolerance else how.thresholds is not None
     time = None if request.teacher_width else plan.time or None  # the teacher's logits are in no prediction
-    gradients, budget = GRADIENTS[plan.way], request.memory_budget
+    gradients, budget = GRADIENTS[plan.way] if plan.way else None, request.memory_budget
     return Explanation(plan.engine.name, refused, gradients, chunks, plan.held, budget, time, leaves_out)
 
 

@@ -1,17 +1,11 @@
-"""A plan: everything that is decided about a call before it runs, as data. choose.py makes it.
-
-There are three ways to the gradients (cce_kernels/blocks.py): the forward pass forms them; the forward pass saves the
-exponentials of all tokens; the backward pass computes the logits again.
-"""
+"""A plan: everything that is decided about a call before it runs, as data. choose.py makes it, blocks.py runs it."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from cce_kernels.engines.engine import Engine, Multiplying, Step
 from cce_kernels.request import Request
 
-# Of the tokens: with a smaller share kept, matmuls that stop at the last kept token beat XLA's matmuls of all tokens.
-FEW_KEPT = 0.8
 ScheduleName = Literal["in forward", "saved", "recomputed"]
 
 
@@ -22,17 +16,6 @@ class Forward:
     sums: Step
     target: Step | None = None
     rescue: Step | None = None  # sums that overflowed, and saved exponentials whose reference is lse
-
-
-class Chunks(NamedTuple):
-    """The tokens, kept ones first, in `count` chunks of `size` tokens. The last one may reach beyond the tokens."""
-
-    count: int  # type: ignore[assignment]
-    size: int
-
-    @property
-    def rows(self) -> int:
-        return self.count * self.size
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,12 @@ budget of 0. Memory goes first to what a backward pass always holds: an (N, D) f
 XLA's workspace and a window of FEWEST_COLUMNS columns. The rest makes windows larger and so fewer: each costs about
 0.15 ms besides its work. A budget that holds the exponentials of all tokens, 2·V bytes each, saves these instead.
 
-Times are relative to XLA's matmuls of the logits and of the gradients that are wanted, which every way has. A way adds:
+Times are relative to XLA's matmuls of the logits and of the gradients that are wanted, which every way has, and held to
+what was measured by tests/test_plan.py. A way adds:
 
 - each chunk reads and writes the whole dc; each window of the vocabulary reads and writes the sum for de
 - a chunk and a window launch small kernels
 - a logit costs more than its matmul: its exponential, and its place in memory
-
-tests/test_plan.py holds the predictions to what was measured.
 """
 
 import math
@@ -26,9 +25,9 @@ from cce_kernels.engines.engine import Block, Costs, Engine, Step
 from cce_kernels.engines.order import cdiv
 from cce_kernels.engines.xla import NUMBERS, WORKSPACE, XLA, parts_of
 from cce_kernels.exponentials import saved_shape
-from cce_kernels.plan.plan import Chunks, Forward, Plan, Schedule
+from cce_kernels.plan.plan import Forward, Plan, Schedule
 from cce_kernels.request import ITEMSIZE, Request
-from cce_kernels.tokens import MANY, gathered_rows
+from cce_kernels.tokens import MANY, Chunks, gathered_rows
 from cce_kernels.windows import Windows
 
 ID_NUMBERS = 40  # bytes of a given id of a token, for its column and dz (cce_kernels/given_ids.py)
@@ -58,11 +57,6 @@ class Setting:
     @property
     def costs(self) -> Costs:
         return self.engine.costs(self.request, self.gpu)
-
-    @property
-    def products(self) -> Engine:
-        """The engine whose matmuls of all tokens are fastest, where nothing is saved."""
-        return self.engine if self.engine.multiplies_fastest else XLA
 
     @property
     def stores(self) -> bool:
@@ -102,7 +96,6 @@ class Setting:
         return engine.step(method, self.request, self.gpu, self.rows, block)
 
     def plan(self, forward: Forward | None, how: Schedule | None = None, held: int = 0, time: float = 0.0) -> Plan:
-        """The plan of one way."""
         sparse = how is not None and how.thresholds is not None
         request = self.request if sparse else replace(self.request, gradient_tolerance=0.0)
         return Plan(request, self.gpu, self.engine, self.rows, self.finds_ignored, forward, how, held, time)
@@ -157,21 +150,22 @@ def backward(x: Setting, saves: bool) -> Plan:
     x = x if saves else replace(x, serving=tuple(one for one in x.serving if one.offers("form_dz", request)))
     # The engine that multiplies only the kept tokens, and copies no part of c or dc; XLA if there is none.
     stopping = next((engine for engine in x.serving if engine.stops), XLA)
-    fastest = x.products if not whole else XLA if x.columns == request.vocabulary else stopping
+    own = x.engine if x.engine.multiplies_fastest else XLA  # the fastest where nothing is saved
+    fastest = own if not whole else XLA if x.columns == request.vocabulary else stopping
 
     size, in_place, wants_e = x.rows * request.width, x.rows == request.tokens, saves or request.wants.e
     is_result = not x.engine.stops and in_place and request.itemsize == request.sum_itemsize
     is_result |= whole and request.wants.c and 2 * x.rows <= request.vocabulary  # XLA puts de into the memory of dc
     copied = not (wants_e and x.engine.stops and in_place)  # else the copy has a place in de
     of_e = request.itemsize * copied + request.sum_itemsize * (wants_e and not is_result)
-    held = of_e * size + (NUMBERS + ID_NUMBERS * request.ids) * x.rows + WORKSPACE * (saves or x.products is XLA)
+    held = of_e * size + (NUMBERS + ID_NUMBERS * request.ids) * x.rows + WORKSPACE * (saves or own is XLA)
     held += saves * (2 * x.rows * x.columns + request.sum_itemsize * size)
 
+    room = max(request.memory_budget - held, WINDOW_BYTES * saves)
     for engine, more in ((fastest, 0), (stopping, request.itemsize * x.rows * (stopping is XLA))):  # a second dz
         windows = Windows.whole(request.vocabulary, beyond=engine.stops and engine.multiplies_fastest)
         if not whole:
-            of_column, room = column(x, x.engine, engine, x.rows, saves), request.memory_budget - held
-            room = max(room, WINDOW_BYTES * saves)
+            of_column = column(x, x.engine, engine, x.rows, saves)
             windows = x.engine.windows(request, x.rows, room, of_column + more, x.gpu)
         pads = engine is XLA and XLA.pads(request, x.rows, windows.columns, x.gpu)
         if not pads:
@@ -186,7 +180,6 @@ def backward(x: Setting, saves: bool) -> Plan:
     dz = None if whole else replace(x.step("form_dz_of_saved" if saves else "form_dz"), windows=windows)
     targets, way = x.step("saved_targets") if whole else None, "saved" if saves else "recomputed"
     how = Schedule(way, replace(products, splits=splits), of_few, dz, targets)
-
     first, of_first = forward(x)
     more = (2.0 * request.width * x.costs.logits + x.costs.logit) * request.tokens * request.vocabulary
     more += windows.count * (8.0 * request.tokens * request.width * x.costs.byte * request.wants.e + x.costs.launches)
