@@ -19,6 +19,7 @@ F = TypeVar("F", bound=Callable)
 IMPLS = (*contract.IMPLS, "torch_compile")
 OF_TORCH = ("torch_compile", "reference")  # which run without JAX
 PRECISIONS = ("highest", "high", "medium")
+LEAST = -(2**63)  # of int64
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 REQUIRED, WEIGHTS = ("e", "c", "targets"), ("class_weight", "token_weight")
@@ -147,7 +148,7 @@ def prepared(
     if options.vocab_axis == 1:
         c = c.T
     vocabulary = c.shape[0] if shard is None else shard.vocabulary
-    targets = int64(targets, ignore_index)  # in a narrower type a large ignore_index would wrap
+    targets, ignore_index = int64(targets, ignore_index)  # in a narrower type a large one would wrap
     if check_targets:
         tensors.check_targets(targets, vocabulary, ignore_index, shift)
     impl = resolved(options.impl, e)
@@ -367,10 +368,22 @@ def shifted(x: Tensor, shift: int, fill: float) -> Tensor:
     return torch.nn.functional.pad(x[..., shift:], (0, shift), value=fill)
 
 
-def int64(ids: Tensor, ignore_index: int = -1) -> Tensor:
-    """ids as int64. One that int64 does not hold becomes a number that is in no vocabulary and is not ignored."""
-    wide = ids.long()
-    return torch.where(wide < 0, 2**62 + (ignore_index == 2**62), wide) if ids.dtype == torch.uint64 else wide
+def int64(ids: Tensor, ignore_index: int = -1) -> tuple[Tensor, int]:
+    """ids as int64, and the ignore_index that goes with them.
+
+    An id that int64 does not hold becomes a number that is in no vocabulary, and is still ignored if it equals
+    ignore_index. An ignore_index that the type of ids does not hold ignores nothing.
+    """
+    wide, unsigned = ids.long(), ids.dtype == torch.uint64
+    if not unsigned and LEAST <= ignore_index < 2**63:
+        return wide, ignore_index
+    own = ignore_index - 2**64 * (unsigned and 2**63 <= ignore_index < 2**64)  # long() keeps the bits
+    beyond = wide < 0 if unsigned else wide == LEAST
+    if not LEAST <= own < 2**63:
+        own = LEAST
+    elif ignore_index >= 2**63:
+        beyond &= wide != own
+    return torch.where(beyond, 2**62 + (own == 2**62), wide), own
 
 
 def flat(x: Any, last: int = 0) -> Any:

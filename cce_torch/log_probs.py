@@ -209,7 +209,7 @@ def _columns_of(ids: Any, x: Prepared) -> tuple[Tensor | None, Tensor | None]:
     if shape[:-1] != tokens or len(shape) != len(tokens) + 1 or shape[-1] > MOST_IDS:
         raise ValueError(f"ids must have shape (..., K) with ... = {tokens} as e and K <= {MOST_IDS}, got ids {shape}")
     arguments.check_device("ids", ids, x.e)
-    ids = arguments.int64(ids.reshape(x.targets.numel(), shape[-1]))
+    ids, _ = arguments.int64(ids.reshape(x.targets.numel(), shape[-1]))
     named = (ids >= 0) & (ids < x.vocabulary)
     return torch.where(named, ids, -1).int() if shape[-1] else None, named
 

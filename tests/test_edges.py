@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 
@@ -54,22 +54,28 @@ def test_num_items_is_any_number_that_float32_holds():
     st.sampled_from([np.uint8, np.int32, np.uint32, np.int64, np.uint64]),
     st.sampled_from([-(2**31), 2**31 - 1, 2**32 + 3, -(2**40), 2**63, 10**30]),
 )
+@example(np.uint64, 2**63)
+@example(np.int64, 2**63)
 def test_any_integer_is_an_ignore_index(dtype, ignore_index):
     """Where the targets' type holds it, it is what it ignores, and no value near it; elsewhere it ignores nothing."""
     targets = np.where(GIVEN.targets < 0, 3, GIVEN.targets).astype(dtype)
     held = np.iinfo(dtype).min <= ignore_index <= np.iinfo(dtype).max
     targets[5] = ignore_index if held else np.iinfo(dtype).max
     targets[6] = np.iinfo(dtype).max if ignore_index != np.iinfo(dtype).max else ignore_index - 1
+    options = dict(ignore_index=ignore_index, reduction="none")
     with jax.enable_x64(True):
         array = jnp.asarray(targets)
-    for t, x64 in ((targets, False), (array, True)):
+    e, c, own = (torch.from_numpy(np.array(x)) for x in (GIVEN.e, GIVEN.c, targets))
+    in_torch = partial(cce_torch.linear_cross_entropy, e, c, own, **options)
+    in_jax = [(x64, partial(linear_cross_entropy, GIVEN.e, GIVEN.c, t)) for t, x64 in ((targets, False), (array, True))]
+    for x64, of in (*in_jax, *((False, partial(in_torch, impl=impl)) for impl in ("chunked", "reference"))):
         with jax.enable_x64(x64):
-            run = partial(linear_cross_entropy, GIVEN.e, GIVEN.c, t, ignore_index=ignore_index, reduction="none")
-            loss = run()
+            run = partial(of, **options)
+            loss = np.asarray(run())
             assert (loss[5] == 0) if held else np.isnan(loss[5])
             assert np.isnan(loss[6]), "out of range and not ignored"
             assert np.isfinite(np.delete(loss, [5, 6])).all()
-            np.testing.assert_array_equal(np.isnan(run(shift=2)), np.isnan(loss)[2:])
+            np.testing.assert_array_equal(np.isnan(np.asarray(run(shift=2))), np.isnan(loss)[2:])
             with pytest.raises(ValueError, match=rf"targets\[{6 if held else 5}\] = "):
                 run(check_targets=True)
 
