@@ -60,7 +60,7 @@ def test_any_integer_is_an_ignore_index(dtype, ignore_index):
     """Where the targets' type holds it, it is what it ignores, and no value near it; elsewhere it ignores nothing."""
     targets = np.where(GIVEN.targets < 0, 3, GIVEN.targets).astype(dtype)
     held = np.iinfo(dtype).min <= ignore_index <= np.iinfo(dtype).max
-    targets[5] = ignore_index if held else np.iinfo(dtype).max
+    targets[5] = ignore_index if held else np.iinfo(dtype).min or np.iinfo(dtype).max
     targets[6] = np.iinfo(dtype).max if ignore_index != np.iinfo(dtype).max else ignore_index - 1
     options = dict(ignore_index=ignore_index, reduction="none")
     with jax.enable_x64(True):
