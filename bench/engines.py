@@ -1,7 +1,7 @@
 """Time each kind of call with each `impl`, to see whether plans take the fastest engine: `python -m bench.engines`.
 
 "cce" is the kernels, "chunked" XLA's matmuls, "reference" full logits; `engine` and `gradients` are what "auto" takes.
-A plan's order of engines (cce_kernels/plan/choose.py, `engines`) follows what this finds.
+A plan's order of engines (cce_kernels/engines/__init__.py, `engines`) follows what this finds.
 """
 
 import argparse
