@@ -67,8 +67,9 @@ class Request:
         """Whether the forward pass knows the cotangents up to one factor, or one matmul gives de for all of them: where
         de is wanted alone, and is not a part of a sum over devices. In float16 such a de would underflow.
         """
-        alone = self.wanted == Wanted(e=True, c=False, bias=False) and not (self.forms_dz or self.wide_de)
-        return self.one_factor or (alone and self.dtype != "float16")
+        alone = self.wanted == Wanted(e=True, c=False, bias=False)
+        others = self.forms_dz or self.ids or self.wide_de
+        return self.one_factor or (alone and not others and self.dtype != "float16")
 
     @property
     def itemsize(self) -> int:
