@@ -26,6 +26,7 @@ test: $(VENV)/dev  ## all tests that need no GPU, on all cores
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-nightly: $(VENV)/dev  ## coverage, and more of what is drawn at random, with a new seed; every planted fault, with what caught it
+	$(BIN)/python -m coverage erase
 	CCE_TESTS=nightly $(BIN)/python -m coverage run -m pytest -n auto --dist worksteal
 	$(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage report
 	CCE_TESTS=nightly PYTHONPATH=.:kernels $(BIN)/python -m tests.search --nightly --seconds 3600 --processes 2

@@ -61,6 +61,7 @@ def explain(
     static = replace(kind.static, impl=impl)  # with "auto" the engines say why they refuse a CPU
     found = plans.explanation(kind.shapes(size, bias is not None), static, reduction, gradients_of)
     wanted = plans.wanted_of(gradients_of)
-    if programs.handover_of(kind, size, bias is not None, wanted).at_once:
-        return replace(found, gradients=GRADIENTS["in forward"], chunks=(1, size))
+    left = programs.handover_of(kind, size, bias is not None, wanted)
+    if left.at_once:
+        return replace(found, gradients=GRADIENTS["in forward"], chunks=(1, size), held=found.held + left.bytes)
     return found

@@ -6,18 +6,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tests.cases import Case
-from tests.devices.meshes import (
-    Layout,
-    arrays,
-    compiled_gradient,
-    gradient_of,
-    leaves_of,
-    mesh_of,
-    on_one_device,
-    uneven,
-)
-from tests.tolerance import assert_close, assert_reference
-from tests.truth import truth
+from tests.devices.layouts import compare
+from tests.devices.meshes import Layout, arrays, gradient_of, leaves_of, mesh_of, uneven
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,32 +27,13 @@ TRITON = Case(
 )
 
 
-def compare(case: Case, layout: Layout, mode: str, **more) -> None:
-    """Loss and gradients against float64, and where the gradients lie."""
-    given = uneven(case, "bfloat16")
-    given = type(given)(given.e, given.c, given.targets, given.optional, np.float32(1.0), given.of_lse)
-    want, _, of = truth(given, case.options)
-    reference, references = on_one_device(given, **case.options)
-    options = {"impl": "cce", **case.options, **more}
-    run, leaves, others = compiled_gradient(given, layout, mode, **options)
-    loss, gradients = run(leaves, others)
-    assert_close(loss, want, reference, "loss")
-    assert set(gradients) == set(of)
-    for name, x in gradients.items():
-        assert_reference(references[name], of[name], name)
-        assert_close(x, of[name], references[name], name)
-        if name in ("e", "c"):
-            at = leaves[name].sharding
-            assert x.sharding.is_equivalent_to(at, x.ndim), f"{name}: {x.sharding.spec} is not {at.spec}"
-
-
 @pytest.mark.parametrize("memory_budget", [0, 2**23, "all"])
 @pytest.mark.parametrize("mode", ["auto", "explicit", "checked"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("case", [HOPPER, TRITON], ids=str)
 def test_on_several_gpus(case, layout, mode, memory_budget):
     if layout.allows(mode):
-        compare(case, layout, mode, memory_budget=memory_budget)
+        compare(case, layout, mode, "cce", "bfloat16", memory_budget=memory_budget)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -31,7 +31,7 @@ from cce_kernels.windows import Windows
 from tests.nightly import draws
 from tests.plans import BOTH, request_of
 
-CHUNKS, DRAWN = draws(1, 24), 2500
+CHUNKS, DRAWN = draws(2, 24), 2500
 MIB = 2**20
 FROZEN = Wanted(e=True, c=False, bias=False)  # c
 SMALL = 300 * MIB

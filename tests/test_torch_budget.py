@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import cce_torch
 from cce_kernels.exponentials import saved_shape
 from cce_torch import linear_cross_entropy
 from cce_torch.on_jax import bridge, kinds, programs
@@ -137,3 +138,15 @@ def test_a_small_call_is_one_program_and_pytorch_multiplies(device, monkeypatch)
         x = x.double()
         assert abs((x * y).sum() / (y * y).sum() - 1) < 1.5e-3
         assert (x - y).norm() < 4e-3 * y.norm()
+
+
+def test_a_small_call_is_two_programs_where_its_float32_gradients_do_not_fit(monkeypatch):
+    """The bytes are those that explain tells."""
+    names, run = [], bridge.run
+    monkeypatch.setattr(bridge, "run", lambda program, *x: (names.append(program.__name__), run(program, *x))[1])
+    e, c, t = example()
+    held = cce_torch.explain(e, c, impl="cce", memory_budget=ALL).held
+    assert held > 4 * (e.numel() + c.numel())
+    for memory_budget in (held, held - 1):
+        linear_cross_entropy(e, c, t, impl="cce", memory_budget=memory_budget).backward()
+    assert names == ["torch_at_once", "torch_loss", "torch_gradients"]

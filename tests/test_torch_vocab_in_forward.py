@@ -71,7 +71,7 @@ def check_drawn() -> None:
     """Drawn calls, in chunks of a few tokens: of many options, and one by the kernels, whose interpreter is slow."""
     calls = (draw(1, k, "processes") for k in itertools.count(0, SHARED))
     calls = (x for x in calls if x.program.function in (CROSS_ENTROPY, TOKEN_LOSS) and x.program.dtype != "float64")
-    for number, (impl, call) in enumerate(zip(["chunked"] * 4 + ["cce"], calls, strict=False)):
+    for number, (impl, call) in enumerate(zip(["chunked"] * 6 + ["cce"], calls, strict=False)):
         program = dataclasses.replace(
             call.program,
             impl=impl,

@@ -63,6 +63,10 @@ class ResidualShapes:
         self.is_nothing = self.fields == records.Residuals()
         self.formed = shapes.of_one_factor  # gradients, up to a factor
 
+    @property
+    def bytes(self) -> int:
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in (x for x in self.fields if x is not None))
+
     def made(self, make: Callable[[Any, torch.dtype], Tensor]) -> records.Residuals:
         """Residuals as tensors make(shape, dtype)."""
         return records.Residuals(*[None if of is None else make(*of) for of in self.fields])
@@ -115,11 +119,12 @@ def handover_of(kind: Kind, size: int, with_bias: bool, wanted: Wanted | None) -
         if plan.saved and math.prod(inputs.e.shape) * kind.vocabulary <= AT_ONCE:
             # What is left is counted too: the memory of the results holds no float32 gradients of 16-bit tensors.
             flags, of = (wanted.e, wanted.c, wanted.bias), kind.of_gradients(size)
-            each = [jax.ShapeDtypeStruct(x, "float32") if w else None for w, (x, _) in zip(flags, of, strict=True)]
-            left = sum(4 * math.prod(x.shape) for x in each if x is not None)
-            if plan.held + left <= plan.request.memory_budget:
-                de, dc, dbias = each
-                return Handover(kind, size, wanted, Residuals(de=de, dc=dc, dbias=dbias), at_once=True)  # type: ignore[arg-type]
+            de, dc, dbias = (
+                jax.ShapeDtypeStruct(x, "float32") if w else None for w, (x, _) in zip(flags, of, strict=True)
+            )
+            found = Handover(kind, size, wanted, Residuals(de=de, dc=dc, dbias=dbias), at_once=True)  # type: ignore[arg-type]
+            if plan.held + found.bytes <= plan.request.memory_budget:
+                return found
     return Handover(kind, size, wanted, shapes_of(plans.plan_for(inputs, kind.static, wanted)))
 
 

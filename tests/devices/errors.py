@@ -132,8 +132,8 @@ def test_kernels_that_xla_would_have_to_split(impl, monkeypatch):
     with pytest.raises(NotImplementedError, match=r"sharding=\(P\('data'\), P\(\)\)"):
         lowered(jax.grad(lambda e, c, t: linear_cross_entropy(e, c, t, impl=impl)))
     with pytest.raises(NotImplementedError, match=r"^linear_divergence: XLA cannot split"):
-        lowered(lambda e, c, t: linear_divergence(e, c, e, c, impl=impl))
-    lowered(lambda e, c, t: linear_cross_entropy(e, c, t, impl="chunked"))
+        lowered(jax.grad(lambda e, c, t: linear_divergence(e, c, e, c, impl=impl)))
+    lowered(jax.grad(lambda e, c, t: linear_cross_entropy(e, c, t, impl="chunked")))
     # jax.shard_map over one of the two axes leaves the other to XLA.
     half = {"in_specs": (P("data"), P(), P("data")), "out_specs": P("data"), "axis_names": {"data"}}
     with jax.set_mesh(AUTO), pytest.raises(NotImplementedError, match=r"sharding=\(P\('tensor'\), P\(\)\)"):

@@ -141,12 +141,11 @@ def test_vmap_over_an_axis_that_an_explicit_mesh_axis_splits():
 @pytest.mark.parametrize(("setting", "mode", "impl"), list(zip(SETS, MODES, cycle(["chunked", "cce"]), strict=False)))
 def test_settings_of_jax(setting, mode, impl):
     """Without jax.jit where that is quick: JAX then checks what the forward pass leaves for the backward pass."""
-    case = PLAIN if setting == "disable_jit" else EVERYTHING
-    given = uneven(case, "bfloat16")
+    given = uneven(EVERYTHING, "bfloat16")
     mesh = mesh_of(BOTH, mode)
     leaves, others = leaves_of(arrays(given, BOTH, mesh))
-    run = gradient_of(BOTH, mode, impl=impl, **case.options)
-    want, wanted = on_one_device(given, **case.options)
+    run = gradient_of(BOTH, mode, impl=impl, **EVERYTHING.options)
+    want, wanted = on_one_device(given, **EVERYTHING.options)
     with jax.set_mesh(mesh), SETS[setting]():
         loss, gradients = (jax.jit(run) if BOTH.manual(mode) else run)(leaves, others)
     assert error(loss, want) < ROUNDING
