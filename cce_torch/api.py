@@ -244,7 +244,7 @@ def linear_cross_entropy(
             formed = in_forward.total(operands, losses.BuiltIn(terms, scheduled), setting)
             if formed is not None:
                 return losses.reduced(formed[0], terms, x.num_items, reduction)
-        found = statistics.statistics(x, operands, call, scheduled)
+        found, _ = statistics.numbers(x, operands, call, scheduled)
         loss, lse = losses.loss(found, terms, x.num_items, reduction, scheduled)
     if reduction == "none":
         loss = x.unshifted(loss)

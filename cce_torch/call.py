@@ -77,6 +77,11 @@ def selects(call: Call) -> bool:
     return call.top_k > 0 or call.mean_logit
 
 
+def without_selections(call: Call) -> Call:
+    """The call that the backward pass makes: they have no gradient."""
+    return call._replace(top_k=0, mean_logit=False) if selects(call) else call
+
+
 def lse_of(statistics: Tensor | Sequence[Tensor]) -> Tensor:
     """The log-sum-exp of each token, (N,), rounded. statistics: of its rows, as a tensor or one by one."""
     return statistics[0] + statistics[1]
@@ -107,6 +112,13 @@ class Selections(NamedTuple):
     top_logits: Tensor | None = None  # (N, top_k), at least float32, in descending order
     top_ids: Tensor | None = None  # (N, top_k) integers
     mean_logit: Tensor | None = None  # (N,), at least float32
+
+
+class Numbers(NamedTuple):
+    """What is computed of the logits of each token."""
+
+    statistics: Tensor  # (Call.rows, N), at least float32
+    selections: Selections = Selections()
 
 
 class Scheduled(NamedTuple):

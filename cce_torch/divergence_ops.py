@@ -150,11 +150,10 @@ def of_programs(given: Distillation, how: DivergenceCall, wanted: Sequence[bool]
     return _programs().formed(given, how, wanted)
 
 
-@of_torch("divergence_in_torch", "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", _fake)
-def of_torch_alone(given: Distillation, how: DivergenceCall, wanted: Sequence[bool]) -> Tensors:
+@of_torch("divergence_in_torch", _fake)
+def of_torch_alone(given: Distillation, how: DivergenceCall, wanted: Sequence[bool]) -> Divergences:
     """By PyTorch alone."""
-    found = divergence.formed(given, how, wanted, _types(given, how))
-    return tuple(given.e.new_empty(0) if x is None else x for x in found)
+    return divergence.formed(given, how, wanted, _types(given, how))
 
 
 @cache

@@ -245,7 +245,7 @@ class _Run:
         """As `formed`, but the gradients are tensors of one element, expanded."""
         nothing, call = [], self.call._replace(reduction="none", has_z_loss=False)
         reference = vocab_statistics.references(self.own, self.targets, nothing, self.setting._replace(call=call))
-        own, _ = shards.statistics(self.own, reference, nothing, call, self.scale)
+        (own, _), _ = shards.numbers(self.own, reference, nothing, call, self.scale)
 
         def new(shape: Any, dtype: torch.dtype) -> Tensor:
             return self.e.new_empty((), dtype=dtype).expand(shape)

@@ -8,10 +8,9 @@ from torch import Tensor
 from cce_kernels import contract
 from cce_torch import arguments, statistics
 from cce_torch.arguments import Prepared
-from cce_torch.call import Scheduled, Selections, entropy_of, log_p, lse_of
+from cce_torch.call import entropy_of, log_p, lse_of
 from cce_torch.options import Impl
-from cce_torch.processes import vocab_statistics
-from cce_torch.processes.vocab_parallel import Setting, VocabParallel
+from cce_torch.processes.vocab_parallel import VocabParallel
 
 NAME = "linear_log_probs"
 MOST_IDS = 256
@@ -72,9 +71,8 @@ def linear_log_probs(
 
     log_probs, lse, entropy and id_log_probs can be differentiated once in e, c and bias with any impl. Policies in
     reinforcement learning, sequence scores, distillation from a few ids and perplexities are made of these numbers.
-    One product of e and c gives all of them. But impl "torch_compile" and "reference" and vocab_parallel take a second
-    one for predicted, top_k and mean_logit. With these three the backward pass computes the logits again, whatever the
-    memory budget.
+    One product of e and c gives all of them. With predicted, top_k or mean_logit the backward pass computes the logits
+    again, whatever the memory budget.
 
     Args:
       e: embeddings, (..., D), bfloat16, float16 or float32 (float64 with impl "reference" and "torch_compile").
@@ -150,12 +148,12 @@ def linear_log_probs(
         with_mean=entropy is not False,
         mean_is_detached=entropy == "detached",
         with_temperature=inverse is not None,
-        top_k=count if x.alone else 0,
-        mean_logit=mean_logit and x.alone,
+        top_k=count,
+        mean_logit=mean_logit,
         ids=0 if ids is None else ids.shape[1],
     )
     scale: float = options.logit_scale
-    log_probs, found, *tensors = statistics.of_tokens(x, call, inverse, scale, ids)
+    log_probs, found, selected = statistics.of_tokens(x, call, inverse, scale, ids)
     of_entropy = None
     if call.with_mean:
         of_entropy = x.unshifted(entropy_of(found[0], found[-1]))
@@ -163,39 +161,27 @@ def linear_log_probs(
     result = LogProbs(None if targets is None else x.unshifted(log_probs), x.unshifted(lse_of(found)), of_entropy)
     if named is None and not (count or mean_logit):
         return result
-    columns = _Columns(x, inverse, Setting(call, Scheduled(scale=scale), x.targets.shape, shard))
+    columns = statistics.operands_of(x).columns
+
+    def shaped(found: Tensor) -> Tensor:
+        """Numbers of the tokens, (N, ...), in the shape of targets after the shift, 0 for ignored tokens."""
+        kept, axis = (columns >= 0).reshape(-1, *[1] * (found.dim() - 1)), x.targets.dim() - 1
+        found = torch.where(kept, found, 0).reshape((*x.targets.shape, *found.shape[1:]))
+        return found.narrow(axis, 0, found.shape[axis] - x.shift) if x.shift else found
+
     if named is not None:
         of_ids = torch.where(named, log_p(call.ids_of(found), found), -torch.inf)
-        result = result._replace(id_log_probs=columns.shaped(of_ids))
-    if count or mean_logit:
-        of_columns = vocab_statistics.selections
-        selected = Selections(*tensors) if x.alone else of_columns(columns.operands, count, columns.how)
-        if count and selected.top_logits is not None and selected.top_ids is not None:
-            top, top_ids = log_p(selected.top_logits, found.detach()), selected.top_ids.long()
-            result = result._replace(
-                predicted=columns.shaped(top_ids[:, 0]) if predicted else None,
-                top_ids=columns.shaped(top_ids) if top_k else None,
-                top_log_probs=columns.shaped(top) if top_k else None,
-            )
-        if mean_logit and selected.mean_logit is not None:
-            result = result._replace(mean_logit=columns.shaped(selected.mean_logit))
+        result = result._replace(id_log_probs=shaped(of_ids))
+    if count and selected.top_logits is not None and selected.top_ids is not None:
+        top, top_ids = log_p(selected.top_logits, found.detach()), selected.top_ids.long()
+        result = result._replace(
+            predicted=shaped(top_ids[:, 0]) if predicted else None,
+            top_ids=shaped(top_ids) if top_k else None,
+            top_log_probs=shaped(top) if top_k else None,
+        )
+    if mean_logit and selected.mean_logit is not None:
+        result = result._replace(mean_logit=shaped(selected.mean_logit))
     return result
-
-
-class _Columns:
-    """The numbers of chosen columns of the logits, 0 for ignored tokens."""
-
-    def __init__(self, x: Prepared, inverse: Tensor | None, how: Setting) -> None:
-        self.x, self.how = x, how
-        self.operands = statistics.operands_of(x)._replace(inverse_temperature=inverse)
-        self.kept = self.operands.columns >= 0
-
-    def shaped(self, found: Tensor) -> Tensor:
-        """Numbers of the tokens, (N, ...), in the shape of targets after the shift."""
-        kept = self.kept.reshape(-1, *[1] * (found.dim() - 1))
-        axis = self.x.targets.dim() - 1
-        found = torch.where(kept, found, 0).reshape((*self.x.targets.shape, *found.shape[1:]))
-        return found.narrow(axis, 0, found.shape[axis] - self.x.shift) if self.x.shift else found
 
 
 def _columns_of(ids: Any, x: Prepared) -> tuple[Tensor | None, Tensor | None]:

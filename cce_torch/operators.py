@@ -37,14 +37,13 @@ def of_jax(name: str, fake: Callable) -> Callable[[Callable], Any]:
     def make(run: Callable) -> Any:
         types, result = _types(run), get_type_hints(run)["return"]
         names = [name for name, _ in _arguments(types)]
-        returned = "Tensor" if result is Tensor else f"({', '.join(['Tensor'] * len(_arguments(_types(result))))})"
         read, read_fake, read_result = _reading(run, types), _reading(fake, types, True), _reader(result)
 
         def checked(*arguments: Any) -> Any:
             tensors.check({k: x for k, x in zip(names, arguments, strict=True) if isinstance(x, Tensor)})
             return _as_tensors(read(*arguments))
 
-        _library.define(f"{name}({_schema(types)}) -> {returned}", tags=_tags)
+        _library.define(f"{name}({_schema(types)}) -> {_returned(result)}", tags=_tags)
         for key in ("CPU", "CUDA"):
             _library.impl(name, checked, key)
         torch.library.register_fake(
@@ -67,27 +66,27 @@ def of_jax(name: str, fake: Callable) -> Callable[[Callable], Any]:
     return make
 
 
-def of_torch(name: str, results: str, fake: Callable) -> Callable[[Callable], Any]:
+def of_torch(name: str, fake: Callable) -> Callable[[Callable], Any]:
     """Makes an operator of a function in PyTorch alone. The function runs without autograd, which it does itself.
 
     Autocast is off too: it would change the types.
     """
 
     def make(run: Callable) -> Any:
-        types = _types(run)
-        read = _reading(run, types)
+        types, result = _types(run), get_type_hints(run)["return"]
+        read, read_fake, read_result = _reading(run, types), _reading(fake, types, True), _reader(result)
 
         def plainly(*arguments: Any) -> Any:
             with torch.no_grad(), torch.autocast(arguments[0].device.type, enabled=False):
-                return read(*arguments)
+                return _as_tensors(read(*arguments))
 
-        schema = f"({_schema(types)}) -> {results}"
+        schema = f"({_schema(types)}) -> {_returned(result)}"
         operator = torch.library.custom_op(f"cce_torch::{name}", plainly, mutates_args=(), schema=schema)
-        operator.register_fake(_reading(fake, types, True))
+        operator.register_fake(lambda *arguments: _as_tensors(read_fake(*arguments)))
         operator.register_vmap(one_by_one(operator))
 
         def call(*arguments: Any) -> Any:
-            return operator(*flat(*arguments))
+            return read_result(iter(operator(*flat(*arguments))))
 
         call.function = run  # type: ignore[attr-defined]
         return call
@@ -122,6 +121,10 @@ def _arguments(types: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _schema(types: dict[str, Any]) -> str:
     return ", ".join(f"{kind} {name}" for name, kind in _arguments(types))
+
+
+def _returned(result: Any) -> str:
+    return "Tensor" if result is Tensor else f"({', '.join(['Tensor'] * len(_arguments(_types(result))))})"
 
 
 def _reading(function: Callable, types: dict[str, Any], without_memory: bool = False) -> Callable:

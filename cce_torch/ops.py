@@ -33,6 +33,7 @@ from cce_torch.call import (
     Selections,
     are_left,
     selects,
+    without_selections,
 )
 from cce_torch.on_jax import tensors
 from cce_torch.operators import as_factors, is_plain, of_jax
@@ -104,7 +105,7 @@ class _Loss(NamedTuple):
     differentiable, batches = 2, True
 
     def of_backward(self) -> "_Loss":
-        return self._replace(call=self.call._replace(top_k=0, mean_logit=False)) if selects(self.call) else self
+        return self._replace(call=without_selections(self.call)) if selects(self.call) else self
 
     def given(self, arrays: Tensors) -> tuple[Given, Any]:
         """The tensors and the scheduled numbers."""

@@ -1,4 +1,4 @@
-"""The statistics (call.py) of calls that are not one JAX program, and the log-probabilities of all calls."""
+"""The numbers (call.py) of calls that are not one JAX program, and the log-probabilities of all calls."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from cce_torch import losses, ops
 from cce_torch.arguments import Prepared, flat, shifted
-from cce_torch.call import Call, Given, Operands, Scheduled
+from cce_torch.call import Call, Given, Numbers, Operands, Scheduled, Selections
 from cce_torch.in_torch import reference, rule
 from cce_torch.processes import vocab_statistics
 from cce_torch.processes.vocab_parallel import Setting
@@ -19,28 +19,28 @@ def operands_of(x: Prepared) -> Operands:
     return Operands(flat(x.e, 1) if x.shard is None else x.e, x.c, x.bias, columns, None)
 
 
-def statistics(x: Prepared, operands: Operands, call: Call, scheduled: tuple[float, float, float]) -> Tensor:
-    """The statistics, differentiable. scheduled: label_smoothing, z_loss and scale."""
+def numbers(x: Prepared, operands: Operands, call: Call, scheduled: tuple[float, float, float]) -> Numbers:
+    """The statistics are differentiable. scheduled: label_smoothing, z_loss and scale."""
     if x.shard is not None:
-        return vocab_statistics.statistics(operands, Setting(call, scheduled, x.targets.shape, x.shard), x.called)
+        return vocab_statistics.numbers(operands, Setting(call, scheduled, x.targets.shape, x.shard), x.called)
     if x.impl == "torch_compile":
-        return rule.statistics(operands, call, scheduled[2], x.called)
-    return reference.statistics(operands, call, scheduled[2])
+        return rule.numbers(operands, call, scheduled[2], x.called)
+    return reference.numbers(operands, call, scheduled[2])
 
 
 def of_tokens(
     x: Prepared, call: Call, inverse: Tensor | None, scale: float, ids: Tensor | None = None
-) -> tuple[Any, ...]:
+) -> tuple[Tensor, Any, Selections]:
     """The log-probabilities of the targets, (N,), 0 for ignored tokens; the statistics; the selections (call.py).
 
-    By whichever impl, JAX programs too. Only if x.alone may the call ask for selections. ids: (N, call.ids) int32.
+    By whichever impl, JAX programs too. ids: (N, call.ids) int32.
     """
     scheduled = Scheduled(scale=scale)
     if x.alone:
         given = Given(flat(x.e, 1), x.c, x.bias, x.targets, inverse_temperature=inverse, ids=ids)
         nll, found, selected = ops.loss(given, scheduled, call, True, x.called)
-        return 0 - nll, found, *selected
+        return 0 - nll, found, selected
     operands = operands_of(x)._replace(inverse_temperature=inverse, ids=ids)
-    found = statistics(x, operands, call, scheduled)
+    found, selected = numbers(x, operands, call, scheduled)
     terms = losses.Terms(operands.columns, None, None, x.vocabulary)
-    return 0 - losses.loss(found[:3], terms, None, "none", scheduled)[0], found
+    return 0 - losses.loss(found[:3], terms, None, "none", scheduled)[0], found, selected

@@ -174,7 +174,7 @@ def test_jit_trace_names_what_it_can_record():
 @pytest.fixture
 def seen(plain, monkeypatch):
     """The two operators as the functions that they are: a dispatch mode does not look into an operator."""
-    for name in ("run_statistics", "run_gradients"):
+    for name in ("run_numbers", "run_gradients"):
         monkeypatch.setattr(rule, name, getattr(rule, name).function)
 
 
@@ -233,13 +233,14 @@ def test_the_operators_in_torch_are_what_they_say(transposed):
     of_tokens = columns.clamp(-1), torch.rand(203), 0.5 + torch.rand(37)
     operands = Operands(e, c, bias, *of_tokens, torch.randint(-1, 203, (37, 3), dtype=torch.int32))
     options = Call(softcap=5.0, memory_budget=2**28, smooths=True, with_mean=True, ids=3), 1.3
-    torch.library.opcheck(torch.ops.cce_torch.statistics_in_torch.default, tuple(flat(operands, *options)))
-    output = rule.run_statistics(operands, *options)
+    torch.library.opcheck(torch.ops.cce_torch.numbers_in_torch.default, tuple(flat(operands, *options)))
+    output = rule.run_numbers(operands, *options).statistics
     cotangents = torch.tensor(np.random.default_rng(0).standard_normal((8, 37)), dtype=torch.float32)
     arguments = flat(cotangents, operands, output, *options, [transposed, True, not transposed])
     torch.library.opcheck(torch.ops.cce_torch.gradients_in_torch.default, tuple(arguments))
-    largest = operands._replace(weights=None, ids=None), Call(5.0, 2**28, top_k=3), 1.3
-    torch.library.opcheck(torch.ops.cce_torch.largest_logits.default, tuple(flat(*largest)))
+    for asked in ({"top_k": 3}, {"mean_logit": True}):
+        arguments = flat(operands._replace(weights=None, ids=None), Call(5.0, 2**28, **asked), 1.3)
+        torch.library.opcheck(torch.ops.cce_torch.numbers_in_torch.default, tuple(arguments))
 
 
 # The options of a call, the type of e, whether c is a transposed (D, V), and what the forward pass leaves.

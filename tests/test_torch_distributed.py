@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from cce_torch import LinearCrossEntropy, LinearCrossEntropyHead, VocabParallel, linear_cross_entropy
+from cce_torch import LinearCrossEntropy, LinearCrossEntropyHead, VocabParallel, linear_cross_entropy, linear_log_probs
 from tests import gloo
 from tests.call_torch import array, run, tensor
 from tests.cases import CASES, Case, Inputs, inputs
@@ -219,6 +219,29 @@ def check_accumulated_rows() -> None:
     split_e, split_c = (DTensor.from_local(x.detach(), mesh, [Replicate()]) for x in (e, c))
     with pytest.raises(NotImplementedError, match="accumulate_into does not work with DTensors"):
         linear_cross_entropy(split_e, split_c, targets, accumulate_into=buffer)
+
+
+def check_largest_logits_of_split() -> None:
+    """As of one process, where some hold fewer columns than are asked for, and many logits are equal or -inf."""
+    generator = torch.Generator().manual_seed(0)
+    e, c = (torch.randint(-1, 2, (n, 4), generator=generator).float().requires_grad_() for n in (9, 20))
+    bias, targets = torch.where(torch.arange(20) % 3 == 0, -torch.inf, 0), torch.tensor([*range(7), IGNORED, 19])
+    shard, asked = shard_of((2, 2, 7, 20)), {"predicted": True, "top_k": 17, "mean_logit": True}
+    own = rows_of(shard)
+
+    def numbers(*inputs: Any, **options: Any) -> tuple[Any, ...]:
+        found = linear_log_probs(*inputs, **asked, **options)
+        weighted = torch.where(found.log_probs.isfinite(), found.log_probs, 0) * torch.arange(9)
+        return found, torch.autograd.grad(weighted.sum(), inputs[:2])
+
+    want, (of_e, of_c) = numbers(e, c, targets, bias, impl="reference")
+    for impl in IMPLS:
+        part = c[own].detach().requires_grad_()
+        found, gradients = numbers(e, part, targets, bias[own], vocab_parallel=shard, impl=impl)
+        assert torch.equal(found.predicted, want.predicted), impl
+        assert torch.equal(found.top_ids, want.top_ids), impl
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradients, (of_e, of_c[own]), rtol=1e-5, atol=1e-6)
 
 
 def check_dropped_strides() -> None:
@@ -549,6 +572,7 @@ def test_four_processes():
         4,
         check_two_axes,
         check_gradients_of_split_e,
+        check_largest_logits_of_split,
         check_collectives,
         check_errors_of_split,
         check_dtensors,

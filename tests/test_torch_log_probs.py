@@ -65,12 +65,17 @@ def test_a_detached_entropy(impl, frozen, monkeypatch):
 E, C, T = torch.ones(2, 3, 4), torch.ones(9, 4), torch.zeros(2, 3, dtype=torch.int64)
 
 
+COUNTED = (blocks, "product"), (largest.Largest, "add")
+
+
 def test_the_smallest_budget_does_not_mean_one_token_and_one_column_at_a_time():
-    """Which would be 40,000 products of matrices here."""
+    """Which would be 40,000 products of matrices here, or as many blocks whose largest logits are looked for."""
     operands = Operands(torch.randn(20, 16), torch.randn(2000, 16), None, torch.zeros(20), None)
-    with mock.patch.object(blocks, "product", mock.Mock(side_effect=blocks.product)) as products:
-        largest.largest_logits.function(operands, Call(top_k=3, memory_budget=0), 1.0)
+    counted = [mock.patch.object(x, n, autospec=True, side_effect=getattr(x, n)) for x, n in COUNTED]
+    with counted[0] as products, counted[1] as looks:
+        blocks.numbers(operands, Call(top_k=3, memory_budget=0), 1.0)
     assert 1 <= products.call_count <= 4
+    assert 1 <= looks.call_count <= 4
 
 
 @settings(max_examples=25)
@@ -87,9 +92,9 @@ def test_of_equal_logits_the_lowest_ids_come_first(vocabulary, k, dtype, seed):
 
 @pytest.mark.parametrize("impl", ["chunked", "torch_compile"])
 def test_equal_rows_of_the_classifier(impl, monkeypatch):
-    """Over windows of the vocabulary too."""
-    monkeypatch.setattr(largest, "MOST_COLUMNS", 3)
-    with small_blocks():
+    """Over windows of the vocabulary and few tokens at a time too."""
+    monkeypatch.setattr(largest, "LEAST_ROOM", 1)
+    with small_blocks(), mock.patch.object(largest, "ROOM", 1):
         found = linear_log_probs(E, C, T, predicted=True, top_k=5, impl=impl)
     assert (found.predicted == 0).all()
     assert (found.top_ids == torch.arange(5)).all()
@@ -104,7 +109,7 @@ def test_the_logit_of_no_id_is_0(of):
     operands = Operands(x["e"].flatten(0, 1), x["c"], x["bias"], columns, None, None, ids)
     more = ("linear_log_probs",) if of is rule else ()  # the public function
     with small_blocks():
-        found = of.statistics(operands, Call(ids=2), 1.0, *more)
+        found = of.numbers(operands, Call(ids=2), 1.0, *more).statistics
     assert not found[3:5].any()
     assert found[2].all()
 

@@ -7,7 +7,7 @@ A block is some tokens by some columns of the vocabulary.
     second half    dz, from the logits and the cotangents of the numbers (`form_dz`, divergence.py); from dz the
                    gradients, two matmuls (`put`)
 
-`statistics` and `gradients` take all tokens and one window of the vocabulary after another: dc is written once, and de
+`numbers` and `gradients` take all tokens and one window of the vocabulary after another: dc is written once, and de
 is a sum. They compute the logits twice. A divergence takes all columns and one chunk of tokens after another: de is
 written once, and dc is a sum.
 The equations cited here are in cce_jax/core.py.
@@ -23,8 +23,9 @@ from torch import Tensor
 from cce_kernels.default_budget import default_budget
 from cce_kernels.float16 import FLOAT16_LARGEST, SMALLEST_ROW
 from cce_kernels.windows import vocabulary_windows
-from cce_torch.call import Call, Operands
+from cce_torch.call import Call, Numbers, Operands, Selections, selects
 from cce_torch.in_torch.compiled import fused, plain
+from cce_torch.in_torch.largest import Largest, rows_at_a_time
 
 BLOCK_BYTES = 64 * 2**20
 LEAST_LOG = -1000.0  # of p: exp(LEAST_LOG) is 0, and LEAST_LOG times a cotangent is finite
@@ -99,6 +100,11 @@ class Block(NamedTuple):
         shapes = {"bias": self.raw.shape[1:], "weights": self.raw.shape[1:], "scale": ()}
         missing = {name: shape for name, shape in shapes.items() if getattr(self, name) is None}
         return self._replace(**{name: self.raw.new_full(n, float(name != "bias")) for name, n in missing.items()})
+
+    def of_rows(self, rows: slice) -> "Block":
+        of_tokens = {"raw", "own", "inverse_temperature", "ids"}
+        found = ((name, getattr(self, name)) for name in of_tokens)
+        return self._replace(**{name: x[rows] for name, x in found if x is not None})
 
 
 def of_rows(operands: Operands, rows: slice, dtype: torch.dtype) -> Operands:
@@ -206,9 +212,10 @@ def finite(largest: Tensor) -> Tensor:
     return torch.where(largest.isfinite(), largest, 0)
 
 
-def statistics(operands: Operands, call: Call, scale: float) -> Tensor:
-    """Equations (1), (2), with call.smooths (3), with ids (3"), and with call.with_mean (3')."""
+def numbers(operands: Operands, call: Call, scale: float) -> Numbers:
+    """Equations (1), (2), with call.smooths (3), with ids (3"), and with call.with_mean (3'); and the selections."""
     e, c, _, columns, _, _, ids = operands
+    largest = Largest.of_nothing(len(e), call, e.new_empty(0, dtype=sum_type(e))) if selects(call) else None
 
     def zeros(asked: bool, *more: int) -> Any:
         return e.new_zeros((len(e), *more), dtype=sum_type(e)) if asked else None
@@ -219,13 +226,17 @@ def statistics(operands: Operands, call: Call, scale: float) -> Tensor:
     sums = Sums(zeros(True) - torch.inf, *map(zeros, asked), of_ids)  # type: ignore[call-arg]
     operands = operands._replace(e=e.to(operand_type(e)))
     windows = _windows(e, c, call.memory_budget) if len(e) else ()
-    for _, _, block in each(operands, scale, call.softcap, e.dtype, windows):
+    for window, _, block in each(operands, scale, call.softcap, e.dtype, windows):
         sums = fused(reduced, block.filled(), sums)
+        if largest is not None:
+            for rows in runs(len(e), rows_at_a_time(len(block.raw[0]), budget_of(e, call.memory_budget))):
+                largest.add(rows, logits(block.of_rows(rows))[1], window.start)
         del block
-    largest, mass, target, total, _, moment, of_ids = sums
+    peak, mass, target, total, _, moment, of_ids = sums
     mean = None if moment is None else moment / torch.where(mass == 0, 1, mass)
-    rows = torch.log(mass), finite(largest), target, total, *(() if of_ids is None else of_ids.unbind(1)), mean
-    return torch.where(columns >= 0, torch.stack([x for x in rows if x is not None]), 0)
+    found = torch.log(mass), finite(peak), target, total, *(() if of_ids is None else of_ids.unbind(1)), mean
+    found = torch.where(columns >= 0, torch.stack([x for x in found if x is not None]), 0)
+    return Numbers(found, Selections() if largest is None else largest.selections(call, len(c)))
 
 
 class Cotangents(NamedTuple):

@@ -42,7 +42,7 @@ def formed(
         x, live = _block(own, scale, how.softcap), own.columns >= 0
         by = torch.where(live, scale * (weight if inverse is None else weight * inverse)[rows], 0)
         for step in blocks.runs(len(live), _step_bytes(budget) // (TEMPORARIES * accumulate.itemsize * len(c))):
-            (before, z), (_, of_y) = (blocks.logits(_of_rows(side, step)) for side in (x, y))
+            (before, z), (_, of_y) = (blocks.logits(side.of_rows(step)) for side in (x, y))
             log_s, log_t = log_softmax(z), log_softmax(of_y).to(accumulate)
             at = slice(rows.start + step.start, rows.start + step.stop)
             numbers, dz = of_logs(log_s, log_t, (how.kind, beta))
@@ -73,11 +73,6 @@ def _block(operands: Operands, scale: float, softcap: float | None) -> blocks.Bl
     of_type, whole = operands.e.dtype, [slice(0, len(operands.c))]
     ((_, _, block),) = blocks.each(operands, scale, softcap, of_type, whole)
     return block
-
-
-def _of_rows(block: blocks.Block, rows: slice) -> blocks.Block:
-    inverse = block.inverse_temperature
-    return block._replace(raw=block.raw[rows], inverse_temperature=None if inverse is None else inverse[rows])
 
 
 def _chunks(given: Distillation, budget: int) -> Iterator[slice]:

@@ -1,52 +1,57 @@
-"""The largest logits of each token, for PyTorch alone and for a split vocabulary. No (N, V) tensor.
+"""The largest logits of each token and their mean, from one block of logits after another, for PyTorch alone.
 
 Other calls get them from the JAX program that computes the statistics (cce_kernels/selections.py). They have no
-derivative. Blocks are chunks of tokens by windows of the vocabulary, and the largest logits of each are taken.
+derivative.
 
-It takes at most ROOM bytes at a time, or the memory budget if that is less. A budget below LEAST_ROOM counts as
-LEAST_ROOM: with less, PyTorch's loop over tokens and columns would have millions of steps. One token is always taken.
+A block's logits are taken for a few tokens at a time, in at most ROOM bytes, or the memory budget if that is less. A
+budget below LEAST_ROOM counts as LEAST_ROOM: with less, PyTorch's loop would have millions of steps. One token is
+always taken.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cce_torch.call import Call, Operands
-from cce_torch.in_torch import blocks
-from cce_torch.operators import of_torch
+from cce_torch.call import Call, Selections
 
 ROOM = 256 * 2**20
 LEAST_ROOM = 8 * 2**20
-MOST_COLUMNS = 16384  # of a window: wide enough for a fast matmul
 BYTES_OF_LOGIT = 32  # of a logit among which the largest are looked for: the logit, copies, an integer key, and sorted
+NO_ID = 2**62  # more than any id: of a place for which there is no logit
 
 
-def _fake(operands: Operands, call: Call, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    e, shape = operands.e, (operands.e.shape[0], call.top_k)
-    values, ids = e.new_empty(shape, dtype=blocks.sum_type(e)), e.new_empty(shape, dtype=torch.int64)
-    return values, ids, values.new_empty(shape[:1])
+class Largest(NamedTuple):
+    """What is found in the blocks so far."""
+
+    values: Tensor  # (N, k), -inf where there was no logit yet
+    ids: Tensor  # (N, k)
+    total: Tensor  # (N,), the sum of the logits
+
+    @classmethod
+    def of_nothing(cls, tokens: int, call: Call, like: Tensor) -> "Largest":
+        """like: of the logits' type and device."""
+        values, total = like.new_full((tokens, call.top_k), -torch.inf), like.new_zeros(tokens)
+        return cls(values, values.new_full(values.shape, NO_ID, dtype=torch.int64), total)
+
+    def add(self, rows: slice, z: Tensor, first: int) -> None:
+        """The logits of some tokens, (n, V), whose first column has the id `first`."""
+        (values, ids, total), count = self, self.values.shape[1]
+        total[rows] += z.sum(1)
+        if count:
+            more, where = _largest(z, min(count, z.shape[1]))
+            both = torch.cat([values[rows], more], 1), torch.cat([ids[rows], where + first], 1)
+            values[rows], ids[rows] = merged(*both, count)
+
+    def selections(self, call: Call, columns: int) -> Selections:
+        """columns: how many there were."""
+        top = (self.values, self.ids) if call.top_k else (None, None)
+        return Selections(*top, self.total / columns if call.mean_logit else None)
 
 
-@of_torch("largest_logits", "(Tensor, Tensor, Tensor)", _fake)
-def largest_logits(operands: Operands, call: Call, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest logits and their ids, (N, call.top_k), and the sum of the logits, (N,). Fewer than top_k: -inf.
-
-    The lowest id comes first among equal logits.
-    """
-    e, count, vocabulary = operands.e, call.top_k, len(operands.c)
-    values, ids, total = _fake(operands, call, scale)
-    values, ids, total = values.fill_(-torch.inf), ids.fill_(vocabulary), total.zero_()
-    room = min(max(blocks.budget_of(e, call.memory_budget), LEAST_ROOM), ROOM)
-    columns = max(min(room // (4 * values.itemsize * max(e.shape[1], 1)), MOST_COLUMNS), 1)
-    for part in blocks.runs(len(e), room // (BYTES_OF_LOGIT * min(columns, max(vocabulary, 1)))):
-        of_part, windows = blocks.of_rows(operands, part, blocks.operand_type(e)), blocks.runs(vocabulary, columns)
-        for window, _, block in blocks.each(of_part, scale, call.softcap, e.dtype, windows):
-            _, z = blocks.logits(block)
-            total[part] += z.sum(1)
-            if count:
-                more, where = _largest(z, min(count, z.shape[1]))
-                both = torch.cat([values[part], more], 1), torch.cat([ids[part], where + window.start], 1)
-                values[part], ids[part] = merged(*both, count)
-    return values, ids, total
+def rows_at_a_time(columns: int, memory_budget: int) -> int:
+    """Of a block of so many columns."""
+    return min(max(memory_budget, LEAST_ROOM), ROOM) // (BYTES_OF_LOGIT * max(columns, 1))
 
 
 def _largest(z: Tensor, count: int) -> tuple[Tensor, Tensor]:

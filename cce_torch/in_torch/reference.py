@@ -1,4 +1,4 @@
-"""The specification: the statistics (call.py) and the divergences from the full (N, V) logits.
+"""The specification: the numbers (call.py) and the divergences from the full (N, V) logits.
 
 PyTorch differentiates them, to any order.
 """
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cce_torch.call import Call, Operands
+from cce_torch.call import Call, Numbers, Operands, Selections, selects
 from cce_torch.in_torch import blocks, divergence
 
 
@@ -26,8 +26,8 @@ def logits(operands: Operands, call: Call, scale: float) -> Tensor:
         return z if inverse_temperature is None else z * torch.where(live, inverse_temperature, 1)[:, None]
 
 
-def statistics(operands: Operands, call: Call, scale: float) -> Tensor:
-    """The statistics, float32 (float64 for float64).
+def numbers(operands: Operands, call: Call, scale: float) -> Numbers:
+    """The statistics, float32 (float64 for float64), and the selections, without a derivative.
 
     c of any strides. c and bias are rounded to e's type, their gradients are not. A column of V or more names no logit:
     target is 0. Holds several (N, V) arrays.
@@ -35,6 +35,7 @@ def statistics(operands: Operands, call: Call, scale: float) -> Tensor:
     columns, weights, vocabulary = operands.columns, operands.weights, operands.c.shape[0]
     with torch.autocast(operands.e.device.type, enabled=False):
         z, live = logits(operands, call, scale), columns >= 0
+        selected = _selections(z.detach(), call) if selects(call) else Selections()
         own = columns.clamp(0, vocabulary - 1).long()
         target = torch.where(columns < vocabulary, z.gather(1, own[:, None])[:, 0], 0)
         reference = blocks.finite(z.detach().amax(1))
@@ -48,7 +49,13 @@ def statistics(operands: Operands, call: Call, scale: float) -> Tensor:
         rows += of_ids
         if call.with_mean:
             rows.append(_mean(z.detach() if call.mean_is_detached else z))
-        return torch.where(live, torch.stack(rows), 0)
+        return Numbers(torch.where(live, torch.stack(rows), 0), selected)
+
+
+def _selections(z: Tensor, call: Call) -> Selections:
+    values, ids = torch.sort(z, dim=1, descending=True, stable=True) if call.top_k else (None, None)
+    values, ids = (None if x is None else x[:, : call.top_k] for x in (values, ids))
+    return Selections(values, ids, z.mean(1) if call.mean_logit else None)
 
 
 def _mean(z: Tensor) -> Tensor:

@@ -15,26 +15,28 @@ rounding, but it is slower and holds up to six blocks.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from cce_torch.autograd import Gradients, Recomputed, Tensors, applied
-from cce_torch.call import Call, Operands
+from cce_torch.call import Call, Numbers, OfGiven, Operands, Selections, without_selections
 from cce_torch.in_torch import blocks
 from cce_torch.operators import of_torch
 
 
-def statistics(operands: Operands, call: Call, scale: float, called: str) -> Tensor:
-    """The statistics of cce_torch.in_torch.reference, without holding the logits.
+def numbers(operands: Operands, call: Call, scale: float, called: str) -> Numbers:
+    """The numbers of cce_torch.in_torch.reference, without holding the logits.
 
-    Differentiable once in e, c and bias.
+    The statistics are differentiable once in e, c and bias.
     c with any strides, which its gradient gets too. c and bias have e's type, or are float32 and are rounded to it, one
     window at a time. Logits and sums are float32 (float64 for float64). On CUDA from PyTorch 2.8 on, 16-bit inputs are
     multiplied in their own type, and dz is rounded to it. Elsewhere they are widened to float32, c by windows.
-    Saved for the backward pass: inputs and result. called: the public function.
+    Saved for the backward pass: inputs and statistics. called: the public function.
 
     NotImplementedError if a second derivative is asked for.
     """
-    return applied(Recomputed, _Numbers(call, scale, called), *operands)[0]
+    found, *selected = applied(Recomputed, _Numbers(call, scale, called), *operands)
+    return Numbers(found, Selections(*selected))
 
 
 class _Numbers(NamedTuple):
@@ -44,13 +46,14 @@ class _Numbers(NamedTuple):
     scale: float
     called: str
 
-    results = differentiable = 1
+    results, differentiable = 4, 1
 
     def of_backward(self) -> "_Numbers":
-        return self._replace(call=self.call.of_backward)
+        return self._replace(call=without_selections(self.call.of_backward))
 
-    def forward(self, *operands: Any) -> tuple[Tensor]:
-        return (run_statistics(Operands(*operands), self.call, self.scale),)
+    def forward(self, *operands: Any) -> tuple[Tensor | None, ...]:
+        found = run_numbers(Operands(*operands), self.call, self.scale)
+        return found.statistics, *found.selections
 
     def saves(self, given: Tensors, found: Tensors) -> Tensors:
         return *given, found[0]
@@ -58,34 +61,37 @@ class _Numbers(NamedTuple):
     def backward(self, cotangents: Tensors, saved: Tensors, wanted: Sequence[bool]) -> Gradients:
         (*operands, numbers), rows = saved, self.call.rows
         of = cotangents[0][:rows], Operands(*operands), numbers[:rows]
-        return run_gradients(*of, self.call, self.scale, list(wanted[:3]))
+        return run_gradients(*of, self.call, self.scale, list(wanted[:3]))[:3]
 
 
-def _fake_statistics(operands: Operands, call: Call, scale: float) -> Tensor:
-    return operands.e.new_empty((call.rows, operands.e.shape[0]), dtype=blocks.sum_type(operands.e))
+def _fake_numbers(operands: Operands, call: Call, scale: float) -> Numbers:
+    e = operands.e
+    tokens, dtype = e.shape[0], blocks.sum_type(e)
+    top, ids = (e.new_empty((tokens, call.top_k), dtype=x) if call.top_k else None for x in (dtype, torch.int64))
+    mean_logit = e.new_empty(tokens, dtype=dtype) if call.mean_logit else None
+    return Numbers(e.new_empty((call.rows, tokens), dtype=dtype), Selections(top, ids, mean_logit))
 
 
-@of_torch("statistics_in_torch", "Tensor", _fake_statistics)
-def run_statistics(operands: Operands, call: Call, scale: float) -> Tensor:
-    return blocks.statistics(operands, call, scale)
+@of_torch("numbers_in_torch", _fake_numbers)
+def run_numbers(operands: Operands, call: Call, scale: float) -> Numbers:
+    return blocks.numbers(operands, call, scale)
 
 
-def _finished(found: Sequence[Tensor | None], e: Tensor, call: Call) -> tuple[Tensor, ...]:
+def _finished(found: Sequence[Tensor | None], e: Tensor, call: Call) -> OfGiven:
     """The results of the operator: de in e's type, but at least float32 where it is a part of a sum."""
-    de, *others = found
-    de = de if de is None or call.of_shard else de.to(e.dtype)
-    return tuple(e.new_empty(0) if x is None else x for x in (de, *others))
+    de, dc, dbias = found
+    return OfGiven(de if de is None or call.of_shard else de.to(e.dtype), dc, dbias, None)
 
 
 def _fake_gradients(
     cotangents: Tensor, operands: Operands, numbers: Tensor, call: Call, scale: float, wanted: Sequence[bool]
-) -> tuple[Tensor, ...]:
+) -> OfGiven:
     return _finished(blocks.new_gradients(operands, wanted), operands.e, call)
 
 
-@of_torch("gradients_in_torch", "(Tensor, Tensor, Tensor)", _fake_gradients)
+@of_torch("gradients_in_torch", _fake_gradients)
 def run_gradients(
     cotangents: Tensor, operands: Operands, numbers: Tensor, call: Call, scale: float, wanted: Sequence[bool]
-) -> tuple[Tensor, ...]:
-    """de, dc (with c's strides) and dbias. A gradient that is not wanted has no elements. numbers: the statistics."""
+) -> OfGiven:
+    """de, dc (with c's strides) and dbias. numbers: the statistics."""
     return _finished(blocks.gradients(cotangents, operands, numbers, call, scale, wanted), operands.e, call)

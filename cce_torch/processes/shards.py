@@ -12,8 +12,9 @@ from torch import Tensor
 
 from cce_torch import ops
 from cce_torch.arguments import OF_TORCH
-from cce_torch.call import Call, Given, OfResults, Operands, Residuals, Saved, Scheduled
+from cce_torch.call import Call, Given, Numbers, OfResults, Operands, Residuals, Saved, Scheduled, Selections
 from cce_torch.in_torch import reference, rule
+from cce_torch.in_torch.largest import NO_ID
 from cce_torch.on_jax import tensors
 
 
@@ -32,7 +33,7 @@ def rounds(call: Call) -> bool:
 
 
 def rounded(operands: Operands, call: Call) -> Operands:
-    """The operands with c and bias as `statistics` takes them."""
+    """The operands with c and bias as `numbers` takes them."""
     if not rounds(call):
         return operands
     e, c, bias, *_ = operands
@@ -40,7 +41,7 @@ def rounded(operands: Operands, call: Call) -> Operands:
 
 
 def handover(operands: Operands, saving_for: Sequence[bool], call: Call) -> Any:
-    """What `statistics` leaves, as programs.Handover, which a graph with saved exponentials holds: it knows their size.
+    """What `numbers` leaves, as programs.Handover, which a graph with saved exponentials holds: it knows their size.
 
     None where it leaves nothing.
     """
@@ -62,22 +63,48 @@ def target(operands: Operands, saving_for: Sequence[bool], call: Call, scale: fl
     return ops.target_of(_given(operands), Scheduled(scale=scale), saving_for, call)
 
 
-def statistics(
+def numbers(
     operands: Operands, of_target: Tensor | None, saving_for: Sequence[bool], call: Call, scale: float, left: Any = None
-) -> tuple[Tensor, Residuals]:
-    """The statistics over the shard's columns, and what is left for `gradients`.
+) -> tuple[Numbers, Residuals]:
+    """The numbers over the shard's columns, and what is left for `gradients`.
+
+    The selections have call.top_k places: -inf and NO_ID where the shard has no column for one. The ids count from the
+    shard's first column, and the mean logit is of its columns.
 
     of_target: (N,), the reference of the exponentials if needs_reference; saving_for: the gradients that will be asked
     for; []: none. left: `handover`, if it is known.
     """
-    if not operands.e.shape[0] or not operands.c.shape[0]:
-        return of_no_columns(operands.e, call), Residuals()
-    if call.impl == "reference":
-        return reference.statistics(operands, call, scale), Residuals()
-    if call.impl == "torch_compile":
-        return rule.run_statistics(operands, call, scale), Residuals()
-    found = ops.loss_of(_given(operands), Scheduled(scale=scale), of_target, saving_for, call, left=left)
-    return found.statistics, found.residuals
+    tokens, columns, left_over = operands.e.shape[0], operands.c.shape[0], Residuals()
+    of_columns = call._replace(top_k=min(call.top_k, columns))
+    if not tokens or not columns:
+        found = Numbers(of_no_columns(operands.e, call))
+    elif call.impl == "reference":
+        found = reference.numbers(operands, of_columns, scale)
+    elif call.impl == "torch_compile":
+        found = rule.run_numbers(operands, of_columns, scale)
+    else:
+        given, scheduled = _given(operands), Scheduled(scale=scale)
+        results = ops.loss_of(given, scheduled, of_target, saving_for, of_columns, left=left)
+        found, left_over = Numbers(results.statistics, results.selections), results.residuals
+    return found._replace(selections=_padded(found, call)), left_over
+
+
+def _padded(found: Numbers, call: Call) -> Selections:
+    """The selections with as many places as are asked for; None for what is not asked for, on every process."""
+    (values, ids, mean), k = found.selections, call.top_k
+    tokens, new = found.statistics.shape[1], found.statistics.new_full
+
+    def filled(places: Tensor, x: Tensor | None) -> Tensor:
+        if x is not None and x.numel():
+            places[:, : x.shape[1]] = x
+        return places
+
+    if k:
+        values = filled(new((tokens, k), -torch.inf), values)
+        ids = filled(new((tokens, k), NO_ID, dtype=torch.int64), ids)
+    if call.mean_logit and (mean is None or not mean.numel()):
+        mean = new((tokens,), 0.0)
+    return Selections(values if k else None, ids if k else None, mean if call.mean_logit else None)
 
 
 def of_no_columns(e: Tensor, call: Call) -> Tensor:
@@ -101,6 +128,6 @@ def gradients(
         return de, torch.zeros_like(c), None if bias is None else torch.zeros_like(bias)
     if call.impl in OF_TORCH:
         run: Any = reference.gradients if call.impl == "reference" else rule.run_gradients
-        return run(cotangents, operands, saved.statistics, call, scale, list(wanted))
+        return run(cotangents, operands, saved.statistics, call, scale, list(wanted))[:3]
     of, numbers, asked = OfResults(None, cotangents), Scheduled(scale=scale), [*wanted, False]
     return ops.gradients_of(of, _given(operands), numbers, saved, asked, call, left=left)[:3]

@@ -11,6 +11,8 @@ With N tokens, the processes exchange at each call:
 
     forward     the targets' logits, N float32, summed, where kernels take them as reference of their exponentials
     forward     the statistics, Call.rows·N float32, which every process gathers; but of given ids the sums
+    forward     where they are asked for, the largest logits of each process' columns and their ids, gathered; and the
+                sum of the logits, summed
     backward    de, N·D float32, summed
 
 Under sequence parallelism each process has only a part of e: e is gathered forward, and de is reduce-scattered.
@@ -26,24 +28,26 @@ import torch
 from torch import Tensor
 
 from cce_torch.autograd import Gradients, Recomputed, Tensors, applied
-from cce_torch.call import Operands, Residuals, Saved, Selections, are_left
-from cce_torch.in_torch.largest import largest_logits, merged
+from cce_torch.call import Numbers, Operands, Residuals, Saved, Selections, are_left, selects, without_selections
+from cce_torch.in_torch.largest import merged
 from cce_torch.processes import shards
 from cce_torch.processes.collectives import gathered, one_cotangent, reduced, summed, whole
 from cce_torch.processes.vocab_parallel import Setting, VocabParallel
 
 
-def statistics(operands: Operands, setting: Setting, called: str) -> Tensor:
-    """The statistics of each token over the whole vocabulary, (Call.rows, N), equal on all processes.
+def numbers(operands: Operands, setting: Setting, called: str) -> Numbers:
+    """The numbers of each token over the whole vocabulary, equal on all processes.
 
-    Differentiable once in e, c and bias. The cotangents must be equal on all processes too.
+    The statistics are differentiable once in e, c and bias. The cotangents must be equal on all processes too. The
+    lowest id comes first among equal logits.
     operands: e (*tokens, D), or its part under sequence parallelism; c (stop - start, D); bias (stop - start,); columns
     (N,) of the whole vocabulary; weights (V,). called: the public function.
     """
     (e, c, bias, columns, *_), shard = operands, setting.shard
     call = setting.call._replace(reduction="none", has_z_loss=False)  # PyTorch computes the loss from the statistics
     setting = setting._replace(call=call)
-    saving = torch.is_grad_enabled() and not torch.compiler.is_compiling()  # whose graph would need the saved size
+    # A graph of torch.compile would need the saved size; a program with selections leaves nothing.
+    saving = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not selects(call)
     wanted = [saving and x is not None and x.requires_grad for x in (e, c, bias)]
     saving_for = wanted if any(wanted) else []
     constant = operands._replace(e=e.detach(), c=c.detach(), bias=None if bias is None else bias.detach())
@@ -51,7 +55,8 @@ def statistics(operands: Operands, setting: Setting, called: str) -> Tensor:
     whole_e = None if shard.sequence_axis is None else own.e
     copies = own[1:3] if shards.rounds(call) else (None, None)
     task = _Numbers(setting, called, saving_for, shards.handover(own, saving_for, call))
-    return applied(Recomputed, task, e, c, bias, whole_e, *copies, *own[3:], columns)[0]
+    found, *selected = applied(Recomputed, task, e, c, bias, whole_e, *copies, *own[3:], columns)
+    return Numbers(found, Selections(*selected))
 
 
 class _Numbers(NamedTuple):
@@ -65,10 +70,11 @@ class _Numbers(NamedTuple):
     saving_for: Sequence[bool]
     left: Any  # what the forward pass leaves, as programs.Handover; None: nothing
 
-    results = differentiable = 1
+    results, differentiable = 4, 1
 
     def of_backward(self) -> "_Numbers":
-        return self._replace(setting=self.setting._replace(call=self.setting.call.of_backward))
+        call = without_selections(self.setting.call.of_backward)
+        return self._replace(setting=self.setting._replace(call=call))
 
     def own(self, arrays: Tensors) -> Operands:
         e, c, bias, *copies = arrays[:6]
@@ -78,7 +84,7 @@ class _Numbers(NamedTuple):
     def forward(self, *arrays: Any) -> tuple[Tensor | None, ...]:
         (call, (_, _, scale), _, _), operands, columns = self.setting, self.own(arrays), arrays[-1]
         of_target = references(operands, columns, self.saving_for, self.setting)
-        own, left = shards.statistics(operands, of_target, self.saving_for, call, scale, self.left)
+        (own, selected), left = shards.numbers(operands, of_target, self.saving_for, call, scale, self.left)
         kept = columns >= 0
         found = of_all_columns(own, kept, operands.weights, self.setting)
         numbers = found[: call.of_backward.rows].clone()
@@ -87,10 +93,11 @@ class _Numbers(NamedTuple):
         numbers[1] -= between
         if call.of_backward.with_mean:
             numbers[-1] += between
-        return found, numbers, *(left if self.saving_for else ())
+        selected = _selections(selected, operands, self.setting)
+        return found, *selected, numbers, *(left if self.saving_for else ())
 
     def saves(self, given: Tensors, found: Tensors) -> Tensors:
-        return *given[:10], *found[1:]
+        return *given[:10], *found[self.results :]
 
     def backward(self, cotangents: Tensors, saved: Tensors, wanted: Sequence[bool]) -> Gradients:
         """de, summed over the group, dc and dbias."""
@@ -122,12 +129,13 @@ def own_weights(weights: Tensor | None, shard: VocabParallel | None) -> Tensor |
 def references(operands: Operands, columns: Tensor, saving_for: Sequence[bool], setting: Setting) -> Tensor | None:
     """The logits of the targets, (N,): -inf where no process holds the target.
 
-    None where no kernel takes them, and where one process holds all columns: its programs find them.
+    None where no kernel takes them, as beside selections, and where one process holds all columns: its programs find
+    them.
 
     columns: of the whole vocabulary.
     """
     call, (_, _, scale), _, shard = setting
-    if shard is None or not shards.needs_reference(operands.e, call):
+    if shard is None or selects(call) or not shards.needs_reference(operands.e, call):
         return None
     target = summed(shards.target(operands, saving_for, call, scale), shard)
     return torch.where((columns >= 0) & (columns < shard.vocabulary), target, -torch.inf)
@@ -161,16 +169,10 @@ def of_all_columns(own: Tensor, kept: Tensor, weights: Tensor | None, setting: S
     return torch.where(kept, torch.cat(found), 0)
 
 
-def selections(operands: Operands, count: int, setting: Setting) -> Selections:
-    """The `count` largest logits of each token and their ids, and the mean logit. Arbitrary for an ignored token.
-
-    The lowest id comes first among equal logits. A count of 0 gives the mean alone.
-    """
-    (call, (_, _, scale), _, shard), (e, c, bias) = setting, operands[:3]
-    constant = operands._replace(e=e.detach(), c=c.detach(), bias=None if bias is None else bias.detach(), ids=None)
-    own = of_own_columns(constant, setting)
-    values, ids, total = largest_logits(own, call._replace(top_k=count), scale)
-    if shard is None:
-        return Selections(values, ids, total / len(c))
-    values, ids = (gathered(x, shard).transpose(0, 1).flatten(1) for x in (values, ids + shard.start))
-    return Selections(*merged(values, ids, count), summed(total, shard) / shard.vocabulary)
+def _selections(own: Selections, operands: Operands, setting: Setting) -> Selections:
+    """Those over all columns, from those over this process' columns, whose operands these are."""
+    (values, ids, mean), (call, _, _, shard) = own, setting
+    if values is not None and ids is not None:
+        values, ids = (gathered(x, shard).transpose(0, 1).flatten(1) for x in (values, ids + shard.start))
+        values, ids = merged(values, ids, call.top_k)
+    return Selections(values, ids, None if mean is None else summed(mean * len(operands.c), shard) / shard.vocabulary)
