@@ -224,7 +224,7 @@ def test_the_table_of_three_heads_has_the_points_of_the_picture():
     titles, _, *lines = page.split("| method |")[1].split("\n\n")[0].splitlines()
     columns = zip(*([cell.strip() for cell in line.split("|")[2:-1]] for line in lines), strict=True)
     for title, cells in zip(re.findall(r"\d+×\d+×\d+", titles), columns, strict=True):
-        points = plot.points([row for row in rows if report.size(row["shape"]) == title])
+        points = plot.points([row for row in rows[::-1] if report.size(row["shape"]) == title])  # the first counts
         assert sorted(filter(None, cells)) == sorted(f"{ms:.1f} ms, {held:.0f}" for held, ms in points.values())
 
 
@@ -233,6 +233,7 @@ def test_the_first_screen_has_the_figures_of_the_files():
         return json.loads(Path(f"bench/results/{name}.json").read_text())
 
     heads = [{row["method"]: row for row in found(f"head-{x}")["rows"]} for x in ("gemma2-2b", "llama3-8b", "gist")]
+    heads[0]["quack"], *_ = (row for row in found("heads-quack")["rows"] if row["method"] == "quack")
     places = [plot.points(list(rows.values())) for rows in heads]
     both = [(of[x], of["torch.compile"]) for of in places for x in ("cce_jax", "cce_torch")]
     times, memory = zip(*((ours[1] / full[1], full[0] / ours[0]) for ours, full in both), strict=True)
@@ -249,17 +250,12 @@ def test_the_first_screen_has_the_figures_of_the_files():
         assert [x for x in figures if x not in text] == [], page
 
     text, rows = Path("README.md").read_text(), heads[0]
-    names = ("cce_jax", "cce_jax all", "Liger 16", "quack", "torch.compile", "cut_cross_entropy")
+    names = ("cce_jax", "cce_jax all", "Liger 16", "quack", "torch.compile", "PyTorch eager", "cut_cross_entropy")
     table = text.split("| --- | --- | --- |\n")[1].split("\n\n")[0].splitlines()
     assert [line.split(" | ")[1:] for line in table] == [
         [f"{time:.1f}", f"{held:.0f} |"] for held, time in (places[0][x] for x in names)
     ]
     assert f"matrix products alone take {rows['cce_jax']['floor_ms']:.1f} ms" in text
-    eager = {row["method"]: row for row in found("head-gemma2-2b-eager")["rows"]}
-    (held, time), (_, of_ours) = (plot.points([eager[x]])[x] for x in ("PyTorch eager", "cce_jax"))
-    assert f"took {time:.1f} ms and {held:,.0f} MiB in a run in which cce-jax took {of_ours:.1f}." in " ".join(
-        text.split()
-    )
     ours, full, liger = (
         [row[f"{x}_error"] / row[f"rounding_{x}"] for x in ("de", "dc")]
         for row in (rows[x] for x in ("cce_jax", "torch.compile", "Liger 16"))
