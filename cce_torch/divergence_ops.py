@@ -132,14 +132,15 @@ def _types(given: Distillation, how: DivergenceCall) -> list[torch.dtype]:
 def run(given: Distillation, how: DivergenceCall, wanted: Sequence[bool]) -> Tensors:
     """What divergence.formed finds, by whichever impl. What is not asked for has no elements."""
     found = (of_torch_alone if how.impl in OF_TORCH else of_programs)(given, how, wanted)
-    return [given.e.new_empty(0) if x is None else x for x in found]
+    asked = True, True, how.entropy, *wanted
+    return [x if w and x is not None else given.e.new_empty(0) for x, w in zip(found, asked, strict=True)]
 
 
 def _fake(given: Distillation, how: DivergenceCall, wanted: Sequence[bool]) -> Tensors:
-    e, new = given.e, given.weight.new_empty
+    tokens, new = given.e.shape[0], given.weight.new_empty
     found = zip(given, wanted, _types(given, how), strict=False)
-    gradients = [e.new_empty(0) if x is None or not w else torch.empty_like(x, dtype=t) for x, w, t in found]
-    return new(()), new(e.shape[0]), new(e.shape[0] if how.entropy else 0), *gradients
+    gradients = [None if x is None or not w else torch.empty_like(x, dtype=t) for x, w, t in found]
+    return new(()), new(tokens), new(tokens) if how.entropy else None, *gradients
 
 
 @of_jax("divergence", _fake)

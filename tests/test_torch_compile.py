@@ -14,7 +14,7 @@ import cce_torch
 from cce_kernels import windows
 from cce_kernels.exponentials import saved_shape
 from cce_torch import linear_cross_entropy, ops
-from cce_torch.call import Call, Given, OfResults, Operands, Saved, Scheduled
+from cce_torch.call import Call, Distillation, DivergenceCall, Given, OfResults, Operands, Saved, Scheduled
 from cce_torch.in_torch import blocks, compiled, rule
 from cce_torch.operators import flat
 from tests import call, call_torch
@@ -241,6 +241,17 @@ def test_the_operators_in_torch_are_what_they_say(transposed):
     for asked in ({"top_k": 3}, {"mean_logit": True}):
         arguments = flat(operands._replace(weights=None, ids=None), Call(5.0, 2**28, **asked), 1.3)
         torch.library.opcheck(torch.ops.cce_torch.numbers_in_torch.default, tuple(arguments))
+
+
+@pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize(("name", "impl"), [("divergence", "chunked"), ("divergence_in_torch", "torch_compile")])
+def test_the_operators_of_divergences_are_what_they_say(name, impl):
+    e, c, *_ = (x.detach() for x in example(40, 20, 232, torch.bfloat16))
+    head, scheduled = (e, c, None), torch.tensor([0.3, 1.0, 1.2], dtype=torch.float64)
+    given = Distillation(*head, *head, torch.rand(40), None, scheduled, torch.ones(()))
+    for wanted, entropy in (([True, False, False], True), ([False, True, False], False)):
+        how = DivergenceCall("jsd", 5.0, None, 2**28, None, impl, entropy)
+        torch.library.opcheck(getattr(torch.ops.cce_torch, name).default, tuple(flat(given, how, wanted)))
 
 
 # The options of a call, the type of e, whether c is a transposed (D, V), and what the forward pass leaves.
