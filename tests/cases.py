@@ -7,7 +7,6 @@ import ml_dtypes
 import numpy as np
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
-IMPLS = ("cce", "chunked", "reference")
 ARRAYS = ("bias", "class_weight", "token_weight")
 
 

@@ -2,13 +2,15 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -77,14 +79,24 @@ def clock(monkeypatch) -> Clock:
     return clock
 
 
-def test_one_shape(tmp_path):
+@pytest.fixture
+def options_of_jax() -> Iterator[None]:
+    """What the command tells JAX about memory ends with the test."""
+    name = "jax_pjrt_client_create_options"
+    before = getattr(jax.config, name)
+    yield
+    jax.config.update(name, before)
+
+
+@pytest.mark.usefixtures("options_of_jax")
+def test_one_shape(tmp_path, monkeypatch, capsys):
     """The command as it is given, with methods of both frameworks: what it prints and all that it writes."""
     out = tmp_path / "new" / "bench"
-    arguments = ["-m", "bench", "--shape", "64x16x512", "--rounds", "1", "--data", "flat", "--out", str(out)]
+    arguments = ["-m", "--shape", "64x16x512", "--rounds", "1", "--data", "flat", "--out", str(out)]
     ours, eager, xla = names = ["cce_jax", "PyTorch eager", "full logits (XLA)"]
-    done = subprocess.run(
-        [sys.executable, *arguments, "--method", *names], check=True, timeout=120, capture_output=True
-    )
+    monkeypatch.setattr(sys, "argv", [*arguments, "--method", *names])
+    runpy.run_path(command.__file__, run_name="__main__")
+    printed = capsys.readouterr().out
     kept = json.loads(out.with_suffix(".json").read_text())
     assert {"device", "jax", "git_tree", "packages"} <= set(kept)
     assert [(r["test_data"], r["method"]) for r in kept["rows"]] == [("flat", method) for method in names]
@@ -97,7 +109,6 @@ def test_one_shape(tmp_path):
         assert (row["op_mem_mb"] or 0) > 0 or row["method"] == eager  # PyTorch does not say what it takes on a CPU
     assert kept["missing"] == kept["failed"] == []
     assert out.with_suffix(".png").read_bytes().startswith(PNG)
-    printed = done.stdout.decode()
     assert all(word in printed for word in ("runtime_ms", "besides", ours, eager, xla))
 
 

@@ -38,7 +38,8 @@ def test_the_types_are_there_for_others_to_check(package):
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None
-import cce_jax
+import cce_jax, jax._src.xla_bridge as bridge
+assert not bridge._backends, bridge._backends
 try:
     import cce_torch
 except ModuleNotFoundError as error:
@@ -48,7 +49,7 @@ else:
 """
 
 
-def test_without_torch_the_error_says_what_to_install():
+def test_importing_starts_no_backend_and_without_torch_the_error_says_what_to_install():
     subprocess.run([sys.executable, "-c", WITHOUT_TORCH], check=True, timeout=120)
 
 

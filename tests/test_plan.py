@@ -33,7 +33,6 @@ from tests.plans import BOTH, request_of
 
 CHUNKS, DRAWN = draws(2, 24), 2500
 MIB = 2**20
-FROZEN = Wanted(e=True, c=False, bias=False)  # c
 SMALL = 300 * MIB
 PAIR_ROWS = 256  # of a pair's tile on Hopper, whatever its columns
 TMA_ROWS, TMA_BYTES = 8, 128  # of one tile that TMA copies

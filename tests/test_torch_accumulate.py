@@ -16,6 +16,13 @@ D, V, TOKENS = 16, 70, 40
 IMPLS = pytest.mark.parametrize("impl", ["cce", "chunked", "torch_compile", "reference"])
 
 
+@pytest.fixture(autouse=True)
+def uncompiled():
+    """To compile the functions of impl="torch_compile" takes seconds."""
+    with small_blocks():
+        yield
+
+
 def drawn(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     e = torch.randn(TOKENS, D, generator=generator).to(dtype).requires_grad_()
@@ -53,11 +60,10 @@ def test_the_errors_of_sums(impl, reduction):
         e, c, targets = (x.detach() for x in drawn(step))
         given = e.double(), c.double().requires_grad_(), targets
         truth += gradient(*given, impl="reference", reduction=reduction)
-    with small_blocks():
-        of_float32, of_bfloat16 = (
-            error(sum_of_steps(torch.zeros(V, D, dtype=x), steps, **options).float(), truth)
-            for x in (torch.float32, torch.bfloat16)
-        )
+    of_float32, of_bfloat16 = (
+        error(sum_of_steps(torch.zeros(V, D, dtype=x), steps, **options).float(), truth)
+        for x in (torch.float32, torch.bfloat16)
+    )
     assert of_float32 <= 2 * error(truth.bfloat16().float(), truth) + 16 * roundoff("float32")  # tests/tolerance.py
     assert 4 * of_float32 < of_bfloat16 <= (2 + steps) * roundoff("bfloat16")
 

@@ -55,11 +55,10 @@ def saved(monkeypatch) -> list[tuple[int, int] | None]:
     return shapes
 
 
-@pytest.mark.parametrize("budget", [0, ALL])
-def test_the_bits_are_those_of_cce_jax(budget, saved):
+def test_the_bits_are_those_of_cce_jax(saved):
     given = some(("bias",), EACH)
-    theirs, ours = (run(given, EACH, "cce", memory_budget=budget) for run in (call.run, call_torch.run))
-    assert saved == [(TOKENS, COLUMNS) if budget else None]
+    theirs, ours = (run(given, EACH, "cce", memory_budget=ALL) for run in (call.run, call_torch.run))
+    assert saved == [(TOKENS, COLUMNS)]
     np.testing.assert_array_equal(theirs[0], ours[0])
     np.testing.assert_array_equal(theirs[1], ours[1])
     for name, gradient in ours[2].items():
@@ -126,6 +125,8 @@ def test_a_small_call_is_one_program_and_pytorch_multiplies(device, monkeypatch)
     value = 0.3 * linear_cross_entropy(e, c, t, token_weight=weight.clone(), **options)
     others = 0.3 * linear_cross_entropy(e, c, t, token_weight=weight.requires_grad_(), **options)
     first = [x.clone() for x in torch.autograd.grad(value, (e, c), retain_graph=True)]
+    with torch.autograd.profiler.profile():  # which sees operators, and so they run
+        assert_same_bits(torch.autograd.grad(value, (e, c), retain_graph=True), first)
     assert_same_bits(torch.autograd.grad(value, (e, c)), first)
     assert names == 2 * ["torch_at_once"]
     *again, of_weight = torch.autograd.grad(others, (e, c, weight))

@@ -321,6 +321,7 @@ def _programs(seed: int, where: str, package: str) -> Callable[[int], Program]:
     """The programs of a seed by their numbers, each made when it is asked for."""
     made: list[Program] = []
     drawn: Counter[Pair] = Counter()
+    enough: set[Pair] = set()  # pairs that were drawn often enough
     rare: dict[Pair, int] = {}  # pairs that were drawn too seldom, and how often a program was looked for
 
     def next_program() -> Program:
@@ -329,15 +330,16 @@ def _programs(seed: int, where: str, package: str) -> Callable[[int], Program]:
         for pair in nsmallest(CANDIDATES, rare, key=lambda x: (rare[x], x)):
             rare[pair] += 1
             candidates.append(_program(rng, where, package, {pair[0]: pair[1], pair[2]: pair[3]}))
-        every = [(x, pairs(x)) for x in candidates]
-        best, found = max(every, key=lambda x: sum(_worth(pair) for pair in x[1] if drawn[pair] < ENOUGH))
-        drawn.update(found)
-        for pair in (pair for _, of_one in every for pair in of_one):
-            if drawn[pair] < ENOUGH:
-                rare.setdefault(pair, 0)
-            else:
-                rare.pop(pair, None)
-        return best
+        every = [pairs(x) for x in candidates]
+        seldom = [set(found) - enough for found in every]
+        best = max(range(len(candidates)), key=lambda k: sum(map(_worth, seldom[k])))
+        drawn.update(every[best])
+        enough.update(pair for pair in seldom[best] if drawn[pair] >= ENOUGH)
+        for pair in set().union(*seldom) - rare.keys():
+            rare[pair] = 0
+        for pair in enough & rare.keys():
+            del rare[pair]
+        return candidates[best]
 
     def of(number: int) -> Program:
         while len(made) <= number:
