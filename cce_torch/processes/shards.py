@@ -74,7 +74,7 @@ def numbers(
     of_target: (N,), the reference of the exponentials if needs_reference; saving_for: the gradients that will be asked
     for; []: none. left: `handover`, if it is known.
     """
-    tokens, columns, left_over = operands.e.shape[0], operands.c.shape[0], Residuals()
+    tokens, columns, residuals = operands.e.shape[0], operands.c.shape[0], Residuals()
     of_columns = call._replace(top_k=min(call.top_k, columns))
     if not tokens or not columns:
         found = Numbers(of_no_columns(operands.e, call))
@@ -85,8 +85,8 @@ def numbers(
     else:
         given, scheduled = _given(operands), Scheduled(scale=scale)
         results = ops.loss_of(given, scheduled, of_target, saving_for, of_columns, left=left)
-        found, left_over = Numbers(results.statistics, results.selections), results.residuals
-    return found._replace(selections=_padded(found, call)), left_over
+        found, residuals = Numbers(results.statistics, results.selections), results.residuals
+    return found._replace(selections=_padded(found, call)), residuals
 
 
 def _padded(found: Numbers, call: Call) -> Selections:
