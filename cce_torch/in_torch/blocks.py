@@ -66,12 +66,15 @@ def budget_of(e: Tensor, memory_budget: int | None) -> int:
 def _windows(e: Tensor, c: Tensor, memory_budget: int | None) -> Iterator[slice]:
     """The fewest windows of the vocabulary, nearly equal, whose logits, part of c and part of dc each fit in a block.
 
-    A block has a third of the budget without the sums for de, but at most BLOCK_BYTES.
+    A block has at most BLOCK_BYTES.
     """
-    (tokens, width), itemsize = e.shape, sum_type(e).itemsize
-    room = budget_of(e, memory_budget) - 2 * itemsize * tokens * width
-    block, column_bytes = min(BLOCK_BYTES, room // 3), itemsize * max(tokens, width)
+    block, column_bytes = min(BLOCK_BYTES, _third(e, memory_budget)), sum_type(e).itemsize * max(e.shape)
     return runs(len(c), vocabulary_windows(len(c), block, column_bytes, cost=lambda *_: 1.0).columns)
+
+
+def _third(e: Tensor, memory_budget: int | None) -> int:
+    """The bytes of each of three arrays: a third of the budget without the sums for de."""
+    return (budget_of(e, memory_budget) - 2 * sum_type(e).itemsize * e.numel()) // 3
 
 
 def runs(count: int, size: int) -> Iterator[slice]:
@@ -229,7 +232,7 @@ def numbers(operands: Operands, call: Call, scale: float) -> Numbers:
     for window, _, block in each(operands, scale, call.softcap, e.dtype, windows):
         sums = fused(reduced, block.filled(), sums)
         if largest is not None:
-            for rows in runs(len(e), rows_at_a_time(len(block.raw[0]), budget_of(e, call.memory_budget))):
+            for rows in runs(len(e), rows_at_a_time(block.raw.shape[1], _third(e, call.memory_budget))):
                 largest.add(rows, logits(block.of_rows(rows))[1], window.start)
         del block
     peak, mass, target, total, _, moment, of_ids = sums

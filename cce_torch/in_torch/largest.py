@@ -3,8 +3,8 @@
 Other calls get them from the JAX program that computes the statistics (cce_kernels/selections.py). They have no
 derivative.
 
-A block's logits are taken for a few tokens at a time, in at most ROOM bytes, or the memory budget if that is less. A
-budget below LEAST_ROOM counts as LEAST_ROOM: with less, PyTorch's loop would have millions of steps. One token is
+A block's logits are taken for a few tokens at a time, in at most ROOM bytes, or a third of the memory budget if that is
+less (blocks.py). Less than LEAST_ROOM counts as LEAST_ROOM: PyTorch's loop would have millions of steps. One token is
 always taken.
 """
 
@@ -49,9 +49,9 @@ class Largest(NamedTuple):
         return Selections(*top, self.total / columns if call.mean_logit else None)
 
 
-def rows_at_a_time(columns: int, memory_budget: int) -> int:
-    """Of a block of so many columns."""
-    return min(max(memory_budget, LEAST_ROOM), ROOM) // (BYTES_OF_LOGIT * max(columns, 1))
+def rows_at_a_time(columns: int, room: int) -> int:
+    """Of a block of so many columns, in so many bytes."""
+    return min(max(room, LEAST_ROOM), ROOM) // (BYTES_OF_LOGIT * max(columns, 1))
 
 
 def _largest(z: Tensor, count: int) -> tuple[Tensor, Tensor]:
