@@ -67,7 +67,7 @@ class _Adding(NamedTuple):
     buffer: Buffer
     vocab_axis: int  # of the caller's c
 
-    results, differentiable, batches = 1, 1, False
+    results = differentiable = 1
 
     def of_backward(self) -> "_Adding":
         return self

@@ -9,7 +9,7 @@ What distinguishes a loss, a loss of the user's own, numbers of tokens and a div
 is a `Task`. A graph holds what a rule saves and `Task.of_backward`, which has no tensor.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, Protocol, Self
 
@@ -19,8 +19,10 @@ from torch.autograd import Function, forward_ad
 
 from cce_torch.on_jax import tensors
 
+_add_batch_dim, _remove_batch_dim = torch._add_batch_dim, torch._remove_batch_dim  # type: ignore[attr-defined]
 unwrap_if_dead = torch._C._functorch.unwrap_if_dead  # type: ignore[attr-defined]  # of tensors that torch.func has left
 
+MOST_LEVELS = 64  # of nested maps, in PyTorch
 Tensors = Sequence[Any]  # tensors, and None where a call has none
 Gradients = Sequence[
     Tensor | None
@@ -33,7 +35,6 @@ class Task(Protocol):
     called: str  # the public function's name
     results: int  # how many the caller gets of what `forward` returns; None among them counts
     differentiable: int  # how many of what `forward` returns have a derivative, from the first on
-    batches: bool  # whether `finish` takes the tensors of torch.autograd.grad(is_grads_batched=True)
 
     def of_backward(self) -> Self:
         """The task that the graph holds."""
@@ -120,17 +121,32 @@ class Formed(_Rule):
         # torch.compile makes zeros of cotangents that nobody gave. There no other result is returned.
         if factor is None or (not compiling and any(x is not None for x in others)):
             return Recomputed.backward(ctx, factor, *others)
-        in_place, factors = ctx.in_place and not keeps_graph(), None
-        if not compiling and not task.batches and is_batched(factor):
-            in_place, factors, factor = False, factor, torch.ones((), dtype=factor.dtype, device=factor.device)
+        batched = not compiling and is_batched(factor)
+        in_place = ctx.in_place and not batched and not keeps_graph()
 
         def run(factor: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
             return _of_all(task.finish(factor, saved, wanted, in_place), wanted)
 
-        found = first_order(task.called, run, factor, *ctx.saved_tensors)
-        if factors is not None:  # the gradients are linear in the factor
-            found = [None if x is None else (factors * x).to(x.dtype) for x in found]
-        return None, *found
+        return None, *first_order(task.called, _for_each(run) if batched else run, factor, *ctx.saved_tensors)
+
+
+def _for_each(run: Callable) -> Callable:
+    """run(factor, *saved) for one factor after another of those that torch.autograd.grad(is_grads_batched=True) gives.
+
+    An operator that PyTorch batches gets a factor of its own in the same way.
+    """
+
+    def of_each(factor: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
+        level, factors = next((k, x) for k, x in _unbatched(factor) if not is_batched(x))
+        found = zip(*[run(x, *saved) for x in factors], strict=True)
+        return tuple(None if x[0] is None else _add_batch_dim(torch.stack(x), 0, level) for x in found)
+
+    return of_each
+
+
+def _unbatched(x: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """x with its examples along a first axis, for each level that PyTorch may map over; of others it stays batched."""
+    return ((level, _remove_batch_dim(x, level, 1, 0)) for level in range(1, MOST_LEVELS + 1))
 
 
 def _of_all(found: Gradients, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:

@@ -47,7 +47,7 @@ class _Divergence(NamedTuple):
     forming: Sequence[bool]  # the gradients of e, c and bias that the forward pass forms
     problem: Any  # divergences.Problem; None: the operator forms finished gradients
 
-    called, results, differentiable, batches = "linear_divergence", 2, 1, False
+    called, results, differentiable = "linear_divergence", 2, 1
 
     def of_backward(self) -> "_Divergence":
         return self

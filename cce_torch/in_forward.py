@@ -178,7 +178,7 @@ class _Total(NamedTuple):
     of_tokens: OfTokens | None  # None: in the backward pass
     called: str
 
-    results, differentiable, batches = 2, 1, False
+    results, differentiable = 2, 1
 
     def of_backward(self) -> "_Total":
         return self._replace(of_tokens=None)

@@ -102,7 +102,7 @@ class _Loss(NamedTuple):
     forms: bool  # whether the forward pass leaves gradients
     results: int
 
-    differentiable, batches = 2, True
+    differentiable = 2
 
     def of_backward(self) -> "_Loss":
         return self._replace(call=without_selections(self.call)) if selects(self.call) else self

@@ -12,7 +12,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from cce_jax import plans
 from cce_kernels.plan import residuals
-from cce_torch import LinearCrossEntropy, LinearCrossEntropyHead, linear_cross_entropy, ops
+from cce_torch import (
+    LinearCrossEntropy,
+    LinearCrossEntropyHead,
+    linear_cross_entropy,
+    linear_divergence,
+    linear_token_loss,
+    ops,
+)
 from cce_torch.call import Residuals
 from cce_torch.on_jax import bridge, kinds, programs
 from tests.call_torch import assert_same_bits
@@ -65,6 +72,27 @@ def loss(e, c, t, **options):
 
 def gradients(value, *leaves, **more):
     return torch.autograd.grad(value, leaves, **more)
+
+
+# Of tensors e, c, t: losses whose gradients the forward pass forms, and multiplies in the backward pass.
+FORMED = {
+    "loss": loss,
+    "token loss": lambda e, c, t: linear_token_loss(e, c, t, lambda x: x.log_probs**2, impl="chunked"),
+    "divergence": lambda e, c, t: linear_divergence(e, c, -e.detach(), c.detach(), impl="chunked"),
+    "divergence in PyTorch": lambda e, c, t: linear_divergence(e, c, -e.detach(), c.detach(), impl="torch_compile"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FORMED)
+def test_batched_cotangents_have_the_bits_of_one_after_another(name, dtype):
+    """None is rounded twice, and the last one finds what was left as it was."""
+    e, c, t = example(70, dtype=dtype)
+    value, factors = FORMED[name](e, c, t), torch.tensor([1.0, 3e-4, -700.0])
+    each = [gradients(value, e, c, grad_outputs=x, retain_graph=True) for x in factors]
+    found = gradients(value, e, c, grad_outputs=factors, is_grads_batched=True)
+    for x, *want in zip(found, *each, strict=True):
+        assert_same_bits(x.unbind(), want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
