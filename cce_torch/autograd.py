@@ -9,7 +9,7 @@ What distinguishes a loss, a loss of the user's own, numbers of tokens and a div
 is a `Task`. A graph holds what a rule saves and `Task.of_backward`, which has no tensor.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, Protocol, Self
 
@@ -22,7 +22,7 @@ from cce_torch.on_jax import tensors
 _add_batch_dim, _remove_batch_dim = torch._add_batch_dim, torch._remove_batch_dim  # type: ignore[attr-defined]
 unwrap_if_dead = torch._C._functorch.unwrap_if_dead  # type: ignore[attr-defined]  # of tensors that torch.func has left
 
-MOST_LEVELS = 64  # of nested maps, in PyTorch
+MOST_LEVELS = 64  # of maps inside maps, in PyTorch
 Tensors = Sequence[Any]  # tensors, and None where a call has none
 Gradients = Sequence[
     Tensor | None
@@ -131,22 +131,16 @@ class Formed(_Rule):
 
 
 def _for_each(run: Callable) -> Callable:
-    """run(factor, *saved) for one factor after another of those that torch.autograd.grad(is_grads_batched=True) gives.
-
-    An operator that PyTorch batches gets a factor of its own in the same way.
-    """
+    """run(factor, *saved), one after another for each factor that torch.autograd.grad(is_grads_batched=True) gives."""
 
     def of_each(factor: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
-        level, factors = next((k, x) for k, x in _unbatched(factor) if not is_batched(x))
+        # With its examples along a first axis. It stays batched where another level is asked for.
+        every = ((level, _remove_batch_dim(factor, level, 1, 0)) for level in range(1, MOST_LEVELS + 1))
+        level, factors = next(x for x in every if not is_batched(x[1]))
         found = zip(*[run(x, *saved) for x in factors], strict=True)
         return tuple(None if x[0] is None else _add_batch_dim(torch.stack(x), 0, level) for x in found)
 
     return of_each
-
-
-def _unbatched(x: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """x with its examples along a first axis, for each level that PyTorch may map over; of others it stays batched."""
-    return ((level, _remove_batch_dim(x, level, 1, 0)) for level in range(1, MOST_LEVELS + 1))
 
 
 def _of_all(found: Gradients, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:

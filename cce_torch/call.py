@@ -53,13 +53,15 @@ class Call(NamedTuple):
         first = 3 + self.smooths
         return statistics[first : first + self.ids].T
 
-    def selected(self, tokens: int) -> tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]:
-        """The shape and the type of each of the Selections, from JAX; None: not asked for."""
+    def selected(
+        self, tokens: int, of_logits: torch.dtype = torch.float32, of_ids: torch.dtype = torch.int32
+    ) -> tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]:
+        """The shape and the type of each of the Selections; None: not asked for. JAX gives the types by default."""
         top = (tokens, self.top_k) if self.top_k else None
         return (
-            None if top is None else (top, torch.float32),
-            None if top is None else (top, torch.int32),
-            ((tokens,), torch.float32) if self.mean_logit else None,
+            None if top is None else (top, of_logits),
+            None if top is None else (top, of_ids),
+            ((tokens,), of_logits) if self.mean_logit else None,
         )
 
     @property
@@ -78,8 +80,8 @@ def selects(call: Call) -> bool:
 
 
 def without_selections(call: Call) -> Call:
-    """The call that the backward pass makes: they have no gradient."""
-    return call._replace(top_k=0, mean_logit=False) if selects(call) else call
+    """The call that the backward pass makes: selections have no gradient."""
+    return call._replace(top_k=0, mean_logit=False)
 
 
 def lse_of(statistics: Tensor | Sequence[Tensor]) -> Tensor:

@@ -302,7 +302,7 @@ class _Run:
         chunk: Any = None
         columns: Any = None
         if way is None:
-            own = shards.of_no_columns(self.e.new_empty((n, 0)), self.call)
+            own = shards.of_no_columns(self.e.new_empty((n, 0)), self.call).statistics
         else:
             chunk = self._inputs(of, given)
             own, columns = self.programs.chunk_statistics(way, chunk)

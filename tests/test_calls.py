@@ -156,7 +156,8 @@ BY_KERNELS = {"impl": "cce", "dtype": "bfloat16"}
 NUMBERS = {
     "the entropy, over runs of the vocabulary": calls(ENTROPY, dtype="bfloat16", vocabulary=2500),
     "the entropy, by kernels": calls(ENTROPY, **BY_KERNELS, temperatures=True, softcap=5.0),
-    "the entropy, from saved exponentials": calls(
+    "the entropy, from saved exponentials": calls(ENTROPY, Data(size=2.0), **BY_KERNELS, memory_budget=2**40),
+    "the entropy, from saved exponentials, beside every option": calls(
         replace(ENTROPY, **BY_KERNELS, temperatures=True, arrays=("bias",), wanted=("e", "c", "bias"), vocab_axis=1),
         *(Data(ignored="most"), Data(size=2.0), Data(size=0.01), Data(kind="confident", size=20.0)),
         **dict(leading=(260,), width=16, memory_budget=2**40),

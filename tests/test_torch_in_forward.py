@@ -258,14 +258,15 @@ def test_compiled_code_that_computes_the_logits_again(more, ran):
     assert ran == AGAIN
 
 
-def test_on_a_cpu_a_tolerance_leaves_out_nothing(ran):
-    """The bits are those of the exact gradients. Programs of every impl are the same: tests/test_in_forward.py."""
-    e, c, t = example()
-    bias = torch.zeros(len(c), dtype=e.dtype, requires_grad=True)
-    exact, value = (loss(e, c, t, bias=bias, gradient_tolerance=x) for x in (0.0, TOLERANCE))
+@pytest.mark.parametrize(("impl", "dtype"), [*(("chunked", x) for x in DTYPES), ("cce", torch.bfloat16)])
+def test_on_a_cpu_a_tolerance_leaves_out_nothing(impl, dtype, ran):
+    """The bits are those of the exact gradients."""
+    e, c, t = example(*((70, 20, 90) if impl == "cce" else (600, 40, 300)), dtype=dtype)
+    bias = torch.zeros(len(c), dtype=dtype, requires_grad=True)
+    exact, value = (loss(e, c, t, bias=bias, impl=impl, gradient_tolerance=x) for x in (0.0, TOLERANCE))
     assert Residuals._fields == residuals.Residuals._fields
     assert_same_bits([value, *gradients(value, e, c, bias)], [exact, *gradients(exact, e, c, bias)])
-    assert ran[:2] == ["torch_begin"] * 2
+    assert ran[:2] == ["torch_begin"] * 2 or impl == "cce"
 
 
 def test_modules_take_a_tolerance():

@@ -92,9 +92,9 @@ def test_of_equal_logits_the_lowest_ids_come_first(vocabulary, k, dtype, seed):
 
 @pytest.mark.parametrize("impl", ["chunked", "torch_compile"])
 def test_equal_rows_of_the_classifier(impl, monkeypatch):
-    """Over windows of the vocabulary and few tokens at a time too."""
-    monkeypatch.setattr(largest, "LEAST_ROOM", 1)
-    with small_blocks(), mock.patch.object(largest, "ROOM", 1):
+    """Over windows of the vocabulary, one token after another, too."""
+    monkeypatch.setattr(largest, "ROOM", 1)
+    with small_blocks(), mock.patch.object(blocks, "_windows", lambda e, c, _: blocks.runs(len(c), 3)):
         found = linear_log_probs(E, C, T, predicted=True, top_k=5, impl=impl)
     assert (found.predicted == 0).all()
     assert (found.top_ids == torch.arange(5)).all()

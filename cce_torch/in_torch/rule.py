@@ -67,9 +67,8 @@ class _Numbers(NamedTuple):
 def _fake_numbers(operands: Operands, call: Call, scale: float) -> Numbers:
     e = operands.e
     tokens, dtype = e.shape[0], blocks.sum_type(e)
-    top, ids = (e.new_empty((tokens, call.top_k), dtype=x) if call.top_k else None for x in (dtype, torch.int64))
-    mean_logit = e.new_empty(tokens, dtype=dtype) if call.mean_logit else None
-    return Numbers(e.new_empty((call.rows, tokens), dtype=dtype), Selections(top, ids, mean_logit))
+    selected = (None if x is None else e.new_empty(x[0], dtype=x[1]) for x in call.selected(tokens, dtype, torch.int64))
+    return Numbers(e.new_empty((call.rows, tokens), dtype=dtype), Selections(*selected))
 
 
 @of_torch("numbers_in_torch", _fake_numbers)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from cce_torch import ops
 from cce_torch.arguments import OF_TORCH
@@ -77,7 +78,7 @@ def numbers(
     tokens, columns, residuals = operands.e.shape[0], operands.c.shape[0], Residuals()
     of_columns = call._replace(top_k=min(call.top_k, columns))
     if not tokens or not columns:
-        found = Numbers(of_no_columns(operands.e, call))
+        found = of_no_columns(operands.e, call)
     elif call.impl == "reference":
         found = reference.numbers(operands, of_columns, scale)
     elif call.impl == "torch_compile":
@@ -86,31 +87,25 @@ def numbers(
         given, scheduled = _given(operands), Scheduled(scale=scale)
         results = ops.loss_of(given, scheduled, of_target, saving_for, of_columns, left=left)
         found, residuals = Numbers(results.statistics, results.selections), results.residuals
-    return found._replace(selections=_padded(found, call)), residuals
+    return found._replace(selections=_padded(found.selections, call)), residuals
 
 
-def _padded(found: Numbers, call: Call) -> Selections:
+def _padded(own: Selections, call: Call) -> Selections:
     """The selections with as many places as are asked for; None for what is not asked for, on every process."""
-    (values, ids, mean), k = found.selections, call.top_k
-    tokens, new = found.statistics.shape[1], found.statistics.new_full
-
-    def filled(places: Tensor, x: Tensor | None) -> Tensor:
-        if x is not None and x.numel():
-            places[:, : x.shape[1]] = x
-        return places
-
-    if k:
-        values = filled(new((tokens, k), -torch.inf), values)
-        ids = filled(new((tokens, k), NO_ID, dtype=torch.int64), ids)
-    if call.mean_logit and (mean is None or not mean.numel()):
-        mean = new((tokens,), 0.0)
-    return Selections(values if k else None, ids if k else None, mean if call.mean_logit else None)
+    values, ids, mean = own
+    if call.top_k and values is not None and ids is not None:
+        more = [0, call.top_k - values.shape[1]]
+        values, ids = pad(values, more, value=-torch.inf), pad(ids.long(), more, value=NO_ID)
+        return Selections(values, ids, mean if call.mean_logit else None)
+    return Selections(mean_logit=mean if call.mean_logit else None)
 
 
-def of_no_columns(e: Tensor, call: Call) -> Tensor:
-    empty = e.new_zeros((call.rows, e.shape[0]), dtype=torch.promote_types(e.dtype, torch.float32))
+def of_no_columns(e: Tensor, call: Call) -> Numbers:
+    tokens, dtype = e.shape[0], torch.promote_types(e.dtype, torch.float32)
+    empty = e.new_zeros((call.rows, tokens), dtype=dtype)
     empty[0], empty[1] = -torch.inf, torch.finfo(torch.float32).min  # the reference of other columns is larger
-    return empty
+    no_places = e.new_empty((tokens, 0), dtype=dtype)
+    return Numbers(empty, Selections(no_places, no_places.long(), e.new_zeros(tokens, dtype=dtype)))
 
 
 def gradients(

@@ -104,13 +104,14 @@ def test_the_draws_had_many_chunks_of_every_kind(formed):
     assert len(kinds) == 4, kinds
 
 
-def test_a_tolerance_changes_no_bit_on_a_cpu(formed):
+@pytest.mark.parametrize(("name", "mode"), [("tokens", "explicit"), ("three axes", "unchecked")])
+def test_a_tolerance_changes_no_bit_on_a_cpu(name, mode, formed):
     """The plan of a device without the kernels that leave out blocks knows no tolerance."""
     found = []
     for tolerance in (0.0, TOLERANCE):
         options = {"memory_budget": IN_CHUNKS + 3, "gradient_tolerance": tolerance}
-        run, *given = compiled_gradient(uneven(PLAIN, "bfloat16"), BY_NAME["three axes"], "unchecked", **options)
-        found.append(run(*given))
+        run, leaves, others = compiled_gradient(uneven(PLAIN, "bfloat16"), BY_NAME[name], mode, **options)
+        found.append(run(leaves, others))
         assert formed[-1].request.gradient_tolerance == 0
     jax.tree.map(np.testing.assert_array_equal, *found)
 
