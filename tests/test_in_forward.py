@@ -103,11 +103,14 @@ def test_in_a_sum_of_dc_a_number_that_is_not_finite_stays_so(width, engine):
     """A maximum may drop NaN, as on a CPU and in Triton: dc was then finite where the loss was NaN."""
     draw = np.random.default_rng(width)
     p, e = (jnp.asarray(draw.normal(size=(24, n)), "bfloat16") for n in (512, width))
-    parts = [(p, e.at[5].set(jnp.nan), 24), (p, e, 24), (p, e, 24)]
     step, gpu = Step(XLA, 256, windows=Windows(512, 512)), None
     if engine == "triton":
         step, gpu = Step(TRITON, TileConfig(rows=16, columns=256, depth=16, warps=4, stages=1)), INTERPRETER
-    assert np.isnan(summed(step, gpu, parts, 512, width, 0, "bfloat16", 1.0)).all()
+    for columns in (1, width):
+        parts = [(p, e.at[5, :columns].set(jnp.nan), 24), (p, e, 24), (p, e, 24)]
+        found = summed(step, gpu, parts, 512, width, 0, "bfloat16", 1.0)
+        assert np.isnan(found[:, :columns]).all()
+        assert not np.isfinite(found).any(), "they share a step"
 
 
 @pytest.mark.parametrize("engine", [XLA, TRITON], ids=["xla", "triton"])

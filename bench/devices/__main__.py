@@ -80,8 +80,7 @@ def plot(rows: list[report.Row], device: str, path: Path) -> None:
         lines: dict[str, dict[int, float]] = {}
         for row in rows:
             if row["layout"] == (layout if row["gpus"] > 1 else "tokens"):
-                budget = row["method"].replace("2NV", "2·N·V bytes")
-                lines.setdefault(f"{row['package']}, {budget}", {})[row["gpus"]] = row["ms"]
+                lines.setdefault(f"{row['package']}, {row['method']}", {})[row["gpus"]] = row["ms"]
                 lines.setdefault(f"{row['package']}, bare", {})[row["gpus"]] = row["bare_ms"]
         for label, line in lines.items():
             color = drawn[label].get_color() if label in drawn else f"C{len(drawn)}"

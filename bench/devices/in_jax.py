@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from bench.calls import compiled
 from bench.data import Shape, trained
-from bench.devices.layouts import BUDGETS, LAYOUTS, budget, collectives
+from bench.devices.layouts import BUDGETS, LAYOUTS, collectives
 from bench.measure import steady
 from cce_jax import linear_cross_entropy
 
@@ -71,7 +71,7 @@ def main() -> None:
         whole_c = jax.device_put(c, NamedSharding(mesh, P())) if layout == "fsdp" else c
         print("row", json.dumps(row | {"method": "bare", **bare(layout, e, whole_c, gpus)}), flush=True)
         for name in BUDGETS:
-            options = budget(name, shape, gpus) | ({"sharding": sharding} if gpus > 1 else {})
+            options = BUDGETS[name] | ({"sharding": sharding} if gpus > 1 else {})
             loss = partial(linear_cross_entropy, targets=targets, **options)
             step = compiled(jax.value_and_grad(loss, (0, 1)), e, c)
             assert step.scratch is not None

@@ -18,7 +18,7 @@ from torch import Tensor
 from bench import memory
 from bench.calls import Call, wait_for_torch
 from bench.data import Shape, trained
-from bench.devices.layouts import BUDGETS, LAYOUTS, MATMULS, budget, collectives
+from bench.devices.layouts import BUDGETS, LAYOUTS, MATMULS, collectives
 from bench.measure import HEATING, WARM
 
 ROUNDS = 10
@@ -88,7 +88,7 @@ def steps(layout: str, e: Tensor, c: Tensor, targets: Tensor, shape: Shape, gpus
         return loss
 
     def ours(name: str) -> Step:
-        options: dict[str, Any] = budget(name, shape, gpus)
+        options = BUDGETS[name]
 
         def step() -> Tensor:
             if layout == "fsdp":

@@ -8,16 +8,11 @@ The bare time of a layout is that of the three matmuls of a device's share and o
 timed by itself: nothing that computes this gradient can leave one out, but it may run some at the same time.
 """
 
-from bench.data import Shape
+from typing import Any
 
 MATMULS = ("z", "de", "dc")
 LAYOUTS = ("tokens", "vocabulary", "fsdp")
-BUDGETS = {"default": False, "2NV in all": True}  # whether the devices may save all exponentials
-
-
-def budget(name: str, shape: Shape, gpus: int) -> dict[str, int]:
-    """The argument memory_budget of a device."""
-    return {"memory_budget": 2 * shape.tokens * shape.vocabulary // gpus} if BUDGETS[name] else {}
+BUDGETS: dict[str, dict[str, Any]] = {"default": {}, "all": {"memory_budget": "all"}}  # by the names of methods
 
 
 def collectives(layout: str, gpus: int) -> tuple[str, ...]:

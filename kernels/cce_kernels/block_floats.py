@@ -39,14 +39,14 @@ def steps_shape(vocabulary: int, width: int) -> tuple[int, int]:
     return -(-width // 256) * -(-256 // block_of(width)), -(-vocabulary // ENTRIES) * ENTRIES
 
 
-def magnitude(x: jax.Array) -> jax.Array:
-    """|x|, and inf for NaN: a maximum may drop NaN."""
-    return jnp.where(x == x, jnp.abs(x), jnp.inf)
+def of_check(x: jax.Array) -> jax.Array:
+    """What is summed over a block, so that `step_of` finds NaN: a maximum may drop it. No sum of finite ones is inf."""
+    return x * 2.0**-10
 
 
-def step_of(largest: jax.Array) -> jax.Array:
-    """The step of a block whose largest `magnitude` is this; inf if it is."""
-    return jnp.maximum(largest * (1 / LARGEST), SMALLEST_STEP)
+def step_of(largest: jax.Array, check: jax.Array) -> jax.Array:
+    """The step of a block; inf if a number of it is NaN or inf. largest: magnitude; check: the sum of `of_check`."""
+    return jnp.maximum(jnp.where(check == check, largest, jnp.inf) * (1 / LARGEST), SMALLEST_STEP)
 
 
 def encode(x: jax.Array, inverse_step: jax.Array, dtype) -> jax.Array:
@@ -79,7 +79,7 @@ def in_blocks(x: jax.Array, block: int) -> jax.Array:
 
 def steps_of(x: jax.Array) -> jax.Array:
     """The steps, (n, blocks), of numbers `in_blocks`."""
-    return step_of(jnp.max(magnitude(x), axis=2))
+    return step_of(jnp.max(jnp.abs(x), axis=2), jnp.sum(of_check(x), axis=2))
 
 
 def integers(x: jax.Array, steps: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from cce_kernels.block_floats import decode, encode, magnitude, step_of
+from cce_kernels.block_floats import decode, encode, of_check, step_of
 from cce_kernels.block_sparse import DC_BLOCK, Listed
 from cce_kernels.device import Gpu
 from cce_kernels.engines.engine import Multiplying, Part, Problem, Step
@@ -80,10 +80,10 @@ def _in_block_floats(
         added = product(near_end=lambda: warpgroup.begin_reading(dc_ref, row, column))
         old = zip((x for _, x in parts_of(added, dc_ref.dtype)), warpgroup.read(), strict=True)
         parts = [x + decode(bits, along_rows(step, x.shape)) for x, bits in old]
-        largest = jnp.max(magnitude(parts[0]), axis=1)
+        largest, check = jnp.abs(parts[0]), of_check(parts[0])
         for x in parts[1:]:
-            largest = jnp.maximum(largest, jnp.max(magnitude(x), axis=1))
-        step = step_of(largest)
+            largest, check = jnp.maximum(largest, jnp.abs(x)), check + of_check(x)
+        step = step_of(jnp.max(largest, axis=1), jnp.sum(check, axis=1))
         steps_ref[tile, pl.ds(row, ROWS)] = step
         inverse = along_rows(1 / step, parts[0].shape)
         warpgroup.write_at_once((encode(x, inverse, dc_ref.dtype) for x in parts), dc_ref, row, column)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from cce_kernels.block_floats import decode, encode, step_of
+from cce_kernels.block_floats import decode, encode, of_check, step_of
 from cce_kernels.device import Gpu
 from cce_kernels.engines.engine import Part, Step
 from cce_kernels.engines.order import cdiv, grouped_order
@@ -56,8 +56,7 @@ def _kernel(how: How, left_ref, e_ref, _, old_steps_ref, count_ref, dc_ref, step
     old = load() if old is None else old
     step_index = jnp.full((tiles.rows,), column_block, jnp.int32), rows  # the steps' array has rows of whole tiles
     total += decode(old, plgpu.load(old_steps_ref.at[step_index])[:, None])
-    of_all = jnp.sum(total, axis=1)  # NaN if a number is. `magnitude` of the whole tile takes too many registers
-    step = step_of(jnp.where(of_all == of_all, jnp.max(jnp.abs(total), axis=1), jnp.inf))
+    step = step_of(jnp.max(jnp.abs(total), axis=1), jnp.sum(of_check(total), axis=1))
     plgpu.store(steps_ref.at[step_index], step)
     plgpu.store(where, encode(total, (1 / step)[:, None], jnp.int16), mask=mask)
 
