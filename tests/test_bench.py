@@ -345,7 +345,7 @@ def test_the_picture_of_several_gpus_has_a_panel_for_each_layout(monkeypatch, tm
     assert len(panels) == len({row["layout"] for row in found["rows"]}) == 3
     assert found["device"] in panels[-1].get_xlabel()
     named = {text.get_text() for text in drawn[0].legends[0].get_texts()}
-    assert {"cce_jax, default", "cce_torch, all", "cce_jax, bare"} <= named
+    assert {"cce_jax, default", "cce_torch, 2NV in all", "cce_jax, bare"} <= named
 
 
 def test_ids_in_order_of_probability_change_no_loss():
