@@ -1,4 +1,4 @@
-"""How much is drawn at random: `make test-nightly` draws more than `make test` has time for, from the same."""
+"""`make test-nightly` draws more at random than `make test` has time for, from the same, and compiles more kernels."""
 
 import os
 
