@@ -163,9 +163,10 @@ def _whole_on_each_device(core: Core, c: Any) -> Core:
             f"linear_divergence: the mesh axes {layout.columns} split the vocabulary of c {c.shape} and not "
             "the tokens of e; only axes that split the tokens may split c. Replicate c over these axes"
         )
-    if core.impl == "reference" and layout.mapped:
+    if core.impl == "reference" and (layout.mapped or layout.gathered):
         raise NotImplementedError(
-            "linear_divergence with impl='reference' takes no sharding and no Explicit axes: use impl='chunked'"
+            "linear_divergence with impl='reference' runs on one device, or where jax.shard_map has split no array but "
+            "those of tokens: use impl='chunked'"
         )
     return replace(core, layout=layout)
 

@@ -510,6 +510,8 @@ def _impl(
         impls["cce"] = 0.03  # refused
     if transformation in REFUSED_BY_MOST:
         impls["reference"] = 1.5
+    if layout == "partial" and dtype == "bfloat16":  # XLA for CPUs ends the process at JAX's own sums of bfloat16 there
+        impls["reference"] = 0.0
     return x.of("impl", impls)
 
 
