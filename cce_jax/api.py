@@ -173,6 +173,7 @@ def linear_cross_entropy(
     if unknown:
         raise contract.unknown_options("linear_cross_entropy", unknown, {*Options.__annotations__, "return_lse"})
     contract.choice("reduction", reduction, contract.REDUCTIONS)
+    contract.choice("return_lse", return_lse, (False, True))
     arguments.known(label_smoothing=label_smoothing, z_loss=z_loss, gradient_tolerance=gradient_tolerance)
     label_smoothing = contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0)
     z_loss = contract.number("z_loss", z_loss)

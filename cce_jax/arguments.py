@@ -64,7 +64,8 @@ def precision(precision: Any) -> None:
     known = precision is None or isinstance(
         precision, jax.lax.Precision | jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset
     )
-    if not known and not (isinstance(precision, str | tuple) and _is_precision(precision)):
+    of_both = precision if isinstance(precision, tuple) else (precision,)
+    if not known and not (all(isinstance(x, str | jax.lax.Precision) for x in of_both) and _is_precision(precision)):
         names = ", ".join(repr(x.name.lower()) for x in jax.lax.Precision)
         raise ValueError(
             f"precision={precision!r} must be None, {names}, or another precision of jax.lax.dot_general, such as "

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from cce_jax import arguments, losses, passes, prepare, reference, settings
 from cce_jax.api import Array
@@ -135,7 +134,8 @@ def linear_divergence(
     contract.choice("return_entropy", return_entropy, (False, True))
     arguments.known(beta=beta)
     share = contract.beta(beta, divergence)
-    targets = np.zeros(np.shape(e)[:-1], np.int32)
+    e = arguments.array("e", e, NAME)
+    targets = prepare.any_targets(e)
     asked = Asked(NAME, -100, softcap, 0, logit_scale, vocab_axis, impl, memory_budget, precision, False, sharding)
     given, core = prepared(Arrays(e, c, bias, targets, num_items=num_items), asked, reduction)
     weight = arguments.weight(token_weight, given.e, NAME)

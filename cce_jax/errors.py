@@ -56,12 +56,16 @@ _on_one_device = identity("on_one_device", _lowered)
 
 
 def reverse_mode_only(arrays: Any, name: str) -> Any:
-    """arrays, a tree. TypeError if JAX evaluates the tangent of one."""
+    """arrays, a tree. NoForwardMode if JAX evaluates the tangent of one."""
     return jax.tree.map(lambda x: _reverse_mode_only.bind(x, name=name), arrays)
 
 
+class NoForwardMode(TypeError, NotImplementedError):
+    """A derivative in forward mode is asked for, as jax.hessian does of the gradient."""
+
+
 def _refuse(*_: Any, name: str, **__: Any) -> NoReturn:
-    raise TypeError(
+    raise NoForwardMode(
         f"{name} has no forward-mode derivative (jax.jvp, jax.jacfwd, jax.linearize) with impl='cce', "
         "'chunked' and 'auto'; impl='reference' has one, and holds the full logits"
     )

@@ -1,12 +1,13 @@
 """How a call would run, without running it."""
 
 from collections.abc import Collection
+from functools import partial
 from typing import Any, Literal
 
 import jax
 
-from cce_jax import losses, plans
-from cce_jax.arguments import resolved
+from cce_jax import arguments, losses, plans
+from cce_jax.api import linear_cross_entropy
 from cce_jax.prepare import may_chunk
 from cce_kernels import contract
 from cce_kernels.device import local_gpu
@@ -44,21 +45,26 @@ def explain(
       one line, at the level INFO, when a call is first planned; there no engine is named that refuses the machine.
 
     Raises:
-      ValueError: an option is out of its range, or impl is "reference", which plans nothing.
+      ValueError: impl is "reference", which plans nothing; or the call raises one.
+      TypeError: the call raises one.
 
     >>> import jax, cce_jax
     >>> e, c = jax.ShapeDtypeStruct((64, 32), "float32"), jax.ShapeDtypeStruct((500, 32), "float32")
     >>> cce_jax.explain(e, c, impl="chunked", gradients_of=()).engine
     'xla'
     """
-    contract.choice("reduction", reduction, contract.REDUCTIONS)
     contract.choice("impl", impl, [x for x in contract.IMPLS if x != "reference"])
-    contract.choice("vocab_axis", vocab_axis, (0, 1))
-    smooths = contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0) > 0
+    e, c = (arguments.array(name, x, "linear_cross_entropy") for name, x in (("e", e), ("c", c)))
+    options = dict(softcap=softcap, reduction=reduction, label_smoothing=label_smoothing, vocab_axis=vocab_axis)
+    options |= dict(memory_budget=memory_budget, precision=precision, gradient_tolerance=gradient_tolerance)
+    call = partial(linear_cross_entropy, impl="reference", **options)
+    targets = jax.ShapeDtypeStruct(e.shape[:-1], "int32")
+    jax.eval_shape(lambda e, c, targets, bias: call(e, c, targets, bias=bias), e, c, targets, bias)  # raises its errors
+    smooths = label_smoothing > 0
     gpu = local_gpu()
     core = plans.Core(
         Head(contract.softcap(softcap), vocab_axis, precision),
-        resolved(impl, e.dtype, None if impl == "auto" else gpu),  # the engines say why they refuse this GPU
+        arguments.resolved(impl, e.dtype, None if impl == "auto" else gpu),  # the engines say why they refuse this GPU
         contract.memory_budget(memory_budget),
         gpu,
         wide_dc=c.dtype != e.dtype,

@@ -5,14 +5,13 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from cce_jax import arguments, losses, settings
 from cce_jax.api import Array
 from cce_jax.arguments import MOST_IDS
 from cce_jax.core import numbers_of
 from cce_jax.plans import Core, Impl
-from cce_jax.prepare import Arrays, Asked, inputs_of, needs_whole_sequences, prepared, unshifted
+from cce_jax.prepare import Arrays, Asked, any_targets, inputs_of, needs_whole_sequences, prepared, unshifted
 from cce_kernels import contract
 from cce_kernels.numbers import WantedNumbers
 from cce_kernels.selections import Asked as Chosen
@@ -119,7 +118,8 @@ def linear_log_probs(
     if not named:
         if shift:
             raise ValueError(f"shift={shift!r} needs targets, which it shifts: targets is None")
-        targets = np.zeros(np.shape(e)[:-1], np.int32)
+        e = arguments.array("e", e, NAME)
+        targets = any_targets(e)
     options = ignore_index, softcap, shift, logit_scale, vocab_axis, impl, memory_budget, precision
     asked = Asked(NAME, *options, check_targets, sharding)
     given = Arrays(e, c, bias, targets)

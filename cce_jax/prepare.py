@@ -57,6 +57,7 @@ def prepared(given: Arrays, asked: Asked, reduction: str = "mean", **more: Any) 
     """
     vocab_axis, impl = asked.vocab_axis, asked.impl
     contract.choice("impl", impl, contract.IMPLS)
+    contract.choice("check_targets", asked.check_targets, (False, True))
     arguments.known(ignore_index=asked.ignore_index, shift=asked.shift, memory_budget=asked.memory_budget)
     arguments.precision(asked.precision)
     ignore_index = contract.integer("ignore_index", asked.ignore_index)
@@ -72,6 +73,11 @@ def prepared(given: Arrays, asked: Asked, reduction: str = "mean", **more: Any) 
         no_explicit_vmap(asked.function)
     gpu = None if impl == "reference" else local_gpu()
     impl = arguments.resolved(impl, e.dtype, gpu)
+    if impl != "reference" and not all(isinstance(n, int) for n in (*e.shape, *c.shape)):
+        raise NotImplementedError(
+            f"{asked.function}: impl={impl!r} is planned for sizes that are known, and those of e {e.shape} and c "
+            f"{c.shape} are not: export it for each size, or use impl='reference'"
+        )
     with settings.defaults():
         targets, ignore_index = arguments.int32(given.targets, ignore_index)
     core = Core(
@@ -88,14 +94,23 @@ def prepared(given: Arrays, asked: Asked, reduction: str = "mean", **more: Any) 
         shift=shift,
         **more,
     )
+    if impl != "reference":  # outside of jit, whose results would else hold copies of e and c, which may hold NaN
+        e, c, bias = reverse_mode_only((e, c, given.bias), asked.function)
+        given = given._replace(e=e, c=c, bias=bias)
     return given._replace(targets=targets, num_items=arguments.num_items(given.num_items, reduction, e.dtype)), core
+
+
+def any_targets(e: Any) -> Any:
+    """Targets of a call that reads none: 0 for each token. A size that jax.export names has no array of numpy."""
+    tokens = e.shape[:-1]
+    return (np if all(isinstance(n, int) for n in tokens) else jnp).zeros(tokens, np.int32)
 
 
 def teacher(given: Arrays, asked: Asked) -> tuple[Arrays, Head]:
     """A teacher's e, c, bias and scale, and its head. TypeError, or ValueError unless they fit together."""
     with contract.named():
         e = arguments.array("e", given.e, asked.function)
-        given, head = _with_head(given._replace(e=e, targets=np.zeros(np.shape(e)[:-1], np.int32)), asked)
+        given, head = _with_head(given._replace(e=e, targets=any_targets(e)), asked)
         arguments.shapes(given, NOWHERE_SPLIT, head.vocab_axis, 0)
     return given, head
 
@@ -135,14 +150,12 @@ def inputs_of(given: Arrays, core: Core, named: bool = True) -> Inputs:
 
 
 def laid_out(inputs: Inputs, core: Core) -> Inputs:
-    """The inputs as they lie over the devices. e, c and bias have no forward-mode derivative (errors.py)."""
+    """The inputs as they lie over the devices."""
     (e, c, bias, targets, weights, scale, inverse, ids), layout = inputs, core.layout
     e = layout.laid_out(e, layout.spec_of_e, layout.given_e)
     c = layout.laid_out(c, layout.spec_of_c(core.head.vocab_axis), layout.given_c)
     bias, weights = (layout.laid_out(x, layout.spec_of_columns) for x in (bias, weights))
     targets, inverse, ids = (layout.laid_out(x, layout.spec_of_tokens) for x in (targets, inverse, ids))
-    if core.impl != "reference":
-        e, c, bias = reverse_mode_only((e, c, bias), core.function)
     return Inputs(e, c, bias, targets, weights, scale, inverse, ids)
 
 

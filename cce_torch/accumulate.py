@@ -22,11 +22,7 @@ def accumulated(x: arguments.Prepared, c: Tensor, buffer: Buffer, vocab_axis: in
 
     buffer: of c's shape; or a function that the backward pass calls for it. Under torch.compile a break in the graph.
     """
-    if torch.compiler.is_compiling():
-        from cce_torch.outside_of_graphs import run
-
-        return run(_accumulated, x, c, buffer, vocab_axis)
-    return _accumulated(x, c, buffer, vocab_axis)
+    return autograd.untraced(_accumulated, x, c, buffer, vocab_axis)
 
 
 def _accumulated(x: arguments.Prepared, c: Tensor, buffer: Buffer, vocab_axis: int) -> arguments.Prepared:
@@ -57,6 +53,8 @@ def check(buffer: Any, c: Tensor, function: str) -> None:
         raise ValueError(f"{function}: {name} must be on c's device, {c.device}, got {buffer.device}")
     if buffer.requires_grad:
         raise ValueError(f"{function}: {name} requires a gradient: pass {name}.detach()")
+    if any(n > 1 and step == 0 for n, step in zip(buffer.shape, buffer.stride(), strict=True)):
+        raise ValueError(f"{function}: elements of {name} share memory, as expand() makes them: pass {name}.clone()")
 
 
 class _Adding(NamedTuple):

@@ -205,6 +205,7 @@ def linear_cross_entropy(
         raise contract.unknown_options(
             "linear_cross_entropy", unknown, OPTIONS | OptionsOfTokens.__annotations__.keys()
         )
+    contract.choice("return_lse", return_lse, (False, True))
     given = dict(e=e, c=c, targets=targets, bias=bias, class_weight=class_weight, token_weight=token_weight)
     numbers = logit_scale, softcap, label_smoothing, z_loss, ignore_index, memory_budget, gradient_tolerance, shift
     options = arguments.Options(reduction, impl, vocab_axis, precision, *numbers)

@@ -2,13 +2,14 @@
 
 import sys
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, wraps
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from cce_kernels import contract
+from cce_torch.autograd import is_forward_mode, untraced
 from cce_torch.call import Call
 from cce_torch.on_jax import tensors
 from cce_torch.options import Impl
@@ -26,9 +27,21 @@ REQUIRED, WEIGHTS = ("e", "c", "targets"), ("class_weight", "token_weight")
 
 
 def traced(function: F) -> F:
-    """The function; in PyTorch 2.8, whose torch.compile cannot trace named tuples, a break in the graph around it."""
-    old = torch.__version__ < (2, 9)  # type: ignore[operator]
-    return torch.compiler.disable(function) if old else function  # type: ignore[return-value]
+    """A public function, which torch.compile traces; with a break in the graph around it where it must not.
+
+    In a graph torch.func and forward mode see no derivative rule of a Function, nor that a tensor requires a gradient:
+    the gradient would be 0. And torch.compile of PyTorch 2.8 cannot trace named tuples.
+    """
+    if torch.__version__ < (2, 9):  # type: ignore[operator]
+        return torch.compiler.disable(function)  # type: ignore[return-value]
+
+    @wraps(function)
+    def checked(*given: Any, **options: Any) -> Any:
+        if torch._C._are_functorch_transforms_active() or is_forward_mode():
+            return untraced(function, *given, **options)
+        return function(*given, **options)
+
+    return checked  # type: ignore[return-value]
 
 
 class Options(NamedTuple):
@@ -100,9 +113,9 @@ class Prepared(NamedTuple):
             options.softcap,
             options.memory_budget,
             options.gradient_tolerance,
-            ignored if self.alone else -1,  # else `columns` of losses.py has found the ignored tokens
-            shift if self.alone else 0,
-            reduction,
+            ignore_index=ignored if self.alone else -1,  # else `columns` of losses.py has found the ignored tokens
+            shift=shift if self.alone else 0,
+            reduction=reduction,
             precision=options.precision,
             impl=self.impl,
             wide_dc=self.c.dtype != self.e.dtype,
@@ -132,6 +145,7 @@ def prepared(
     element.
     """
     contract.num_items(num_items, options.reduction)
+    contract.choice("check_targets", check_targets, (False, True))
     e, c, targets, bias = given["e"], given["c"], given["targets"], given["bias"]
     complete = all([x is not None for x in (e, c, targets)])
     usual = complete and num_items is None and tensors.are_usual(*given.values())
@@ -150,7 +164,7 @@ def prepared(
     vocabulary = c.shape[0] if shard is None else shard.vocabulary
     targets, ignore_index = int64(targets, ignore_index)  # in a narrower type a large one would wrap
     if check_targets:
-        tensors.check_targets(targets, vocabulary, ignore_index, shift)
+        tensors.check_targets(targets, vocabulary, ignore_index, shift, given["targets"])
     impl = resolved(options.impl, e)
     if impl not in OF_TORCH and torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise NotImplementedError(
@@ -364,8 +378,11 @@ def constant(condition: bool) -> bool:
 
 
 def shifted(x: Tensor, shift: int, fill: float) -> Tensor:
-    """x[..., shift:] followed by `shift` times fill. So e keeps all its rows, and its last rows are ignored."""
-    return torch.nn.functional.pad(x[..., shift:], (0, shift), value=fill)
+    """x[..., shift:] followed by `shift` times fill. So e keeps all its rows, and its last rows are ignored.
+
+    torch.nn.functional.pad would round fill to float64, which does not hold every integer.
+    """
+    return torch.cat([x[..., shift:], x.new_full((*x.shape[:-1], shift), fill)], -1)
 
 
 def int64(ids: Tensor, ignore_index: int = -1) -> tuple[Tensor, int]:

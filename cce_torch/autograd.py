@@ -9,6 +9,7 @@ What distinguishes a loss, a loss of the user's own, numbers of tokens and a div
 is a `Task`. A graph holds what a rule saves and `Task.of_backward`, which has no tensor.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, Protocol, Self
@@ -64,7 +65,7 @@ def applied(rule: "type[_Rule]", task: Any, *given: Tensor | None) -> tuple[Any,
     """The results of task.forward(*given), differentiable by the rule. Forward mode is an error. task: a Task."""
     compiling = torch.compiler.is_compiling()
     if not compiling and torch._C._are_functorch_transforms_active():
-        return _with_jvp(rule).apply(task, *given)[: task.results]
+        return _with_jvp(rule, "torch._dynamo" in sys.modules).apply(task, *given)[: task.results]
     if not compiling and has_tangent(*given):
         refuse(task)
     if not torch.is_grad_enabled() or not any([x is not None and x.requires_grad for x in given]):
@@ -149,14 +150,18 @@ def _of_all(found: Gradients, wanted: Sequence[bool]) -> tuple[Tensor | None, ..
 
 
 @cache
-def _with_jvp(rule: "type[_Rule]") -> Any:
-    """The rule for torch.func: what is left for the backward pass is a result too, without a derivative."""
+def _with_jvp(rule: "type[_Rule]", may_be_traced: bool) -> Any:
+    """The rule for torch.func: what is left for the backward pass is a result too, without a derivative.
+
+    may_be_traced: whether torch.compile might trace the backward pass, which it cannot inside a transform.
+    """
 
     def keep(ctx: Any, inputs: tuple[Any, ...], found: tuple[Any, ...]) -> None:
         _keep(ctx, inputs, found)
         ctx.mark_non_differentiable(*[x for x in found[inputs[0].differentiable :] if x is not None])
 
     of = {"forward": lambda task, *given: task.forward(*given), "setup_context": keep, "jvp": refuse}
+    of |= {"backward": torch.compiler.disable(rule.backward)} if may_be_traced else {}
     return type(rule.__name__, (rule,), {"generate_vmap_rule": True, **{k: staticmethod(f) for k, f in of.items()}})
 
 
@@ -206,33 +211,49 @@ def drops_what_is_saved() -> bool:
 
     Not if a mode may keep the results of operators, as selective checkpointing does.
     """
-    hooks = _hooks()
-    return _is_hook(hooks, "torch.utils.checkpoint", "_checkpoint_hook") and not torch._C._len_torch_dispatch_stack()
+    return _is_hook(hooks(), "torch.utils.checkpoint", "_checkpoint_hook") and not torch._C._len_torch_dispatch_stack()
 
 
 def may_be_overwritten() -> bool:
     """Whether nobody but the backward pass reads what is saved now. A user's hook may keep it."""
-    hooks = _hooks()
+    found = hooks()
     return (
-        hooks is None
-        or _is_hook(hooks, "torch.utils.checkpoint", "")
-        or _is_hook(hooks, "torch.autograd.graph", "save_on_cpu")
+        found is None
+        or _is_hook(found, "torch.utils.checkpoint", "")
+        or _is_hook(found, "torch.autograd.graph", "save_on_cpu")
     )
 
 
-def _hooks() -> Any:
+def hooks() -> Any:
     """The hooks on saved tensors that are in force, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
 
 
-def _is_hook(hooks: Any, module: str, name: str) -> bool:
-    pack = None if hooks is None else hooks[0]
+def _is_hook(found: Any, module: str, name: str) -> bool:
+    pack = None if found is None else found[0]
     return getattr(pack, "__module__", "") == module and getattr(pack, "__qualname__", "").startswith(name)
+
+
+def untraced(function: Callable, *given: Any, **options: Any) -> Any:
+    """function(*given, **options), of which torch.compile traces nothing: a break in the graph of the caller.
+
+    Where nothing has imported torch._dynamo, which takes seconds, nothing is traced.
+    """
+    if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
+        from cce_torch.outside_of_graphs import run
+
+        return run(function, *given, **options)
+    return function(*given, **options)
+
+
+def is_forward_mode() -> bool:
+    """Whether some tensors may be dual numbers of forward-mode differentiation: nearly never."""
+    return getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def has_tangent(*given: Tensor | None) -> bool:
     """Whether one of the tensors is a dual number of forward-mode differentiation."""
-    if getattr(forward_ad, "_current_level", 0) < 0:  # nearly always
+    if not is_forward_mode():
         return False
     return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in given)
 

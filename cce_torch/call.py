@@ -22,6 +22,7 @@ class Call(NamedTuple):
     softcap: float | None = None
     memory_budget: int | None = None
     gradient_tolerance: float = 0.0
+    ids: int = 0  # how many ids of each token have logits that are asked for
     ignore_index: int = -100
     shift: int = 0
     reduction: str = "mean"
@@ -36,7 +37,6 @@ class Call(NamedTuple):
     with_temperature: bool = False  # whether each token has a temperature
     top_k: int = 0  # how many of the largest logits of each token are asked for
     mean_logit: bool = False  # whether the mean of each token's logits over the vocabulary is asked for
-    ids: int = 0  # how many ids of each token have logits that are asked for
     compiled: bool = False  # whether torch.compile traced a call that forms gradients (programs.compiled_kind)
 
     @property
@@ -228,10 +228,10 @@ class Distillation(NamedTuple):
 class DivergenceCall(NamedTuple):
     """The options of a divergence, all but those that change from step to step."""
 
-    kind: str
     softcap: float | None
     teacher_softcap: float | None
     memory_budget: int | None
+    kind: str
     precision: str | None
     impl: str
     entropy: bool  # whether the student's entropies are asked for
@@ -250,21 +250,22 @@ class Operands(NamedTuple):
     ids: Tensor | None = None  # (N, K) int32: columns whose logits are asked for; -1: none
 
 
+# The first fields of each record, which are numbers, and their types as arguments of an operator. torch.compile, where
+# they change, can make a constant of such an argument, but not of a number in a str.
+NUMBERS: dict[type, dict[str, str]] = {
+    Call: {"softcap": "float?", "memory_budget": "int?", "gradient_tolerance": "float", "number_of_ids": "int"},
+    DivergenceCall: {"softcap": "float?", "teacher_softcap": "float?", "memory_budget": "int?"},
+}
+ENCODED = {kind: {"options": "str"} | numbers for kind, numbers in NUMBERS.items()}  # of what `encoded` returns
+
+
 def encoded(options: "Call | DivergenceCall") -> tuple[str | float | None, ...]:
-    """The arguments of a PyTorch operator. torch.compile can make a constant of a number there, not in a str."""
-    if isinstance(options, DivergenceCall):
-        return (repr(tuple(options)),)
-    return repr(tuple(options[3:])), *options[:3]
+    """The arguments of a PyTorch operator."""
+    count = len(NUMBERS[type(options)])
+    return repr(tuple(options[count:])), *options[:count]
 
 
 @lru_cache(maxsize=1024)
 def decoded(kind: type, options: str, *numbers: Any) -> "Call | DivergenceCall":
     """The inverse of `encoded`. kind: the record."""
     return kind(*numbers, *literal_eval(options))
-
-
-# The types of what `encoded` returns, by name
-ENCODED = {
-    Call: {"options": "str", "softcap": "float?", "memory_budget": "int?", "gradient_tolerance": "float"},
-    DivergenceCall: {"options": "str"},
-}

@@ -129,7 +129,7 @@ def linear_divergence(
     factor = _factor(reduction, None if token_weight is None else weight, x)
     impl = next((z.impl for z in (x, y) if z.impl in OF_TORCH), x.impl)  # "auto": either may be float64
     caps = x.options.softcap, y.options.softcap
-    how = DivergenceCall(divergence, *caps, x.options.memory_budget, precision, impl, return_entropy)
+    how = DivergenceCall(*caps, x.options.memory_budget, divergence, precision, impl, return_entropy)
     numbers = 0.5 if share is None else share, x.options.logit_scale, y.options.logit_scale
     if impl == "reference":
         loss, entropy = _reference(x, y, weight, inverse, (divergence, numbers[0]))

@@ -24,6 +24,7 @@ All processes take the same chunks, so they meet in the same collectives, even i
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple, Protocol
@@ -334,8 +335,10 @@ class _Run:
         Those of ignored tokens may be NaN: chunk_gradients does not read them.
         """
         of_tokens, of_total = of.of_tokens, of.of_total[span]
-        # Hooks on saved tensors are for what outlives this function: checkpoints would count what is saved here.
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+        # Hooks on saved tensors are for what outlives this function: checkpoints would count what is saved here. Where
+        # there are none, none are set: in fn torch.func.grad refuses them.
+        own = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is) if autograd.hooks() else nullcontext()
+        with torch.enable_grad(), own:
             given = statistics.detach().requires_grad_()
             totals = of_tokens.totals(given, span)
             if not totals.requires_grad:  # it depends on no number

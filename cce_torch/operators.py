@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from cce_torch.autograd import untraced
 from cce_torch.call import ENCODED, Call, DivergenceCall, Scheduled, decoded, encoded
 from cce_torch.on_jax import tensors
 
@@ -41,7 +42,7 @@ def of_jax(name: str, fake: Callable) -> Callable[[Callable], Any]:
 
         def checked(*arguments: Any) -> Any:
             tensors.check({k: x for k, x in zip(names, arguments, strict=True) if isinstance(x, Tensor)})
-            return _as_tensors(read(*arguments))
+            return _as_tensors(untraced(read, *arguments))
 
         _library.define(f"{name}({_schema(types)}) -> {_returned(result)}", tags=_tags)
         for key in ("CPU", "CUDA"):

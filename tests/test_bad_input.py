@@ -104,6 +104,7 @@ OF_NAMED_TARGETS: list[Row] = [
     ({"targets": T.astype(np.float32)}, TypeError, r"targets.*integer.*float32"),
     ({"targets": T.astype(bool)}, TypeError, r"targets.*integer.*bool"),
     ({"targets": T + V, "check_targets": True}, ValueError, r"targets\[0, 0\] = 9 is outside \[0, 9\)"),
+    ({"check_targets": 2}, ValueError, "check_targets=2 must be one of False, True"),
     ({"shift": 3}, ValueError, r"shift=3.*\[0, T\).*T = 3"),
     ({"shift": -1}, ValueError, r"shift=-1.*\[0, T\)"),
     ({"shift": 1.0}, TypeError, r"shift must be an integer.*float"),
@@ -124,6 +125,7 @@ OF_LOSSES: list[Row] = [
     ({"reduction": "avg"}, ValueError, r"reduction='avg'.*'mean', 'sum', 'none'"),
 ]
 OF_CROSS_ENTROPY: list[Row] = [
+    ({"return_lse": "no"}, ValueError, "return_lse='no' must be one of False, True"),
     ({"sofcap": 3.0}, TypeError, r"unknown options \['sofcap'\]; allowed: .*softcap"),
     ({"filter_eps": None}, TypeError, r"unknown options \['filter_eps'\]; for filter_eps write gradient_tolerance"),
     ({"lse_square_scale": 1}, TypeError, r"linear_cross_entropy: .*; for lse_square_scale write z_loss; .*: .*shift"),

@@ -18,6 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 
+import cce_jax
 import cce_torch
 from cce_jax import linear_cross_entropy
 from cce_torch import in_forward
@@ -76,8 +77,18 @@ def test_any_integer_is_an_ignore_index(dtype, ignore_index):
             assert np.isnan(loss[6]), "out of range and not ignored"
             assert np.isfinite(np.delete(loss, [5, 6])).all()
             np.testing.assert_array_equal(np.isnan(np.asarray(run(shift=2))), np.isnan(loss)[2:])
-            with pytest.raises(ValueError, match=rf"targets\[{6 if held else 5}\] = "):
+            bad = 6 if held else 5
+            with pytest.raises(ValueError, match=rf"targets\[{bad}\] = {targets[bad]} "):
                 run(check_targets=True)
+
+
+@both.every
+@pytest.mark.parametrize("ignore_index", [2**53 + 1, -(2**62) - 1])
+def test_the_last_tokens_are_ignored_after_a_shift(package, impl, ignore_index):
+    """Whatever float64 holds of ignore_index."""
+    targets = np.where(GIVEN.targets < 0, 3, GIVEN.targets).astype(np.int64)
+    run = partial(both.gradients, package, impl, GIVEN.e, GIVEN.c, targets, shift=2)
+    jax.tree.map(np.testing.assert_array_equal, run(ignore_index=ignore_index), run())
 
 
 @both.every
@@ -291,3 +302,15 @@ def test_debug_nans_finds_a_nan_that_the_input_deserves(what, impl):
     for run in (gradient, jax.jit(gradient)):
         with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
             run(e)
+
+
+@pytest.mark.parametrize("name", ["linear_cross_entropy", "linear_log_probs", "linear_token_loss"])
+def test_debug_nans_finds_none_in_ignored_tokens(name):
+    e = jnp.where(GIVEN.targets[:, None] < 0, jnp.nan, GIVEN.e)
+    more = (lambda n: n.lse**2,) if name == "linear_token_loss" else ()
+
+    def total(c):
+        return jax.tree.leaves(getattr(cce_jax, name)(e, c, GIVEN.targets, *more))[0].sum()
+
+    with jax.debug_nans(True):
+        assert np.isfinite(jax.grad(total)(jnp.asarray(GIVEN.c))).all()

@@ -191,3 +191,19 @@ def test_what_is_no_option_is_an_error():
         cce_torch.explain(torch.zeros(2, 2), torch.zeros(3, 2), impl="reference")
     with pytest.raises(ValueError, match=r"runs PyTorch's own operators.*e is float64"):
         cce_torch.explain(torch.zeros(2, 2, dtype=torch.float64), torch.zeros(3, 2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        ((E, S((128, 32000), jnp.bfloat16)), {}, r"e must have shape .*vocab_axis=1\?"),
+        ((E, C), {"bias": S((3,), jnp.bfloat16)}, r"bias must have shape \(V,\)"),
+        ((S((2048, 128), jnp.int32), C), {}, "e must be one of .*int32"),
+        (([[1.0]], C), {}, "e must be an array, got list"),
+        ((E, C), {"precision": "low"}, "precision='low'"),
+        ((E, C), {"precision": ("high", ["x"])}, "precision="),
+    ],
+)
+def test_what_the_call_raises_is_raised(given, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        cce_jax.explain(*given, **options)

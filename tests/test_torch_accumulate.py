@@ -201,6 +201,8 @@ def test_what_it_refuses():
         de.sum().backward()
     with pytest.raises(ValueError, match=r"^linear_cross_entropy: accumulate_into gets the gradient of c, but"):
         linear_cross_entropy(e, c.detach(), targets, accumulate_into=buffer)
+    with pytest.raises(ValueError, match=r"^linear_cross_entropy: elements of accumulate_into share memory"):
+        loss(accumulate_into=torch.zeros(1, D).expand(V, D))
     with pytest.raises(ValueError, match=r"accumulate_into must have c's shape, \(70, 16\), got \(16, 70\)"):
         loss(accumulate_into=lambda: torch.zeros(D, V)).backward()
     assert not buffer.any()

@@ -250,7 +250,7 @@ def test_the_operators_of_divergences_are_what_they_say(name, impl):
     head, scheduled = (e, c, None), torch.tensor([0.3, 1.0, 1.2], dtype=torch.float64)
     given = Distillation(*head, *head, torch.rand(40), None, scheduled, torch.ones(()))
     for wanted, entropy in (([True, False, False], True), ([False, True, False], False)):
-        how = DivergenceCall("jsd", 5.0, None, 2**28, None, impl, entropy)
+        how = DivergenceCall(5.0, None, 2**28, "jsd", None, impl, entropy)
         torch.library.opcheck(getattr(torch.ops.cce_torch, name).default, tuple(flat(given, how, wanted)))
 
 
@@ -300,3 +300,46 @@ def test_the_operators_of_jax_are_what_they_say(name, monkeypatch):
             for x, y in zip(real, fakes, strict=True):
                 if x is not None and y is not None:
                     assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
+
+
+E, C, T = torch.randn(8, 6), torch.randn(9, 6), torch.randint(9, (8,))
+FUNCTIONS = {
+    "linear_cross_entropy": lambda e, **more: linear_cross_entropy(e, C, T, **more),
+    "linear_log_probs": lambda e, **more: cce_torch.linear_log_probs(e, C, T, **more).log_probs.sum(),
+    "linear_token_loss": lambda e, **more: cce_torch.linear_token_loss(e, C, T, lambda n: n.lse**2, **more),
+    "linear_divergence": lambda e, **more: cce_torch.linear_divergence(e, C, E.flip(0), C + 1, **more),
+}
+
+
+@pytest.mark.parametrize("impl", ["chunked", "torch_compile"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_transforms_inside_a_graph_have_a_derivative_or_an_error(name, impl):
+    """torch.compile sees no derivative rule inside torch.func and forward mode: the gradient was 0."""
+    function = functools.partial(FUNCTIONS[name], impl=impl)
+    want, compiled = torch.func.grad(function)(E), functools.partial(torch.compile, backend="aot_eager")
+    torch._dynamo.reset()
+    for transformed in (torch.func.grad(function), torch.func.jacrev(function)):
+        torch.testing.assert_close(compiled(transformed)(E), want)
+    torch.testing.assert_close(compiled(torch.vmap(torch.func.grad(function)))(E[None])[0], want)
+    with pytest.raises(NotImplementedError, match=f"^{name} has first derivatives"):
+        compiled(lambda e: torch.func.jvp(function, (e,), (e,)))(E)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match=f"^{name} has first"):
+        compiled(function)(torch.autograd.forward_ad.make_dual(E, E))
+
+
+@pytest.mark.parametrize("impl", ["chunked", "torch_compile"])
+def test_numbers_that_change_have_graphs_of_their_own(impl):
+    ids = [torch.arange(8 * k).reshape(8, k) % 9 for k in (2, 3, 4)]
+    of_ids = lambda e, k: cce_torch.linear_log_probs(e, C, ids=k, impl=impl).id_log_probs.sum()  # noqa: E731
+    numbers = {"softcap": (3.0, 4.0, 5.0), "teacher_softcap": (3.0, 4.0), "memory_budget": (2**22, 2**23)}
+    calls = [
+        (lambda e, x, name=name: FUNCTIONS["linear_divergence"](e, impl=impl, **{name: x}), values)
+        for name, values in numbers.items()
+    ]
+    for function, values in ((of_ids, ids), *calls):
+        torch._dynamo.reset()
+        run = torch.compile(function, backend="aot_eager", fullgraph=True)
+        for value in values:
+            e = E.clone().requires_grad_()
+            found, want = (torch.autograd.grad(f(e, value), e)[0] for f in (run, function))
+            torch.testing.assert_close(found, want)

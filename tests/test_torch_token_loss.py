@@ -209,3 +209,14 @@ def test_a_loss_that_depends_on_no_number_has_gradients_of_zero(options):
     loss.sum().backward()
     assert not e.grad.any()
     assert not c.grad.any()
+
+
+def test_a_function_may_use_torch_func():
+    """Where nobody has set hooks on saved tensors, none are set around it: torch.func.grad refuses them."""
+    slope = lambda numbers, *_: torch.vmap(torch.func.grad(lambda x: x**3))(numbers.log_probs)  # noqa: E731
+    plain = lambda numbers, *_: 3 * numbers.log_probs**2  # noqa: E731
+    leaves, call = made((27,))
+    found, want = (results(leaves, {**call, "reduction": "sum"}, fn=fn) for fn in (slope, plain))
+    assert found.keys() == want.keys()
+    for name, x in found.items():
+        np.testing.assert_allclose(x, want[name], rtol=1e-5, atol=1e-5)

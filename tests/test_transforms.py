@@ -83,7 +83,8 @@ def test_forward_mode_is_an_error_that_names_the_function_and_the_reference(deri
     ("derivative", "impl", "function"), list(zip(cycle(SECOND), cycle(BOTH), [*FUNCTIONS] * 2, strict=False))
 )
 def test_second_derivatives_are_an_error_that_names_the_function_and_the_reference(derivative, impl, function):
-    with pytest.raises(NotImplementedError, match=rf"^{function} has first derivatives only.*impl='reference'"):
+    what = "first derivatives only" if derivative == "grad of grad" else "no forward-mode derivative"
+    with pytest.raises(NotImplementedError, match=rf"^{function} has {what}.*impl='reference'"):
         SECOND[derivative](*of("e", impl, function))
 
 
@@ -106,6 +107,29 @@ def test_forward_mode_in_what_is_not_the_cores_alone_is_fine():
 
 def loss(e, c, targets, impl, **options):
     return linear_cross_entropy(e, c, targets, impl=impl, precision="highest", **options)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_outside_of_jit_a_graph_holds_the_inputs_and_no_copy(reduction):
+    e, c = jnp.asarray(BATCH.e[0]), jnp.asarray(BATCH.c)
+    _, backward = jax.vjp(lambda e, c: loss(e, c, BATCH.targets[0], "chunked", reduction=reduction), e, c)
+    held = [x for x in jax.tree.leaves(backward) if isinstance(x, jax.Array) and x.shape in (e.shape, c.shape)]
+    own = {x.unsafe_buffer_pointer() for x in (e, c)}
+    assert own == {x.unsafe_buffer_pointer() for x in held if any(np.array_equal(x, y) for y in (e, c))}
+
+
+def test_sizes_that_are_not_known():
+    """jax.export with symbolic shapes."""
+    tokens = jax.ShapeDtypeStruct((jax.export.symbolic_shape("n")[0], BATCH.e.shape[-1]), "float32")
+    for function, more in ((linear_log_probs, ()), (linear_divergence, (tokens, BATCH.c))):
+
+        def export(impl, function=function, more=more):
+            first = jax.jit(lambda *given: jax.tree.leaves(function(*given, impl=impl))[0])
+            return jax.export.export(first)(tokens, BATCH.c, *more)
+
+        assert "stablehlo" in str(export("reference").mlir_module())
+        with pytest.raises(NotImplementedError, match=rf"^{function.__name__}: impl='chunked' .* sizes .*'reference'"):
+            export("chunked")
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")

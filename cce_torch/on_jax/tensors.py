@@ -119,11 +119,14 @@ def _is_awaited(x: Tensor) -> bool:
     return isinstance(x, AsyncCollectiveTensor)
 
 
-def check_targets(targets: Tensor, vocabulary: int, ignore_index: int, shift: int) -> None:
-    """Raise a ValueError that names the first target outside [0, vocabulary) that is not ignored. Waits for targets."""
+def check_targets(targets: Tensor, vocabulary: int, ignore_index: int, shift: int, given: Tensor) -> None:
+    """Raise a ValueError that names the first target outside [0, vocabulary) that is not ignored. Waits for targets.
+
+    given: the targets in the caller's type. int64 does not hold all of uint64.
+    """
     bad = (targets != ignore_index) & ((targets < 0) | (targets >= vocabulary))
     if shift:
         bad[..., :shift] = False  # no token predicts these targets
     if bad.any():
         position = torch.nonzero(bad)[0].tolist()
-        raise contract.bad_target(position, int(targets[tuple(position)]), vocabulary, ignore_index)
+        raise contract.bad_target(position, int(given[tuple(position)].cpu().numpy()), vocabulary, ignore_index)

@@ -45,7 +45,8 @@ def loss(function: Callable, given: dict[str, Any], num_items: Any, options: dic
         options["check_targets"], targets = False, given["targets"]
         whole_targets = targets.full_tensor() if isinstance(targets, DTensor) else targets
         vocabulary = given["c"].shape[options["vocab_axis"]]
-        tensors.check_targets(whole_targets.long(), vocabulary, options["ignore_index"], int(options["shift"]))
+        wide, ignored = arguments.int64(whole_targets, options["ignore_index"])
+        tensors.check_targets(wide, vocabulary, ignored, int(options["shift"]), whole_targets)
     e, c, mesh, shift = given["e"], given["c"], given["e"].device_mesh, int(options["shift"])
     of_e, of_c, split, gathered = _placements(e, c, options["vocab_axis"])
     token_axes = [i for i, p in enumerate(of_e) if p.is_shard() and i != gathered]

@@ -100,7 +100,7 @@ def reentrant_checkpoint(x: Bound) -> Found:
 
 
 def func_grad(x: Bound) -> Found:
-    gradients, results = _func_grad(x)(x.detached(), x.others)
+    gradients, results = _traced(x, _func_grad(x))(x.detached(), x.others)
     return results, gradients
 
 
@@ -142,12 +142,20 @@ def vmap(x: Bound) -> Found:
     return results, x.gradients(results)
 
 
+def _traced(x: Bound, transformed: Callable) -> Callable:
+    """A transform of torch.func, in some calls inside torch.compile."""
+    if x.drawn(4, 2):
+        return transformed
+    torch._dynamo.reset()
+    return torch.compile(transformed, backend=x.backend)
+
+
 def vmap_of_func_grad(x: Bound) -> Found:
     leaves, others, *axes = _two(x)
     leaves = {name: y.detach() for name, y in leaves.items()}
     k = x.drawn(2, 1)
     given = x.in_that_order(k)  # the cotangents of the tokens, in the order of the one that is looked at
-    gradients, results = torch.func.vmap(_func_grad(given), in_dims=tuple(axes))(leaves, others)
+    gradients, results = _traced(x, torch.func.vmap(_func_grad(given), in_dims=tuple(axes)))(leaves, others)
     return tuple({name: x.in_order(name, y[k], k) for name, y in z.items()} for z in (results, gradients))  # type: ignore
 
 
