@@ -36,12 +36,12 @@ def traced(function: F) -> F:
         return torch.compiler.disable(function)  # type: ignore[return-value]
 
     @wraps(function)
-    def checked(*given: Any, **options: Any) -> Any:
+    def call(*given: Any, **options: Any) -> Any:
         if torch._C._are_functorch_transforms_active() or is_forward_mode():
             return untraced(function, *given, **options)
         return function(*given, **options)
 
-    return checked  # type: ignore[return-value]
+    return call  # type: ignore[return-value]
 
 
 class Options(NamedTuple):
