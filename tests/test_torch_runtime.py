@@ -293,7 +293,8 @@ def test_pytorchs_settings_for_float32_matmuls_are_followed(place):
     before = torch.get_float32_matmul_precision()
     each = [(x, x.fp32_precision) for x in (torch.backends, torch.backends.cuda.matmul)]
     try:
-        for x, _ in each:  # as it is at first: examples set it for their process, which may be this one
+        torch.set_float32_matmul_precision("high")  # the newer interface, where it sets something later, overrides it
+        for x, _ in each:
             x.fp32_precision = "none"
         for setting, exact in (OLDER if place is torch else NEWER).items():
             if place is torch:

@@ -178,11 +178,11 @@ def is_exact(precision: str | None, dtype: torch.dtype) -> bool:
 
 
 def _float32_precision() -> str:
-    """PyTorch's setting for float32 matmuls, whichever of its two interfaces set it last."""
-    try:
+    """PyTorch's setting for float32 matmuls, whichever of its two interfaces set it last: the newer one has both."""
+    newer = getattr(torch.backends.cuda.matmul, "fp32_precision", None)  # from PyTorch 2.9 on
+    if newer is None:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # from PyTorch 2.9 on, if the newer interface has set a value that the older does not have
-        return "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
+    return "highest" if newer in ("ieee", "none") else "high"
 
 
 def without_results(call: Call, e: Tensor, c: Tensor, wanted: Sequence[bool]) -> Call:
