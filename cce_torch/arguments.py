@@ -155,7 +155,7 @@ def prepared(
         e, c, bias = _autocast(e, c, bias)
         given = given | {"e": e, "c": c, "bias": bias}
     described = tuple([(name, None if x is None else (x.shape, x.dtype)) for name, x in given.items()])
-    (_fit_once if usual and shard is None else _fit)(options, num_items, shard, described)
+    (_fit_once if usual and shard is None else fit)(options, num_items, shard, described)
     shift, ignore_index = options.shift, options.ignore_index
     if shift and not targets.shape[-1]:
         shift = 0  # there are no tokens to shift; the results are empty anyway
@@ -298,7 +298,7 @@ def weight_of_tokens(token_weight: Any, x: Prepared, function: str) -> Tensor:
     return token_weight.reshape(-1).to(dtype)
 
 
-def _fit(options: Options, num_items: Any, shard: VocabParallel | None, described: tuple[tuple[str, Any], ...]) -> None:
+def fit(options: Options, num_items: Any, shard: VocabParallel | None, described: tuple[tuple[str, Any], ...]) -> None:
     """Raise unless the tensors fit together. described: the name of each, with its shape and its type."""
     types = {name: x[1] for name, x in described if x is not None}
     shapes: dict[str, Any] = {name: None if x is None else tuple(x[0]) for name, x in described}
@@ -311,7 +311,7 @@ def _fit(options: Options, num_items: Any, shard: VocabParallel | None, describe
     contract.shapes(**shapes, vocab_axis=options.vocab_axis, shift=options.shift)
 
 
-_fit_once = lru_cache(maxsize=1024)(_fit)  # looks only once at shapes and types that it has seen
+_fit_once = lru_cache(maxsize=1024)(fit)  # looks only once at shapes and types that it has seen
 
 
 def _check_types(types: dict[str, torch.dtype], shapes: dict[str, Any]) -> None:

@@ -4,9 +4,11 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from cce_kernels import contract
+from cce_torch import arguments
 from cce_torch.call import Call
 
 
@@ -28,30 +30,35 @@ def explain(
     """How `linear_cross_entropy(e, c, ...)` runs on this machine: print it, or read its fields.
 
     The same as cce_jax.explain, which says what the fields of the result are, for tensors: e (..., D), c (V, D), or
-    (D, V) with vocab_axis=1, bias (V,). Only their shapes, types, layout and device are read. Raises ValueError where
-    an option is out of its range, or the call would run PyTorch's own operators; it then says why, such as float64.
+    (D, V) with vocab_axis=1, bias (V,). Only their shapes, types, layout and device are read. Raises a ValueError where
+    the call would run PyTorch's own operators, and says why, such as float64; and what the call raises.
     """
     from cce_jax import plans
     from cce_kernels.plan.explanation import GRADIENTS
-    from cce_torch.arguments import resolved
     from cce_torch.on_jax import kinds, programs
 
-    contract.choice("reduction", reduction, contract.REDUCTIONS)
     contract.choice("impl", impl, ("auto", "cce", "chunked"))
-    runs: Any = resolved(impl, e)
+    numbers = dict(softcap=softcap, label_smoothing=label_smoothing)
+    numbers |= dict(memory_budget=memory_budget, gradient_tolerance=gradient_tolerance)
+    options = arguments.checked(arguments.Options(reduction, impl, vocab_axis, precision, **numbers))
+    given = {"e": e, "c": c} | ({} if bias is None else {"bias": bias})
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            arguments.check_other(name, x, "linear_cross_entropy")
+    described = [(name, (x.shape, x.dtype)) for name, x in given.items()]
+    arguments.fit(options, None, None, (*described, ("targets", (e.shape[:-1], torch.int64))))
+    runs: Any = arguments.resolved(impl, e)
     if runs == "torch_compile":
         try:
-            resolved("cce", e)
+            arguments.resolved("cce", e)
         except (NotImplementedError, TypeError) as error:
             raise ValueError(f"this call runs PyTorch's own operators, which plan nothing, as {error}") from None
-    smooths = contract.number("label_smoothing", label_smoothing, low=0.0, high=1.0) > 0
-    softcap, budget = contract.softcap(softcap), contract.memory_budget(memory_budget)
     call = Call(
-        softcap,
-        budget,
-        contract.gradient_tolerance(gradient_tolerance),
+        options.softcap,
+        options.memory_budget,
+        options.gradient_tolerance,
         reduction=reduction,
-        smooths=smooths,
+        smooths=options.label_smoothing > 0,
         precision=precision,
         impl=runs,
         wide_dc=c.dtype != e.dtype,

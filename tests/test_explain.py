@@ -199,7 +199,7 @@ def test_what_is_no_option_is_an_error():
         ((E, S((128, 32000), jnp.bfloat16)), {}, r"e must have shape .*vocab_axis=1\?"),
         ((E, C), {"bias": S((3,), jnp.bfloat16)}, r"bias must have shape \(V,\)"),
         ((S((2048, 128), jnp.int32), C), {}, "e must be one of .*int32"),
-        (([[1.0]], C), {}, "e must be an array, got list"),
+        (([[1.0]], C), {}, "e must be an? .*, got list"),
         ((E, C), {"precision": "low"}, "precision='low'"),
         ((E, C), {"precision": ("high", ["x"])}, "precision="),
     ],
@@ -207,3 +207,10 @@ def test_what_is_no_option_is_an_error():
 def test_what_the_call_raises_is_raised(given, options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         cce_jax.explain(*given, **options)
+
+    def tensor(x):
+        return torch.empty(x.shape, dtype=getattr(torch, x.dtype.name), device="meta") if hasattr(x, "shape") else x
+
+    options = {name: tensor(x) for name, x in options.items()}
+    with pytest.raises((TypeError, ValueError), match=message):
+        cce_torch.explain(*map(tensor, given), **options)

@@ -162,7 +162,8 @@ def vmap_of_func_grad(x: Bound) -> Found:
 def _compiled(x: Bound, leaves: Named) -> Named:
     """The results of the second step: guards that fail at it are seen."""
     torch._dynamo.reset()
-    step = torch.compile(x.function, fullgraph=True, backend=x.backend)
+    dynamic = None if x.drawn(4, 3) else True  # numbers and sizes are symbols from the first step on
+    step = torch.compile(x.function, fullgraph=True, dynamic=dynamic, backend=x.backend)
     step(**leaves, **x.others)
     return x.named(step(**leaves, **x.others))
 
